@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 from nats.aio.msg import Msg
 
-from tokenbus.client.choices import AnyChoices, Batch, Choices
+from tokenbus.client.choices import Answers, Batch, Choices
 from tokenbus.client.inbox import Inbox
 from tokenbus.client.stream import Stream
 from tokenbus.protocol.bus import bus
@@ -137,7 +137,7 @@ class Client:
 
     def generate_choices(
         self, model: str, requests: Sequence[messages.GenerateRequest], n: int, *, headers: tracing.Headers = None
-    ) -> AnyChoices:
+    ) -> Answers:
         """Asks for `n` answers to each of one or several requests, and returns their streams at once. Raises ValueError
         for a name that no model can have."""
 

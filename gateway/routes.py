@@ -124,9 +124,7 @@ CALLS: dict[str, CallDialect[Any, Any]] = {
     "/v1/embeddings": CallDialect(embeddings.parse, embed, error_bodies.encode, usage_of=embeddings.usage_of),
     "/v1/rerank": CallDialect(rerank.parse, Client.rerank, error_bodies.encode, usage_of=rerank.usage_of),
     "/tokenize": CallDialect(token_calls.parse_tokenize, Client.tokenize, error_bodies.encode),
-    "/detokenize": CallDialect(
-        token_calls.parse_detokenize, Client.detokenize, error_bodies.encode, token_calls.DETOKENIZE_NAMES
-    ),
+    "/detokenize": CallDialect(token_calls.parse_detokenize, Client.detokenize, error_bodies.encode),
     "/v1/messages/count_tokens": CallDialect(
         count_tokens.parse, Client.tokenize, anthropic_errors.encode, status_of=anthropic_errors.status_of
     ),

@@ -43,7 +43,7 @@ from tokenbus.router.settings import RouterSettings
 from tokenbus.router.watch import FleetWatch
 
 _INDEX_BYTES_PER_BLOCK = 87
-"""Memory of the prefix index, measured with a million blocks (bench.index_memory)."""
+"""Memory of the prefix index, measured with a million blocks (bench.router.index_memory)."""
 
 
 class Router:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import system
-from bench.serving.decode import ratio_of
+from bench.paired import quartiles
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
@@ -120,8 +120,8 @@ async def measure_short(model: Path, flags: tuple[str, ...], options: argparse.N
             print(f"  round {number + 1}: {first[0]:.0f}, {second[0]:.0f} tokens/s, ", end="")
             print(f"first tokens after {1e3 * first[1]:.1f}, {1e3 * second[1]:.1f} ms", flush=True)
         print(f"{model.name}, {clients} clients, answers of 50 to 150 tokens, {options.pairs} interleaved pairs")
-        print(f"  tokens/s, max_tokens {limit} / {_SMALL_LIMIT}      {ratio_of([b[0] / a[0] for a, b in seen])}")
-        print(f"  first token, max_tokens {limit} / {_SMALL_LIMIT}   {ratio_of([b[1] / a[1] for a, b in seen])}")
+        print(f"  tokens/s, max_tokens {limit} / {_SMALL_LIMIT}      {quartiles([b[0] / a[0] for a, b in seen])}")
+        print(f"  first token, max_tokens {limit} / {_SMALL_LIMIT}   {quartiles([b[1] / a[1] for a, b in seen])}")
         print(f"  {(await system.card(large)).load}")
 
 

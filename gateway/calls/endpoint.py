@@ -20,12 +20,12 @@ class CallEndpoint(Endpoint, Generic[RequestT, ReplyT]):
         self._dialect = dialect
 
     async def _serve(self, exchange: Exchange) -> None:
+        parsed = await self._read(exchange)
+        served_as = self._services.aliases.resolve(parsed.model, exchange.request_id)
         try:
-            parsed = await self._read(exchange)
-            served_as = self._services.aliases.resolve(parsed.model, exchange.request_id)
             await body.cancel_on_disconnect(exchange.request.receive, self._respond(exchange, served_as, parsed))
         except errors.RequestError as refused:
-            raise errors.RequestError(http_errors.with_names(refused.error, self._dialect.names)) from refused
+            raise http_errors.ApiError(parsed.named(http_errors.from_error(refused.error))) from refused
 
     async def _read(self, exchange: Exchange) -> ParsedCall[RequestT, ReplyT]:
         # In a method of its own, so that nothing holds the body while the request is served.

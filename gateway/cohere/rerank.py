@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.wire import codec, pooling
 from tokenbus.protocol.wire import messages as wire
 
@@ -73,6 +74,10 @@ class ParsedRerank(msgspec.Struct, frozen=True, kw_only=True):
         tokens = reply.usage.prompt_tokens if reply.usage else 0
         usage = RerankUsage(prompt_tokens=tokens, total_tokens=tokens)
         return _encoder.encode(RerankResponse(id=reply.id, model=self.model, results=results, usage=usage))
+
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns the error: its field has the same name on the wire."""
+        return error
 
 
 def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedRerank:

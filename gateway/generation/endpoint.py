@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Callable
 
-from tokenbus.client.choices import AnyChoices
+from tokenbus.client.choices import Answers
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import Dialect, EventEncoder, ParsedRequest, ResponseHead
 from tokenbus.gateway.http import body, http_errors
@@ -43,7 +43,7 @@ class GenerationEndpoint(Endpoint):
         return parsed
 
     async def _respond(
-        self, submit: Callable[[], AnyChoices], parsed: ParsedRequest, writer: ResponseWriter, log: RequestLog
+        self, submit: Callable[[], Answers], parsed: ParsedRequest, writer: ResponseWriter, log: RequestLog
     ) -> None:
         choices, num_choices = submit(), len(parsed.requests) * parsed.n
         head = ResponseHead(choices.request_id, int(time.time()), parsed.model)
@@ -64,7 +64,7 @@ class GenerationEndpoint(Endpoint):
 
 
 async def respond(
-    choices: AnyChoices,
+    choices: Answers,
     num_choices: int,
     encode: Callable[[list[AnswerReader]], bytes],
     writer: ResponseWriter,
@@ -82,7 +82,7 @@ async def respond(
 
 
 async def stream_response(
-    choices: AnyChoices,
+    choices: Answers,
     num_choices: int,
     encoder: EventEncoder,
     writer: ResponseWriter,

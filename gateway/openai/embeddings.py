@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.wire import codec, errors, pooling
 from tokenbus.protocol.wire import messages as wire
 
@@ -65,6 +66,10 @@ class ParsedEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
         tokens = reply.usage.prompt_tokens if reply.usage else 0
         usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
         return _encoder.encode(EmbeddingList(data=data, model=self.model, usage=usage))
+
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns the error: its field has the same name on the wire."""
+        return error
 
 
 def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedEmbeddingRequest:

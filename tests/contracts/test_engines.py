@@ -212,7 +212,7 @@ class _CountsPreemptions(EngineListener):
 
 
 async def answers(settings: EngineSettings, *, together: bool) -> tuple[list[list[int]], int]:
-    """The answers to requests for some 200 tokens each, and how many preemptions it took. Most are drawn, some are
+    """Returns the answers to requests for some 200 tokens each, and the number of preemptions. Most are drawn, some are
     constrained where the engine can, and one is not cached."""
     engine = demo_engine(settings)
     engine.listener = listener = _CountsPreemptions()

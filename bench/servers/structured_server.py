@@ -1,6 +1,6 @@
 """Compares the decoding speed of outputs that follow a JSON schema with that of llama-server, same file and schema.
 
-Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.serving.structured_server [--model FILE.gguf] [--streams 8]
+Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.servers.structured_server [--model FILE.gguf] [--streams 8]
 [--tokens 48] [--threads 1] [--pairs 7]
 
 llama-server samples a token first, and applies the grammar to the whole vocabulary only if it does not allow that
@@ -9,7 +9,6 @@ string nearly every token is allowed, and of an array of integers hardly any. A 
 forced here, token by token; llama-server samples it. All take turns on both sides, in interleaved pairs. The time runs
 from the requests to the last tokens; each side has compiled the schemas before."""
 
-import argparse
 import asyncio
 import statistics
 import time
@@ -17,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import system
+from bench import flags, system
 from bench.baselines import bare_llama, llama_server
 from bench.models import benchmark_model
 from bench.paired import quartiles
@@ -107,12 +106,8 @@ async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, streams=8, tokens=48, threads=1, pairs=7)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=7)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.streams, options.tokens, options.threads, options.pairs))

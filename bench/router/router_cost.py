@@ -1,6 +1,6 @@
 """Measures what a router costs: the CPU time that a request takes, and the latency that it adds.
 
-Run: .venv/bin/python -m bench.router_cost [--requests 1000] [--at-once 16] [--rounds 7]
+Run: .venv/bin/python -m bench.router.router_cost [--requests 1000] [--at-once 16] [--rounds 7]
 
 The demo model serves behind a real router and broker. Prompts have 1,000 tokens, all cached, and one token is
 generated; each round sends token ids, then the same prompt as text. The router's CPU time is that of its process, less

@@ -1,11 +1,10 @@
 """Compares the throughput of eight clients with that of llama-cpp-python's own server.
 
-Run: .venv/bin/python -m bench.serving.python_server [--model FILE.gguf] [--clients 8] [--tokens 64] [--pairs 7]
+Run: .venv/bin/python -m bench.servers.python_server [--model FILE.gguf] [--clients 8] [--tokens 64] [--pairs 7]
 
 The other side is `python -m llama_cpp.server` on the same build of llama.cpp (pip install 'tokenbus[bench]'), in
 interleaved pairs. Throughput is all tokens over the time from the first request to the last answer."""
 
-import argparse
 import asyncio
 import contextlib
 import importlib.util
@@ -20,9 +19,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from bench import system
+from bench import flags, system
 from bench.models import benchmark_model
-from bench.serving.decode import ratio_of
+from bench.paired import quartiles
 from tokenbus.cli.supervisor import end_with_parent
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
@@ -109,16 +108,12 @@ async def measure(model: Path, clients: int, tokens: int, pairs: int, threads: i
     print(f"{model.name}, {clients} clients, {tokens} tokens each, {threads} threads, {pairs} pairs after one")
     print(f"  llama_cpp.server   {statistics.median(theirs for theirs, _ in seen):6.1f} tokens/s")
     print(f"  tokenbus           {statistics.median(mine for _, mine in seen):6.1f} tokens/s")
-    print(f"  tokenbus / llama_cpp.server   {ratio_of([mine / theirs for theirs, mine in seen])}")
+    print(f"  tokenbus / llama_cpp.server   {quartiles([mine / theirs for theirs, mine in seen])}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, clients=8, tokens=64, pairs=7, threads=1)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.clients, options.tokens, options.pairs, options.threads))

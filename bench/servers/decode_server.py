@@ -1,11 +1,10 @@
 """Compares the decoding speed of the whole system with llama.cpp's own programs.
 
-Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.serving.decode_server [--streams 8] [--against llama-server]
+Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.servers.decode_server [--streams 8] [--against llama-server]
 
 It compares with `llama-bench` (one stream) or `llama-batched-bench` (several), which only decode, or with
 `llama-server` with as many slots, in interleaved pairs: tokens per second once every stream has its first token."""
 
-import argparse
 import asyncio
 import contextlib
 import functools
@@ -16,10 +15,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from bench import streams, system
+from bench import flags, streams, system
 from bench.baselines import llama_server
 from bench.models import benchmark_model
-from bench.serving.decode import ratio_of
+from bench.paired import quartiles
 
 _PROMPT = list(range(10, 26))
 _CONTEXT = 8_192
@@ -78,17 +77,13 @@ async def measure(model: Path, against: str, count: int, tokens: int, pairs: int
     print(f"{model.name}, {count} streams of {tokens} tokens, {threads} threads, {pairs} interleaved pairs")
     print(f"  {against:<20} {statistics.median(theirs for theirs, _ in seen):8.1f} tokens/s")
     print(f"  {'tokenbus':<20} {statistics.median(mine for _, mine in seen):8.1f} tokens/s")
-    print(f"  speed, tokenbus / {against}   {ratio_of([mine / theirs for theirs, mine in seen])}")
+    print(f"  speed, tokenbus / {against}   {quartiles([mine / theirs for theirs, mine in seen])}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, streams=8, tokens=64, pairs=9, threads=1)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--against", choices=["llama-bench", "llama-server"], default="llama-server")
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.against, options.streams, options.tokens, options.pairs, options.threads))

@@ -1,6 +1,6 @@
 """Measures how many requests per second 500 workers on one broker can serve on this machine, and what fails first.
 
-Run: .venv/bin/python -m bench.many_workers [--workers 500] [--rates 50 100 200 300] [--seconds 60]
+Run: .venv/bin/python -m bench.router.many_workers [--workers 500] [--rates 50 100 200 300] [--seconds 60]
 
 Simulated workers with steps of 50 ms, 100 in each process, one router, one broker and the clients share this machine's
 cores. Each request has 512 token ids, 256 of which it shares with nine others, and generates 16 tokens. A rate is

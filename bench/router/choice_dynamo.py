@@ -1,13 +1,12 @@
 """Compares how long a router takes to choose a worker with NVIDIA Dynamo's `SelectionService` in the same process.
 
-Run: .venv/bin/python -m bench.choice_dynamo [--pairs 9] [--tokens 1024 8192] [--blocks 260000]
+Run: .venv/bin/python -m bench.router.choice_dynamo [--pairs 9] [--tokens 1024 8192] [--blocks 260000]
 
 A choice starts with a list of token ids and ends with a worker on which the prompt is booked: hash, match, cost, book.
 In Dynamo that is `await select_and_reserve(...)`, which has received the same blocks over ZMQ. Both sides get the same
 prompts, each of which continues a conversation that some worker holds. Bookings are taken back after each round,
 outside the measurement. A choice's time is the CPU time of all threads of this process, and, beside it, wall time."""
 
-import argparse
 import asyncio
 import gc
 import random
@@ -21,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import uvloop
 
-from bench import cached_blocks, paired
+from bench import flags, paired
 from bench.baselines import dynamo_wheel
+from bench.router import cached_blocks
 from tokenbus.protocol.wire import block_hash
 from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import KvAware
@@ -187,13 +187,10 @@ def check(ours: TokenbusSide, theirs: DynamoSide, supply: Supply) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=64)
+    parser = flags.parser(__doc__, workers=64, blocks=260_000, pairs=9)
     parser.add_argument("--many", type=int, default=1_000, help="workers with which ours is compared with itself")
-    parser.add_argument("--blocks", type=int, default=260_000)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1_024, 8_192])
     parser.add_argument("--count", type=int, default=150, help="choices of a round")
-    parser.add_argument("--pairs", type=int, default=9)
     options = parser.parse_args()
     core = dynamo_wheel.find()
     told = cached_blocks.conversations(options.workers, options.blocks, np.random.default_rng(_SEED))

@@ -1,11 +1,10 @@
 """Measures how long a router takes to choose a worker, from token ids to the booking: hash, match, cost, book.
 
-Run: .venv/bin/python -m bench.choice [--workers 64 1000] [--blocks 260000] [--tokens 1024 8192]
+Run: .venv/bin/python -m bench.router.choice [--workers 64 1000] [--blocks 260000] [--tokens 1024 8192]
 
 The workers hold conversations of 64 to 512 blocks, `--blocks` of them in all. Each prompt continues one of these
 conversations. Times are CPU time of this process, in microseconds."""
 
-import argparse
 import gc
 import random
 import statistics
@@ -13,7 +12,8 @@ import time
 
 import numpy as np
 
-from bench import cached_blocks
+from bench import flags
+from bench.router import cached_blocks
 from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import KvAware
 
@@ -57,11 +57,9 @@ def measure(workers: int, num_blocks: int, tokens: int, count: int) -> list[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, blocks=260_000, count=2_000)
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 1_000])
-    parser.add_argument("--blocks", type=int, default=260_000)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1_024, 8_192])
-    parser.add_argument("--count", type=int, default=2_000)
     options = parser.parse_args()
     for workers in options.workers:
         for tokens in options.tokens:

@@ -1,6 +1,6 @@
 """Compares how fast a router applies KV events with the `RadixTree` of NVIDIA Dynamo's wheel.
 
-Run: .venv/bin/python -m bench.ingest [--pairs 9] [--blocks 131072] [--run 16]
+Run: .venv/bin/python -m bench.router.ingest [--pairs 9] [--blocks 131072] [--run 16]
 
 Each side gets its own wire format, encoded in advance. Ours is MessagePack, decoded and applied to the fleet: one
 message for each run of 16 blocks, with load, state and sequence number. Dynamo's is the JSON that its binding takes:
@@ -9,7 +9,6 @@ in the same message on our side and in an event of its own on Dynamo's. Times ar
 process; nothing goes over a socket. All threads share one core, since waking Dynamo's on another core takes up to three
 times as long as its work."""
 
-import argparse
 import gc
 import itertools
 import json
@@ -21,8 +20,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bench import cached_blocks, paired
+from bench import flags, paired
 from bench.baselines import dynamo_wheel
+from bench.router import cached_blocks
 from tokenbus.protocol.wire import block_hash, codec, internal, messages
 from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import KvAware
@@ -187,12 +187,7 @@ def row(name: str, found: tuple[float, float, paired.Ratio], num_blocks: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--blocks", type=int, default=131_072)
-    parser.add_argument("--run", type=int, default=16)
-    parser.add_argument("--pairs", type=int, default=9)
-    options = parser.parse_args()
+    options = flags.parser(__doc__, workers=64, blocks=131_072, run=16, pairs=9).parse_args()
     core = dynamo_wheel.find()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     held = runs(options.workers, options.blocks, options.run)

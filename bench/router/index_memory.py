@@ -1,10 +1,10 @@
 """Compares the memory that a block takes in a router's index with the `RadixTree` of NVIDIA Dynamo's wheel.
 
-Run: .venv/bin/python -m bench.index_memory [--blocks 260000 360000] [--times 3]
+Run: .venv/bin/python -m bench.router.index_memory [--blocks 260000 360000] [--times 3]
 
-Each index is filled in a fresh process with the events of bench/ingest.py, which arrive one by one over a pipe. The
-growth of the resident memory is divided by the number of blocks. A Python dictionary doubles its table when it is full,
-so our index takes most just after it has grown, at about 350,000 blocks, twice that, and so on."""
+Each index is filled in a fresh process with the events of bench/router/ingest.py, which arrive one by one over a pipe.
+The growth of the resident memory is divided by the number of blocks. A Python dictionary doubles its table when it is
+full, so our index takes most just after it has grown, at about 350,000 blocks, twice that, and so on."""
 
 import argparse
 import gc
@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from bench import ingest
+from bench import flags
 from bench.baselines import dynamo_wheel
+from bench.router import ingest
 
 _FRAME = struct.Struct("<II")
 _WORKERS = 64
@@ -56,15 +57,14 @@ def fill(name: str, num_blocks: int) -> None:
 
 def growth(name: str, num_blocks: int, payloads: Sequence[ingest.Payload]) -> int:
     """Returns by how many bytes a fresh process grows that applies all of the payloads."""
-    command = [sys.executable, "-m", "bench.index_memory", "--fill", name, "--blocks", str(num_blocks)]
+    command = [sys.executable, "-m", "bench.router.index_memory", "--fill", name, "--blocks", str(num_blocks)]
     given = b"".join(_FRAME.pack(worker, len(payload)) + payload for worker, payload in payloads)
     return int(subprocess.run(command, input=given, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, times=3)
     parser.add_argument("--blocks", type=int, nargs="+", default=[260_000, 360_000])
-    parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--fill", choices=["ours", "dynamo"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.fill:

@@ -1,11 +1,10 @@
 """Measures the first-token latency of eight concurrent requests that share a long prefix.
 
-Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.serving.shared_prefix [--model FILE.gguf] [--pairs 7] [--threads 2]
+Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.servers.shared_prefix [--model FILE.gguf] [--pairs 7] [--threads 2]
 
 Compared with llama-server with eight slots, in interleaved pairs. Each round has its own prefix, so that neither side
 has it cached from the round before."""
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -14,10 +13,10 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from bench import streams, system
+from bench import flags, streams, system
 from bench.baselines import llama_server
 from bench.models import benchmark_model
-from bench.serving.decode import ratio_of
+from bench.paired import quartiles
 
 _REQUESTS, _TAIL, _TOKENS = 8, 16, 2
 
@@ -40,7 +39,7 @@ async def measure(model: Path, prefix: int, pairs: int, threads: int) -> None:
         f"  llama-server   {statistics.median(theirs for theirs, _ in seen):6.2f} s to the first token, in the median"
     )
     print(f"  tokenbus       {statistics.median(ours_s for _, ours_s in seen):6.2f} s")
-    print(f"  tokenbus / llama-server   {ratio_of([ours_s / theirs for theirs, ours_s in seen])}")
+    print(f"  tokenbus / llama-server   {quartiles([ours_s / theirs for theirs, ours_s in seen])}")
 
 
 def _prompts(number: int, prefix: int) -> list[list[int]]:
@@ -56,11 +55,8 @@ async def _first_tokens(answers: list[Coroutine[Any, Any, list[float]]]) -> floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, prefix=1_000, pairs=7, threads=2)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--prefix", type=int, default=1_000)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.prefix, options.pairs, options.threads))

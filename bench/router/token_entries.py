@@ -1,6 +1,6 @@
 """Measures what a router pays to be the guardian of streams: the CPU time of workers' entries that carry tokens.
 
-Run: .venv/bin/python -m bench.token_entries [--rate 2000] [--streams 8] [--seconds 4] [--pairs 7]
+Run: .venv/bin/python -m bench.router.token_entries [--rate 2000] [--streams 8] [--seconds 4] [--pairs 7]
 
 A forged worker accepts one request for each stream. Then it publishes at the given rate, in alternating runs (A B A B),
 heartbeats without tokens, and entries that hold one token of each stream and are followed by their seal. The result is
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nats.aio.msg import Msg
 
-from bench import paired
+from bench import flags, paired
 from bench.system import cpu_seconds, start
 from tokenbus.cli import nats_server
 from tokenbus.protocol.bus import connection as nats
@@ -144,11 +144,10 @@ async def _share(publish: Callable[[], None], options: argparse.Namespace, pid: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, pairs=7)
     parser.add_argument("--rate", type=int, default=2_000, help="entries a second")
     parser.add_argument("--streams", type=int, default=8, help="streams, each with a token in every entry")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of each measurement")
-    parser.add_argument("--pairs", type=int, default=7)
     asyncio.run(measure(parser.parse_args()))
 
 

@@ -1,6 +1,6 @@
 """Measures what requests of 20,000 to 200,000 tokens cost in each process, and how long a neighbour's stream waits.
 
-Run: .venv/bin/python -m bench.large_requests [--rounds 5] [--payload 1MB]
+Run: .venv/bin/python -m bench.router.large_requests [--rounds 5] [--payload 1MB]
 
 The first table has the CPU time of single steps in this process, on the demo model's tokenizer and template: the median
 of some rounds. The second one has a real broker and router and two simulated workers: a client sends such requests one

@@ -1,11 +1,10 @@
 """Measures how long running streams stall while a long prompt is prefilled, and that prompt's own first token.
 
-Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.serving.long_prompt [--model FILE.gguf] [--pairs 7] [--threads 2]
+Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.servers.long_prompt [--model FILE.gguf] [--pairs 7] [--threads 2]
 
 Four streams run, and when each has some tokens a prompt of 1,200 tokens arrives. Compared with llama-server, in
 interleaved pairs."""
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -15,10 +14,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import streams, system
+from bench import flags, streams, system
 from bench.baselines import llama_server
 from bench.models import benchmark_model
-from bench.serving.decode import ratio_of
+from bench.paired import quartiles
 
 Complete = Callable[[list[int], int], Coroutine[Any, Any, list[float]]]
 _STREAMS, _BEFORE_S = 4, 2.0
@@ -62,20 +61,16 @@ async def measure(model: Path, length: int, tokens: int, pairs: int, threads: in
     print(f"{model.name}, {_STREAMS} streams and a {length}-token prompt, {threads} threads, {pairs} pairs")
     for name, column in (("longest gap", 0), ("the prompt's first token", 1)):
         theirs_s, ours_s = (statistics.median(pair[side][column] for pair in seen) for side in (0, 1))
-        ratio = ratio_of([mine[column] / theirs[column] for theirs, mine in seen])
+        ratio = quartiles([mine[column] / theirs[column] for theirs, mine in seen])
         print(f"  {name:<25} llama-server {theirs_s:6.2f} s, tokenbus {ours_s:6.2f} s; ratio {ratio}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, length=1_200, tokens=160, pairs=7, threads=2)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--length", type=int, default=1_200)
-    parser.add_argument("--tokens", type=int, default=160)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
-    options, flags = parser.parse_known_args()
+    options, worker_flags = parser.parse_known_args()
     with benchmark_model.model(options.model) as model:
-        asyncio.run(measure(model, options.length, options.tokens, options.pairs, options.threads, flags))
+        asyncio.run(measure(model, options.length, options.tokens, options.pairs, options.threads, worker_flags))
 
 
 if __name__ == "__main__":
