@@ -65,7 +65,7 @@ class OpenCall:
             working.cancel()
 
     def cancel(self) -> None:
-        """Does nothing: a call holds nothing at a worker that would have to be freed."""
+        """Does nothing: `fail` follows, and the client library then cancels what can be cancelled."""
 
     def fail(self, error: errors.Error) -> None:
         """Ends the call with an error."""
