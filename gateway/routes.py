@@ -86,7 +86,7 @@ class Routes:
 
     async def openapi(self, request: Request) -> Response:
         """Serves `GET /openapi.json`, which describes all endpoints."""
-        return Response(_openapi(), media_type="application/json")
+        return Response(_openapi(has_default_model=bool(self._services.aliases.default)), media_type="application/json")
 
     async def unready_reason(self) -> str:
         """Returns why requests can't be served, or an empty string if they can."""
@@ -168,8 +168,9 @@ def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str])
 
 
 @functools.cache
-def _openapi() -> bytes:
-    return _encoder.encode(openapi.document(importlib.metadata.version("tokenbus")))
+def _openapi(*, has_default_model: bool) -> bytes:
+    version = importlib.metadata.version("tokenbus")
+    return _encoder.encode(openapi.document(version, has_default_model=has_default_model))
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -69,7 +69,7 @@ class Router:
         self._telemetry = RequestTelemetry(self.metrics, tracer, settings.request_log)
         terminals = TerminalPublisher(bus, self._replies, router_id, self.metrics)
         self._parts = InternalParts(bus, names, router_id, settings.max_upload_bytes)
-        workers = WorkerClient(names, self._parts)
+        workers = WorkerClient(bus, names, self._parts)
         tokenizers = TokenizerCache(bus, names, self.fleet)
         prompts = PromptTokenizer(self.fleet, tokenizers, workers, self._telemetry)
         attempts = Attempts(bus, names, workers, self.fleet, self.flights, router_id)

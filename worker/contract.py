@@ -301,7 +301,9 @@ class Engine(Protocol):
         ...
 
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
-        """Returns the embeddings of all inputs. Raises RequestError."""
+        """Returns the embeddings of all inputs. Raises RequestError.
+
+        If the caller is cancelled, the inputs that are not yet computed never are. The same holds for `rerank`."""
         ...
 
     async def rerank(self, request: internal.Rerank) -> internal.RerankResult:

@@ -40,6 +40,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="another name for a model, or by weights for several: NAME=MODEL:9,OTHER:1; may be repeated",
     )
     parser.add_argument(
+        "--default-model",
+        metavar="NAME",
+        default=_DEFAULTS.aliases.default,
+        help="model or alias for requests that name no model; without it they are refused",
+    )
+    parser.add_argument(
         "--allowed-origin",
         action="append",
         default=[],
@@ -117,7 +123,7 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         tenant=options.tenant,
         tenant_inbox=options.tenant_inbox,
         keys=keys.ApiKeys(config.api_keys() + options.api_key, anonymous_tenant=options.tenant),
-        aliases=Aliases(options.alias),
+        aliases=Aliases(options.alias, options.default_model),
         allowed_origins=tuple(options.allowed_origin),
         max_requests=options.max_requests,
         max_connections_per_address=options.max_connections_per_address,

@@ -33,10 +33,10 @@ class ParsedCount(msgspec.Struct, frozen=True, kw_only=True):
         return http_errors.renamed(error, self.names.of, with_name_first)
 
 
-def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedCount:
+def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedCount:
     """Parses a body, and validates it as one that asks for a message. Raises RequestError with Anthropic's name of the
     field at fault."""
-    asked, request, names = messages_request.to_wire(body, headers, request_id)
+    asked, request, names = messages_request.to_wire(body, headers, request_id, default_model)
     counted = wire.TokenizeRequest(
         id=request_id,
         messages=request.messages,

@@ -114,23 +114,23 @@ class ParsedMessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
         return http_errors.renamed(error, self.names.of, with_name_first)
 
 
-def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedMessagesRequest:
+def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedMessagesRequest:
     """Parses a body, and validates it as a router would. Raises RequestError with Anthropic's name of the field at
     fault."""
-    asked, request, names = to_wire(body, headers, request_id)
+    asked, request, names = to_wire(body, headers, request_id, default_model)
     if asked.max_tokens is None:
         raise errors.invalid_field("max_tokens", "is required")
     return ParsedMessagesRequest(model=asked.model or "", request=request, stream=bool(asked.stream), names=names)
 
 
 def to_wire(
-    body: bytes, headers: Mapping[str, str], request_id: str
+    body: bytes, headers: Mapping[str, str], request_id: str, default_model: str
 ) -> tuple[MessagesRequest, wire.GenerateRequest, FieldNames]:
     """Returns a body, the valid request that it becomes, which may be one to count tokens of, and its names of the
     request's fields."""
     with http_errors.renaming(FieldNames().of, with_name_first):
         asked = _decoder.decode(body, codec.Encoding.JSON)
-    checked_model(asked.model)
+    asked = codec.replace(asked, model=checked_model(asked.model, default_model))
     _check_conversation(asked.messages)
     turns = to_turns(asked.system, asked.messages or [])
     tools = _client_tools(asked.tools or [])

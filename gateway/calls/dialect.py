@@ -39,9 +39,9 @@ def _no_usage(reply: object) -> messages.Usage | None:
 class CallDialect(NamedTuple, Generic[RequestT, ReplyT]):
     """Reads the requests of one endpoint, and encodes its errors."""
 
-    parse: Callable[[bytes, Mapping[str, str], str], ParsedCall[RequestT, ReplyT]]
-    """Parses and validates a body, with the request's headers and the id that it gets. Raises RequestError with the
-    API's name of the field at fault."""
+    parse: Callable[[bytes, Mapping[str, str], str, str], ParsedCall[RequestT, ReplyT]]
+    """Parses and validates a body, with the request's headers, the id that it gets, and the model that is meant if it
+    names none (empty if there is no such model). Raises RequestError with the API's name of the field at fault."""
     send: Callable[[Client, str, RequestT], Awaitable[ReplyT]]
     """Sends the request to the named model, by a method of the client. Raises RequestError."""
     error_body: Callable[[ErrorResponse], bytes]

@@ -30,7 +30,8 @@ class CallEndpoint(Endpoint, Generic[RequestT, ReplyT]):
     async def _read(self, exchange: Exchange) -> ParsedCall[RequestT, ReplyT]:
         # In a method of its own, so that nothing holds the body while the request is served.
         payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
-        parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id)
+        default = self._services.aliases.default
+        parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id, default)
         exchange.log.received(parsed.model, body_bytes=len(payload))
         return parsed
 
@@ -64,7 +65,7 @@ class OpenCall:
             working.cancel()
 
     def cancel(self) -> None:
-        """Does nothing: a call holds nothing at a worker that would have to be freed."""
+        """Does nothing: `fail` follows, and the client library then cancels what can be cancelled."""
 
     def fail(self, error: errors.Error) -> None:
         """Ends the call with an error."""

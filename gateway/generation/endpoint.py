@@ -38,7 +38,8 @@ class GenerationEndpoint(Endpoint):
     async def _read(self, exchange: Exchange) -> ParsedRequest:
         # In a method of its own, so that nothing holds the body while the request is served.
         payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
-        parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id)
+        default = self._services.aliases.default
+        parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id, default)
         exchange.log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload), n=parsed.n)
         return parsed
 

@@ -83,11 +83,11 @@ class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
         return http_errors.renamed(error, self.names.of)
 
 
-def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedChatRequest:
+def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedChatRequest:
     """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
     fault."""
     chat = _decoder.decode(body, codec.Encoding.JSON)
-    model = checked_model(chat.model)
+    model = checked_model(chat.model, default_model)
     _check(chat)
     request = _to_wire(chat, conversation.session_of(headers), request_id)
     names = _names_of(chat, request)

@@ -72,11 +72,11 @@ class ParsedEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
         return error
 
 
-def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedEmbeddingRequest:
+def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedEmbeddingRequest:
     """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
     fault."""
     asked = _decoder.decode(body, codec.Encoding.JSON)
-    model = checked_model(asked.model)
+    model = checked_model(asked.model, default_model)
     request = wire.EmbedRequest(
         id=request_id,
         input=_inputs_of(asked.input),

@@ -108,11 +108,11 @@ class ParsedDetokenize(msgspec.Struct, frozen=True, kw_only=True):
         return http_errors.renamed(error, _detokenize_name_of)
 
 
-def parse_tokenize(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedTokenize:
+def parse_tokenize(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedTokenize:
     """Parses a body, and validates it as a router would. Raises RequestError with vLLM's name of the field at
     fault."""
     asked = _tokenize_decoder.decode(body, codec.Encoding.JSON)
-    model = checked_model(asked.model)
+    model = checked_model(asked.model, default_model)
     for name, refused in _UNSERVED.items():
         if getattr(asked, name) is refused:
             raise errors.request_error(errors.Code.UNSUPPORTED, f"{name}: only {not refused} is served", param=name)
@@ -138,11 +138,13 @@ def parse_tokenize(body: bytes, headers: Mapping[str, str], request_id: str) -> 
     return parsed
 
 
-def parse_detokenize(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedDetokenize:
+def parse_detokenize(
+    body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = ""
+) -> ParsedDetokenize:
     """Parses a body, and validates it as a router would. Raises RequestError with vLLM's name of the field at
     fault."""
     asked = _detokenize_decoder.decode(body, codec.Encoding.JSON)
-    model = checked_model(asked.model)
+    model = checked_model(asked.model, default_model)
     request = wire.DetokenizeRequest(id=request_id, token_ids=asked.tokens)
     with http_errors.renaming(_detokenize_name_of):
         validation.check_detokenize_request(request)

@@ -139,9 +139,13 @@ class EngineClient(asyncio.Protocol):
             self._watchdog.restart(time.monotonic())
         self._idle.clear()
         try:
-            return await self._pooling.call(lambda call_id: self._send(make_call(call_id)))
+            return await self._pooling.call(lambda call_id: self._send(make_call(call_id)), self._abort_pooling)
         finally:
             self._update_idle()
+
+    def _abort_pooling(self, call_id: int) -> None:
+        if not self._is_dead:
+            self._send(ipc.AbortPooling(call_id))
 
     def clear_cache(self) -> None:
         if self._config is not None and not self._is_dead:

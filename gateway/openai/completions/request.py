@@ -63,11 +63,11 @@ class ParsedCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
         return http_errors.renamed(error, http_errors.by_field({"token_ids": "prompt"}))
 
 
-def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedCompletionRequest:
+def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedCompletionRequest:
     """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
     fault."""
     asked = _decoder.decode(body, codec.Encoding.JSON)
-    model, prompts = checked_model(asked.model), _prompts_of(asked.prompt)
+    model, prompts = checked_model(asked.model, default_model), _prompts_of(asked.prompt)
     n = 1 if asked.n is None else asked.n
     _check(asked, len(prompts), n)
     session = conversation.session_of(headers)

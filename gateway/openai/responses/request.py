@@ -69,11 +69,13 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         return OutputItems(head.request_id, self.tools, with_encrypted_content=is_wanted)
 
 
-def parse(payload: bytes, headers: Mapping[str, str], request_id: str) -> ParsedResponsesRequest:
+def parse(
+    payload: bytes, headers: Mapping[str, str], request_id: str, default_model: str = ""
+) -> ParsedResponsesRequest:
     """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
     fault."""
     body = _decoder.decode(payload, codec.Encoding.JSON)
-    model = checked_model(body.model)
+    model = checked_model(body.model, default_model)
     _check(body)
     tools, items = OfferedTools(body.offered, body.tool_choice), conversation_of(body)
     messages = conversation.normalized(items.messages)

@@ -1,6 +1,7 @@
 """The internal messages between routers and workers, always in MessagePack."""
 
 from tokenbus.protocol.wire.internal.calls import (
+    AbortCall,
     Detokenize,
     DetokenizeResult,
     Embed,
@@ -36,6 +37,7 @@ from tokenbus.protocol.wire.internal.runs import (
 )
 
 __all__ = [
+    "AbortCall",
     "BlockRun",
     "Control",
     "ControlReply",

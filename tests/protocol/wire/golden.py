@@ -395,6 +395,15 @@ INTERNAL: list[tuple[str, messages.Message]] = [
         "texts and token ids to embed",
         internal.Embed(inputs=["Hello", [1, 2]], dimensions=64, normalize=False, remaining_ms=5_000.0),
     ),
+    (
+        "texts to embed, which may be taken back",
+        internal.Embed(inputs=["Hello"], remaining_ms=5_000.0, call_id="0123456789abcdef"),
+    ),
+    (
+        "documents, which may be taken back",
+        internal.Rerank(query="Which?", documents=["this"], remaining_ms=5_000.0, call_id="0123456789abcdef"),
+    ),
+    ("taken back", internal.AbortCall(call_id="0123456789abcdef")),
     ("embeddings", internal.EmbedResult(vectors=b"\x00\x00\x80?", prompt_tokens=3)),
     ("no embeddings", internal.EmbedResult(error=ERROR)),
     ("documents", internal.Rerank(query="Which?", documents=["this", "that"], remaining_ms=5_000.0)),

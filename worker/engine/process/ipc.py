@@ -74,6 +74,13 @@ class RerankCall(Message, frozen=True):
     request: internal.Rerank
 
 
+class AbortPooling(Message, frozen=True):
+    """Frontend to engine: drop the inputs of an `EmbedCall` or `RerankCall` that are not yet computed. Nothing is
+    reported."""
+
+    call_id: int
+
+
 class ClearCache(Message, frozen=True):
     """Frontend to engine: drop every cached block that no sequence uses."""
 
@@ -97,7 +104,7 @@ class ExitReason(Message, frozen=True):
     text: str
 
 
-Command = Add | Abort | TokenizeCall | EmbedCall | RerankCall | ClearCache
+Command = Add | Abort | TokenizeCall | EmbedCall | RerankCall | AbortPooling | ClearCache
 
 
 class Loading(Message, frozen=True):

@@ -30,7 +30,9 @@ _CACHED_TOKENS = 256
 every stream: 4,096 tokens by 11 % and 16,384 by 35 %, with four streams of a 0.5B shape. They slow a prompt of 1,000
 tokens too: 1,000 by 13 % and 2,000 by 20 % (decision 0020). Copying 1,000 back takes a few milliseconds."""
 
-Inbox = queue.SimpleQueue[ipc.Add | ipc.Abort | ipc.ClearCache | PoolingJob | CompiledConstraint | BaseException | None]
+Inbox = queue.SimpleQueue[
+    ipc.Add | ipc.Abort | ipc.AbortPooling | ipc.ClearCache | PoolingJob | CompiledConstraint | BaseException | None
+]
 """Commands for the loop. None ends it; so does an exception, which the loop raises."""
 
 
@@ -110,6 +112,8 @@ class StepLoop:
                     raise command
                 case PoolingJob():
                     self._pooling.add(command)
+                case ipc.AbortPooling(call_id):
+                    self._pooling.abort(call_id)
                 case ipc.Add(constraint=None):
                     self._add_sequence(command, None)
                 case ipc.Add():

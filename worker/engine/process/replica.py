@@ -68,6 +68,7 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None
 
     Any error ends the loop: a replica that takes no more commands must not seem alive."""
     texts, inputs = ThreadPoolExecutor(1, "tokenize"), ThreadPoolExecutor(1, "embed")
+    aborted: set[int] = set()
     end: Exception | None = None
     try:
         for body in ipc.receive(sock):
@@ -76,7 +77,12 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None
                 case ipc.TokenizeCall():
                     _end_loop_on_error(texts.submit(_tokenize, runner, command, send), inbox)
                 case ipc.EmbedCall() | ipc.RerankCall():
-                    _end_loop_on_error(inputs.submit(_prepare, runner, command, time.monotonic(), inbox, send), inbox)
+                    _end_loop_on_error(
+                        inputs.submit(_prepare, runner, command, time.monotonic(), aborted, inbox, send), inbox
+                    )
+                case ipc.AbortPooling(call_id):
+                    aborted.add(call_id)
+                    inputs.submit(_abort, command, aborted, inbox)  # behind the call, which may still be there
                 case _:
                     inbox.put(command)
     except Exception as error:  # outermost frame
@@ -105,13 +111,30 @@ def _tokenize(runner: Runner, call: ipc.TokenizeCall, send: Send) -> None:
         send(result)
 
 
-def _prepare(runner: Runner, call: ipc.EmbedCall | ipc.RerankCall, arrived_at: float, inbox: Inbox, send: Send) -> None:
+def _prepare(
+    runner: Runner,
+    call: ipc.EmbedCall | ipc.RerankCall,
+    arrived_at: float,
+    aborted: set[int],
+    inbox: Inbox,
+    send: Send,
+) -> None:
     """Gives the loop the token ids of inputs to pool, or answers with the reason why there are none."""
+    if call.call_id in aborted:
+        return
     try:
-        inbox.put(_make_job(runner, call, arrived_at))
+        job = _make_job(runner, call, arrived_at)
+        if call.call_id not in aborted:
+            inbox.put(job)
     except Exception as error:  # outermost frame: every call gets a result
         with contextlib.suppress(OSError):  # the frontend has gone
             send(ipc.PoolResult(call.call_id, b"", 0, _error_for(error)))
+
+
+def _abort(command: ipc.AbortPooling, aborted: set[int], inbox: Inbox) -> None:
+    """Drops a call that the loop has; what has yet to be tokenized never reaches it."""
+    inbox.put(command)
+    aborted.discard(command.call_id)
 
 
 def _make_job(runner: Runner, call: ipc.EmbedCall | ipc.RerankCall, arrived_at: float) -> pooling.PoolingJob:
