@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
 
-from tests.worker.test_outbox import Published, Sender, chunks_in, decoded, entries_in, output, stream, tokens_in
+from tests.worker.broker.test_outbox import Published, Sender, chunks_in, decoded, entries_in, output, stream, tokens_in
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.streams.stream import Stream

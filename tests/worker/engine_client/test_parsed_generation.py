@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worker.test_resumed_generation import after
+from tests.worker.engine_client.test_resumed_generation import after
 from tokenbus.protocol.wire import messages
 from tokenbus.worker import contract
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Reasoning

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worker.test_stream import stream as open_stream
+from tests.worker.streams.test_stream import stream as open_stream
 from tokenbus.client.reassembler import Ready, Reassembler
 from tokenbus.protocol.wire import messages
 from tokenbus.worker import contract

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import thread_engine
-from tests.worker.test_resumed_streams import SCHEME, Worker
+from tests.worker.streams.test_resumed_streams import SCHEME, Worker
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire.params import JsonSchema, ResponseFormat
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_vocabulary import compiler
-from tests.worker.test_parsed_generation import CALL, FORMAT, HELLO, PIECES, RULES, TURN
+from tests.worker.engine_client.test_parsed_generation import CALL, FORMAT, HELLO, PIECES, RULES, TURN
 from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema
 from tokenbus.worker import contract
