@@ -3,8 +3,9 @@
 Run: .venv/bin/python -m bench.serving.large_limits [--clients 16] [--limit 4096] [--kv-tokens 16384]
 
 Answers that end by themselves after 50 to 150 tokens: two workers take turns, one with requests whose `max_tokens` is
-200 and one with the large limit. Then answers that use the whole limit: one worker learns what to expect, the other
-expects everything (`--expected-tokens` above every limit), so that nothing is ever preempted."""
+200 and one with the large limit. Then answers that use the whole limit, on new workers in every round: one has yet to
+learn what to expect, the other expects everything (`--expected-tokens` above every limit), so that nothing is ever
+preempted."""
 
 import argparse
 import asyncio
