@@ -3,8 +3,9 @@
 Run: .venv/bin/python -m bench.serving.large_limits [--clients 16] [--limit 4096] [--kv-tokens 16384]
 
 Answers that end by themselves after 50 to 150 tokens: two workers take turns, one with requests whose `max_tokens` is
-200 and one with the large limit. Then answers that use the whole limit: one worker learns what to expect, the other
-expects everything (`--expected-tokens` above every limit), so that nothing is ever preempted."""
+200 and one with the large limit. Then answers that use the whole limit, on new workers in every round: one has yet to
+learn what to expect, the other expects everything (`--expected-tokens` above every limit), so that nothing is ever
+preempted."""
 
 import argparse
 import asyncio
@@ -126,27 +127,27 @@ async def measure_short(model: Path, flags: tuple[str, ...], options: argparse.N
 
 
 async def measure_full(model: Path, flags: tuple[str, ...], options: argparse.Namespace) -> None:
-    """Compares learning with reserving everything, where all answers use the whole limit."""
+    """Compares learning with reserving everything, where all answers use the whole limit.
+
+    Each round has new workers, so that one always has yet to learn; `--known` asks it once before."""
     clients, limit = options.clients, options.limit
+    sides = {"whole": (*flags, "--expected-tokens", str(_WHOLE)), "learned": flags}
     shares, cpu_shares = [], []
-    async with (
-        system.running(model, *flags, "--expected-tokens", str(_WHOLE)) as whole,
-        system.running(model, *flags) as learned,
-    ):
-        for number in range(options.full_pairs):
-            found: dict[str, Full] = {}
-            sides = {"whole": whole, "learned": learned}
-            for name in sorted(sides, reverse=number % 2 == 0):
-                one = found[name] = await in_full(sides[name], clients, limit)
-                print(f"  round {number + 1}, {name}: {one.tokens_per_s:.0f} tokens/s, ", end="")
-                print(f"{one.cpu_ms_per_token:.2f} ms of the engine's CPU a token, ", end="")
-                print(f"median first token {one.first_s:.2f} s, longest gap {one.longest_gap_s:.2f} s", flush=True)
-            shares.append(found["learned"].tokens_per_s / found["whole"].tokens_per_s)
-            cpu_shares.append(found["learned"].cpu_ms_per_token / found["whole"].cpu_ms_per_token)
+    for number in range(options.full_pairs):
+        found: dict[str, Full] = {}
+        for name in sorted(sides, reverse=number % 2 == 0):
+            async with system.running(model, *sides[name]) as client:
+                if options.known:
+                    await in_full(client, 1, limit)
+                one = found[name] = await in_full(client, clients, limit)
+            print(f"  round {number + 1}, {name}: {one.tokens_per_s:.0f} tokens/s, ", end="")
+            print(f"{one.cpu_ms_per_token:.2f} ms of the engine's CPU a token, ", end="")
+            print(f"median first token {one.first_s:.2f} s, longest gap {one.longest_gap_s:.2f} s", flush=True)
+        shares.append(found["learned"].tokens_per_s / found["whole"].tokens_per_s)
+        cpu_shares.append(found["learned"].cpu_ms_per_token / found["whole"].cpu_ms_per_token)
     print(f"{model.name}, {clients} clients that use all of max_tokens {limit}, {options.full_pairs} interleaved pairs")
-    for name, found_shares in (("tokens/s", shares), ("CPU time", cpu_shares)):
-        spread = f"{min(found_shares):.2f} to {max(found_shares):.2f}"
-        print(f"  {name}, learned / whole   {statistics.median(found_shares):.2f} ({spread})")
+    print(f"  tokens/s, learned / whole   {ratio_of(shares)}")
+    print(f"  CPU time, learned / whole   {ratio_of(cpu_shares)}")
 
 
 async def measure(model: Path, flags: tuple[str, ...], options: argparse.Namespace) -> None:
@@ -165,6 +166,7 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=16_384)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--full-pairs", type=int, default=3)
+    parser.add_argument("--known", action="store_true", help="a worker has seen one such answer before it is measured")
     options = parser.parse_args()
     sizes = ("--context-length", str(options.limit + 256), "--kv-tokens", str(options.kv_tokens))
     flags = ("--threads", "1", *sizes)

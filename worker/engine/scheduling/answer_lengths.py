@@ -5,7 +5,10 @@ used says more. Of an answer that has n tokens already, only those that became l
 
     recent lengths    60   70   90   200   240        n = 80: (90 + 200 + 240) / 3 - 80 = 97 more are expected
 
-An answer that is longer than all of them is expected to become twice as long.
+An answer that is longer than all of them is expected to become twice as long, if it is the only such one. Several say
+together that answers have become longer: where k of them have n tokens each and none has ended, k * n tokens are
+expected between two ends, and so many more of each. (That is the mean of an exponential distribution, estimated from
+observations that go on, as if one of them ended now.)
 """
 
 import bisect
@@ -34,15 +37,22 @@ class AnswerLengths:
     def __repr__(self) -> str:
         return f"<AnswerLengths, {self.remaining(0)} tokens expected>"
 
-    def remaining(self, num_sampled: int) -> int:
-        """Returns how many more tokens an answer of `num_sampled` tokens is expected to have, at least one."""
+    @property
+    def longest(self) -> int:
+        """The tokens beyond which nothing is known of answers."""
+        return self._sorted[-1] if self._sorted else _FIRST_EXPECTED
+
+    def remaining(self, num_sampled: int, num_longer: int = 1) -> int:
+        """Returns how many more tokens an answer of `num_sampled` tokens is expected to have, at least one.
+
+        `num_longer` answers that have not ended are longer than all that is known."""
         if self._fixed:
             return max(1, self._fixed - num_sampled if num_sampled < self._fixed else num_sampled)
         longer = len(self._sorted) - bisect.bisect_right(self._sorted, num_sampled)
         if longer:
             expected = -(-self._sums[longer] // longer) - num_sampled
         elif self._sorted or num_sampled >= _FIRST_EXPECTED:
-            expected = num_sampled
+            expected = num_sampled * max(1, num_longer)
         else:
             expected = _FIRST_EXPECTED - num_sampled
         return max(_MIN_REMAINING, expected)

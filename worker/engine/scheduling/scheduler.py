@@ -13,6 +13,10 @@ priority, can preempt it again:
 
     preemptions       0        1        2        3        4
     reserved for all  100      200      400      800      1,000 = max_tokens
+
+Nor does it wait until the memory is full: where answers turn out so much longer that those that run are expected to use
+more than twice the memory, the last are preempted at once. Many rows beside a full memory are slower than few beside
+each other, and those that are preempted late have filled memory for nothing.
 """
 
 import bisect
@@ -60,6 +64,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         """Both in the order of their priority keys."""
+        self._num_longer = 0
+        """Sequences whose answers are longer than all that is known, as of the last plan."""
         self._num_generated = 0
         self._num_computed = 0
         self._num_prompt = 0
@@ -134,6 +140,9 @@ class Scheduler:
 
         Before it, at most `transfer_blocks` blocks go to host memory, and as many come back."""
         self._cache.host.set_limits(offloads=transfer_blocks, onloads=transfer_blocks)
+        longest = self._answer_lengths.longest
+        self._num_longer = sum(one.num_sampled >= longest for one in (*self._running, *self._waiting))
+        self._preempt_excess()
         started = self._start_waiting()
         for sequence in self._running:
             if not sequence.is_decoding:
@@ -242,6 +251,16 @@ class Scheduler:
         self._preempted.append(sequence)
         bisect.insort(self._waiting, sequence, key=self._priority_key)
 
+    def _preempt_excess(self) -> None:
+        """Preempts the last until those that run are expected to fit, where they are expected to use twice the memory.
+
+        Less than that is no reason: expectations vary, and answers that run together do not all end at once."""
+        total = self._cache.total_blocks
+        if self.isolated is not None or self._expected_of_running() <= 2 * total:
+            return
+        while len(self._running) > 1 and self._expected_of_running() > total:
+            self._preempt(self._running[-1])
+
     def _append(self, sequence: Sequence, outcome: SampledToken | EngineFinishReason) -> StepResult:
         if isinstance(outcome, EngineFinishReason):
             return self.finish(sequence, outcome)
@@ -283,7 +302,7 @@ class Scheduler:
 
     def _expected_tokens(self, sequence: Sequence, doublings: int = 0) -> int:
         """The tokens that a sequence is expected to have in the end; the part that is yet to come is doubled."""
-        remaining = self._answer_lengths.remaining(sequence.num_sampled) << doublings
+        remaining = self._answer_lengths.remaining(sequence.num_sampled, self._num_longer) << doublings
         return min(sequence.max_num_tokens, sequence.num_tokens + remaining)
 
     def _reserved_blocks(self, sequence: Sequence, doublings: int = 0) -> int:
@@ -293,9 +312,12 @@ class Scheduler:
 
     def _expected_blocks(self) -> int:
         """The blocks that all sequences use and are expected to use, also those that wait."""
-        reserved = sum(self._reserved_blocks(sequence) for sequence in self._running)
         waiting = sum(self._cache.num_blocks(self._expected_tokens(sequence)) for sequence in self._waiting)
-        return self._cache.used_blocks + reserved + waiting
+        return self._expected_of_running() + waiting
+
+    def _expected_of_running(self) -> int:
+        """The blocks that running sequences use and are expected to use."""
+        return self._cache.used_blocks + sum(self._reserved_blocks(sequence) for sequence in self._running)
 
     def _schedule_decodes(self, sequences: list[Sequence]) -> list[ScheduledTokens]:
         """All new tokens of each sequence, as long as there is room in the step for one token of each behind it."""

@@ -35,6 +35,17 @@ def test_an_answer_that_is_longer_than_all_others_is_expected_to_become_twice_as
     assert [known.remaining(n) for n in (199, 200, 500)] == [64, 200, 500]
 
 
+def test_the_more_answers_are_longer_than_all_others_the_longer_they_are_expected_to_become() -> None:
+    known = learned(60, 200)
+    assert [known.remaining(500, num_longer) for num_longer in (0, 1, 2, 16)] == [500, 500, 1_000, 8_000]
+    assert known.remaining(199, 16) == 64  # of this one something is known
+    assert [AnswerLengths().remaining(n, 3) for n in (255, 256)] == [64, 768]
+
+
+def test_nothing_is_known_beyond_the_longest_recent_answer() -> None:
+    assert [AnswerLengths().longest, learned(60).longest, learned(200, 60).longest] == [256, 60, 200]
+
+
 def test_at_least_64_more_tokens_are_expected() -> None:
     assert learned(1, 1, 1).remaining(0) == 64
 

@@ -63,6 +63,38 @@ def test_what_answers_have_used_is_expected_of_the_next_ones() -> None:
     assert executed.scheduler.load().expected_answer_tokens == 100
 
 
+def outlived(total_blocks: int, count: int, steps: int) -> ExecutedScheduler:
+    """Sequences that may have 800 tokens each, after so many steps beside each other."""
+    executed = ExecutedScheduler(total_blocks=total_blocks, max_num_seqs=8)
+    for number in range(1, count + 1):
+        executed.add(number, chr(96 + number) * 4, max_tokens=800)
+    for _ in range(steps):
+        executed.step()
+    return executed
+
+
+def test_where_more_than_twice_the_memory_is_expected_to_be_used_the_last_give_way_before_it_is_full() -> None:
+    """There is room to start with 65 blocks each, for 256 tokens. Behind them 201 are expected of each, for all 800."""
+    assert running(outlived(402, 5, 256)) == [1, 2, 3, 4, 5]
+    executed = outlived(402, 5, 257)
+    assert (running(executed), executed.scheduler.counts.preemptions) == ([1, 2], 3)
+    assert running(outlived(401, 5, 257)) == [1]
+
+
+def test_up_to_twice_the_memory_nobody_gives_way_before_it_is_full() -> None:
+    assert running(outlived(402, 4, 300)) == [1, 2, 3, 4]
+    assert running(outlived(401, 4, 300)) == [1]
+
+
+def test_one_that_is_longer_than_all_others_drives_nobody_out() -> None:
+    executed = outlived(300, 1, 300)
+    for number in range(2, 5):
+        executed.add(number, chr(96 + number) * 4, max_tokens=800)
+    for _ in range(50):
+        executed.step()
+    assert (running(executed), executed.scheduler.counts.preemptions) == ([1, 2, 3], 0)
+
+
 def test_the_load_says_how_many_blocks_all_are_expected_to_use() -> None:
     executed = ExecutedScheduler(expected_tokens=4)
     executed.add(1, "aaaa", max_tokens=100)
