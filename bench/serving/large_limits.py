@@ -146,8 +146,8 @@ async def measure_full(model: Path, flags: tuple[str, ...], options: argparse.Na
         shares.append(found["learned"].tokens_per_s / found["whole"].tokens_per_s)
         cpu_shares.append(found["learned"].cpu_ms_per_token / found["whole"].cpu_ms_per_token)
     print(f"{model.name}, {clients} clients that use all of max_tokens {limit}, {options.full_pairs} interleaved pairs")
-    print(f"  tokens/s, learned / whole   {ratio_of(shares)}")
-    print(f"  CPU time, learned / whole   {ratio_of(cpu_shares)}")
+    print(f"  tokens/s, learned / whole   {quartiles(shares)}")
+    print(f"  CPU time, learned / whole   {quartiles(cpu_shares)}")
 
 
 async def measure(model: Path, flags: tuple[str, ...], options: argparse.Namespace) -> None:
