@@ -14,6 +14,7 @@ from tokenbus.protocol.wire.internal.calls import (
 from tokenbus.protocol.wire.internal.event_log import (
     BlockRun,
     Events,
+    Fetched,
     FirstToken,
     RunningRequest,
     Seal,
@@ -24,6 +25,7 @@ from tokenbus.protocol.wire.internal.event_log import (
 from tokenbus.protocol.wire.internal.runs import (
     Control,
     ControlReply,
+    FetchSource,
     Guard,
     GuardCheck,
     GuardReply,
@@ -44,6 +46,8 @@ __all__ = [
     "Embed",
     "EmbedResult",
     "Events",
+    "FetchSource",
+    "Fetched",
     "FirstToken",
     "Guard",
     "GuardCheck",
