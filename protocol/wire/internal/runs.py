@@ -68,7 +68,7 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     resume_from: RunResume | None = None
     """The completion so far, if the run continues a stream."""
     fetch_from: FetchSource | None = None
-    """Where blocks of the prompt may be fetched before they are computed. Whatever goes wrong with it, the run goes on."""
+    """Where blocks of the prompt may be fetched that would have to be computed otherwise; no failure ends the run."""
     routing: public.RoutingReport | None = None
     """The routing report for the terminal, if the client asked for it."""
     routing_options: public.RoutingOptions | None = None
