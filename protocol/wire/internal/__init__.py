@@ -1,5 +1,6 @@
 """The internal messages between routers and workers, always in MessagePack."""
 
+from tokenbus.protocol.wire.internal.blocks import BlockLease, BlockLeaseRequest, BlockPart, BlockRead
 from tokenbus.protocol.wire.internal.calls import (
     Detokenize,
     DetokenizeResult,
@@ -38,6 +39,10 @@ from tokenbus.protocol.wire.internal.runs import (
 )
 
 __all__ = [
+    "BlockLease",
+    "BlockLeaseRequest",
+    "BlockPart",
+    "BlockRead",
     "BlockRun",
     "Control",
     "ControlReply",

@@ -430,6 +430,23 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ("a text", internal.DetokenizeResult(text="Grüß")),
     ("an error", internal.DetokenizeResult(error=ERROR)),
     (
+        "blocks of a prompt",
+        internal.BlockLeaseRequest(
+            identity="8f1d2c3b4a596877",
+            epoch="1760000000000-abcdef",
+            tenant="acme=20inc",
+            cache_salt="salt",
+            token_ids=block_hash.pack_token_ids([1, 2]),
+            first=3,
+        ),
+    ),
+    ("a lease", internal.BlockLease(lease="0f1e2d3c", num_blocks=2)),
+    ("none now", internal.BlockLease(busy=True)),
+    ("a part", internal.BlockRead(lease="0f1e2d3c", block=4, offset=262_144, num_bytes=65_536)),
+    ("the end of a lease", internal.BlockRead(lease="0f1e2d3c")),
+    ("a part", internal.BlockPart(data=b"\x00\x01\xff", checksum=2**64 - 1)),
+    ("gone", internal.BlockPart()),
+    (
         "the second of three",
         internal.TokenizerPart(digest="99aa06d3014798d86001c324468d497f", part=1, parts=3, data=b"\x00\x01\xff"),
     ),
