@@ -23,9 +23,9 @@ from tokenbus.worker.engine_client.engine_process import EngineDiedError, Link
 from tokenbus.worker.engine_client.generation import Generation
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.pending_calls import PendingCalls
-from tokenbus.worker.engine_client.prefill_speed import PrefillSpeed
 from tokenbus.worker.engine_client.sequences import OpenSequences
 from tokenbus.worker.engine_client.watchdog import StepWatchdog
+from tokenbus.worker.kv_exchange.prefill_speed import PrefillSpeed
 
 _CLOSE_TIMEOUT_S = 5.0
 _STALL_S = 1.0
