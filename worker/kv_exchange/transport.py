@@ -1,4 +1,4 @@
-"""How blocks get from one worker to another: the interface of all transports.
+"""The interface of all transports of blocks between workers.
 
 A transport has two ends. One serves what the `BlockHolder` of its worker gives, the other reads blocks of other
 workers. It moves bytes and checks that all of them have arrived as they were sent; what they mean is checked by those
