@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.run_sender import RunSender
+from bench.run_sender import RunSender
 from tests.support.system import System
 from tokenbus.protocol.wire import messages
 
@@ -31,7 +31,7 @@ async def system(tmp_path: Path) -> AsyncIterator[System]:
 
 @pytest.fixture
 async def sender(system: System) -> RunSender:
-    sender = RunSender(await system.connect())
+    sender = RunSender((await system.connect()).nats)
     await sender.open("a", "b")
     return sender
 

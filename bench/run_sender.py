@@ -1,11 +1,12 @@
-"""Sends runs to workers as a router would, for tests of what workers do with them."""
+"""Sends runs to workers as a router would, to measure or test what workers do with them."""
 
 import asyncio
 import itertools
+import time
 
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from tests.support.raw_client import PREFIX, RawClient
 from tokenbus.protocol.wire import block_hash, codec, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.protocol.wire.subjects import Subjects
@@ -22,6 +23,8 @@ class Streamed:
     def __init__(self) -> None:
         self.chunks: list[messages.Chunk] = []
         self.terminals: list[messages.Chunk] = []
+        self.arrived_at: list[float] = []
+        """When each token came."""
         self.changed = asyncio.Event()
 
     @property
@@ -32,11 +35,12 @@ class Streamed:
         if message.data:
             chunk = _chunks.decode(message.data, codec.Encoding.MSGPACK)
             self.chunks.append(chunk)
+            self.arrived_at += [time.perf_counter()] * chunk.tokens
             self.terminals += [chunk] if chunk.finish_reason else []
             self.changed.set()
 
     async def terminal(self) -> messages.Chunk:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not self.terminals:
                 self.changed.clear()
                 await self.changed.wait()
@@ -46,11 +50,12 @@ class Streamed:
 class RunSender:
     """A router that places nothing: a test says which worker gets which run."""
 
-    def __init__(self, client: RawClient, model: str = "demo") -> None:
-        self.nats = client.nats
+    def __init__(self, client: Client, model: str = "demo") -> None:
+        self.nats = client
         self.model = model
         self.cards: dict[str, messages.Card] = {}
         self.fetches: list[internal.Fetched] = []
+        self._told = asyncio.Event()
         self._numbers = itertools.count()
         self._names = Subjects()
 
@@ -63,12 +68,13 @@ class RunSender:
 
         async def take_events(message: Msg) -> None:
             self.fetches += _events.decode(message.data, codec.Encoding.MSGPACK).fetches
+            self._told.set()
 
-        await self.nats.subscribe(f"{PREFIX}.card.{self.model}.*", cb=take_card)
-        await self.nats.subscribe(f"{PREFIX}.events.{self.model}.*", cb=take_events)
-        async with asyncio.timeout(60):
+        await self.nats.subscribe(f"tokenbus.v1.card.{self.model}.*", cb=take_card)
+        await self.nats.subscribe(f"tokenbus.v1.events.{self.model}.*", cb=take_events)
+        async with asyncio.timeout(300):
             while {name for name, card in self.cards.items() if card.state == "ready"} < set(worker_ids):
-                await self.nats.publish(f"{PREFIX}.discover", b"")
+                await self.nats.publish("tokenbus.v1.discover", b"")
                 await asyncio.sleep(0.1)
 
     def source(self, worker_id: str, epoch: str | None = None) -> internal.FetchSource:
@@ -112,5 +118,6 @@ class RunSender:
         """Waits for the event that tells of the end of fetch number `count`."""
         async with asyncio.timeout(30):
             while len(self.fetches) < count:
-                await asyncio.sleep(0.02)
+                self._told.clear()
+                await self._told.wait()
         return self.fetches[count - 1]
