@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 
+import nats
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
@@ -59,6 +60,10 @@ class RunSender:
         self._numbers = itertools.count()
         self._names = Subjects()
 
+    @staticmethod
+    async def connect(url: str) -> Client:
+        return await nats.connect(url)
+
     async def open(self, *worker_ids: str) -> None:
         """Waits until these workers serve."""
 
@@ -87,6 +92,7 @@ class RunSender:
         *,
         fetch_from: internal.FetchSource | None = None,
         tenant: str = "default",
+        remaining_ms: float | None = None,
         **params: object,
     ) -> Streamed:
         streamed = Streamed()
@@ -103,6 +109,7 @@ class RunSender:
             token_ids=block_hash.pack_token_ids(token_ids),
             params=GenerationParams(**asked | params),  # type: ignore[arg-type]
             fetch_from=fetch_from,
+            remaining_ms=remaining_ms,
         )
         subject = self._names.worker(self.model, worker_id, "run")
         reply = _replies.decode((await self.nats.request(subject, codec.encode(run), timeout=10)).data)
