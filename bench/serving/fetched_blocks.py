@@ -32,7 +32,7 @@ _STREAMS = 4
 async def _workers(model: Path, threads: int) -> AsyncIterator[RunSender]:
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
         broker = await nats_server.start(0, Path(name) / "nats.log")
-        served = ("worker", "--nats", broker.url, "--model", str(model), "--served-name", "demo")
+        served: tuple[str, ...] = ("worker", "--nats", broker.url, "--model", str(model), "--served-name", "demo")
         served += ("--threads", str(threads), "--kv-tokens", "8192", "--context-length", "4096")
         logs = {worker: Path(name) / f"{worker}.log" for worker in ("a", "b")}
         processes = [system.start(log, *served, "--worker-id", worker) for worker, log in logs.items()]

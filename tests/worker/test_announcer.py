@@ -152,10 +152,12 @@ def test_requests_are_in_the_first_of_several_events_only() -> None:
 def test_only_a_worker_that_exchanges_blocks_names_their_identity() -> None:
     harness = Harness()
     harness.serve()
-    assert (harness.card().kv_identity, harness.card().kv_token_bytes) == ("", 0)
+    card = harness.card()
+    assert (card.kv_identity, card.kv_token_bytes) == ("", 0)
     block_format = contract.KvBlockFormat(num_bytes=130)
     harness.serve(kv_identity="me", kv_format=block_format, kv_block_size=16)
-    assert (harness.card().kv_identity, harness.card().kv_token_bytes) == ("me", 9)
+    card = harness.card()
+    assert (card.kv_identity, card.kv_token_bytes) == ("me", 9)
 
 
 def test_the_end_of_a_fetch_is_in_the_next_event_and_in_no_other() -> None:
