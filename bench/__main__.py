@@ -20,6 +20,8 @@ STANDALONE = {
     "embed": ("bench.serving.embed",),
     "gateway_overhead": ("bench.gateway.overhead",),
     "conversation": ("bench.serving.conversation",),
+    "fetched_blocks": ("bench.serving.fetched_blocks",),
+    "fetched_gaps": ("bench.serving.fetched_blocks", "--gaps"),
     "idle_cache": ("bench.serving.idle_cache",),
     "choice": ("bench.router.choice",),
     "router_cost": ("bench.router.router_cost",),

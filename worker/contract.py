@@ -162,6 +162,29 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The way in which the answer is parsed; None: all of it is text."""
     constraint: Constraint | None = None
     """The grammar of the output, which may be any text if this is None."""
+    is_held: bool = False
+    """Whether it is computed only after `release`. An engine that takes over a dead one's requests holds none back."""
+
+
+class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
+    """A run of tokens whose blocks may be cached, in the cache that requests of one tenant and salt share."""
+
+    tenant: str
+    """In the form of a subject token."""
+    cache_salt: str
+    token_ids: bytes
+    """Unsigned 32-bit little-endian integers."""
+
+
+class KvBlockFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of a saved KV block: whatever in it is not the numbers of keys and values, which can be any."""
+
+    num_bytes: int
+    """The size of a block."""
+    fixed: tuple[tuple[int, bytes], ...] = ()
+    """Bytes that are the same in every block, each with its offset."""
+    positions: tuple[int, ...] = ()
+    """The offsets of the tokens' positions: 32-bit little-endian integers, one for each token, in any order."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,6 +288,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The model's own end tokens."""
     chat_format: ChatFormat | None = None
     """The way the model writes reasoning and tool calls; None where that is not known."""
+    kv_identity: str = ""
+    """Equal for engines that can read each other's KV blocks; empty if this one exchanges none."""
+    kv_format: KvBlockFormat | None = None
+    """The form of its blocks, if it exchanges any."""
 
 
 class EngineStartError(RuntimeError):
@@ -294,6 +321,26 @@ class Engine(Protocol):
 
     def abort(self, key: str) -> None:
         """Ends a request with `cancelled`."""
+        ...
+
+    def release(self, key: str) -> None:
+        """Has a request computed that was held back; does nothing for any other."""
+        ...
+
+    async def export_blocks(self, prefix: CachedPrefix, first: int, max_blocks: int) -> tuple[int, list[bytes]]:
+        """Returns how many blocks of a prefix are cached, from its beginning on without a gap, and the contents of up
+        to `max_blocks` of them from block `first` on. Raises RequestError."""
+        ...
+
+    def put_blocks(self, prefix: CachedPrefix, first: int, blocks: list[bytes]) -> None:
+        """Caches blocks that another engine with the same identity has computed, from block `first` of a prefix on;
+        requests that follow can reuse them. Blocks behind one that is not cached are dropped, and so are those for
+        which there is no room."""
+        ...
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """The speed at which it has lately computed prompts; None if it has not computed any."""
         ...
 
     async def tokenize(self, request: internal.Tokenize) -> list[int]:

@@ -146,6 +146,23 @@ _MEMORY = (
         (Query(sum_of(f"{_P}_kv_bytes", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
+        "KV blocks fetched from other workers and given to them",
+        "Bytes per second. If blocks are fetched all the time, the routers spread requests that share prefixes: see "
+        "their dashboard for the policy.",
+        "Bps",
+        (
+            Query(rate(f"{_P}_kv_fetched_bytes_total", WORKER_FILTER, "worker_id"), f"{_NAME} fetched"),
+            Query(rate(f"{_P}_kv_given_bytes_total", WORKER_FILTER, "worker_id"), f"{_NAME} given"),
+        ),
+    ),
+    Panel(
+        "Fetches of KV blocks, by outcome",
+        "`complete` is the rule. With `timeout` or `partial` the network is too slow for them, with `lost` a worker "
+        "does not answer, and with `refused` or `corrupt` another worker's log says what is wrong with it.",
+        "ops",
+        (Query(rate(f"{_P}_kv_fetches_total", WORKER_FILTER, "outcome"), "{{outcome}}"),),
+    ),
+    Panel(
         "Prompt tokens found cached",
         "The share of prompt tokens that were cached. If it is much lower on one worker than on others, that one has "
         "just started, or routers miss its events.",

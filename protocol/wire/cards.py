@@ -127,6 +127,10 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """KV blocks in device memory; absent where there is no prefix cache."""
     host_kv_blocks: int | None = None
     """KV blocks that can be offloaded to host memory beside these; absent where there is no prefix cache."""
+    kv_identity: str = ""
+    """Workers of the model with equal ones can read each other's KV blocks; absent where the worker exchanges none."""
+    kv_token_bytes: int = 0
+    """Bytes of a token's keys and values, where it exchanges blocks."""
     tokenizer_digest: str | None = None
     """Digest of its tokenizer bundle; absent where it offers none and has to be asked to tokenize."""
     chat_format_digest: str | None = None

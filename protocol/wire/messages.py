@@ -126,6 +126,10 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """From the first token to the end."""
     total_ms: float
     """From the accept to the end."""
+    fetched_tokens: int | UnsetType = UNSET
+    """Those of the `cached_tokens` that the worker has fetched from another one, if it was told to fetch any."""
+    fetch_ms: float | UnsetType = UNSET
+    """The part of `queue_ms` that this took."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,6 +51,8 @@ def check_run(run: internal.Run) -> None:
         check_ranges(run.resume_from, "resume_from.")
         if not run.resume_from.token_ids:
             raise invalid_field("resume_from.token_ids", "must not be empty")
+    if run.fetch_from is not None:
+        _check_fetch_source(run.fetch_from)
 
 
 def check_resume(request: messages.GenerateRequest, hash_scheme: str) -> None:
@@ -122,6 +124,11 @@ def check_router_id(router_id: str) -> None:
     """Raises RequestError for a name under which no router can be asked anything."""
     if not 0 < len(router_id.encode()) <= limits.MAX_NAME_BYTES:
         raise invalid_field("router_id", f"must have 1 to {limits.MAX_NAME_BYTES} bytes")
+
+
+def _check_fetch_source(source: internal.FetchSource) -> None:
+    if not 0 < len(source.worker_id.encode()) <= limits.MAX_NAME_BYTES:
+        raise invalid_field("fetch_from.worker_id", f"must have 1 to {limits.MAX_NAME_BYTES} bytes")
 
 
 def check_id(request_id: str | None) -> None:

@@ -27,6 +27,7 @@ _MIN_VALUES = {
     "kv_block_size": 1,
     "total_kv_blocks": 0,
     "host_kv_blocks": 0,
+    "kv_token_bytes": 0,
 }
 """The numbers of a card that placement computes with, each with the least value it may have."""
 _MAX_VALUE = 2**31 - 1

@@ -15,7 +15,7 @@ from bench.models.random_encoder import EncoderShape
 from tests.contracts import constraint_rules, kit, stream_rules
 from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support import encoder
-from tests.support.arithmetic import ArithmeticRunner
+from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
 from tests.support.engines import DEMO, ONNX, demo_engine, exact_demo, gqa_demo, thread_engine
 from tests.support.hostile_constraints import ALL as ALL_HOSTILE
 from tokenbus.protocol.wire import errors, internal
@@ -28,11 +28,12 @@ from tokenbus.worker.engine_client.listener import EngineListener
 
 _SIM = msgspec.structs.replace(DEMO, model="dynamo", engine="sim", sim_speedup=20.0)
 FACTORIES: dict[str, Callable[[], EngineClient]] = {
-    "arithmetic": lambda: thread_engine(lambda _: ArithmeticRunner(step_s=0.002)),
+    "arithmetic": lambda: thread_engine(lambda _: ArithmeticRunner(exchanging(make_config()), step_s=0.002)),
     "gguf": demo_engine,
     "onnx-plain": lambda: demo_engine(ONNX),
     "onnx-gqa": lambda: demo_engine(msgspec.structs.replace(ONNX, model=str(gqa_demo()))),
     "sim": lambda: demo_engine(_SIM),
+    "sim-with-copies": lambda: demo_engine(msgspec.structs.replace(_SIM, host_cache_mib=1)),
 }
 
 

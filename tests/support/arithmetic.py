@@ -11,7 +11,7 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from tokenbus.protocol.wire import errors, internal
+from tokenbus.protocol.wire import codec, errors, internal
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
 from tokenbus.worker.engine.draws import Matrix
@@ -34,6 +34,18 @@ PIECES = [
     b"\xff",
 ]
 """One end token, the printable characters, two words, and parts of characters."""
+
+
+def block_of(tokens: dict[int, int]) -> bytes:
+    """A saved block: the position and the id of each token."""
+    return array("i", [number for place in sorted(tokens) for number in (place, tokens[place])]).tobytes()
+
+
+def exchanging(config: contract.EngineConfig, host_blocks: int = 64) -> contract.EngineConfig:
+    """Returns the config of an engine that exchanges blocks."""
+    size = config.kv_block_size
+    block_format = contract.KvBlockFormat(num_bytes=8 * size, positions=tuple(range(0, 8 * size, 8)))
+    return codec.replace(config, host_kv_blocks=host_blocks, kv_identity="arithmetic", kv_format=block_format)
 
 
 def make_config(**changes: object) -> contract.EngineConfig:
@@ -146,6 +158,13 @@ class ArithmeticRunner:
                 case Discard(number):
                     del self._copies[number]
         self.check_room()
+
+    def read_copy(self, copy_id: int) -> bytes:
+        return block_of(self._copies[copy_id])
+
+    def write_copy(self, copy_id: int, data: bytes) -> None:
+        numbers = array("i", data)
+        self._copies[copy_id] = dict(zip(numbers[::2], numbers[1::2], strict=True))
 
     def is_empty(self) -> bool:
         return not any(self._lanes) and not self._copies

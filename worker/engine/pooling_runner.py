@@ -46,6 +46,12 @@ class PoolingRunner:
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         assert not kv_ops, kv_ops
 
+    def read_copy(self, copy_id: int) -> bytes:
+        raise AssertionError("this engine exchanges no blocks")
+
+    def write_copy(self, copy_id: int, data: bytes) -> None:
+        raise AssertionError("this engine exchanges no blocks")
+
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         raise AssertionError("this model generates nothing")
 

@@ -98,6 +98,15 @@ class Runner(Protocol):
         """Applies KV ops to the lanes, in order. Raises DeviceError."""
         ...
 
+    def read_copy(self, copy_id: int) -> bytes:
+        """Returns the content of a copy in host memory. Only called if the engine has a KV identity."""
+        ...
+
+    def write_copy(self, copy_id: int, data: bytes) -> None:
+        """Makes a copy in host memory with this content, before any op names it. Only called if the engine has a KV
+        identity."""
+        ...
+
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         """Computes a plan; returns a token, or BAD_LOGITS, for each of its entries that samples.
 

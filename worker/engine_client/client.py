@@ -25,6 +25,7 @@ from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.pending_calls import PendingCalls
 from tokenbus.worker.engine_client.sequences import OpenSequences
 from tokenbus.worker.engine_client.watchdog import StepWatchdog
+from tokenbus.worker.kv_exchange.prefill_speed import PrefillSpeed
 
 _CLOSE_TIMEOUT_S = 5.0
 _STALL_S = 1.0
@@ -52,6 +53,8 @@ class EngineClient(asyncio.Protocol):
         """Generations that the tokens of their requests complete, until their sinks are told."""
         self._tokenizing: PendingCalls[list[int]] = PendingCalls()
         self._pooling: PendingCalls[ipc.PoolResult] = PendingCalls()
+        self._exporting: PendingCalls[ipc.ExportedBlocks] = PendingCalls()
+        self._prefill_speed = PrefillSpeed()
         self._load = messages.Load()
         self._watchdog = StepWatchdog(time.monotonic())
         self._idle = asyncio.Event()
@@ -95,7 +98,30 @@ class EngineClient(asyncio.Protocol):
         if generation.is_complete:
             self._end_soon(generation)
         else:
-            self._open(generation)
+            self._open(generation, is_held=request.is_held)
+
+    def release(self, key: str) -> None:
+        if command := self._sequences.release_held(key):
+            self._start_stepping()
+            assert self._transport is not None
+            self._transport.write(command)
+
+    async def export_blocks(
+        self, prefix: contract.CachedPrefix, first: int, max_blocks: int
+    ) -> tuple[int, list[bytes]]:
+        self._require_running()
+        found = await self._exporting.call(
+            lambda call_id: self._send(ipc.ExportBlocks(call_id, prefix, first, max_blocks))
+        )
+        return found.num_cached, found.blocks
+
+    def put_blocks(self, prefix: contract.CachedPrefix, first: int, blocks: list[bytes]) -> None:
+        if self._config is not None and not self._is_dead:
+            self._send(ipc.PutBlocks(prefix, first, blocks))
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        return self._prefill_speed.tokens_per_s
 
     def take_over(self, dead: "EngineClient") -> None:
         """Continues the streams that another engine has left open."""
@@ -159,7 +185,7 @@ class EngineClient(asyncio.Protocol):
             return self._load
         # the engine's own count is as old as its last report
         waiting = max(0, len(self._sequences) - self._load.running)
-        age_ms = self._watchdog.age_s(time.monotonic()) * 1e3
+        age_ms = self._watchdog.age_s(time.monotonic()) * 1e3 if self._sequences.num_given else 0.0
         return codec.replace(self._load, waiting=waiting, step_age_ms=age_ms)
 
     def check_step(self, now: float, gap_s: float, timeout_s: float) -> None:
@@ -168,7 +194,7 @@ class EngineClient(asyncio.Protocol):
         A frontend that stood still may have missed the engine's reports, so the step's age proves nothing."""
         if gap_s > _STALL_S:
             self._watchdog.restart(now)
-        is_busy = self._sequences or self._pooling
+        is_busy = self._sequences.num_given or self._pooling
         if not is_busy or self._is_dead or not self._watchdog.is_stuck(now, timeout_s):
             return
         assert self._link is not None
@@ -213,8 +239,9 @@ class EngineClient(asyncio.Protocol):
             raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
         return self._config
 
-    def _open(self, generation: Generation) -> None:
-        """Opens a sequence that continues a generation, which may have tokens from an engine that died."""
+    def _open(self, generation: Generation, *, is_held: bool = False) -> None:
+        """Opens a sequence that continues a generation, which may have tokens from an engine that died. The engine gets
+        it now, or once it is released."""
         request, number = generation.request, self._sequences.next_number()
         command = ipc.encode(  # may raise, so nothing is opened before
             ipc.Add(
@@ -230,12 +257,18 @@ class EngineClient(asyncio.Protocol):
                 tenant=request.tenant,
             )
         )
-        self._sequences.add(number, generation)
+        self._sequences.add(number, generation, command if is_held else None)
         self._idle.clear()
-        if len(self._sequences) == 1:
-            self._watchdog.restart(time.monotonic())
+        if is_held:
+            return
+        self._start_stepping()
         assert self._transport is not None
         self._transport.write(command)
+
+    def _start_stepping(self) -> None:
+        """Notes that the engine is about to get a sequence, which may be its only one."""
+        if self._sequences.num_given == 1:
+            self._watchdog.restart(time.monotonic())
 
     def _end_soon(self, generation: Generation) -> None:
         """Ends a generation that needs no engine in the next turn of the event loop, since `generate` is to return
@@ -271,6 +304,8 @@ class EngineClient(asyncio.Protocol):
                 self._tokenizing.reject(call_id, error)
             case ipc.TokenizeResult(call_id, token_ids):
                 self._tokenizing.resolve(call_id, block_hash.unpack_token_ids(token_ids))
+            case ipc.ExportedBlocks(call_id) as exported:
+                self._exporting.resolve(call_id, exported)
             case ipc.PoolResult(call_id, error=errors.Error() as error):
                 self._pooling.reject(call_id, error)
             case ipc.PoolResult(call_id) as result:
@@ -295,8 +330,10 @@ class EngineClient(asyncio.Protocol):
     def _take_step(self, report: ipc.StepReport, attribution: CrashAttribution) -> None:
         now = time.monotonic()
         self._watchdog.step_reported(now, has_outputs=bool(report.outputs))
+        num_computed = report.load.computed_tokens - self._load.computed_tokens
         self._load = report.load
         if report.stats is not None:
+            self._prefill_speed.observe(num_computed, report.stats.seconds)
             self.listener.step_computed(report.stats)
         if report.removed or report.stored:
             self.on_kv_events(report.removed, report.stored)
@@ -347,6 +384,7 @@ class EngineClient(asyncio.Protocol):
     def _nothing_follows(self) -> None:
         """Fails the pending calls, and says that sinks have received all that they will for now."""
         self._tokenizing.fail_all()
+        self._exporting.fail_all()
         self._pooling.fail_all()
         self._update_idle()
         self.listener.step_done()

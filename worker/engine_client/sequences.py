@@ -21,6 +21,8 @@ class OpenSequences:
         self._abort = abort
         self._generations: dict[int, Generation] = {}
         self._key_to_number: dict[str, int] = {}
+        self._held: dict[int, bytes] = {}
+        """Open sequences that the engine has not been given yet, and the command that gives each to it."""
         self._releasing: set[int] = set()
         self._started: set[int] = set()
         """Open sequences that this engine has started to compute: one of them may be why it died."""
@@ -38,9 +40,16 @@ class OpenSequences:
         self._last_number += 1
         return self._last_number
 
-    def add(self, number: int, generation: Generation) -> None:
-        """Opens a sequence for a generation."""
+    @property
+    def num_given(self) -> int:
+        """The number of sequences that the engine has."""
+        return len(self) - len(self._held)
+
+    def add(self, number: int, generation: Generation, held: bytes | None = None) -> None:
+        """Opens a sequence for a generation; `held` is the command that is not to be sent before `release_held`."""
         assert generation.request.key not in self._key_to_number, generation
+        if held is not None:
+            self._held[number] = held
         self._generations[number] = generation
         self._key_to_number[generation.request.key] = number
 
@@ -52,6 +61,10 @@ class OpenSequences:
         generation = self._generations[number]
         self._release(number)
         return generation
+
+    def release_held(self, key: str) -> bytes | None:
+        """Returns the command that gives the engine a sequence that was held back; None for any other."""
+        return self._held.pop(self._key_to_number.get(key, -1), None)
 
     def start(self, numbers: list[int], now: float) -> None:
         """Notes which sequences got a lane."""
@@ -109,8 +122,10 @@ class OpenSequences:
         Returns the generations that have now ended too many engines; the others stay open for the next engine. If the
         engine had started none of them, it died of one that nobody has started yet."""
         self._is_engine_lost = True
+        held = set(self._held)
         self._releasing.clear()
-        new = {number for number, generation in self._generations.items() if generation.started_at is None}
+        self._held.clear()
+        new = {number for number, generation in self._generations.items() if generation.started_at is None} - held
         # `_started` is about this engine; `started_at` may be of an earlier one
         for number in self._started or new:
             self._generations[number].crashes += attribution.may_be_caused_by(replica, number)
@@ -125,12 +140,14 @@ class OpenSequences:
         self._generations.clear()
         self._key_to_number.clear()
         self._started.clear()
+        self._held.clear()
         self._releasing.clear()
         return generations
 
     def _release(self, number: int) -> None:
+        is_held = self._held.pop(number, None) is not None
         self._remove(number)
-        if not self._is_engine_lost:
+        if not self._is_engine_lost and not is_held:
             self._releasing.add(number)
             self._abort(number)
 

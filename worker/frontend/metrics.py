@@ -87,6 +87,11 @@ class WorkerMetrics(MetricFamilies):
         )
         self.tool_calls = counter("tool_calls", "Tool calls in answers, by whether they were complete.", "complete")
         self.reasoning_tokens = counter("reasoning_tokens", "Tokens of completions that belong to the reasoning.")
+        self.kv_fetches = counter("kv_fetches", "Fetches of KV blocks from other workers, by outcome.", "outcome")
+        self.kv_fetched_bytes = counter("kv_fetched_bytes", "Bytes of KV blocks that were fetched from other workers.")
+        self.kv_given_bytes = counter("kv_given_bytes", "Bytes of KV blocks that other workers have read.")
+        self.kv_fetch = histogram("kv_fetch_seconds", "Duration of fetches of KV blocks.", TTFT_BUCKETS)
+        self.kv_leases = gauge("kv_leases", "Workers that are reading KV blocks here.")
         self.embeddings = counter("embeddings", "Inputs that were embedded.")
         self.scored_documents = counter("scored_documents", "Documents that were scored.")
         self.steps = histogram(
@@ -147,7 +152,14 @@ class ReplicaMetrics:
         for is_complete in ("true", "false"):
             metrics.tool_calls.labels(*own, is_complete)
         metrics.reasoning_tokens.labels(*own)
-        for family in (metrics.restarts, metrics.embeddings, metrics.scored_documents, metrics.clients_gone):
+        for family in (
+            metrics.restarts,
+            metrics.embeddings,
+            metrics.scored_documents,
+            metrics.clients_gone,
+            metrics.kv_fetched_bytes,
+            metrics.kv_given_bytes,
+        ):
             family.labels(*own)
         for reason in messages.FinishReason:  # export 0, or the first increase of each would go unseen
             metrics.finished.labels(*own, reason)
@@ -194,7 +206,7 @@ class ReplicaMetrics:
         self._last_load = load
 
     def update_gauges(
-        self, load: messages.Load, config: contract.EngineConfig, *, is_ready: bool, num_unguarded: int
+        self, load: messages.Load, config: contract.EngineConfig, *, is_ready: bool, num_unguarded: int, num_leases: int
     ) -> None:
         """Sets every gauge."""
         metrics, who = self._metrics, self._own_labels
@@ -214,6 +226,7 @@ class ReplicaMetrics:
         metrics.kv_bytes.labels(*who).set(config.kv_bytes)
         metrics.step_age.labels(*who).set(load.step_age_ms / 1e3)
         metrics.unguarded.labels(*who).set(num_unguarded)
+        metrics.kv_leases.labels(*who).set(num_leases)
 
     def forget(self) -> None:
         """Stops exporting the replica's metrics."""
@@ -236,6 +249,17 @@ class ReplicaMetrics:
     def client_gone(self) -> None:
         """A request is cancelled because nobody listens to its stream any more."""
         self._metrics.clients_gone.labels(*self._own_labels).inc()
+
+    def blocks_fetched(self, outcome: str, num_bytes: int, seconds: float) -> None:
+        """A fetch of KV blocks has ended."""
+        metrics, own = self._metrics, self._own_labels
+        metrics.kv_fetches.labels(*own, outcome).inc()
+        metrics.kv_fetched_bytes.labels(*own).inc(num_bytes)
+        metrics.kv_fetch.labels(*own).observe(seconds)
+
+    def blocks_given(self, num_bytes: int) -> None:
+        """Other workers have read so many bytes of KV blocks."""
+        self._metrics.kv_given_bytes.labels(*self._own_labels).inc(num_bytes)
 
     def request_refused(self, code: str) -> None:
         """A run was refused."""

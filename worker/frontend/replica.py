@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 import structlog
@@ -101,7 +102,8 @@ class Replica(EngineListener):
             supervisor = Supervisor(self._make_engine, self.worker_id, self, self._settings.step_timeout_s)
             self._supervisor = supervisor
             frontend.on_tick = self._tick
-            await frontend.open(incoming)
+            connections.push_async_callback(frontend.close)
+            await frontend.open(incoming, partial(nats.connect, self._settings.broker, f"worker {self.worker_id} kv"))
             await self._serve((connection, incoming), supervisor, frontend)
 
     async def _connect(self, connections: contextlib.AsyncExitStack, name: str) -> nats.Connection:
@@ -126,6 +128,7 @@ class Replica(EngineListener):
                 self._config,
                 is_ready=not self.unready_reason,
                 num_unguarded=self.frontend.num_unguarded,
+                num_leases=self.frontend.num_leases,
             )
 
     def loading(self, fraction: float) -> None:

@@ -1,5 +1,6 @@
 """The internal messages between routers and workers, always in MessagePack."""
 
+from tokenbus.protocol.wire.internal.blocks import BlockLease, BlockLeaseRequest, BlockPart, BlockRead
 from tokenbus.protocol.wire.internal.calls import (
     AbortCall,
     Detokenize,
@@ -15,6 +16,7 @@ from tokenbus.protocol.wire.internal.calls import (
 from tokenbus.protocol.wire.internal.event_log import (
     BlockRun,
     Events,
+    Fetched,
     FirstToken,
     RunningRequest,
     Seal,
@@ -25,6 +27,7 @@ from tokenbus.protocol.wire.internal.event_log import (
 from tokenbus.protocol.wire.internal.runs import (
     Control,
     ControlReply,
+    FetchSource,
     Guard,
     GuardCheck,
     GuardReply,
@@ -38,6 +41,10 @@ from tokenbus.protocol.wire.internal.runs import (
 
 __all__ = [
     "AbortCall",
+    "BlockLease",
+    "BlockLeaseRequest",
+    "BlockPart",
+    "BlockRead",
     "BlockRun",
     "Control",
     "ControlReply",
@@ -46,6 +53,8 @@ __all__ = [
     "Embed",
     "EmbedResult",
     "Events",
+    "FetchSource",
+    "Fetched",
     "FirstToken",
     "Guard",
     "GuardCheck",

@@ -60,6 +60,8 @@ FULL_CARD = codec.replace(
     kv_block_size=16,
     total_kv_blocks=4_096,
     host_kv_blocks=65_536,
+    kv_identity="8f1d2c3b4a596877",
+    kv_token_bytes=12_288,
     watched=messages.WorkerTracking(events="live", indexed_blocks=11, lost_events=2, booked=1),
     tokenizer_digest="99aa06d3014798d86001c324468d497f",
     chat_format_digest="0f343b0931126a20f133d67c2b018a3b",
@@ -173,6 +175,15 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             timings=TIMINGS,
             stop_match="END",
             routing=ROUTING,
+        ),
+    ),
+    (
+        "a terminal behind fetched blocks",
+        messages.Chunk(
+            id="r-1",
+            finish_reason=messages.FinishReason.LENGTH,
+            usage=USAGE,
+            timings=codec.replace(TIMINGS, fetched_tokens=8, fetch_ms=1.5),
         ),
     ),
     (
@@ -349,6 +360,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
                 prefill_ms=2.5,
                 elapsed_ms=99.0,
             ),
+            fetch_from=internal.FetchSource(worker_id="w2", epoch="1760000000001-abcdef"),
             routing=ROUTING,
             routing_options=messages.RoutingOptions(policy="kv"),
         ),
@@ -427,6 +439,23 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ("a text", internal.DetokenizeResult(text="Grüß")),
     ("an error", internal.DetokenizeResult(error=ERROR)),
     (
+        "blocks of a prompt",
+        internal.BlockLeaseRequest(
+            identity="8f1d2c3b4a596877",
+            epoch="1760000000000-abcdef",
+            tenant="acme=20inc",
+            cache_salt="salt",
+            token_ids=block_hash.pack_token_ids([1, 2]),
+            first=3,
+        ),
+    ),
+    ("a lease", internal.BlockLease(lease="0f1e2d3c", num_blocks=2)),
+    ("none now", internal.BlockLease(busy=True)),
+    ("a part", internal.BlockRead(lease="0f1e2d3c", block=4, offset=262_144, num_bytes=65_536)),
+    ("the end of a lease", internal.BlockRead(lease="0f1e2d3c")),
+    ("a part", internal.BlockPart(data=b"\x00\x01\xff", checksum=2**64 - 1)),
+    ("gone", internal.BlockPart()),
+    (
         "the second of three",
         internal.TokenizerPart(digest="99aa06d3014798d86001c324468d497f", part=1, parts=3, data=b"\x00\x01\xff"),
     ),
@@ -455,6 +484,9 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             token_ids=block_hash.pack_token_ids([11, 12, 13]),
             logprobs={7: b"\x00\xff"},
             first_tokens=[FIRST_TOKEN],
+            fetches=[
+                internal.Fetched(stream_no=7, worker_id="w2", fetched_tokens=64, fetched_bytes=786_432, fetch_ms=3.5)
+            ],
             taken=["default:r-3"],
             guardians={7: "router-2"},
         ),

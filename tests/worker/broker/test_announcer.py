@@ -9,6 +9,7 @@ from tests.support.engines import thread_engine
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
+from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind
 
@@ -146,6 +147,24 @@ def test_requests_are_in_the_first_of_several_events_only() -> None:
     first, second = harness.publish()
     assert (first.started, first.finished) == ([started], ["acme:other"])
     assert (second.started, second.finished) == ([], [])
+
+
+def test_only_a_worker_that_exchanges_blocks_names_their_identity() -> None:
+    harness = Harness()
+    harness.serve()
+    card = harness.card()
+    assert (card.kv_identity, card.kv_token_bytes) == ("", 0)
+    block_format = contract.KvBlockFormat(num_bytes=130)
+    harness.serve(kv_identity="me", kv_format=block_format, kv_block_size=16)
+    card = harness.card()
+    assert (card.kv_identity, card.kv_token_bytes) == ("me", 9)
+
+
+def test_the_end_of_a_fetch_is_in_the_next_event_and_in_no_other() -> None:
+    harness = Harness()
+    fetched = internal.Fetched(stream_no=3, worker_id="a", fetched_tokens=64, fetched_bytes=786_432, fetch_ms=2.5)
+    harness.announcer.blocks_fetched(fetched)
+    assert [one.fetches for one in harness.publish() + harness.publish()] == [[fetched], []]
 
 
 def test_a_taken_request_and_a_new_guardian_are_in_the_next_event_and_in_no_other() -> None:

@@ -105,3 +105,39 @@ def test_a_compiled_constraint_is_news_for_its_stream() -> None:
     table.sequences.constraint_compiled(ipc.ConstraintCompiled(9, 0.1), 1.0)
     assert [output.is_constraint_ready for output in table.outputs] == [True]
     assert len(table.sequences) == 1
+
+
+def held(table: Table, name: str) -> Generation:
+    """Opens a sequence that the engine has not been given."""
+    sampling = contract.Sampling(max_tokens=9)
+    request = contract.EngineRequest(key=name, token_ids=[1], sampling=sampling, is_held=True)
+    generation = Generation(request, table.outputs.append, TOKEN_BYTES, accepted_at=0.0)
+    table.sequences.add(table.sequences.next_number(), generation, b"command")
+    return generation
+
+
+def test_a_sequence_that_is_held_back_is_given_to_the_engine_once() -> None:
+    table = Table("one")
+    held(table, "two")
+    assert (len(table.sequences), table.sequences.num_given) == (2, 1)
+    assert table.sequences.release_held("one") is None
+    assert table.sequences.release_held("nobody") is None
+    assert table.sequences.release_held("two") == b"command"
+    assert table.sequences.release_held("two") is None
+    assert table.sequences.num_given == 2
+
+
+def test_a_sequence_that_the_engine_never_had_is_not_aborted_there() -> None:
+    table = Table()
+    held(table, "one")
+    assert table.sequences.abort("one") is not None
+    assert (len(table.sequences), table.aborted, table.sequences.release_held("one")) == (0, [], None)
+
+
+def test_a_sequence_that_the_engine_never_had_is_not_why_it_died() -> None:
+    table = Table()
+    waiting, generation = table.open("one"), held(table, "two")
+    assert table.sequences.lose_engine(CrashAttribution(), table) == []
+    assert (waiting.crashes, generation.crashes) == (1, 0)
+    assert table.sequences.release_held("two") is None
+    assert table.sequences.take_all() == [waiting, generation]

@@ -18,6 +18,7 @@ from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
 from tokenbus.worker.frontend.settings import FrontendSettings
+from tokenbus.worker.kv_exchange.exchange import KvExchange
 from tokenbus.worker.streams.request_telemetry import RequestTelemetry
 from tokenbus.worker.streams.streams import Streams
 
@@ -51,7 +52,8 @@ class Worker(EngineListener):
         metrics = ReplicaMetrics(WorkerMetrics(), "demo", "w1")
         telemetry = RequestTelemetry(metrics, tracing.NoopTracer(), "demo", "w1")
         self.outbox = Outbox(self.wire, self.announcer, telemetry)  # type: ignore[arg-type]
-        self.streams = Streams(self.announcer, self.outbox, telemetry, FrontendSettings(debug=True))
+        exchange = KvExchange(self.announcer, metrics)
+        self.streams = Streams(self.announcer, self.outbox, telemetry, FrontendSettings(debug=True), exchange)
         self.engine = thread_engine(lambda _: ArithmeticRunner())
         self.engine.listener = self
 

@@ -87,6 +87,14 @@ class Lanes:
         llama.llama_memory_seq_cp(self._memory, SCRATCH, self._first + lane, start, end)
         self._clear_scratch()
 
+    def read_copy(self, number: int) -> bytes:
+        """Returns the content of a copy."""
+        return bytes(self._copies[number].data)
+
+    def write_copy(self, number: int, data: bytes) -> None:
+        """Makes a copy of what an engine with the same fingerprint has saved."""
+        self._copies[number] = StateBlob(self._fingerprint, (ctypes.c_uint8 * len(data)).from_buffer_copy(data))
+
     def clear(self) -> None:
         """Empties every lane."""
         llama.llama_memory_clear(self._memory, False)

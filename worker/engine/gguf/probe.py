@@ -8,7 +8,8 @@ import numpy as np
 import structlog
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine.gguf import backend
+from tokenbus.worker import contract
+from tokenbus.worker.engine.gguf import backend, state_format
 from tokenbus.worker.engine.gguf import context as kv
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -27,6 +28,8 @@ class Capabilities(NamedTuple):
     """Whether lanes can share tokens, be truncated, saved and restored."""
     bytes_per_token: int
     """The size of a saved token in host memory; 0 if nothing can be saved."""
+    block_format: contract.KvBlockFormat | None = None
+    """The form of a saved block; None where llama.cpp writes something that is not understood here."""
 
 
 _NONE = Capabilities(False, 0)
@@ -45,7 +48,7 @@ def capabilities(
     reason = kv.no_sharing_reason(model, settings)
     found = _NONE
     if reason is None and count == _TOKENS:
-        found = _try_lanes(context, lanes, tokens)
+        found = _try_lanes(context, lanes, tokens, settings)
         reason = None if found.can_share else "its lanes could not be shared or saved exactly"
     if reason is not None:
         structlog.get_logger().info("no_prefix_cache", reason=reason)
@@ -53,7 +56,9 @@ def capabilities(
     return found
 
 
-def _try_lanes(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) -> Capabilities:
+def _try_lanes(
+    context: llama.llama_context_p, lanes: Lanes, tokens: list[int], settings: EngineSettings
+) -> Capabilities:
     """Computes the last token after the original prefix, after a shared one, and after a saved and restored one."""
     last = len(tokens) - 1
     # Lanes 0, 1 and 2 are the sequences 1, 2 and 3: sharing is possible here, so the scratch sequence comes first.
@@ -72,7 +77,8 @@ def _try_lanes(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) 
     spread = float(truth.std()) * _CLOSE
     same = bool(np.abs(truth - shared).max() <= spread and np.abs(truth - restored).max() <= spread)
     # Rounded up, so that the number of host blocks is not too large.
-    return Capabilities(same, -(-len(blob.data) // len(tokens)))
+    block_format = state_format.learn(bytes(blob.data), len(tokens), settings.kv_block_size)
+    return Capabilities(same, -(-len(blob.data) // len(tokens)), block_format)
 
 
 def _decode(

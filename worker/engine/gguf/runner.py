@@ -7,7 +7,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 import llama_cpp
+import msgspec
 import numpy as np
+import xxhash
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import codec, internal
@@ -18,6 +20,7 @@ from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
 from tokenbus.worker.engine.gguf.pooling import pooler
+from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.models.model_files import ModelFiles
@@ -87,11 +90,18 @@ class GgufRunner:
         first_seq_id = context.first_seq_id(handle, settings)
         self._batch = Batch(settings.max_num_batched_tokens, first_seq_id)
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
-        identity = f"{metadata.fingerprint}:{settings.cache_type_k}:{settings.cache_type_v}:{llama_cpp.__version__}"
+        layout = f"{settings.cache_type_k},{settings.cache_type_v},{settings.flash_attention}"
+        build = f"llama-cpp-python {llama_cpp.__version__}"
+        identity = kv_identity(metadata.fingerprint, layout, build, settings.kv_block_size)
         self.lanes = Lanes(self._context, identity, first_seq_id)
         capabilities = probe.capabilities(handle, self._context, self.lanes, settings)
         self.num_lanes = context.num_lanes(handle, settings)
         self.config = self._describe(settings, capabilities)
+        block_format = capabilities.block_format
+        if self.config.host_kv_blocks and block_format is not None:
+            # `auto` settings can have another outcome on another machine, which the form shows.
+            form = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(block_format))
+            self.config = codec.replace(self.config, kv_identity=f"{identity}:{form}", kv_format=block_format)
         if settings.context_length > self.config.context_length:
             raise ModelError(
                 f"--context-length {settings.context_length} is above what one sequence can have here, "
@@ -106,6 +116,12 @@ class GgufRunner:
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         self.lanes.apply(kv_ops)
+
+    def read_copy(self, copy_id: int) -> bytes:
+        return self.lanes.read_copy(copy_id)
+
+    def write_copy(self, copy_id: int, data: bytes) -> None:
+        self.lanes.write_copy(copy_id, data)
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         assert self._context is not None

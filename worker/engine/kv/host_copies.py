@@ -65,6 +65,16 @@ class HostCopies:
         self._copies[block] = None
         self._ops.offload(block.host_copy, lane, block.start, block.end)
 
+    def adopt(self, block: Block) -> int:
+        """Notes a copy that comes from elsewhere, for which there must be room; returns its id. The runner gets its
+        content from whoever calls this, before any op can name the id."""
+        assert block.host_copy is None, block
+        assert not self.is_full, self
+        self._last_id += 1
+        block.host_copy = self._last_id
+        self._copies[block] = None
+        return self._last_id
+
     def onload(self, block: Block, lane: int, end: int) -> None:
         """Copies the tokens of a block up to `end` back to a lane."""
         assert block.host_copy is not None, block

@@ -13,6 +13,7 @@ needs more takes blocks as long as there are any.
 from array import array
 from collections import Counter
 
+from tokenbus.worker.engine.kv import exchange
 from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
 from tokenbus.worker.engine.kv.prefix_tree import Domain
@@ -65,6 +66,16 @@ class BlockPool:
         """Takes everything back from a sequence; what it has computed stays cached until it is evicted."""
         self._allocations.remove(allocation)
         allocation.free(token_ids, num_computed)
+
+    def export(self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int) -> tuple[int, list[int]]:
+        """Returns how many blocks of a prefix are cached, and the copies of up to `max_blocks` from block `first` on.
+        Blocks without a copy get one, by ops that have to be applied before the copies are read."""
+        return exchange.export(self.cache, domain, token_ids, first, max_blocks)
+
+    def put(self, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int) -> list[int | None]:
+        """Adds blocks of a prefix, from block `first` on, as copies whose content the caller has. Returns the id of the
+        copy for each, None for a block that is known; the list ends early where there is no room or no block before."""
+        return exchange.put(self.cache, domain, token_ids, first, num_blocks) if self._can_share else []
 
     def check_counts(self) -> None:
         """Asserts what counters and lanes say of each other, in time proportional to the number of lanes."""

@@ -86,7 +86,7 @@ class PrefixCache:
     def insert(self, parent: Block, tokens: bytes, lane: int) -> Block:
         """Adds a block that one lane has computed. Partial blocks whose tokens it begins with are of no more use."""
         for partial in parent.proper_prefixes(tokens):
-            self._remove_partial(partial)
+            self.remove_partial(partial)
         block = self.tree.insert(parent, tokens)
         self.lanes.add(lane, block)
         return block
@@ -121,7 +121,7 @@ class PrefixCache:
         """Removes all copies and every block that no sequence uses."""
         self.host.set_limits(offloads=0, onloads=0)
         while len(self.host):
-            self._discard_oldest_copy()
+            self.discard_oldest_copy()
         while self._evictable:
             self._evict(next(iter(self._evictable)))
 
@@ -156,7 +156,7 @@ class PrefixCache:
         assert lane is not None, block
         if block.host_copy is None and self.host.can_offload:
             while self.host.is_full:
-                self._discard_oldest_copy()
+                self.discard_oldest_copy()
             self.host.offload(block, lane)
         self._remove_from_device(block)
         self.evicted_blocks += 1
@@ -167,14 +167,16 @@ class PrefixCache:
         del self._evictable[block]
         self.lanes.remove_end(block)
 
-    def _remove_partial(self, partial: Block) -> None:
+    def remove_partial(self, partial: Block) -> None:
+        """Removes a partial block, of which nothing is left."""
         if partial.host_copy is not None:
             self.host.discard(partial)
         if partial.lanes:
             self._remove_from_device(partial)
         self.tree.remove(partial)
 
-    def _discard_oldest_copy(self) -> None:
+    def discard_oldest_copy(self) -> None:
+        """Makes room for a copy; a block of which nothing else is left goes with it."""
         block = self.host.oldest
         self.host.discard(block)
         if not block.lanes:

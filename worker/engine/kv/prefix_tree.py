@@ -161,6 +161,16 @@ class PrefixTree:
             path.append(block)
         return path
 
+    def known_path(self, domain: Domain, token_ids: "array[int]") -> list[Block]:
+        """The full blocks with which a run of tokens begins, resident or not."""
+        path: list[Block] = []
+        block: Block | None = self._roots.get(domain)
+        while block is not None and (end := block.end + self._block_size) <= len(token_ids):
+            block = block.children.get(block_hash.pack_token_ids(token_ids[block.end : end]))
+            if block is not None:
+                path.append(block)
+        return path
+
     def prune(self, root: Root) -> None:
         """Removes a root that has no blocks and no users."""
         if not root.children and not root.ref_count:

@@ -90,6 +90,12 @@ class OnnxRunner:
         except InsufficientMemoryError as error:  # some of the changes are done, and it is unknown which
             raise DeviceError(str(error)) from error
 
+    def read_copy(self, copy_id: int) -> bytes:
+        raise AssertionError("this engine exchanges no blocks")
+
+    def write_copy(self, copy_id: int, data: bytes) -> None:
+        raise AssertionError("this engine exchanges no blocks")
+
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         try:
             computed = self._compute(plan)

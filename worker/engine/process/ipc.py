@@ -85,6 +85,23 @@ class ClearCache(Message, frozen=True):
     """Frontend to engine: drop every cached block that no sequence uses."""
 
 
+class ExportBlocks(Message, frozen=True):
+    """Frontend to engine: send the contents of cached blocks. The `ExportedBlocks` has the same call id."""
+
+    call_id: int
+    prefix: contract.CachedPrefix
+    first: int
+    max_blocks: int
+
+
+class PutBlocks(Message, frozen=True):
+    """Frontend to engine: cache blocks that another engine has computed."""
+
+    prefix: contract.CachedPrefix
+    first: int
+    blocks: list[bytes]
+
+
 class OpenReplica(Message, frozen=True):
     """Frontend to engine process, with a socket beside it: run a replica that is served over that socket."""
 
@@ -104,7 +121,7 @@ class ExitReason(Message, frozen=True):
     text: str
 
 
-Command = Add | Abort | TokenizeCall | EmbedCall | RerankCall | AbortPooling | ClearCache
+Command = Add | Abort | TokenizeCall | EmbedCall | RerankCall | AbortPooling | ClearCache | ExportBlocks | PutBlocks
 
 
 class Loading(Message, frozen=True):
@@ -213,6 +230,14 @@ class TokenizeResult(Message, frozen=True):
     error: errors.Error | None
 
 
+class ExportedBlocks(Message, frozen=True):
+    """Engine to frontend: the answer to an `ExportBlocks`. `num_cached` are the blocks of the prefix that it has."""
+
+    call_id: int
+    num_cached: int
+    blocks: list[bytes]
+
+
 class PoolResult(Message, frozen=True):
     """Engine to frontend: the answer to an `EmbedCall` or `RerankCall`; empty with an error."""
 
@@ -223,7 +248,17 @@ class PoolResult(Message, frozen=True):
     error: errors.Error | None
 
 
-Report = Loading | LoadFailed | Ready | StepIsolated | ConstraintCompiled | StepReport | TokenizeResult | PoolResult
+Report = (
+    Loading
+    | LoadFailed
+    | Ready
+    | StepIsolated
+    | ConstraintCompiled
+    | StepReport
+    | TokenizeResult
+    | ExportedBlocks
+    | PoolResult
+)
 
 _encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

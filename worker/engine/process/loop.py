@@ -16,6 +16,7 @@ from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.pooling import PoolingJob, PoolingQueue
 from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine.process.block_transfers import BlockTransfers
 from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.process.step_timer import StepTimer
@@ -30,8 +31,20 @@ _CACHED_TOKENS = 256
 every stream: 4,096 tokens by 11 % and 16,384 by 35 %, with four streams of a 0.5B shape. They slow a prompt of 1,000
 tokens too: 1,000 by 13 % and 2,000 by 20 % (decision 0020). Copying 1,000 back takes a few milliseconds."""
 
+_EXPORT_S = 0.005
+"""The time between two steps for blocks that other workers fetch; at least one request for some is served."""
+
 Inbox = queue.SimpleQueue[
-    ipc.Add | ipc.Abort | ipc.AbortPooling | ipc.ClearCache | PoolingJob | CompiledConstraint | BaseException | None
+    ipc.Add
+    | ipc.Abort
+    | ipc.AbortPooling
+    | ipc.ClearCache
+    | ipc.ExportBlocks
+    | ipc.PutBlocks
+    | PoolingJob
+    | CompiledConstraint
+    | BaseException
+    | None
 ]
 """Commands for the loop. None ends it; so does an exception, which the loop raises."""
 
@@ -45,7 +58,7 @@ class StepLoop:
         self,
         runner: Runner,
         inbox: Inbox,
-        report: Callable[[ipc.StepReport | ipc.StepIsolated | ipc.ConstraintCompiled | ipc.PoolResult], None],
+        report: Callable[[ipc.Report], None],
         step_target_s: float,
         scheduler_settings: SchedulerSettings | None = None,
         step_gate: StepGate | None = None,
@@ -63,6 +76,7 @@ class StepLoop:
         self._transfer_budget = TransferBudget(step_target_s / 10)
         block_bytes = runner.config.kv_bytes // runner.config.total_kv_blocks
         self._step_timer = StepTimer(self._scheduler, block_bytes)
+        self._block_transfers = BlockTransfers(runner, self._scheduler, report, _EXPORT_S)
         self._pooling = PoolingQueue(lambda call_id, result: report(ipc.PoolResult(call_id, *result)))
         self._constraints = CompileThread(
             lambda: ConstraintCompiler(runner.token_bytes, runner.end_token_ids, runner.encode), inbox.put
@@ -90,6 +104,7 @@ class StepLoop:
                     failed = self._start(plan)
                     step_results, stats = self._step(plan, failed)
                     self._pooling.step()
+                self._block_transfers.step()
                 self._report_results([*results, *failed, *step_results], stats)
                 if self._scheduler.isolated is None:
                     self._isolate(None)
@@ -101,7 +116,7 @@ class StepLoop:
 
         Returns the results of aborts, or None when the loop is to end."""
         results: list[StepResult] = []
-        while not self._inbox.empty() or not (self._scheduler.has_work or results or self._pooling.has_work):
+        while not self._inbox.empty() or not (results or self._has_work):
             if self._inbox.empty():
                 self._step_timer.reset()
             command = self._inbox.get()
@@ -127,10 +142,19 @@ class StepLoop:
                 case ipc.Abort(seq_no):
                     result = self._scheduler.abort(seq_no)
                     results += [result] if result is not None else []
+                case ipc.ExportBlocks():
+                    self._block_transfers.add(command)
+                case ipc.PutBlocks():
+                    self._block_transfers.put(command)
+                    self._report_results([], None)
                 case ipc.ClearCache():
                     self._scheduler.clear_cache()
                     self._report_results([], None)
         return results
+
+    @property
+    def _has_work(self) -> bool:
+        return self._scheduler.has_work or self._pooling.has_work or self._block_transfers.has_work
 
     def _compile_constraint(self, command: ipc.Add) -> None:
         """Has the constraint of a sequence compiled, which comes back as a command."""

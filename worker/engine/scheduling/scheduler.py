@@ -20,11 +20,13 @@ each other, and those that are preempted late have filled memory for nothing.
 """
 
 import bisect
+from array import array
 from collections.abc import Sequence as Listing
 
 from tokenbus.protocol.wire import messages
+from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.kv.prefix_tree import KvEvents
+from tokenbus.worker.engine.kv.prefix_tree import Domain, KvEvents
 from tokenbus.worker.engine.scheduling.answer_lengths import AnswerLengths
 from tokenbus.worker.engine.scheduling.plan import (
     SampledToken,
@@ -194,6 +196,18 @@ class Scheduler:
     def clear_cache(self) -> None:
         """Drops every cached block that no sequence uses."""
         self._cache.clear()
+
+    def export_blocks(
+        self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int
+    ) -> tuple[int, list[int], list[KvOp]]:
+        """Returns how many blocks of a prefix are cached, the copies of up to `max_blocks` from block `first` on, and
+        the ops to be applied before they are read: also those that were queued before."""
+        num_cached, copies = self._pool.export(domain, token_ids, first, max_blocks)
+        return num_cached, copies, self._cache.ops.take()
+
+    def put_blocks(self, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int) -> list[int | None]:
+        """Caches blocks whose contents the caller has; see the pool."""
+        return self._pool.put(domain, token_ids, first, num_blocks)
 
     def take_kv_events(self) -> KvEvents:
         """Returns which cached blocks came and went since the last time."""

@@ -1,6 +1,7 @@
 """Executes step plans by waiting as long as a device would take. Every token of text says that it is simulated."""
 
 import os
+import struct
 import threading
 import time
 from collections.abc import Sequence as Listing
@@ -10,7 +11,7 @@ import xxhash
 from tokenbus.protocol.wire import errors, internal, validation
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
-from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import Embedder, ModelError, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
@@ -28,6 +29,9 @@ _DEFAULT_CONTEXT = 32_768
 _DEFAULT_KV_TOKENS = 131_072
 _DEFAULT_NUM_SEQS = 64
 _DEFAULT_BLOCK_SIZE = 16
+_TOKEN_BYTES = 64
+"""The size of a token in a copy."""
+_MAX_HOST_BLOCKS = 65_536
 
 
 class SimRunner:
@@ -49,6 +53,7 @@ class SimRunner:
         self._speedup = settings.sim_speedup
         self._sampled_tokens = 0
         self._samplings: dict[int, contract.Sampling] = {}
+        self._copies: dict[int, bytes] = {}
         self.end_token_ids = frozenset({_END})
         self.token_bytes = [b"", *(bytes([byte]) for byte in range(256))]
         self.token_bytes += [b" simulated-%d" % number for number in range(_NUM_WORDS)]
@@ -68,7 +73,19 @@ class SimRunner:
         self._samplings.pop(seq_no, None)
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
-        """Does nothing: lanes have no content."""
+        """Keeps copies, which say only where their tokens are: lanes have no content."""
+        for op in kv_ops:
+            match op:
+                case Offload(number, _, start, end):
+                    self._copies[number] = struct.pack("<I", start) + bytes(_TOKEN_BYTES * (end - start))
+                case Discard(number):
+                    del self._copies[number]
+
+    def read_copy(self, copy_id: int) -> bytes:
+        return self._copies[copy_id]
+
+    def write_copy(self, copy_id: int, data: bytes) -> None:
+        self._copies[copy_id] = data
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         capacity = self.config.total_kv_blocks * self.config.kv_block_size
@@ -130,6 +147,7 @@ def _config(preset: str, settings: EngineSettings) -> contract.EngineConfig:
     context = settings.context_length or _DEFAULT_CONTEXT
     kv_tokens = settings.kv_tokens or max(context, _DEFAULT_KV_TOKENS)
     num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else _DEFAULT_NUM_SEQS
+    host_blocks = min(_MAX_HOST_BLOCKS, max(0, settings.host_cache_mib << 20) // (_TOKEN_BYTES * block_size))
     if kv_tokens < block_size:
         raise ModelError(f"--kv-tokens must be at least a block ({block_size}), got {kv_tokens}")
     if settings.max_num_batched_tokens <= num_seqs:
@@ -144,11 +162,13 @@ def _config(preset: str, settings: EngineSettings) -> contract.EngineConfig:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         kv_block_size=block_size,
         total_kv_blocks=kv_tokens // block_size,
-        host_kv_blocks=0,
+        host_kv_blocks=host_blocks,
         prefix_cache=True,
         vocab_size=VOCAB_SIZE,
         features=_FEATURES,
         defaults=SamplingParams(),
         versions={},
         pid=os.getpid(),
+        kv_identity=f"sim-{preset}:{block_size}" if host_blocks else "",
+        kv_format=contract.KvBlockFormat(num_bytes=4 + _TOKEN_BYTES * block_size) if host_blocks else None,
     )

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
+from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, block_of, make_config
 from tests.support.echo import EchoRunner
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker import contract
@@ -123,6 +123,38 @@ class CacheHistory(RuleBasedStateMachine):
         result = self.scheduler.abort(number)
         assert result is not None
         self.take([result])
+
+    @rule(
+        family=st.integers(0, 2),
+        blocks=st.integers(1, 7),
+        first=st.integers(0, 3),
+        domain=st.sampled_from(DOMAINS[:3]),
+    )
+    def put(self, family: int, blocks: int, first: int, domain: Domain) -> None:
+        """Blocks come from another engine."""
+        if self.config.host_kv_blocks:
+            tokens = [1 + (family + place) % 7 for place in range(BLOCK * (first + blocks))]
+            for place, copy in enumerate(self.scheduler.put_blocks(domain, array("I", tokens), first, blocks)):
+                start = BLOCK * (first + place)
+                if copy is not None:
+                    self.runner.write_copy(copy, block_of({at: tokens[at] for at in range(start, start + BLOCK)}))
+
+    @rule(
+        family=st.integers(0, 2),
+        blocks=st.integers(1, 7),
+        first=st.integers(0, 3),
+        domain=st.sampled_from(DOMAINS[:3]),
+    )
+    def export(self, family: int, blocks: int, first: int, domain: Domain) -> None:
+        """Another engine gets blocks, each with the tokens that it must have."""
+        if self.config.host_kv_blocks:
+            tokens = [1 + (family + place) % 7 for place in range(BLOCK * (first + blocks))]
+            num_cached, copies, kv_ops = self.scheduler.export_blocks(domain, array("I", tokens), first, blocks)
+            assert len(copies) <= max(0, min(blocks, num_cached - first))
+            self.runner.apply(kv_ops)
+            for place, copy in enumerate(copies):
+                start = BLOCK * (first + place)
+                assert self.runner.read_copy(copy) == block_of({at: tokens[at] for at in range(start, start + BLOCK)})
 
     @rule()
     def clear(self) -> None:
