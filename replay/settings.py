@@ -33,4 +33,4 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_bytes: int = 0
     """Bytes of a token's keys and values; with 0 the workers fetch no blocks from each other."""
     transfer_mb_per_s: float = 60.0
-    """How fast a worker sends or receives blocks."""
+    """The rate at which a worker sends, and that at which it receives blocks."""

@@ -142,8 +142,11 @@ def _settings_of(options: argparse.Namespace) -> ReplaySettings:
     for name, (low, high) in ranges.items():
         if not low <= getattr(options, name) <= high:
             raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {getattr(options, name)}")
-    if options.live and (options.routers > 1 or options.speeds != "1"):
-        raise ValueError("--live runs one router and workers of one speed: leave out --routers and --speeds")
+    if options.live and (options.routers > 1 or options.speeds != "1" or options.kv_token_bytes):
+        raise ValueError(
+            "--live runs one router and workers of one speed that exchange no blocks: leave out --routers, --speeds and "
+            "--kv-token-bytes"
+        )
     if not options.max_num_seqs < options.max_num_batched_tokens <= 1 << 20:
         raise ValueError("--max-num-batched-tokens must be above --max-num-seqs, and at most 1,048,576")
     fields = {name: getattr(options, name) for name in ReplaySettings.__struct_fields__ if name != "speeds"}

@@ -5,7 +5,7 @@ import math
 from tokenbus.protocol.wire import internal
 
 FIRST_MB_PER_S = 60.0
-"""What NATS moves on one machine; assumed until a fetch was measured."""
+"""The rate of NATS on one machine, assumed until a fetch was measured."""
 _SAMPLE_WEIGHT = 0.1
 _MIN_FAILURE_MS = 50.0
 """A fetch that brought nothing in less time was refused, which says nothing about the rate."""

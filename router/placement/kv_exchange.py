@@ -44,7 +44,7 @@ class Holder(NamedTuple):
 
 
 class FetchOffer(NamedTuple):
-    """What each candidate could fetch of one prompt, and from where."""
+    """The tokens that each candidate could fetch of one prompt, and from where."""
 
     fetchable: Fetchable
     probed: Floats

@@ -218,7 +218,7 @@ class ModelWorkers:
 
     @property
     def transfer_mb_per_s(self) -> float:
-        """How fast blocks move from one worker to another."""
+        """The rate at which blocks move from one worker to another."""
         return self._transfer_rate.mb_per_s
 
     @property

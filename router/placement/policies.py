@@ -27,7 +27,7 @@ class View(NamedTuple):
     session: Floats | None
     """1 for the worker that got the session's last request, else 0; None if there is no such worker."""
     fetchable: Fetchable | None
-    """What the candidates could fetch from other workers; None if there is nothing."""
+    """The tokens that the candidates could fetch from other workers; None if there are none."""
     block_size: Floats
     """Tokens of a KV block; 0 if it has no blocks."""
     prefill_tokens: Floats
