@@ -144,8 +144,8 @@ def _settings_of(options: argparse.Namespace) -> ReplaySettings:
             raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {getattr(options, name)}")
     if options.live and (options.routers > 1 or options.speeds != "1" or options.kv_token_bytes):
         raise ValueError(
-            "--live runs one router and workers of one speed that exchange no blocks: leave out --routers, --speeds and "
-            "--kv-token-bytes"
+            "--live runs one router and workers of one speed that fetch no blocks: leave out --routers, --speeds "
+            "and --kv-token-bytes"
         )
     if not options.max_num_seqs < options.max_num_batched_tokens <= 1 << 20:
         raise ValueError("--max-num-batched-tokens must be above --max-num-seqs, and at most 1,048,576")
