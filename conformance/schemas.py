@@ -88,8 +88,14 @@ CANDIDATE: Schema = {
     "prefill_blocks": COUNT,
     "decode_blocks": COUNT,
     "state": NAME,
+    "fetch_blocks": optional(COUNT),
 }
-ROUTING: Schema = {"chosen": NAME, "policy": NAME, "candidates": list_of(map_of(CANDIDATE))}
+ROUTING: Schema = {
+    "chosen": NAME,
+    "policy": NAME,
+    "candidates": list_of(map_of(CANDIDATE)),
+    "fetch_from": optional(TEXT),
+}
 
 LOAD: Schema = {
     "running": COUNT,

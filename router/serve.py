@@ -150,7 +150,14 @@ class Router:
         gauges.in_flight.set(len(self.flights))
         gauges.upload_bytes.set(self._intake.parts.held_bytes + self._parts.receiver.held_bytes)
         gauges.queue_limit.set(self._queue.max_requests)
-        for family in (gauges.queue_depth, gauges.workers, gauges.event_logs, gauges.index_blocks, gauges.index_bytes):
+        for family in (
+            gauges.queue_depth,
+            gauges.workers,
+            gauges.event_logs,
+            gauges.index_blocks,
+            gauges.index_bytes,
+            gauges.transfer_rate,
+        ):
             family.clear()
         gauges.show_models({model for model, _ in self.fleet.models()}, self.fleet.known_models())
         for model, depth in self._queue.depths().items():
@@ -159,6 +166,7 @@ class Router:
             blocks = self.fleet.num_blocks(model)
             gauges.index_blocks.labels(model).inc(blocks)
             gauges.index_bytes.labels(model).inc(blocks * _INDEX_BYTES_PER_BLOCK)
+            gauges.transfer_rate.labels(model).set(self.fleet.transfer_mb_per_s(model))
             for worker in workers:
                 gauges.workers.labels(model, "silent" if worker.lease_expired else worker.state).inc()
                 gauges.event_logs.labels(model, worker.event_state).inc()

@@ -168,7 +168,8 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
         f"router {router.router_id}: {router.decisions} placed, {router.decisions_per_s:.1f} a second "
         f"in {router.decision_p50_us:.0f} µs (p99 {router.decision_p99_us:.0f}), "
         f"{router.waiting} wait here, {router.continued} went on elsewhere; {router.indexed_blocks} blocks indexed; "
-        f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real"
+        f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real, "
+        f"{router.predicted_fetch_rate:.0%} to be fetched"
     )
     for refused in router.refused_cards:
         yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"

@@ -196,7 +196,7 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     indexed_blocks: int
     """KV blocks in its prefix index, over all models."""
     predicted_hit_rate: float
-    """Share of prompt tokens that were expected to be cached where they were sent."""
+    """Share of prompt tokens that were expected to be cached where they were sent, or to be fetched by then."""
     hit_rate: float
     """Share of prompt tokens that the present workers have found cached since they started."""
     refused_cards: list[RefusedCard] = []
@@ -205,6 +205,8 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """Messages of workers that were malformed, out of order, or from unknown workers."""
     continued: int = 0
     """Requests that went on elsewhere after their worker was lost or left."""
+    predicted_fetch_rate: float = 0.0
+    """Share of prompt tokens that were to be fetched from another worker."""
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):

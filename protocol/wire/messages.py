@@ -186,6 +186,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks held by requests that are being decoded there."""
     state: str
     """State of the worker."""
+    fetch_blocks: int = 0
+    """Those of the `prefill_blocks` that it would fetch from another worker instead."""
 
 
 class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +199,8 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the policy that chose it."""
     candidates: list[Candidate]
     """All workers that could have been chosen."""
+    fetch_from: str = ""
+    """Name of the worker from which the chosen one was told to fetch blocks; empty if it was not."""
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):

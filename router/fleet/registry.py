@@ -120,6 +120,10 @@ class WorkerRegistry:
         """Returns the number of blocks in the model's prefix index."""
         return self._model(model).num_blocks
 
+    def transfer_mb_per_s(self, model: str) -> float:
+        """Returns how fast blocks move between the model's workers."""
+        return self._model(model).transfer_mb_per_s
+
     def max_context_length(self, model: str) -> int:
         """Returns the tokens of the longest sequence that one of the model's workers can hold."""
         return self._model(model).max_context_length

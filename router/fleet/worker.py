@@ -12,6 +12,9 @@ from tokenbus.router.placement.worker_table import WorkerRow
 _QUEUE_SHARE = 8
 """A worker is given an eighth more requests than it can run, so that it always has a next one to start."""
 _RECOVERABLE = (messages.WorkerState.STARTING, messages.WorkerState.READY, messages.WorkerState.RESTARTING)
+_GIVING = (messages.WorkerState.READY, messages.WorkerState.DRAINING, messages.WorkerState.LEAVING)
+MAX_STEP_AGE_MS = 2_000.0
+"""A worker whose engine's step is older than this gets no new work."""
 SETTLE_S = 2.0
 """After this time nothing that an incarnation sent before its end can still be under way."""
 _RESTART_SETTLE_S = 0.5
@@ -87,6 +90,12 @@ class Worker:
     def may_recover(self) -> bool:
         """Whether it takes requests now or may do so soon, for instance when its engine has restarted."""
         return self.state in _RECOVERABLE and not self.lease_expired and self.card.max_num_seqs > 0
+
+    @property
+    def can_give_blocks(self) -> bool:
+        """Whether it can be asked for KV blocks, also while it takes no requests because it drains or leaves."""
+        is_up = self.state in _GIVING and not self.lease_expired and not self.has_no_responders
+        return is_up and self.load.step_age_ms <= MAX_STEP_AGE_MS
 
     @property
     def num_requests(self) -> int:

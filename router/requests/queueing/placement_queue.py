@@ -189,8 +189,9 @@ class PlacementQueue:
         if isinstance(placement, Placement):
             self._metrics.placements.labels(flight.model, placement.policy).inc()
             self._metrics.prompt_tokens.labels(flight.model).inc(flight.num_prompt_tokens)
-            overlap_tokens = placement.overlap_blocks * (placement.worker.card.kv_block_size or 0)
-            self._metrics.overlap_tokens.labels(flight.model).inc(overlap_tokens)
+            block_size = placement.worker.card.kv_block_size or 0
+            self._metrics.overlap_tokens.labels(flight.model).inc(placement.overlap_blocks * block_size)
+            self._metrics.fetch_tokens.labels(flight.model).inc(placement.fetch_blocks * block_size)
         return placement
 
     def _prompt(self, flight: Flight) -> PlacementRequest:
