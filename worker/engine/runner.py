@@ -11,6 +11,7 @@ from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
 if TYPE_CHECKING:  # a frontend imports this module, and numpy would cost it a tenth of a second
     from tokenbus.worker.engine.draws import Matrix
+    from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 
 
 class InsufficientMemoryError(RuntimeError):
@@ -83,6 +84,8 @@ class Runner(Protocol):
     """None where the model makes no embeddings."""
     reranker: Reranker | None
     """None where the model scores no documents."""
+    copies: "SlotStore | None"
+    """Copies of blocks in host memory, to be opened before the first step; None where there can't be any."""
     num_lanes: int
     """The number of lanes that running and cached sequences share."""
 

@@ -32,12 +32,15 @@ class BlockPool:
         fingerprint: str = "",
         can_share: bool = True,
         host_blocks: int = 0,
+        writes_through: bool = False,
         overcommit: float = 1.0,
     ) -> None:
         assert overcommit >= 1, overcommit
         self._reservable_blocks = int(total_blocks * overcommit)
         self._can_share = can_share
-        self.cache = PrefixCache(total_blocks, block_size, num_lanes, host_blocks, fingerprint)
+        self.cache = PrefixCache(
+            total_blocks, block_size, num_lanes, host_blocks, fingerprint, writes_through=writes_through
+        )
         self._allocations: set[Allocation] = set()
 
     def __repr__(self) -> str:

@@ -10,8 +10,9 @@ import bisect
 from collections.abc import Sequence as Listing
 
 from tokenbus.protocol.wire import messages
+from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.kv.prefix_tree import KvEvents
+from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, KvEvents
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan, StepResult
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -113,8 +114,10 @@ class Scheduler:
         planned = {one.sequence.seq_no for one in decodes}
         left = self._max_step_tokens - sum(one.num_tokens for one in decodes)
         prompts = self._schedule_prompts(sequences, min(prefill_tokens, left), planned)
+        self._cache.write_through()
         self._cache.trim(self._max_cached_blocks)
-        return StepPlan((*decodes, *prompts), tuple(started), tuple(self._cache.ops.take()))
+        ops, labels = tuple(self._cache.ops.take()), tuple(self._cache.host.take_labels())
+        return StepPlan((*decodes, *prompts), tuple(started), ops, labels)
 
     def update(self, plan: StepPlan, sampled: Listing[SampledToken | EngineFinishReason]) -> list[StepResult]:
         """Notes that a plan was computed.
@@ -146,9 +149,14 @@ class Scheduler:
         self._under_pressure = True
         return None
 
-    def clear_cache(self) -> None:
-        """Drops every cached block that no sequence uses."""
+    def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
+        """Adopts copies of an earlier engine; returns the ids of those that are of no use, with the reason."""
+        return self._cache.recover(copies)
+
+    def clear_cache(self) -> list[KvOp]:
+        """Drops every cached block that no sequence uses; returns the KV ops that this takes."""
         self._cache.clear()
+        return self._cache.ops.take()
 
     def take_kv_events(self) -> KvEvents:
         """Returns which cached blocks came and went since the last time."""
