@@ -119,7 +119,9 @@ class EchoRunner(ArithmeticRunner):
         )
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
-        host_moves.apply(self.lengths.resolve(kv_ops), self.cache, self._opened_copies() if self.copies is not None else None)
+        host_moves.apply(
+            self.lengths.resolve(kv_ops), self.cache, self._opened_copies() if self.copies is not None else None
+        )
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         decodes = [part for part in plan.scheduled if part.num_tokens == 1 and part.start and part.samples]
