@@ -69,10 +69,12 @@ class _Router:
         scheme = self.fleet.hash_scheme_of(MODEL)
         assert scheme is not None
         hashes = scheme.hashes(request.token_ids(VOCAB_SIZE).tobytes(), request.tenant)
-        key, tokens = request.key(number), request.prompt_tokens + request.output_tokens
+        key, answer_tokens = request.key(number), self.fleet.expected_answer_tokens(MODEL, request.output_tokens)
+        tokens = request.prompt_tokens + answer_tokens
         refused = self.queue.put(QueuedRequest(key, request.tenant, now, tokens, priority=request.priority))
         assert not refused, "the trace is longer than the queue"
-        self.waiting[key] = number, PlacementRequest(key, request.prompt_tokens, hashes)
+        placed = PlacementRequest(key, request.prompt_tokens, hashes, answer_tokens=answer_tokens)
+        self.waiting[key] = number, placed
 
     def place_next(self, now: float) -> tuple[int, Placement] | None:
         """Places the next request of the queue, if there is one and some worker can take it."""

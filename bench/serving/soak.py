@@ -72,8 +72,8 @@ async def measure(minutes: float, over: int) -> None:
         str(_SEQUENCES),
         "--max-waiting",
         str(_WAITING),
-        "--kv-overcommit",
-        "2",
+        "--expected-tokens",
+        "64",
         "--host-cache-mib",
         str(_HOST_CACHE_MIB),
     )

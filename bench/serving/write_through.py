@@ -2,8 +2,8 @@
 
 Run: .venv/bin/python -m bench.serving.write_through [--model FILE.gguf] [--streams 8] [--pairs 7]
 
-Two workers take turns: one copies blocks when they are complete, the other only when they have to leave the device. Every
-stream has a prompt and an answer that no stream before had."""
+Two workers take turns: one copies blocks when they are complete, the other only when they have to leave the device. The
+prompt of every stream is new."""
 
 import argparse
 import asyncio

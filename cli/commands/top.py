@@ -20,7 +20,7 @@ from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 _COLUMNS_BY_PRIORITY = (
     *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
-    *("step ms", "events", "indexed"),
+    *("step ms", "events", "expected", "indexed"),
 )
 """Columns in the order in which they are kept when the terminal is too narrow for all."""
 _GAP = 2
@@ -57,6 +57,8 @@ class Row(NamedTuple):
     used_blocks: int
     cached_blocks: int
     total_blocks: int
+    expected_blocks: int
+    """Blocks that its requests use or are expected to use before they end."""
     step_age_ms: float
     hit_rate: float
     """Share of all prompt tokens that were cached, since the engine started."""
@@ -99,6 +101,7 @@ def rows_of(reply: messages.ModelsReply, rates: TokenRates, now: float) -> list[
                     used_blocks=load.used_blocks,
                     cached_blocks=load.cached_blocks,
                     total_blocks=load.used_blocks + load.cached_blocks + load.free_blocks,
+                    expected_blocks=load.expected_blocks,
                     step_age_ms=load.step_age_ms,
                     hit_rate=load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0,
                     indexed_blocks=watched.indexed_blocks if watched else 0,
@@ -133,6 +136,7 @@ def _cells(row: Row) -> dict[str, str]:
         "prefill": str(row.queued_prefill_tokens),
         "tok/s": f"{row.tokens_per_s:.0f}",
         "KV used": f"{row.used_blocks}/{row.total_blocks}",
+        "expected": str(row.expected_blocks),
         "cached": str(row.cached_blocks),
         "indexed": str(row.indexed_blocks),
         "hits": f"{row.hit_rate:.0%}",
@@ -208,9 +212,9 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
     if options.json:
         print(codec.encode(reply, codec.Encoding.JSON).decode())
         return 0
-    table = Table("model", "context", "worker", "state", "engine", "running", "waiting", "features")
+    table = Table("model", "context", "worker", "state", "engine", "running", "waiting")
     for served in reply.models:
-        for card in served.workers or []:
+        for card in sorted(served.workers or [], key=lambda card: card.worker_id):
             load = card.load or messages.Load()
             is_silent = card.watched is not None and card.watched.events == "silent"
             table.add_row(
@@ -221,11 +225,12 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
                 card.engine,
                 str(load.running),
                 str(load.waiting),
-                " ".join(card.features),
             )
         if not served.workers:
             table.add_row(served.model, str(served.context_length))
     Console().print(table if reply.models else "no model is being served")
+    for served in reply.models:
+        print(f"features of {served.model}: {' '.join(served.features)}")
     for refused in reply.router.refused_cards if reply.router else []:
         print(f"refused: {refused.worker_id} of {refused.model}: {refused.reason}")
     return 0

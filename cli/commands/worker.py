@@ -58,7 +58,7 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     ),
     ("--host-cache-file", WorkerSettings.host_cache_file, "file for that memory, which survives restarts"),
     ("--max-cached-blocks", None, "unused blocks that may stay cached on the device"),
-    ("--kv-overcommit", _SCHEDULER.overcommit, "how many times over the KV cache may be reserved"),
+    ("--expected-tokens", _SCHEDULER.expected_tokens, "tokens an answer is expected to use; 0: as recent ones did"),
     ("--priority-s", _SCHEDULER.priority_s, "seconds of waiting that one step of priority is worth"),
     ("--max-num-seqs", _ENGINE.max_num_seqs, "sequences that run at the same time; -1: 16"),
     ("--max-num-batched-tokens", _ENGINE.max_num_batched_tokens, "tokens per step"),
@@ -170,7 +170,7 @@ def _engine_of(options: argparse.Namespace, model: str) -> EngineSettings:
     replicas = options.replicas * len(options.model)
     own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // replicas)
     scheduler = SchedulerSettings(
-        overcommit=options.kv_overcommit,
+        expected_tokens=options.expected_tokens,
         priority_s=options.priority_s,
         max_cached_blocks=options.max_cached_blocks,
     )

@@ -165,10 +165,38 @@ _MEMORY = (
     ),
     Panel(
         "Sequences preempted, by worker",
-        "Sequences that lost their KV blocks to others and continue later. If it happens regularly, lower "
-        "--kv-overcommit.",
+        "Sequences that lost their KV blocks to others, which used more than was expected, and continue later. If it "
+        "happens all the time, raise --kv-tokens or add workers.",
         "short",
         (Query(increase(f"{_P}_preemptions_total", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
+        "Tokens of preempted sequences, by how they came back",
+        "Restored from the cache, or computed again. If many are computed again, raise --host-cache-mib.",
+        "suffix: tokens/s",
+        (Query(_rate("preempted_tokens", "worker_id, kind"), f"{_NAME} {{{{kind}}}}"),),
+        "stacked",
+    ),
+    Panel(
+        "KV blocks that requests are expected to use",
+        "As a share of all blocks; above 1, requests wait for memory. If it stays there, raise --kv-tokens or add "
+        "workers.",
+        "percentunit",
+        (Query(sum_of(f"{_P}_kv_expected_ratio", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
+        "Tokens expected of the next answer",
+        "The mean of the last 64 answers; requests start when there is room for so many tokens. If it is far above "
+        "what most answers have, a few clients ask for very long ones.",
+        "suffix: tokens",
+        (Query(sum_of(f"{_P}_expected_answer_tokens", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
+        "KV moved between device and host memory",
+        "Cached prefixes and preempted sequences. If it is many times what is computed, the memory is too small.",
+        "Bps",
+        (Query(_rate("kv_transferred_bytes", "worker_id, direction"), f"{_NAME} {{{{direction}}}}"),),
+        "stacked",
     ),
 )
 

@@ -24,7 +24,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     cached_blocks: int = 0
     """KV blocks that no request holds and that are kept for later ones."""
     free_blocks: int = 0
-    """KV blocks that can still be reserved."""
+    """KV blocks that hold nothing."""
+    expected_blocks: int = 0
+    """KV blocks that its requests use or are expected to use before they end, also those that wait. 0 if unknown."""
+    expected_answer_tokens: int = 0
+    """Tokens that the next completion is expected to have, as recent ones had. 0 if unknown."""
     generated_tokens: int = 0
     """Tokens sampled since the engine started."""
     computed_tokens: int = 0

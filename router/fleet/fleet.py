@@ -141,6 +141,10 @@ class Fleet(WorkerRegistry):
 
     # Placement and bookings
 
+    def expected_answer_tokens(self, model: str, max_tokens: int | None) -> int:
+        """Returns how many tokens a completion with that limit is expected to have."""
+        return self._model(model).expected_answer_tokens(max_tokens)
+
     def place(
         self,
         model: str,

@@ -28,6 +28,8 @@ class Booking(NamedTuple):
     """Prompt tokens that the worker has to compute for it."""
     blocks: int = 0
     """KV blocks of its prompt."""
+    expected_blocks: int = 0
+    """KV blocks that it is expected to use in the end, without those that the worker holds already."""
     will_cache_blocks: bool = False
     """Whether the worker should report blocks of its prompt as stored."""
 
@@ -126,9 +128,11 @@ class Worker:
         """Returns its row of the worker table, as far as its own messages and its bookings determine it."""
         card, load, bookings = self.card, self.load, self.bookings
         prefill_tokens, used_blocks = load.queued_prefill_tokens, load.used_blocks
+        expected_blocks = max(load.expected_blocks, used_blocks)  # a worker may not say what it expects
         if bookings:
             prefill_tokens += sum([one.prefill_tokens for one in bookings.values()])
             used_blocks += sum([one.blocks for one in bookings.values()])
+            expected_blocks += sum([one.expected_blocks for one in bookings.values()])
         block_size, total_blocks, most = card.kv_block_size or 0, card.total_kv_blocks or 0, card.max_num_seqs
         requests = load.running + load.waiting + len(bookings)
         return WorkerRow(
@@ -139,6 +143,7 @@ class Worker:
             self.last_seen_at,
             load.step_age_ms,
             card.context_length,
+            load.expected_answer_tokens,
             block_size,
             prefill_tokens,
             used_blocks,
@@ -147,7 +152,7 @@ class Worker:
             most,
             most + max(1, most // _QUEUE_SHARE),
             max(0, requests + 1 - most),  # with the request that is to be placed
-            (total_blocks - used_blocks) * block_size if block_size else math.inf,
+            (total_blocks - expected_blocks) * block_size if block_size else math.inf,
         )
 
 

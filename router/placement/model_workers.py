@@ -31,6 +31,8 @@ from tokenbus.router.placement.worker_table import Floats, Rows, WorkerRow, Work
 _MAX_STEP_AGE_MS = 2_000.0
 """A worker whose engine's step is older than this gets no new work."""
 _SAMPLE_SIZE = 8
+_DEFAULT_ANSWER_TOKENS = 256
+"""The tokens that a completion is expected to have where no worker says."""
 _BLOCK_SIZE = WorkerRow._fields.index("block_size")
 """The first column that policies see; those before it only decide who is eligible."""
 _SESSION_TTL_S = 600.0
@@ -144,10 +146,12 @@ class ModelWorkers:
     def book(self, worker: Worker, request: PlacementRequest, now: float, overlap_blocks: int = 0) -> None:
         """Counts a request as a worker's load, and predicts that the worker will hold its blocks."""
         size = worker.card.kv_block_size or 0
+        prefill_tokens = max(0, request.num_tokens - overlap_blocks * size)
         worker.bookings[request.key] = Booking(
             now,
-            prefill_tokens=max(0, request.num_tokens - overlap_blocks * size),
+            prefill_tokens=prefill_tokens,
             blocks=-(-request.num_tokens // size) if size else 0,
+            expected_blocks=-(-(prefill_tokens + request.answer_tokens) // size) if size else 0,
             will_cache_blocks=len(request.hashes) > 0,
         )
         self._num_chosen += 1
@@ -165,6 +169,11 @@ class ModelWorkers:
             may_recover = any(worker.may_recover for worker in self._workers.values())
             return Capacity.BUSY if may_recover else Capacity.NO_WORKERS
         return Capacity.AVAILABLE if self._table.has_capacity(rows) else Capacity.BUSY
+
+    def expected_answer_tokens(self, max_tokens: int | None) -> int:
+        """Returns how many tokens a completion with that limit is expected to have, by what others have used lately."""
+        expected = int(self._table.column("expected_answer_tokens").max()) or _DEFAULT_ANSWER_TOKENS
+        return expected if max_tokens is None else min(max_tokens, expected)
 
     def sample(self, now: float) -> list[Worker]:
         """Returns a few workers, eligible ones if there are any."""

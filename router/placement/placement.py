@@ -20,6 +20,8 @@ class PlacementRequest(NamedTuple):
     """The hashes of the prompt's full blocks; empty for a request that must not use the prefix cache."""
     session: str = ""
     """The session that it belongs to, as its client says."""
+    answer_tokens: int = 0
+    """Tokens that its completion is expected to have."""
 
 
 class PlacementOptions(NamedTuple):

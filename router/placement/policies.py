@@ -32,7 +32,8 @@ class View(NamedTuple):
     waiting_requests: Floats
     """Requests that would wait there with this one, this one included."""
     free_tokens: Floats
-    """Tokens that still fit its KV cache; infinite if it has no blocks."""
+    """Tokens that fit its KV cache beside those that its requests are expected to have in the end. Negative if these
+    are too many; infinite if it has no blocks."""
     prefill_slowdown: Floats
     """Its time per prompt token compared with the fastest worker's: a power of 2."""
     decode_slowdown: Floats

@@ -33,7 +33,25 @@ def test_workers_are_counted_apart() -> None:
 def rows() -> list[Row]:
     name = "qwen2.5-0.5b-instruct"
     return [
-        Row(f"worker-{number}", name, "ready", 3, 16, 2, 1_200, 35.2, 120, 400, 1_024, 12.5, 0.35, 500, "live", number)
+        Row(
+            f"worker-{number}",
+            name,
+            "ready",
+            3,
+            16,
+            2,
+            1_200,
+            35.2,
+            120,
+            400,
+            1_024,
+            150,
+            12.5,
+            0.35,
+            500,
+            "live",
+            number,
+        )
         for number in range(3)
     ]
 
@@ -55,6 +73,6 @@ def test_a_narrow_terminal_shows_the_columns_that_matter_most_and_all_of_them() 
 def test_no_width_cuts_a_cell() -> None:
     for width in range(10, 140):
         assert not any("…" in line for line in shown(width)[:4]), width
-    assert " ".join(shown(140)[0].split()) == (
-        "worker model state run wait prefill tok/s KV used cached indexed hits events step ms"
+    assert " ".join(shown(150)[0].split()) == (
+        "worker model state run wait prefill tok/s KV used expected cached indexed hits events step ms"
     )

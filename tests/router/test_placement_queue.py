@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.router.builders import card, events, flight
-from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire import codec, errors, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.placement import NoWorker, Placement
@@ -226,3 +226,19 @@ async def test_new_limits_apply_to_requests_that_wait_already() -> None:
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_a_tenant_pays_for_what_answers_are_expected_to_have_and_not_for_a_larger_max_tokens() -> None:
+    busy = messages.Load(running=9, expected_answer_tokens=100)
+    testbed = Testbed(load=busy)
+    now = asyncio.get_running_loop().time()
+    asked = [flight(f"b{n}", tenant="small", received_at=now, max_tokens=100) for n in range(9)]
+    asked.append(flight("a", tenant="large", received_at=now, max_tokens=32_000))
+    waiting = [testbed.place_flight(one) for one in asked]
+    await settle()
+    for placed in range(4):  # bookings count, so that each report leaves room for one more
+        testbed.report(codec.replace(busy, running=8 - placed))
+        await settle()
+    assert waiting[-1].done(), "a quantum is enough for two small requests, and for the large one in its turn"
+    for task in waiting:
+        task.cancel()

@@ -45,6 +45,11 @@ class WorkerMetrics(MetricFamilies):
         self.kv_blocks = gauge(
             "kv_blocks", "Blocks on the device, by state: used, cached (used by no request) or free.", "state"
         )
+        self.kv_expected = gauge(
+            "kv_expected_ratio",
+            "Share of the KV blocks that all requests use or are expected to use, also those that wait.",
+        )
+        self.expected_tokens = gauge("expected_answer_tokens", "Tokens that the next completion is expected to have.")
         self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks that running requests use, from 0 to 1.")
         self.kv_bytes = gauge("kv_bytes", "Device memory for keys and values, in bytes; 0 if unknown.")
         self.step_age = gauge("step_age_seconds", "Time since the step in progress began; 0 while idle.")
@@ -56,6 +61,16 @@ class WorkerMetrics(MetricFamilies):
             "computed_tokens", "Tokens that steps have computed, of prompts and completions."
         )
         self.preemptions = counter("preemptions", "Running sequences that were preempted for lack of KV memory.")
+        self.preempted_tokens = counter(
+            "preempted_tokens",
+            "Tokens that preempted sequences have got back, by kind: restored from the cache, or recomputed.",
+            "kind",
+        )
+        self.transferred = counter(
+            "kv_transferred_bytes",
+            "Keys and values that were copied between device and host memory, by direction: offload or onload.",
+            "direction",
+        )
         self.evicted = counter("evicted_blocks", "Cached blocks that were evicted from the device.")
         self.recovered_blocks = counter(
             "host_cache_recovered_blocks", "Blocks of which a new engine found the copy that an earlier one had made."
@@ -119,8 +134,16 @@ class ReplicaMetrics:
         self._e2e = metrics.e2e.labels(*own)
         self._steps = {kind: metrics.steps.labels(*own, kind) for kind in ipc.StepKind}
         self._inference, self._gap = metrics.inference_seconds.labels(*own), metrics.idle_seconds.labels(*own)
-        self._prompt, self._evicted = metrics.prompt_tokens.labels(*own), metrics.evicted.labels(*own)
-        self._preemptions = metrics.preemptions.labels(*own)
+        self._prompt = metrics.prompt_tokens.labels(*own)
+        self._step_counters = [
+            (metrics.preemptions.labels(*own), "preemptions"),
+            (metrics.preempted_tokens.labels(*own, "restored"), "restored_tokens"),
+            (metrics.preempted_tokens.labels(*own, "recomputed"), "recomputed_tokens"),
+            (metrics.evicted.labels(*own), "evicted_blocks"),
+            (metrics.transferred.labels(*own, "offload"), "offloaded_bytes"),
+            (metrics.transferred.labels(*own, "onload"), "onloaded_bytes"),
+            (metrics.follower_tokens.labels(*own), "follower_tokens"),
+        ]
         self._last_load = messages.Load()
         self._load_counters = [
             (metrics.generation_tokens.labels(*own), "generated_tokens"),
@@ -128,7 +151,7 @@ class ReplicaMetrics:
             (metrics.cache_queries.labels(*own), "prompt_tokens"),
             (metrics.cache_hits.labels(*own), "cached_tokens"),
         ]
-        self._compile, self._followers = metrics.compile.labels(*own), metrics.follower_tokens.labels(*own)
+        self._compile = metrics.compile.labels(*own)
         for kind in contract.ConstraintKind:
             metrics.constrained.labels(*own, kind)
         for is_complete in ("true", "false"):
@@ -138,7 +161,6 @@ class ReplicaMetrics:
             metrics.restarts,
             metrics.recovered_blocks,
             metrics.recovered_bytes,
-            metrics.preemptions,
             metrics.embeddings,
             metrics.scored_documents,
             metrics.clients_gone,
@@ -153,16 +175,13 @@ class ReplicaMetrics:
         return f"<ReplicaMetrics of {self._own_labels[1]}>"
 
     def observe_step(self, stats: ipc.StepStats) -> None:
-        """A step was computed; `stats.evicted_blocks` and `stats.preemptions` are since the one before."""
+        """A step was computed."""
         self._steps[stats.kind].observe(stats.seconds)
         self._inference.inc(stats.seconds)
         self._gap.inc(stats.gap_s)
-        if stats.evicted_blocks:
-            self._evicted.inc(stats.evicted_blocks)
-        if stats.preemptions:
-            self._preemptions.inc(stats.preemptions)
-        if stats.follower_tokens:
-            self._followers.inc(stats.follower_tokens)
+        for child, name in self._step_counters:
+            if count := getattr(stats, name):
+                child.inc(count)
 
     def constraint_compiled(self, seconds: float) -> None:
         """A request's constraint was compiled, or could not be."""
@@ -206,6 +225,8 @@ class ReplicaMetrics:
         blocks = {"used": load.used_blocks, "cached": load.cached_blocks, "free": load.free_blocks}
         for state, count in blocks.items():
             metrics.kv_blocks.labels(*who, state).set(count)
+        metrics.kv_expected.labels(*who).set(load.expected_blocks / max(1, config.total_kv_blocks))
+        metrics.expected_tokens.labels(*who).set(load.expected_answer_tokens)
         metrics.kv_usage.labels(*who).set(load.used_blocks / max(1, config.total_kv_blocks))
         metrics.kv_bytes.labels(*who).set(config.kv_bytes)
         metrics.step_age.labels(*who).set(load.step_age_ms / 1e3)

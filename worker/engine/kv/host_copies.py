@@ -26,6 +26,10 @@ class HostCopies:
         self._last_id = 0
         self._offloads_left = 0
         self._onloads_left = 0
+        self.offloaded_blocks = 0
+        """Blocks that were copied to host memory, in all."""
+        self.onloaded_blocks = 0
+        """Blocks that were copied back, in all."""
 
     def __repr__(self) -> str:
         return f"<HostCopies {len(self)} of {self.capacity}>"
@@ -60,6 +64,7 @@ class HostCopies:
         assert self.can_offload, self
         assert not self.is_full, self
         self._offloads_left -= 1
+        self.offloaded_blocks += 1
         self._last_id += 1
         block.host_copy = self._last_id
         self._copies[block] = self._unlabelled[block] = None
@@ -70,6 +75,7 @@ class HostCopies:
         assert block.host_copy is not None, block
         assert self.can_onload, self
         self._onloads_left -= 1
+        self.onloaded_blocks += 1
         self._ops.add(Onload(block.host_copy, lane, block.start, end))
 
     def touch(self, block: Block) -> None:

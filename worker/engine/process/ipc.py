@@ -168,10 +168,18 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
     gap_s: float
     """The time since the step before, if there was work all the while; else 0."""
-    preemptions: int = 0
-    evicted_blocks: int = 0
     follower_tokens: int = 0
     """Tokens that followed from sampled ones for certain."""
+    preemptions: int = 0
+    restored_tokens: int = 0
+    """Tokens that preempted sequences got back from the cache."""
+    recomputed_tokens: int = 0
+    """Tokens that preempted sequences had to compute again."""
+    evicted_blocks: int = 0
+    offloaded_bytes: int = 0
+    """Keys and values that were copied to host memory."""
+    onloaded_bytes: int = 0
+    """Keys and values that were copied back."""
 
 
 class ConstraintCompiled(Message, frozen=True):

@@ -62,7 +62,8 @@ class StepLoop:
         most = runner.config.max_num_batched_tokens - runner.config.max_num_seqs
         self._step_budget = StepBudget(step_target_s, min_tokens=min(32, most), max_tokens=most)
         self._transfer_budget = TransferBudget(step_target_s / 10)
-        self._step_timer = StepTimer(self._scheduler)
+        block_bytes = runner.config.kv_bytes // runner.config.total_kv_blocks
+        self._step_timer = StepTimer(self._scheduler, block_bytes)
         self._pooling = PoolingQueue(lambda call_id, result: report(ipc.PoolResult(call_id, *result)))
         self._constraints = CompileThread(
             lambda: ConstraintCompiler(runner.token_bytes, runner.end_token_ids, runner.encode), inbox.put
@@ -197,6 +198,8 @@ class StepLoop:
         if plan.started:  # reported before anything is done with them, so that a crash is known to be theirs
             started = [sequence.seq_no for sequence in plan.started]
             self._report(ipc.StepReport(started, [], self._scheduler.load()))
+        for one in plan.preempted:
+            self._log.info("sequence_preempted", seq_no=one.seq_no, tokens=one.num_tokens, preemptions=one.preemptions)
         failed = [sequence for sequence in plan.started if not self._add_to_runner(sequence)]
         if plan.kv_ops:
             began = time.monotonic()
@@ -291,7 +294,6 @@ def _make_scheduler(runner: Runner, settings: SchedulerSettings) -> Scheduler:
         can_share=config.prefix_cache,
         host_blocks=config.host_kv_blocks,
         writes_through=config.writes_through,
-        overcommit=settings.overcommit,
     )
     return Scheduler(
         pool,
@@ -299,4 +301,5 @@ def _make_scheduler(runner: Runner, settings: SchedulerSettings) -> Scheduler:
         max_step_tokens=config.max_num_batched_tokens,
         priority_s=settings.priority_s,
         max_cached_blocks=max_cached_blocks,
+        expected_tokens=settings.expected_tokens,
     )

@@ -6,9 +6,10 @@ import msgspec
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Who gets KV memory when there is not enough for all."""
 
-    overcommit: float = 1.0
-    """The blocks may be reserved so many times over. Above 1 more sequences run at once, and one may have to be
-    preempted: it continues later, and computes again what is not cached by then."""
+    expected_tokens: int = 0
+    """The tokens that an answer is expected to have, for which there must be room before it starts; 0 learns it from
+    recent answers. An answer may use its `max_tokens` all the same: then another may be preempted, and continue later.
+    With a number above every `max_tokens`, none ever is."""
     priority_s: float = 1.0
     """The seconds of waiting that one step of priority is worth."""
     max_cached_blocks: int | None = None

@@ -4,6 +4,15 @@ Prompts are computed in chunks under a token budget, so that a step stays short 
 get their share of the budget and keep their memory in the order of their priority keys: a priority of n counts like
 having come n times `priority_s` seconds later. The order of two never changes, and whoever waits is overtaken for a
 bounded time only.
+
+A sequence starts when there is room for what it and those that run are expected to use. Where that was too little, the
+last in the order is preempted: it waits again at its place in the order, and its blocks go to host memory like all that
+is cached. Each time it expects twice as much of itself and of all beside whom it starts, up to their `max_tokens`. Then
+nobody can outgrow what is reserved any more, so that only sequences that come before it and after it, by their
+priority, can preempt it again:
+
+    preemptions       0        1        2        3        4
+    reserved for all  100      200      400      800      1,000 = max_tokens
 """
 
 import bisect
@@ -13,15 +22,23 @@ from tokenbus.protocol.wire import messages
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, KvEvents
-from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan, StepResult
+from tokenbus.worker.engine.scheduling.answer_lengths import AnswerLengths
+from tokenbus.worker.engine.scheduling.plan import (
+    SampledToken,
+    ScheduledTokens,
+    SchedulerCounts,
+    StepPlan,
+    StepResult,
+)
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 
 class Scheduler:
-    """All sequences of one engine: those that wait, and those that run, with a lane and reserved blocks.
+    """All sequences of one engine: those that wait, and those that run, with a lane and blocks.
 
     One step of priority is worth `priority_s` seconds of waiting. At most `max_cached_blocks` blocks that no sequence
-    uses stay on the device. A step has at most `max_step_tokens` tokens."""
+    uses stay on the device. A step has at most `max_step_tokens` tokens. An answer is expected to have
+    `expected_tokens`; 0 learns it from those that have ended."""
 
     def __init__(
         self,
@@ -31,6 +48,7 @@ class Scheduler:
         max_step_tokens: int = 1 << 30,
         priority_s: float = 1.0,
         max_cached_blocks: int | None = None,
+        expected_tokens: int = 0,
     ) -> None:
         assert 0 < max_num_seqs < max_step_tokens, (max_num_seqs, max_step_tokens)
         self._pool = pool
@@ -39,6 +57,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._priority_s = priority_s
         self._max_cached_blocks = self._cache.total_blocks if max_cached_blocks is None else max_cached_blocks
+        self._answer_lengths = AnswerLengths(expected_tokens)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         """Both in the order of their priority keys."""
@@ -46,9 +65,13 @@ class Scheduler:
         self._num_computed = 0
         self._num_prompt = 0
         self._num_cached = 0
-        self.preemptions = 0
+        self._preemptions = 0
+        self._restored_tokens = 0
+        self._recomputed_tokens = 0
+        self._preempted: list[Sequence] = []
+        """Those that were preempted since the last plan."""
         self._under_pressure = False
-        """The device had less room than was reserved: none is started until one has ended."""
+        """The device had less room than the pool counts: none is started until one has ended."""
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, {self._pool!r}>"
@@ -58,9 +81,15 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
-    def evicted_blocks(self) -> int:
-        """Cached blocks that had to leave the device, in all."""
-        return self._cache.evicted_blocks
+    def counts(self) -> SchedulerCounts:
+        return SchedulerCounts(
+            self._preemptions,
+            self._restored_tokens,
+            self._recomputed_tokens,
+            self._cache.evicted_blocks,
+            self._cache.host.offloaded_blocks,
+            self._cache.host.onloaded_blocks,
+        )
 
     @property
     def running(self) -> Listing[Sequence]:
@@ -95,6 +124,9 @@ class Scheduler:
     def finish(self, sequence: Sequence, finish_reason: EngineFinishReason) -> StepResult:
         """Ends a running sequence; what it has computed stays cached."""
         self._free(sequence)
+        if sequence.num_sampled:
+            was_cut = finish_reason not in (EngineFinishReason.STOP_TOKEN, EngineFinishReason.ABORTED)
+            self._answer_lengths.record(sequence.num_sampled, was_cut=was_cut)
         self._under_pressure = False
         return StepResult(sequence, None, finish_reason)
 
@@ -106,7 +138,9 @@ class Scheduler:
         started = self._start_waiting()
         for sequence in self._running:
             if not sequence.is_decoding:
-                sequence.reuse_prefix(sequence.kv.reuse_prefix(sequence.token_ids, sequence.num_computed))
+                before = sequence.num_computed
+                sequence.reuse_prefix(sequence.kv.reuse_prefix(sequence.token_ids, before))
+                self._restored_tokens += sequence.num_regained(before)
         isolated = self.isolated
         # A copy: a sequence that is preempted for another leaves the list of those that run.
         sequences = list(self._running) if isolated is None else [isolated]
@@ -116,8 +150,9 @@ class Scheduler:
         prompts = self._schedule_prompts(sequences, min(prefill_tokens, left), planned)
         self._cache.write_through()
         self._cache.trim(self._max_cached_blocks)
+        preempted, self._preempted = self._preempted, []
         ops, labels = tuple(self._cache.ops.take()), tuple(self._cache.host.take_labels())
-        return StepPlan((*decodes, *prompts), tuple(started), ops, labels)
+        return StepPlan((*decodes, *prompts), tuple(started), ops, tuple(preempted), labels)
 
     def update(self, plan: StepPlan, sampled: Listing[SampledToken | EngineFinishReason]) -> list[StepResult]:
         """Notes that a plan was computed.
@@ -129,6 +164,7 @@ class Scheduler:
             sequence, samples = scheduled.sequence, scheduled.samples  # before it has one more token
             sequence.num_computed += scheduled.num_tokens
             self._num_computed += scheduled.num_tokens
+            self._recomputed_tokens += sequence.num_regained(scheduled.start)
             sequence.kv.cache_blocks(sequence.token_ids, sequence.num_computed)
             if samples:
                 results.append(self._append(sequence, next(outcomes)))
@@ -136,7 +172,7 @@ class Scheduler:
         return results
 
     def reclaim_memory(self) -> StepResult | None:
-        """Makes room where the device has less than was reserved: evicts the cache, then preempts the last sequence.
+        """Makes room where the device has less than it said: evicts the cache, then preempts the last sequence.
 
         A lone sequence that still has no room ends."""
         if self._cache.evictable_blocks:
@@ -163,7 +199,8 @@ class Scheduler:
         return self._cache.tree.take_events()
 
     def load(self) -> messages.Load:
-        waiting_tokens = sum(sequence.num_uncomputed for sequence in self._waiting)
+        # One that was preempted gets most of its tokens back from the cache.
+        waiting_tokens = sum(one.num_uncomputed for one in self._waiting if not one.preemptions)
         prefill_tokens = sum(one.num_uncomputed for one in self._running if not one.is_decoding)
         return messages.Load(
             running=len(self._running),
@@ -172,6 +209,8 @@ class Scheduler:
             used_blocks=self._cache.used_blocks,
             cached_blocks=self._cache.evictable_blocks,
             free_blocks=self._cache.free_blocks,
+            expected_blocks=self._expected_blocks(),
+            expected_answer_tokens=self._answer_lengths.remaining(0),
             generated_tokens=self._num_generated,
             computed_tokens=self._num_computed,
             prompt_tokens=self._num_prompt,
@@ -207,7 +246,8 @@ class Scheduler:
         """Takes a sequence's memory; it waits again, and then computes again what is not cached by then."""
         self._free(sequence)
         sequence.preempt()
-        self.preemptions += 1
+        self._preemptions += 1
+        self._preempted.append(sequence)
         bisect.insort(self._waiting, sequence, key=self._priority_key)
 
     def _append(self, sequence: Sequence, outcome: SampledToken | EngineFinishReason) -> StepResult:
@@ -233,16 +273,37 @@ class Scheduler:
             return started
         while self._waiting and len(self._running) < self._max_num_seqs:
             first = self._waiting[0]
-            # One that was preempted has paid for over-commitment once: it gets a full reservation.
-            fully = first.preemptions > 0
-            if not self._pool.can_allocate(first.domain, first.token_ids, first.max_num_tokens, fully=fully):
+            if not self._has_room_for(first):
                 break
             del self._waiting[0]
-            first.start(self._pool.allocate(first.domain, first.max_num_tokens))
+            first.start(self._pool.allocate(first.domain))
             bisect.insort(self._running, first, key=self._priority_key)
             if not first.preemptions:
                 started.append(first)
         return started
+
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        """Whether a sequence has room to start: the more often it was preempted, the more is reserved for all."""
+        doublings = sequence.preemptions
+        reserved = sum(self._reserved_blocks(one, doublings) for one in self._running)
+        expected = self._expected_tokens(sequence, doublings)
+        return self._pool.can_allocate(sequence.domain, sequence.token_ids, expected, reserved)
+
+    def _expected_tokens(self, sequence: Sequence, doublings: int = 0) -> int:
+        """The tokens that a sequence is expected to have in the end; the part that is yet to come is doubled."""
+        remaining = self._answer_lengths.remaining(sequence.num_sampled) << doublings
+        return min(sequence.max_num_tokens, sequence.num_tokens + remaining)
+
+    def _reserved_blocks(self, sequence: Sequence, doublings: int = 0) -> int:
+        """The blocks that a running sequence is expected to use beyond those that it has."""
+        expected = self._cache.num_blocks(self._expected_tokens(sequence, doublings))
+        return max(0, expected - sequence.kv.num_blocks)
+
+    def _expected_blocks(self) -> int:
+        """The blocks that all sequences use and are expected to use, also those that wait."""
+        reserved = sum(self._reserved_blocks(sequence) for sequence in self._running)
+        waiting = sum(self._cache.num_blocks(self._expected_tokens(sequence)) for sequence in self._waiting)
+        return self._cache.used_blocks + reserved + waiting
 
     def _schedule_decodes(self, sequences: list[Sequence]) -> list[ScheduledTokens]:
         """All new tokens of each sequence, as long as there is room in the step for one token of each behind it."""

@@ -168,7 +168,7 @@ def test_a_disk_without_room_is_a_typed_error(tmp_path: object, monkeypatch: pyt
 
     monkeypatch.setattr(slot_store.os, "posix_fallocate", no_room)
     fd = os.open(f"{tmp_path}/slots", os.O_RDWR | os.O_CREAT)
-    with pytest.raises(ModelError, match="no room for 0 MiB .*--host-cache-mib"):
+    with pytest.raises(ModelError, match=r"no room for 0 MiB .*--host-cache-mib"):
         make_store(fd)
     os.close(fd)
 

@@ -51,7 +51,7 @@ class CacheHistory(RuleBasedStateMachine):
         lanes=st.integers(0, 5),
         host=st.sampled_from([0, 1, 3, 40]),
         kind=st.sampled_from(KINDS),
-        overcommit=st.sampled_from([1.0, 1.5, 4.0]),
+        expected=st.sampled_from([0, 1, 3]),
         max_cached=st.sampled_from([None, 0, 2]),
         writes_through=st.booleans(),
     )
@@ -61,7 +61,7 @@ class CacheHistory(RuleBasedStateMachine):
         lanes: int,
         host: int,
         kind: str,
-        overcommit: float,
+        expected: int,
         max_cached: int | None,
         writes_through: bool,
     ) -> None:
@@ -73,7 +73,7 @@ class CacheHistory(RuleBasedStateMachine):
             max_num_batched_tokens=99,
             writes_through=writes_through,
         )
-        self.num_lanes, self.kind, self.overcommit, self.max_cached = 3 + lanes, kind, overcommit, max_cached
+        self.num_lanes, self.kind, self.expected, self.max_cached = 3 + lanes, kind, expected, max_cached
         self.memory_fd = os.memfd_create("slots")
         self.start_engine()
         self.mirror = Mirror()
@@ -95,9 +95,10 @@ class CacheHistory(RuleBasedStateMachine):
             lanes,
             host_blocks=config.host_kv_blocks,
             writes_through=config.writes_through,
-            overcommit=self.overcommit,
         )
-        self.scheduler = Scheduler(self.pool, 3, priority_s=1.0, max_cached_blocks=self.max_cached)
+        self.scheduler = Scheduler(
+            self.pool, 3, priority_s=1.0, max_cached_blocks=self.max_cached, expected_tokens=self.expected
+        )
         if self.runner.copies is not None:
             self.runner.copies.open(os.dup(self.memory_fd))
             self.runner.copies.reject(self.scheduler.recover(self.runner.copies.recovered))

@@ -156,7 +156,7 @@ def test_a_copy_that_would_complete_the_prompt_is_not_awaited() -> None:
 
 def test_nothing_is_onloaded_without_room_for_it() -> None:
     cache = offloaded_cache(total_blocks=3)
-    cache.allocate(1, "aaaabbbbc", max_tokens=9)
+    cache.allocate(1, "aaaabbbbc")
     cache.kv_ops()
     assert cache.reuse_prefix(1) == 0
     assert cache.kv_ops() == []
