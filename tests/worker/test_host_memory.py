@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine_client import host_memory
+from tokenbus.worker.frontend import host_memory
 
 
 async def opened(path: Path) -> int:

@@ -5,10 +5,9 @@ from collections.abc import Sequence as Listing
 
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
-from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
-from tokenbus.worker.engine.runner import Embedder, Reranker
+from tokenbus.worker.engine.runner import Copies, Embedder, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
@@ -29,7 +28,7 @@ class PoolingRunner:
         self._tokenizer = tokenizer
         self.token_bytes: list[bytes] = []
         self.bundle: bytes | None = None
-        self.copies: SlotStore | None = None
+        self.copies: Copies | None = None
         self.embedder = embedder
         self.reranker = reranker
         self.end_token_ids: frozenset[int] = frozenset()

@@ -9,4 +9,4 @@ class Recovery(msgspec.Struct, frozen=True, array_like=True):
     blocks: int = 0
     num_bytes: int = 0
     discarded: dict[str, int] = {}
-    """How many slots were not empty and could not be used, by reason."""
+    """The number of slots that were not empty and could not be used, by reason."""

@@ -59,7 +59,7 @@ class SlotStore:
 
     @property
     def recovery(self) -> Recovery:
-        """What was found when the store was opened."""
+        """The copies that were found when the store was opened, and the slots that were thrown away."""
         found = [self._copies[copy_id] for copy_id, _ in self.recovered if copy_id in self._copies]
         return Recovery(len(found), sum(copy.num_bytes for copy in found), dict(self._discarded))
 

@@ -10,10 +10,9 @@ import xxhash
 from tokenbus.protocol.wire import errors, internal, validation
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
-from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import Embedder, ModelError, Reranker
+from tokenbus.worker.engine.runner import Copies, Embedder, ModelError, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine.sim import faults, timing
@@ -54,7 +53,7 @@ class SimRunner:
         self.token_bytes = [b"", *(bytes([byte]) for byte in range(256))]
         self.token_bytes += [b" simulated-%d" % number for number in range(_NUM_WORDS)]
         self.bundle: bytes | None = None
-        self.copies: SlotStore | None = None
+        self.copies: Copies | None = None
         self.embedder: Embedder | None = None
         self.reranker: Reranker | None = None
         self.config = _config(preset, settings)

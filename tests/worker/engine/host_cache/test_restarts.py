@@ -13,10 +13,10 @@ from tests.support.engines import DEMO, ONNX, Recorder, gqa_demo
 from tokenbus.worker import contract
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine_client import host_memory
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener
+from tokenbus.worker.frontend import host_memory
 
 PROMPT = [10 + number * number % 200 for number in range(300)]
 TOKENS = 20

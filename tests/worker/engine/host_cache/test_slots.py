@@ -295,7 +295,7 @@ def test_no_corrupted_truncated_or_lying_slot_reaches_an_engine(region: int) -> 
             if copy_id in found._copies and kind != "lie":
                 assert bytes(found.read(copy_id)) == right[label]
         # A sequence with the same prefix takes what is left, and every byte of it is right.
-        allocation = pool.allocate(Domain("acme"), 20)
+        allocation = pool.allocate(Domain("acme"))
         pool.cache.host.set_limits(offloads=9, onloads=9)
         allocation.reuse_prefix(array("I", map(ord, "aaaabbbbccccddd")), 0)
         for op in pool.cache.ops.take():
