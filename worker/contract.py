@@ -271,6 +271,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks of the device's KV memory."""
     host_kv_blocks: int = 0
     """The number of blocks of which host memory can hold a copy besides."""
+    writes_through: bool = False
+    """Whether blocks are copied to host memory as soon as they are complete."""
+    idle_blocks_cost: bool = True
+    """Whether blocks that no sequence uses slow the steps of others down while they are on the device."""
     prefix_cache: bool
     vocab_size: int
     features: tuple[str, ...]

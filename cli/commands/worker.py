@@ -51,6 +51,12 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     ("--cache-type-k", _ENGINE.cache_type_k, "type of cached keys: f32, f16, bf16, q8_0, q5_1 to q4_0"),
     ("--cache-type-v", _ENGINE.cache_type_v, "type of cached values, one of the same"),
     ("--host-cache-mib", _ENGINE.host_cache_mib, "host memory for offloaded prefixes; -1: up to 1,024; 0: none"),
+    (
+        "--host-cache-policy",
+        _ENGINE.host_cache_policy,
+        "when prefixes are copied to host memory: write-through (when complete), write-back (when evicted) or auto",
+    ),
+    ("--host-cache-file", WorkerSettings.host_cache_file, "file for that memory, which survives restarts"),
     ("--max-cached-blocks", None, "unused blocks that may stay cached on the device"),
     ("--expected-tokens", _SCHEDULER.expected_tokens, "tokens an answer is expected to use; 0: as recent ones did"),
     ("--priority-s", _SCHEDULER.priority_s, "seconds of waiting that one step of priority is worth"),
@@ -123,12 +129,15 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         value = getattr(options, name)
         if not low <= value <= high:
             raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {value:g}")
+    if options.host_cache_file and not options.host_cache_mib:
+        raise ValueError("--host-cache-file needs host memory: leave --host-cache-mib at -1, or pass more than 0")
     names = options.served_name + [registry.served_name(model) for model in options.model[len(options.served_name) :]]
     return WorkerSettings(
         models=tuple(
             ServedModel(name, _engine_of(options, model), options.replicas)
             for name, model in zip(names, options.model, strict=True)
         ),
+        host_cache_file=options.host_cache_file,
         kv_budget_bytes=options.kv_budget << 20,
         broker=connection_flags.settings_of(options),
         prefix=options.prefix,

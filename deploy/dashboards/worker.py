@@ -209,6 +209,25 @@ _MEMORY = (
         (Query(sum_of(f"{_P}_expected_answer_tokens", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
+        "Blocks that new engines have recovered",
+        "Copies of KV blocks that an engine had made before it died, or a worker before it restarted. If more are "
+        "discarded than a few torn ones after a crash, remove --host-cache-file.",
+        "short",
+        (
+            Query(increase(f"{_P}_host_cache_recovered_blocks_total", WORKER_FILTER, "worker_id"), _NAME),
+            Query(
+                increase(f"{_P}_host_cache_discarded_slots_total", WORKER_FILTER, "worker_id, reason"),
+                f"{_NAME} discarded: {{{{reason}}}}",
+            ),
+        ),
+    ),
+    Panel(
+        "Bytes that new engines have recovered",
+        "The size of these copies. If it stays near --host-cache-mib, a larger one would save more.",
+        "bytes",
+        (Query(increase(f"{_P}_host_cache_recovered_bytes_total", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
         "KV moved between device and host memory",
         "Cached prefixes and preempted sequences. If it is many times what is computed, the memory is too small.",
         "Bps",

@@ -36,8 +36,16 @@ class Cache:
         *,
         host_blocks: int = 0,
         can_share: bool = True,
+        writes_through: bool = False,
     ) -> None:
-        self.pool = BlockPool(total_blocks, SIZE, num_lanes, host_blocks=host_blocks, can_share=can_share)
+        self.pool = BlockPool(
+            total_blocks,
+            SIZE,
+            num_lanes,
+            host_blocks=host_blocks,
+            can_share=can_share,
+            writes_through=writes_through,
+        )
         self.allocations: dict[int, Allocation] = {}
         self._texts: dict[int, str] = {}
         self._computed: dict[int, int] = {}

@@ -8,6 +8,7 @@ import numpy as np
 from tests.support.arithmetic import ArithmeticRunner, next_token
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.onnx import host_moves
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.cache.kv_cache import KvCache
 from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
@@ -118,7 +119,9 @@ class EchoRunner(ArithmeticRunner):
         )
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
-        self.cache.apply(self.lengths.resolve(kv_ops))
+        host_moves.apply(
+            self.lengths.resolve(kv_ops), self.cache, self._opened_copies() if self.copies is not None else None
+        )
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         decodes = [part for part in plan.scheduled if part.num_tokens == 1 and part.start and part.samples]
@@ -145,4 +148,4 @@ class EchoRunner(ArithmeticRunner):
         return next_token(self._samplers[sequence.seq_no], sequence.token_ids[: sequence.num_tokens], sequence)
 
     def is_empty(self) -> bool:
-        return not any(self.lengths.lengths)
+        return not any(self.lengths.lengths) and not self.copies

@@ -56,6 +56,7 @@ class EngineClient(asyncio.Protocol):
         self._exporting: PendingCalls[ipc.ExportedBlocks] = PendingCalls()
         self._prefill_speed = PrefillSpeed()
         self._load = messages.Load()
+        self._recovered: list[tuple[int, int]] = []
         self._watchdog = StepWatchdog(time.monotonic())
         self._idle = asyncio.Event()
         self._idle.set()
@@ -84,6 +85,8 @@ class EngineClient(asyncio.Protocol):
         self.token_bytes, self._bundle, self._config = ready.token_bytes, ready.bundle, ready.config
         if ready.config.chat_format is not None:
             self._chat_rules = ChatRules(ready.config.chat_format, ready.token_bytes)
+        self._recovered = ready.stored
+        self.listener.copies_recovered(ready.recovery)
         self._load = messages.Load(free_blocks=ready.config.total_kv_blocks)
         self._log.info("engine_ready", worker_id=worker_id, pid=link.pid, source=ready.config.source)
         return ready.config
@@ -122,6 +125,12 @@ class EngineClient(asyncio.Protocol):
     @property
     def prefill_tokens_per_s(self) -> float | None:
         return self._prefill_speed.tokens_per_s
+
+    def report_recovered(self) -> None:
+        """Reports the blocks that are cached from the start; call it once `on_kv_events` is set."""
+        recovered, self._recovered = self._recovered, []
+        if recovered:
+            self.on_kv_events([], recovered)
 
     def take_over(self, dead: "EngineClient") -> None:
         """Continues the streams that another engine has left open."""

@@ -96,6 +96,7 @@ class Supervisor:
             config = await engine.start(self._worker_id)
             self._has_served = True
             self._listener.engine_started(engine, config)
+            engine.report_recovered()
             # after `engine_started`, so that outputs of these streams find the engine set
             if self._dead is not None:
                 engine.take_over(self._dead)

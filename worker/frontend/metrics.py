@@ -11,6 +11,7 @@ from tokenbus.protocol.telemetry.metrics import (
 )
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
+from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process import ipc
 
 _LABELS = ("model", "worker_id")
@@ -71,6 +72,15 @@ class WorkerMetrics(MetricFamilies):
             "direction",
         )
         self.evicted = counter("evicted_blocks", "Cached blocks that were evicted from the device.")
+        self.recovered_blocks = counter(
+            "host_cache_recovered_blocks", "Blocks of which a new engine found the copy that an earlier one had made."
+        )
+        self.recovered_bytes = counter("host_cache_recovered_bytes", "Bytes of these copies.")
+        self.discarded_slots = counter(
+            "host_cache_discarded_slots",
+            "Slots of the host cache that a new engine could not trust, by reason.",
+            "reason",
+        )
         self.restarts = counter("engine_restarts", "Engine starts after the first.")
         self.unguarded = gauge(
             "streams_unguarded", "Open streams that no router guards, which end together with the worker."
@@ -154,6 +164,8 @@ class ReplicaMetrics:
         metrics.reasoning_tokens.labels(*own)
         for family in (
             metrics.restarts,
+            metrics.recovered_blocks,
+            metrics.recovered_bytes,
             metrics.embeddings,
             metrics.scored_documents,
             metrics.clients_gone,
@@ -264,6 +276,13 @@ class ReplicaMetrics:
     def request_refused(self, code: str) -> None:
         """A run was refused."""
         self._metrics.refused.labels(*self._own_labels, code).inc()
+
+    def copies_recovered(self, recovery: Recovery) -> None:
+        """A new engine has found copies of an earlier one."""
+        self._metrics.recovered_blocks.labels(*self._own_labels).inc(recovery.blocks)
+        self._metrics.recovered_bytes.labels(*self._own_labels).inc(recovery.num_bytes)
+        for reason, count in recovery.discarded.items():
+            self._metrics.discarded_slots.labels(*self._own_labels, reason).inc(count)
 
     def engine_restarted(self) -> None:
         """An engine serves that is not the first."""

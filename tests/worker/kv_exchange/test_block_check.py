@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.engines import DEMO, gguf_runner
 from tokenbus.worker.contract import KvBlockFormat
-from tokenbus.worker.engine.gguf import probe, state_format
+from tokenbus.worker.engine.gguf import probe, state_blob
 from tokenbus.worker.kv_exchange.block_check import problem
 
 SIZE = 16
@@ -86,10 +86,10 @@ def test_a_position_may_not_come_twice() -> None:
 def test_a_state_of_another_form_is_not_learned() -> None:
     _, blocks = llama_blocks()
     state = blocks[0]
-    assert state_format.learn(state, SIZE, SIZE) is not None
+    assert state_blob.learn(state, 0, SIZE) is not None
     for at in (8, 12, 20, 24):  # streams, cells, sequences of a cell, a sequence
         changed = state[:at] + struct.pack("<I", 7) + state[at + 4 :]
-        assert state_format.learn(changed, SIZE, SIZE) is None
+        assert state_blob.learn(changed, 0, SIZE) is None
     for length in range(0, len(state), 97):
-        assert state_format.learn(state[:length], SIZE, SIZE) is None
-    assert state_format.learn(state + b"\0", SIZE, SIZE) is None
+        assert state_blob.learn(state[:length], 0, SIZE) is None
+    assert state_blob.learn(state + b"\0", 0, SIZE) is None

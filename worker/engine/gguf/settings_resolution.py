@@ -6,7 +6,7 @@ import llama_cpp
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.models.generation_config import GenerationConfig
-from tokenbus.worker.engine.models.settings_resolution import AUTO, Rule, common_rules, require
+from tokenbus.worker.engine.models.settings_resolution import Rule, common_rules, require
 from tokenbus.worker.engine.models.settings_resolution import resolve as resolve_common
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
@@ -63,7 +63,6 @@ def _rules(settings: EngineSettings) -> Iterator[Rule]:
     yield Rule("--context-length", context, context == 0 or context >= 2, "at least 2, or 0 to have it chosen")
     yield Rule("--kv-tokens", kv, kv == 0 or kv >= least_kv, f"one block and one context at least ({least_kv})")
     yield Rule("--ubatch-tokens", settings.ubatch_tokens, settings.ubatch_tokens >= 1, "at least 1")
-    yield Rule("--host-cache-mib", settings.host_cache_mib, settings.host_cache_mib >= AUTO, "0 or more")
     for flag, value, known in (
         ("--kv-layout", settings.kv_layout, KV_LAYOUTS),
         ("--cache-type-k", settings.cache_type_k, CACHE_TYPES),

@@ -34,9 +34,12 @@ class BlockPool:
         fingerprint: str = "",
         can_share: bool = True,
         host_blocks: int = 0,
+        writes_through: bool = False,
     ) -> None:
         self._can_share = can_share
-        self.cache = PrefixCache(total_blocks, block_size, num_lanes, host_blocks, fingerprint)
+        self.cache = PrefixCache(
+            total_blocks, block_size, num_lanes, host_blocks, fingerprint, writes_through=writes_through
+        )
         self._allocations: set[Allocation] = set()
 
     def __repr__(self) -> str:

@@ -4,11 +4,13 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Listing
 
 from tokenbus.worker import contract
+from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine.runner import Runner
+from tokenbus.worker.engine.runner import Copies, Runner
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 
 
@@ -38,10 +40,11 @@ class BlockTransfers:
     def put(self, command: ipc.PutBlocks) -> None:
         """Caches blocks at once, so that the sequence for which they came finds them."""
         domain, token_ids = _unpack(command.prefix)
-        copies = self._scheduler.put_blocks(domain, token_ids, command.first, len(command.blocks))
+        copies, kv_ops = self._scheduler.put_blocks(domain, token_ids, command.first, len(command.blocks))
+        self._apply(kv_ops)
         for copy_id, block in zip(copies, command.blocks, strict=False):
             if copy_id is not None:
-                self._runner.write_copy(copy_id, block)
+                self._copies.write(copy_id, block)
 
     def step(self) -> None:
         """Serves the exports that wait: one, and more until the budget is used. Raises DeviceError."""
@@ -54,10 +57,18 @@ class BlockTransfers:
     def _export(self, command: ipc.ExportBlocks) -> None:
         domain, token_ids = _unpack(command.prefix)
         num_cached, copies, kv_ops = self._scheduler.export_blocks(domain, token_ids, command.first, command.max_blocks)
+        self._apply(kv_ops)
+        blocks = [bytes(self._copies.read(copy_id)) for copy_id in copies]
+        self._report(ipc.ExportedBlocks(command.call_id, num_cached, blocks))
+
+    def _apply(self, kv_ops: Listing[KvOp]) -> None:
         if kv_ops:
             self._runner.apply(kv_ops)
-        blocks = [self._runner.read_copy(copy_id) for copy_id in copies]
-        self._report(ipc.ExportedBlocks(command.call_id, num_cached, blocks))
+
+    @property
+    def _copies(self) -> Copies:
+        assert self._runner.copies is not None, "an engine without copies exchanges no blocks"
+        return self._runner.copies
 
 
 def _unpack(prefix: contract.CachedPrefix) -> tuple[Domain, "array[int]"]:

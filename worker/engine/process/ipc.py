@@ -14,13 +14,14 @@ import msgspec
 
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker import contract
+from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """Far above the largest real frame, a vocabulary; a larger length means that the stream is corrupt."""
-_MAX_SOCKETS_AT_ONCE = 64
+_MAX_DESCRIPTORS_AT_ONCE = 128
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -107,6 +108,8 @@ class OpenReplica(Message, frozen=True):
 
     number: int
     settings: EngineSettings
+    has_memory: bool = False
+    """Whether there is a file beside it too, for copies of blocks."""
 
 
 class ReplicaClosed(Message, frozen=True):
@@ -142,6 +145,10 @@ class Ready(Message, frozen=True):
     config: contract.EngineConfig
     token_bytes: list[bytes]
     bundle: bytes | None
+    recovery: Recovery = Recovery()
+    """The copies of an earlier engine that this one has found."""
+    stored: list[tuple[int, int]] = []
+    """The blocks that are cached from the start, as in a `StepReport`."""
 
 
 class StepIsolated(Message, frozen=True):
@@ -302,18 +309,21 @@ def receive(sock: socket.socket) -> Iterator[bytes]:
         yield from decoder.feed(data)
 
 
-def receive_with_sockets(sock: socket.socket) -> Iterator[tuple[OpenReplica, socket.socket]]:
-    """Yields `OpenReplica` messages and the sockets beside them, from a blocking socket until its other end closes."""
+def receive_with_sockets(sock: socket.socket) -> Iterator[tuple[OpenReplica, socket.socket, int | None]]:
+    """Yields `OpenReplica` messages with the socket and the file beside each, from a blocking socket until its other
+    end closes."""
     decoder = FrameDecoder()
-    sockets: deque[socket.socket] = deque()
+    received: deque[int] = deque()
     while True:
-        # A socket arrives with the first byte of its message, which may come in pieces; both keep their order.
-        data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, _MAX_SOCKETS_AT_ONCE)
+        # Descriptors arrive with the first byte of their message, which may come in pieces; all keep their order.
+        data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, _MAX_DESCRIPTORS_AT_ONCE)
         if not data:
             return
-        sockets += [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        received += descriptors
         for body in decoder.feed(data):
-            yield open_decoder.decode(body), sockets.popleft()
+            opened = open_decoder.decode(body)
+            theirs = socket.socket(fileno=received.popleft())
+            yield opened, theirs, received.popleft() if opened.has_memory else None
 
 
 def _receive(sock: socket.socket) -> bytes:

@@ -69,6 +69,9 @@ class StepLoop:
         self._inbox = inbox
         self._report = report
         self._scheduler = _make_scheduler(runner, scheduler_settings or SchedulerSettings())
+        self._copies = runner.copies
+        if self._copies is not None:
+            self._copies.reject(self._scheduler.recover(self._copies.recovered))
         self._check_when_idle = self._scheduler.check_integrity if debug else self._scheduler.check_counts
         # Each running sequence may decode a token beside the prompts.
         most = runner.config.max_num_batched_tokens - runner.config.max_num_seqs
@@ -92,6 +95,10 @@ class StepLoop:
 
     def __repr__(self) -> str:
         return f"<StepLoop {self._scheduler!r}>"
+
+    def take_recovered(self) -> list[tuple[int, int]]:
+        """Returns the cached blocks that it begins with, as a `StepReport` says what is stored."""
+        return [(new.parent, new.hash) for new in self._scheduler.take_kv_events().stored]
 
     def run(self) -> None:
         """Steps until the inbox holds None. Raises an exception that the inbox holds, and DeviceError."""
@@ -148,13 +155,19 @@ class StepLoop:
                     self._block_transfers.put(command)
                     self._report_results([], None)
                 case ipc.ClearCache():
-                    self._scheduler.clear_cache()
-                    self._report_results([], None)
+                    self._clear_cache()
         return results
 
     @property
     def _has_work(self) -> bool:
         return self._scheduler.has_work or self._pooling.has_work or self._block_transfers.has_work
+
+    def _clear_cache(self) -> None:
+        """Drops what no sequence uses, and leaves nothing of it in host memory."""
+        self._runner.apply(self._scheduler.clear_cache())
+        if self._copies is not None:
+            self._copies.zero()
+        self._report_results([], None)
 
     def _compile_constraint(self, command: ipc.Add) -> None:
         """Has the constraint of a sequence compiled, which comes back as a command."""
@@ -220,6 +233,8 @@ class StepLoop:
             began = time.monotonic()
             self._runner.apply(plan.kv_ops)
             self._transfer_budget.observe(plan.kv_ops, time.monotonic() - began)
+        if self._copies is not None:
+            self._copies.seal(plan.labels)
         return [self._scheduler.finish(sequence, EngineFinishReason.FAILED) for sequence in failed]
 
     def _add_to_runner(self, sequence: Sequence) -> bool:
@@ -297,7 +312,7 @@ class StepLoop:
 def _make_scheduler(runner: Runner, settings: SchedulerSettings) -> Scheduler:
     config = runner.config
     max_cached_blocks = settings.max_cached_blocks
-    if max_cached_blocks is None and config.host_kv_blocks:
+    if max_cached_blocks is None and config.host_kv_blocks and config.idle_blocks_cost:
         max_cached_blocks = _CACHED_TOKENS // config.kv_block_size
     pool = BlockPool(
         config.total_kv_blocks,
@@ -306,6 +321,7 @@ def _make_scheduler(runner: Runner, settings: SchedulerSettings) -> Scheduler:
         fingerprint=config.fingerprint,
         can_share=config.prefix_cache,
         host_blocks=config.host_kv_blocks,
+        writes_through=config.writes_through,
     )
     return Scheduler(
         pool,

@@ -1,6 +1,7 @@
 """One replica of a model: a step loop on this thread, which takes its commands from a socket."""
 
 import contextlib
+import os
 import queue
 import socket
 import threading
@@ -12,6 +13,7 @@ import structlog
 
 from tokenbus.protocol.wire import block_hash, codec, errors
 from tokenbus.worker.engine import pooling
+from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import Inbox, StepLoop
 from tokenbus.worker.engine.process.settings import SchedulerSettings
@@ -32,8 +34,10 @@ def serve(
     step_gate: StepGate | None = None,
     *,
     debug: bool = False,
+    memory_fd: int | None = None,
 ) -> None:
-    """Loads a runner, reports it, and steps until the socket's other end closes.
+    """Loads a runner, reports it, and steps until the socket's other end closes. `memory_fd` is a file for copies of
+    blocks, in which those of an earlier engine may be.
 
     A model that can't be loaded is reported to the frontend. Raises DeviceError when the device fails, and any
     unexpected exception of any of its threads."""
@@ -45,6 +49,7 @@ def serve(
 
     try:
         runner = load(lambda fraction: send(ipc.Loading(fraction)))
+        _open_copies(runner, memory_fd)
     except ModelError as error:
         send(ipc.LoadFailed(str(error)))
         return
@@ -52,15 +57,27 @@ def serve(
     reader = threading.Thread(target=_read, args=(sock, runner, inbox, send), name="commands", daemon=True)
     reader.start()
     config = codec.replace(runner.config, end_token_ids=tuple(sorted(runner.end_token_ids)))
-    send(ipc.Ready(config, runner.token_bytes, runner.bundle))
     try:
-        StepLoop(runner, inbox, send, step_target_s, scheduler_settings, step_gate, debug=debug).run()
+        loop = StepLoop(runner, inbox, send, step_target_s, scheduler_settings, step_gate, debug=debug)
+        recovery = Recovery() if runner.copies is None else runner.copies.recovery
+        send(ipc.Ready(config, runner.token_bytes, runner.bundle, recovery, loop.take_recovered()))
+        loop.run()
     finally:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
         reader.join(_TOKENIZE_GRACE_S)
         if not reader.is_alive():  # else a text is still being tokenized, with what would be closed
             runner.close()
+            if runner.copies is not None:
+                runner.copies.close()
+
+
+def _open_copies(runner: Runner, memory_fd: int | None) -> None:
+    """Opens the runner's copies in a file, if it makes any. Raises ModelError if the file can't be used."""
+    if runner.copies is not None:
+        runner.copies.open(memory_fd)
+    elif memory_fd is not None:
+        os.close(memory_fd)
 
 
 def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None:

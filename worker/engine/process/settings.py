@@ -97,3 +97,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     host_cache_mib: int = -1
     """The MiB of host memory for prefixes that no sequence uses; -1 means 1,024, or an eighth of the machine's memory
     if that is less. 0 keeps only what there is room for on the device."""
+    host_cache_policy: str = "auto"
+    """`write-through` copies blocks to host memory as soon as they are complete, so that they outlive the engine;
+    `write-back` only those that have to leave the device. `auto` is `write-through` where the device is the CPU."""

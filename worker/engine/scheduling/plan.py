@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 
@@ -40,6 +41,8 @@ class StepPlan(NamedTuple):
     """Changes to the lanes that come first."""
     preempted: tuple[Sequence, ...] = ()
     """Sequences that have lost their lane since the plan before."""
+    labels: tuple[tuple[int, BlockLabel], ...] = ()
+    """Says of which blocks the copies are that these changes make, by their ids."""
 
     @property
     def num_tokens(self) -> int:

@@ -26,7 +26,7 @@ from collections.abc import Sequence as Listing
 from tokenbus.protocol.wire import messages
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.kv.prefix_tree import Domain, KvEvents
+from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain, KvEvents
 from tokenbus.worker.engine.scheduling.answer_lengths import AnswerLengths
 from tokenbus.worker.engine.scheduling.plan import (
     SampledToken,
@@ -158,9 +158,11 @@ class Scheduler:
         planned = {one.sequence.seq_no for one in decodes}
         left = self._max_step_tokens - sum(one.num_tokens for one in decodes)
         prompts = self._schedule_prompts(sequences, min(prefill_tokens, left), planned)
+        self._cache.write_through()
         self._cache.trim(self._max_cached_blocks)
         preempted, self._preempted = self._preempted, []
-        return StepPlan((*decodes, *prompts), tuple(started), tuple(self._cache.ops.take()), tuple(preempted))
+        ops, labels = tuple(self._cache.ops.take()), tuple(self._cache.host.take_labels())
+        return StepPlan((*decodes, *prompts), tuple(started), ops, tuple(preempted), labels)
 
     def update(self, plan: StepPlan, sampled: Listing[SampledToken | EngineFinishReason]) -> list[StepResult]:
         """Notes that a plan was computed.
@@ -193,9 +195,14 @@ class Scheduler:
         self._under_pressure = True
         return None
 
-    def clear_cache(self) -> None:
-        """Drops every cached block that no sequence uses."""
+    def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
+        """Adopts copies of an earlier engine; returns the ids of those that are of no use, with the reason."""
+        return self._cache.recover(copies)
+
+    def clear_cache(self) -> list[KvOp]:
+        """Drops every cached block that no sequence uses; returns the KV ops that this takes."""
         self._cache.clear()
+        return self._cache.ops.take()
 
     def export_blocks(
         self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int
@@ -205,9 +212,12 @@ class Scheduler:
         num_cached, copies = self._pool.export(domain, token_ids, first, max_blocks)
         return num_cached, copies, self._cache.ops.take()
 
-    def put_blocks(self, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int) -> list[int | None]:
-        """Caches blocks whose contents the caller has; see the pool."""
-        return self._pool.put(domain, token_ids, first, num_blocks)
+    def put_blocks(
+        self, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int
+    ) -> tuple[list[int | None], list[KvOp]]:
+        """Caches blocks whose contents the caller has; returns their copies as the pool does, and the ops to be applied
+        before they are written: also those that were queued before."""
+        return self._pool.put(domain, token_ids, first, num_blocks), self._cache.ops.take()
 
     def take_kv_events(self) -> KvEvents:
         """Returns which cached blocks came and went since the last time."""

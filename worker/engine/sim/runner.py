@@ -11,6 +11,8 @@ import xxhash
 from tokenbus.protocol.wire import errors, internal, validation
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
+from tokenbus.worker.engine.host_cache.slot_store import SlotStore
+from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import Embedder, ModelError, Reranker
@@ -53,7 +55,6 @@ class SimRunner:
         self._speedup = settings.sim_speedup
         self._sampled_tokens = 0
         self._samplings: dict[int, contract.Sampling] = {}
-        self._copies: dict[int, bytes] = {}
         self.end_token_ids = frozenset({_END})
         self.token_bytes = [b"", *(bytes([byte]) for byte in range(256))]
         self.token_bytes += [b" simulated-%d" % number for number in range(_NUM_WORDS)]
@@ -61,6 +62,7 @@ class SimRunner:
         self.embedder: Embedder | None = None
         self.reranker: Reranker | None = None
         self.config = _config(preset, settings)
+        self.copies = _make_store(self.config)
         self.num_lanes = self.config.max_num_seqs + self.config.total_kv_blocks
 
     def __repr__(self) -> str:
@@ -77,15 +79,11 @@ class SimRunner:
         for op in kv_ops:
             match op:
                 case Offload(number, _, start, end):
-                    self._copies[number] = struct.pack("<I", start) + bytes(_TOKEN_BYTES * (end - start))
+                    assert self.copies is not None
+                    self.copies.write(number, struct.pack("<I", start) + bytes(_TOKEN_BYTES * (end - start)))
                 case Discard(number):
-                    del self._copies[number]
-
-    def read_copy(self, copy_id: int) -> bytes:
-        return self._copies[copy_id]
-
-    def write_copy(self, copy_id: int, data: bytes) -> None:
-        self._copies[copy_id] = data
+                    assert self.copies is not None
+                    self.copies.discard(number)
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         capacity = self.config.total_kv_blocks * self.config.kv_block_size
@@ -172,3 +170,17 @@ def _config(preset: str, settings: EngineSettings) -> contract.EngineConfig:
         kv_identity=f"sim-{preset}:{block_size}" if host_blocks else "",
         kv_format=contract.KvBlockFormat(num_bytes=4 + _TOKEN_BYTES * block_size) if host_blocks else None,
     )
+
+
+def _make_store(config: contract.EngineConfig) -> SlotStore | None:
+    """Returns a store for copies of blocks, or None if the engine has none."""
+    if config.kv_format is None:
+        return None
+    layout = SlotLayout(config.kv_block_size, config.kv_format.num_bytes, config.host_kv_blocks)
+    return SlotStore(config.kv_identity, layout, _find_problem)
+
+
+def _find_problem(data: memoryview, start: int, count: int) -> str:
+    if len(data) != 4 + _TOKEN_BYTES * count:
+        return "size"
+    return "" if struct.unpack_from("<I", data) == (start,) else "positions"

@@ -135,7 +135,10 @@ def test_a_state_of_another_model_is_refused_by_its_fingerprint() -> None:
         foreign = StateBlob("another model", (ctypes.c_uint8 * 64)())
         with pytest.raises(ForeignStateError, match="another model"):
             runner.lanes.restore(foreign, 1, 0, 1)
+        assert runner.copies is not None
+        runner.copies.open()
         runner.apply([Offload(1, 0, 0, 0), Onload(1, 1, 0, 0)])
+        runner.copies.close()
     finally:
         runner.close()
 

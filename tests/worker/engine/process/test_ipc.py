@@ -131,10 +131,10 @@ def test_the_sockets_of_replicas_come_beside_their_messages_in_order() -> None:
         socket.send_fds(frontend, [ipc.encode(opened)], [theirs.fileno()])
     frontend.close()
     received = list(ipc.receive_with_sockets(process))
-    assert [(opened.number, opened.settings.model) for opened, _ in received] == [
+    assert [(opened.number, opened.settings.model) for opened, _, _ in received] == [
         (number, f"model-{number}") for number in range(3)
     ]
-    for number, ((ours, theirs), (_, passed)) in enumerate(zip(pairs, received, strict=True)):
+    for number, ((ours, theirs), (_, passed, _)) in enumerate(zip(pairs, received, strict=True)):
         ours.sendall(bytes([number]))
         assert passed.recv(1) == bytes([number])
         for one in (ours, theirs, passed):
