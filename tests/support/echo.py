@@ -120,7 +120,7 @@ class EchoRunner(ArithmeticRunner):
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         host_moves.apply(
-            self.lengths.resolve(kv_ops), self.cache, self._opened_copies() if self.copies is not None else None
+            self.lengths.resolve(kv_ops), self.cache, self.opened_copies() if self.copies is not None else None
         )
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:

@@ -212,11 +212,13 @@ class PrefixTree:
     def known_path(self, domain: Domain, token_ids: "array[int]") -> list[Block]:
         """The full blocks with which a run of tokens begins, resident or not."""
         path: list[Block] = []
-        block: Block | None = self._roots.get(domain)
+        root = self.make_root(domain)  # there may be a recovered one
+        block: Block | None = root
         while block is not None and (end := block.end + self._block_size) <= len(token_ids):
             block = block.children.get(block_hash.pack_token_ids(token_ids[block.end : end]))
             if block is not None:
                 path.append(block)
+        self.prune(root)
         return path
 
     def prune(self, root: Root) -> None:

@@ -93,7 +93,6 @@ def test_a_setting_one_past_its_limit_is_refused_by_its_flag(message: str, wrong
         ("--split-mode", "row"),
         ("--tensor-split", (1.0, 2.0)),
         ("--ubatch-tokens", 128),
-        ("--host-cache-mib", 0),
     ],
 )
 def test_a_setting_that_only_the_other_engine_has_is_refused_by_its_flag(flag: str, given_value: object) -> None:

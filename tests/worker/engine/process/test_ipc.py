@@ -57,6 +57,7 @@ COMMANDS: list[ipc.Command] = [
     ),
     ipc.Abort(2**40),
     ipc.ClearCache(),
+    ipc.AbortPooling(3),
     ipc.ExportBlocks(5, contract.CachedPrefix("acme", "salt", b"\x01\0\0\0"), 3, 8),
     ipc.PutBlocks(contract.CachedPrefix("acme", "", b"\x01\0\0\0"), 0, [b"\0block", b""]),
     ipc.EmbedCall(3, internal.Embed(inputs=["x", [1, 2]], dimensions=4, remaining_ms=100.0)),
