@@ -118,6 +118,9 @@ class EchoRunner(ArithmeticRunner):
             else DynamicCache(graph_runner, 9, allow_gaps=allow_gaps)
         )
 
+    def saved(self, tokens: dict[int, int]) -> bytes:
+        return np.array([tokens[place] for place in sorted(tokens)], np.float32).tobytes()
+
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         host_moves.apply(
             self.lengths.resolve(kv_ops), self.cache, self.opened_copies() if self.copies is not None else None

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, block_of, make_config
+from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
 from tests.support.echo import EchoRunner
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker import contract
@@ -171,7 +171,7 @@ class CacheHistory(RuleBasedStateMachine):
             for place, copy in enumerate(copies):
                 start = BLOCK * (first + place)
                 if copy is not None:
-                    content = block_of({at: tokens[at] for at in range(start, start + BLOCK)})
+                    content = self.runner.saved({at: tokens[at] for at in range(start, start + BLOCK)})
                     self.runner.opened_copies().write(copy, content)
 
     @rule(
@@ -190,7 +190,7 @@ class CacheHistory(RuleBasedStateMachine):
             for place, copy in enumerate(copies):
                 start = BLOCK * (first + place)
                 content = self.runner.opened_copies().read(copy)
-                assert content == block_of({at: tokens[at] for at in range(start, start + BLOCK)})
+                assert content == self.runner.saved({at: tokens[at] for at in range(start, start + BLOCK)})
 
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
