@@ -27,6 +27,7 @@ from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMem
 from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.models import find
 
 _MAX_HOST_BLOCKS = 65_536
 """The prefix tree takes about 1 kB of memory for each block."""
@@ -43,7 +44,7 @@ def load(
     Raises ModelError if the file can't be served, or for settings that the model can't meet."""
     backend.init()
     settings_resolution.validate(settings)  # before a long download
-    files = ModelFiles.from_paths(settings.files) or GgufLayout().find(settings.model, progress)
+    files = ModelFiles.from_paths(settings.files) or find.find(settings.model, (GgufLayout(),), progress)
     models = models or LoadedModels()
     model = models.acquire(model_key(files, settings), lambda: GgufModel(files, settings, progress))
     try:
