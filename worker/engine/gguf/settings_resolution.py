@@ -10,6 +10,7 @@ from tokenbus.worker.engine.models.settings_resolution import AUTO, Rule, common
 from tokenbus.worker.engine.models.settings_resolution import resolve as resolve_common
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.models.convert import converted
 
 CACHE_TYPES = {
     "f32": llama_cpp.GGML_TYPE_F32,
@@ -65,6 +66,7 @@ def _rules(settings: EngineSettings) -> Iterator[Rule]:
     yield Rule("--ubatch-tokens", settings.ubatch_tokens, settings.ubatch_tokens >= 1, "at least 1")
     yield Rule("--host-cache-mib", settings.host_cache_mib, settings.host_cache_mib >= AUTO, "0 or more")
     for flag, value, known in (
+        ("--quantize", settings.quantize or converted.DEFAULT_TYPE, converted.TYPES),
         ("--kv-layout", settings.kv_layout, KV_LAYOUTS),
         ("--cache-type-k", settings.cache_type_k, CACHE_TYPES),
         ("--cache-type-v", settings.cache_type_v, CACHE_TYPES),

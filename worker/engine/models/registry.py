@@ -6,6 +6,7 @@ from pathlib import Path
 from tokenbus.worker.engine.gguf.layout import GgufLayout, stem_of
 from tokenbus.worker.engine.models.model_files import Layout, ModelFiles, is_hub_name
 from tokenbus.worker.engine.onnx.layout import OnnxLayout, is_onnx_model, model_folder
+from tokenbus.worker.models.convert.layout import SafetensorsLayout
 from tokenbus.worker.models.find import find as find_model
 
 
@@ -18,7 +19,7 @@ def layouts(engine: str) -> tuple[Layout, ...]:
     """Returns the layouts of the models that an engine serves, the first one for a model that none recognises.
 
     `auto` is GGUF, since names on the Hub are taken for that."""
-    return (OnnxLayout(),) if engine == "onnx" else (GgufLayout(),)
+    return (OnnxLayout(),) if engine == "onnx" else (GgufLayout(), SafetensorsLayout())
 
 
 def find(model: str, progress: Callable[[float], None]) -> ModelFiles:
