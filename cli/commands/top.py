@@ -41,7 +41,9 @@ def add_models_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the router's reply as it is")
     parser.add_argument("--local", action="store_true", help="list the models in this machine's Hub cache instead")
-    parser.add_argument("--remove", metavar="NAME", help="remove org/repo or org/repo:QUANTIZATION from that cache")
+    parser.add_argument(
+        "--remove", metavar="NAME", help="remove org/repo, org/repo:QUANTIZATION or a conversion from it"
+    )
     parser.set_defaults(run=_run_models)
 
 

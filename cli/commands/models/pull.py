@@ -49,28 +49,32 @@ def _pull(model: str, engine: str) -> None:
 
 def list_local() -> int:
     """Prints the models in the Hub's cache."""
+    from tokenbus.worker.models.convert import converted
     from tokenbus.worker.models.hub import cache
 
     models = cache.list_models(_all_layouts())
+    conversions = [cache.LocalModel(path.name, "", (path,)) for path in converted.list_files()]
     rows = [("name", "quantization", "size", "last used", "")]
-    for model in models:
+    for model in (*models, *conversions):
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.last_used))
         state = ("in use" if model.is_used else "") if model.is_complete else "incomplete: pull it again"
         rows.append((model.name, model.variant or "-", transfer.size(model.size), used, state))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows if models else ():
+    for row in rows if rows[1:] else ():
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-    if not models:
+    if not rows[1:]:
         print("no model is in the Hub's cache")
     return 0
 
 
 def remove_local(model: str) -> int:
     """Removes a model from the Hub's cache."""
+    from tokenbus.worker.models.convert import converted
     from tokenbus.worker.models.hub import cache
 
     def remove() -> None:
-        freed = cache.remove(model, _all_layouts())
+        is_conversion = model in [path.name for path in converted.list_files()]
+        freed = converted.remove(model) if is_conversion else cache.remove(model, _all_layouts())
         print(f"removed {model}: {transfer.size(freed)} are free again")
 
     return _reporting(remove)

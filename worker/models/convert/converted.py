@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from tokenbus.worker.engine.models.model_files import ModelFiles, source_name
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.models import transfer
+from tokenbus.worker.models import in_use, transfer
 from tokenbus.worker.models.convert.layout import SUFFIX, SafetensorsLayout
 from tokenbus.worker.models.convert.process import Job, Report
 
@@ -38,6 +38,23 @@ def is_convertible(files: ModelFiles) -> bool:
 def folder() -> Path:
     """Returns the folder of all conversions, beside the Hub's cache."""
     return Path(constants.HF_HOME) / "tokenbus" / "converted"
+
+
+def list_files() -> list[Path]:
+    """Returns the conversions that are kept."""
+    return sorted(folder().glob("*.gguf"))
+
+
+def remove(name: str) -> int:
+    """Removes a conversion by its file's name; returns the bytes that this frees.
+
+    Raises ModelError if a worker uses it."""
+    path = next(path for path in list_files() if path.name == name)
+    if in_use.is_held(path):
+        raise ModelError(f"{name}: a worker uses it; unload it there first")
+    size = path.stat().st_size
+    path.unlink()
+    return size
 
 
 def convert(model: str, files: ModelFiles, kind: str, threads: int, progress: Callable[[float], None]) -> ModelFiles:

@@ -242,3 +242,15 @@ def test_a_disk_that_can_not_be_written_is_named(machine: Machine) -> None:
     machine.blobs.write_text("a file where a folder has to be")
     assert "can't be kept in" in machine.refusal()
     shutil.rmtree(machine.home)
+
+
+def test_a_conversion_is_listed_and_removed_by_its_files_name(machine: Machine) -> None:
+    folder = machine.home / "tokenbus/converted"
+    folder.mkdir(parents=True)
+    path = folder / "tiny-0123-Q8_0.gguf"
+    path.write_bytes(b"weights")
+    assert machine.run("models", "--local").stdout.splitlines()[1].split()[:4] == [path.name, "-", "7", "B"]
+    with in_use.hold(path):
+        assert "a worker uses it" in machine.run("models", "--remove", path.name).stderr
+    assert machine.run("models", "--remove", path.name).returncode == 0
+    assert not path.exists()
