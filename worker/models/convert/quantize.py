@@ -16,6 +16,8 @@ _ERROR = 4
 _BUFFER_BYTES = 64 << 20
 """Size of the quantizer's work buffer; llama.cpp's default is 8 GiB."""
 
+_silence = llama.llama_log_callback(lambda level, text, data: None)
+
 
 def quantize(plain: Path, quantized: Path, kind: str, threads: int, progress: Callable[[float], None]) -> None:
     """Quantizes the file `plain` into `quantized`. Raises ModelError with llama.cpp's words if it can't."""
@@ -35,5 +37,7 @@ def quantize(plain: Path, quantized: Path, kind: str, threads: int, progress: Ca
     params.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
     params.nthread = threads
     params.max_buf_size = _BUFFER_BYTES
-    if llama.llama_model_quantize(os.fsencode(plain), os.fsencode(quantized), ctypes.byref(params)) != 0:
+    failed = llama.llama_model_quantize(os.fsencode(plain), os.fsencode(quantized), ctypes.byref(params))
+    llama.llama_log_set(_silence, ctypes.c_void_p(0))  # `callback` does not live any longer
+    if failed:
         raise ModelError(f"llama.cpp can't write {kind}: {errors[0] if errors else 'it says no more'}")
