@@ -40,7 +40,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def add_models_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the router's reply as it is")
-    parser.set_defaults(run=lambda options: with_client(options, partial(_models, options)))
+    parser.add_argument("--local", action="store_true", help="list the models in this machine's Hub cache instead")
+    parser.add_argument(
+        "--remove", metavar="NAME", help="remove org/repo, org/repo:QUANTIZATION or a conversion from it"
+    )
+    parser.set_defaults(run=_run_models)
+
+
+def _run_models(options: argparse.Namespace) -> int:
+    if options.local or options.remove:
+        from tokenbus.cli.commands.models import (
+            pull,  # what only asks a router waits for nothing that knows models' files
+        )
+
+        return pull.remove_local(options.remove) if options.remove else pull.list_local()
+    return with_client(options, partial(_models, options))
 
 
 class Row(NamedTuple):

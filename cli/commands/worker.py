@@ -36,6 +36,7 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
         _ENGINE.fingerprint,
         "name for these weights; must be the same on all workers of a model (a digest of the files)",
     ),
+    ("--quantize", _ENGINE.quantize, "type to which a model in safetensors is converted: f16, q8_0, q4_k_m, ... (f16)"),
     ("--provider", _ONNX.provider, "execution provider for ONNX models: auto, cpu or cuda"),
     ("--device-id", _ONNX.device_id, "GPU number for ONNX models"),
     ("--device-memory-mib", _ONNX.device_memory_mib, "GPU memory for an ONNX model; 0: no limit"),
@@ -76,7 +77,9 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
 )
 """Flag, default and help text of the settings that an engine, a frontend or a worker has under the same name."""
 
-_MODEL_HELP = "a GGUF or ONNX file, a directory with one, org/repo[:quant] on the Hugging Face Hub, or demo"
+_MODEL_HELP = (
+    "a GGUF or ONNX file, a directory with one or with safetensors, org/repo[:quant] on the Hugging Face Hub, or demo"
+)
 _NAME_HELP = "name that clients ask for (the file's name)"
 
 

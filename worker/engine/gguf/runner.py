@@ -29,6 +29,9 @@ from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMem
 from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.models import find
+from tokenbus.worker.models.convert import converted
+from tokenbus.worker.models.convert.layout import SafetensorsLayout
 
 
 def load(
@@ -39,7 +42,7 @@ def load(
     Raises ModelError if the file can't be served, or for settings that the model can't meet."""
     backend.init()
     settings_resolution.validate(settings)  # before a long download
-    files = ModelFiles.from_paths(settings.files) or GgufLayout().find(settings.model, progress)
+    files = ModelFiles.from_paths(settings.files) or _find(settings, progress)
     models = models or LoadedModels()
     model = models.acquire(model_key(files, settings), lambda: GgufModel(files, settings, progress))
     try:
@@ -48,6 +51,17 @@ def load(
     except BaseException:
         models.release(model)
         raise
+
+
+def _find(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFiles:
+    """Finds the GGUF of a model, and makes it if the model is published as safetensors."""
+    files = find.find(settings.model, (GgufLayout(), SafetensorsLayout()), progress)
+    if converted.is_convertible(files):
+        kind = settings.quantize or converted.DEFAULT_TYPE
+        return converted.convert(settings.model, files, kind, settings.threads, progress)
+    if settings.quantize:
+        raise ModelError(f"{files.weights}: is a GGUF file already; leave --quantize out, or pass its safetensors")
+    return files
 
 
 class GgufRunner:

@@ -10,6 +10,7 @@ from tokenbus.worker.engine.models.settings_resolution import Rule, common_rules
 from tokenbus.worker.engine.models.settings_resolution import resolve as resolve_common
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.models.convert import converted
 
 CACHE_TYPES = {
     "f32": llama_cpp.GGML_TYPE_F32,
@@ -64,6 +65,7 @@ def _rules(settings: EngineSettings) -> Iterator[Rule]:
     yield Rule("--kv-tokens", kv, kv == 0 or kv >= least_kv, f"one block and one context at least ({least_kv})")
     yield Rule("--ubatch-tokens", settings.ubatch_tokens, settings.ubatch_tokens >= 1, "at least 1")
     for flag, value, known in (
+        ("--quantize", settings.quantize or converted.DEFAULT_TYPE, converted.TYPES),
         ("--kv-layout", settings.kv_layout, KV_LAYOUTS),
         ("--cache-type-k", settings.cache_type_k, CACHE_TYPES),
         ("--cache-type-v", settings.cache_type_v, CACHE_TYPES),

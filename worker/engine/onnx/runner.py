@@ -31,6 +31,7 @@ from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMem
 from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.models import find
 
 
 def load(settings: EngineSettings, progress: Callable[[float], None], models: LoadedModels[OnnxModel]) -> Runner:
@@ -40,7 +41,7 @@ def load(settings: EngineSettings, progress: Callable[[float], None], models: Lo
     settings_resolution.validate(settings)
     chosen = device.choose(settings)
     layout = OnnxLayout(on_gpu=chosen.kind != "cpu")
-    files = ModelFiles.from_paths(settings.files) or layout.find(settings.model, progress)
+    files = ModelFiles.from_paths(settings.files) or find.find(settings.model, (layout,), progress)
     model = models.acquire(model_key(files, settings, chosen), lambda: OnnxModel(files, settings, chosen))
     try:
         make = embedder.make_runner if model.graph.logits is None else OnnxRunner

@@ -42,9 +42,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one replica. 0 means that the engine chooses."""
 
     model: str
-    """A GGUF or ONNX file, a directory with one, or a name on the Hub."""
+    """A GGUF or ONNX file, a directory with one or with safetensors, or a name on the Hub."""
     files: dict[str, str] = {}
     """The files that an earlier engine found: a restart does not search again, so it can't find another model."""
+    quantize: str = ""
+    """The type to which a model in safetensors is converted, such as `q8_0`; empty means `f16`."""
     engine: str = "auto"
     """`gguf`, `onnx`, or `sim`, a simulator whose model is the name of a timing. `auto` is `onnx` for a file or folder
     of that kind, else `gguf`."""

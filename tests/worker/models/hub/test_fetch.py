@@ -1,18 +1,16 @@
-"""A model is downloaded by its name on the Hub, here from a server that speaks enough of the Hub's protocol."""
+"""A model is downloaded by its name on the Hub, here from a server that speaks its protocol."""
 
-import hashlib
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-COMMIT = "a" * 40
+from tests.support import hub_server
+
 FILES = {
     "org/tiny-GGUF": {
         "tiny-Q4_K_M.gguf": b"four" * 50_000,
@@ -23,57 +21,14 @@ FILES = {
     "org/tiny": {"generation_config.json": b'{"temperature": 0.5}', "config.json": b"{}", "model.safetensors": b"no"},
     "org/empty": {"README.md": b"nothing here"},
 }
-CARDS: dict[str, dict[str, object]] = {"org/tiny-GGUF": {"base_model": "org/tiny"}}
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def _answer(self, *, with_body: bool) -> None:
-        path = self.path.partition("?")[0].strip("/")
-        if path.startswith("api/models/"):
-            self._info("/".join(path.split("/")[2:4]), with_body=with_body)
-            return
-        repo, _, name = path.partition("/resolve/main/")
-        body = FILES.get(repo, {}).get(name)
-        if body is None:
-            self._send(404, b"{}", {"X-Error-Code": "EntryNotFound" if repo in FILES else "RepoNotFound"}, with_body)
-            return
-        tag = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
-        self._send(200, body, tag, with_body)
-
-    def _info(self, repo: str, *, with_body: bool) -> None:
-        if repo not in FILES:
-            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, with_body)
-            return
-        siblings = [{"rfilename": name} for name in FILES[repo]]
-        info = {"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings, "cardData": CARDS.get(repo, {})}
-        self._send(200, json.dumps(info).encode(), {"Content-Type": "application/json"}, with_body)
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str], with_body: bool) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    hub = hub_server.HubServer(FILES)
+    hub.cards["org/tiny-GGUF"] = {"base_model": "org/tiny"}
+    with hub_server.running(hub):
+        yield hub.url
 
 
 SCRIPT = """
@@ -129,7 +84,7 @@ def test_all_parts_of_the_quantization_that_was_asked_for_are_fetched(url: str, 
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
-        ("org/tiny-GGUF:Q2_K", "there is no Q2_K, only Q4_K_M, Q8_0"),
+        ("org/tiny-GGUF:Q2_K", "there is no Q2_K, only Q4_K_M (200.00 kB), Q8_0 (18 B)"),
         ("org/empty", "there is no GGUF file"),
         ("org/nothing", "there is no such repository on the Hub"),
     ],
