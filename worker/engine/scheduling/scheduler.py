@@ -27,7 +27,7 @@ from tokenbus.protocol.wire import messages
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain, KvEvents
-from tokenbus.worker.engine.scheduling.answer_lengths import AnswerLengths
+from tokenbus.worker.engine.scheduling.expectation import Expectation
 from tokenbus.worker.engine.scheduling.plan import (
     SampledToken,
     ScheduledTokens,
@@ -62,12 +62,10 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._priority_s = priority_s
         self._max_cached_blocks = self._cache.total_blocks if max_cached_blocks is None else max_cached_blocks
-        self._answer_lengths = AnswerLengths(expected_tokens)
+        self._expectation = Expectation(expected_tokens, self._cache.num_blocks)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         """Both in the order of their priority keys."""
-        self._num_longer = 0
-        """Sequences whose answers are longer than all that is known, as of the last plan."""
         self._num_generated = 0
         self._num_computed = 0
         self._num_prompt = 0
@@ -133,7 +131,7 @@ class Scheduler:
         self._free(sequence)
         if sequence.num_sampled:
             was_cut = finish_reason not in (EngineFinishReason.STOP_TOKEN, EngineFinishReason.ABORTED)
-            self._answer_lengths.record(sequence.num_sampled, was_cut=was_cut)
+            self._expectation.record(sequence, was_cut=was_cut)
         self._under_pressure = False
         return StepResult(sequence, None, finish_reason)
 
@@ -142,8 +140,7 @@ class Scheduler:
 
         Before it, at most `transfer_blocks` blocks go to host memory, and as many come back."""
         self._cache.host.set_limits(offloads=transfer_blocks, onloads=transfer_blocks)
-        longest = self._answer_lengths.longest
-        self._num_longer = sum(one.num_sampled >= longest for one in (*self._running, *self._waiting))
+        self._expectation.observe((*self._running, *self._waiting))
         self._preempt_excess()
         started = self._start_waiting()
         for sequence in self._running:
@@ -235,7 +232,7 @@ class Scheduler:
             cached_blocks=self._cache.evictable_blocks,
             free_blocks=self._cache.free_blocks,
             expected_blocks=self._expected_blocks(),
-            expected_answer_tokens=self._answer_lengths.remaining(0),
+            expected_answer_tokens=self._expectation.answer_tokens,
             generated_tokens=self._num_generated,
             computed_tokens=self._num_computed,
             prompt_tokens=self._num_prompt,
@@ -320,28 +317,17 @@ class Scheduler:
     def _has_room_for(self, sequence: Sequence) -> bool:
         """Whether a sequence has room to start: the more often it was preempted, the more is reserved for all."""
         doublings = sequence.preemptions
-        reserved = sum(self._reserved_blocks(one, doublings) for one in self._running)
-        expected = self._expected_tokens(sequence, doublings)
+        reserved = sum(self._expectation.reserved_blocks(one, doublings) for one in self._running)
+        expected = self._expectation.tokens(sequence, doublings)
         return self._pool.can_allocate(sequence.domain, sequence.token_ids, expected, reserved)
-
-    def _expected_tokens(self, sequence: Sequence, doublings: int = 0) -> int:
-        """The tokens that a sequence is expected to have in the end; the part that is yet to come is doubled."""
-        remaining = self._answer_lengths.remaining(sequence.num_sampled, self._num_longer) << doublings
-        return min(sequence.max_num_tokens, sequence.num_tokens + remaining)
-
-    def _reserved_blocks(self, sequence: Sequence, doublings: int = 0) -> int:
-        """The blocks that a running sequence is expected to use beyond those that it has."""
-        expected = self._cache.num_blocks(self._expected_tokens(sequence, doublings))
-        return max(0, expected - sequence.kv.num_blocks)
 
     def _expected_blocks(self) -> int:
         """The blocks that all sequences use and are expected to use, also those that wait."""
-        waiting = sum(self._cache.num_blocks(self._expected_tokens(sequence)) for sequence in self._waiting)
-        return self._expected_of_running() + waiting
+        return self._expected_of_running() + sum(self._expectation.blocks(one) for one in self._waiting)
 
     def _expected_of_running(self) -> int:
         """The blocks that running sequences use and are expected to use."""
-        return self._cache.used_blocks + sum(self._reserved_blocks(sequence) for sequence in self._running)
+        return self._cache.used_blocks + sum(self._expectation.reserved_blocks(one) for one in self._running)
 
     def _schedule_decodes(self, sequences: list[Sequence]) -> list[ScheduledTokens]:
         """All new tokens of each sequence, as long as there is room in the step for one token of each behind it."""
