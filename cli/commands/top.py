@@ -170,6 +170,9 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
         f"{router.waiting} wait here, {router.continued} went on elsewhere; {router.indexed_blocks} blocks indexed; "
         f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real"
     )
+    if router.uploads:
+        mebibytes = router.upload_bytes / 2**20
+        yield f"{router.uploads} large requests on their way in parts, of which {mebibytes:.1f} MiB came"
     for refused in router.refused_cards:
         yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"
 

@@ -201,6 +201,10 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """Messages of workers that were malformed, out of order, or from unknown workers."""
     continued: int = 0
     """Requests that went on elsewhere after their worker was lost or left."""
+    uploads: int = 0
+    """Large requests that are on their way to it in parts."""
+    upload_bytes: int = 0
+    """Bytes of them that have come."""
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
