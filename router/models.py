@@ -4,6 +4,7 @@ import time
 
 from msgspec import UNSET
 
+from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.wire import codec, limits, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
@@ -24,15 +25,15 @@ class ModelCatalog:
     def __repr__(self) -> str:
         return f"<ModelCatalog of {self._fleet!r}>"
 
-    def reply(self, encoding: codec.Encoding, max_bytes: int) -> bytes:
+    def reply(self, encoding: codec.Encoding, max_bytes: int, parts: PartsReceiver) -> bytes:
         """Returns an encoded reply, without its workers if it would exceed `max_bytes` with them: the largest message
-        of the broker."""
-        payload = codec.encode(self._reply(max_bytes, with_workers=True), encoding)
-        return (
-            payload if len(payload) <= max_bytes else codec.encode(self._reply(max_bytes, with_workers=False), encoding)
-        )
+        of the broker. `parts` receives clients' large requests."""
+        payload = codec.encode(self._reply(max_bytes, parts, with_workers=True), encoding)
+        if len(payload) <= max_bytes:
+            return payload
+        return codec.encode(self._reply(max_bytes, parts, with_workers=False), encoding)
 
-    def _reply(self, max_bytes: int, *, with_workers: bool) -> messages.ModelsReply:
+    def _reply(self, max_bytes: int, parts: PartsReceiver, *, with_workers: bool) -> messages.ModelsReply:
         most = self._max_request_bytes
         server = messages.ServerLimits(
             max_request_bytes=min(most, max_bytes - limits.MESSAGE_RESERVE_BYTES), max_upload_bytes=most
@@ -52,4 +53,5 @@ class ModelCatalog:
         if not with_workers:
             return messages.ModelsReply(models=served, limits=server, truncated=True, unserved=unserved)
         view = self._fleet.router_view(self._router_id, len(self._queue), now)
+        view = codec.replace(view, uploads=parts.num_uploads, upload_bytes=parts.held_bytes)
         return messages.ModelsReply(models=served, limits=server, router=view, unserved=unserved)

@@ -6,7 +6,6 @@ from tokenbus.cli import arguments, config, connection_flags, serve
 from tokenbus.gateway import keys
 from tokenbus.gateway.aliases import Aliases
 from tokenbus.gateway.settings import GatewaySettings
-from tokenbus.protocol.telemetry import status
 
 _DEFAULTS = GatewaySettings()
 
@@ -129,7 +128,7 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         max_connections_per_address=options.max_connections_per_address,
         max_body_bytes=options.max_body_bytes,
         write_deadline_s=options.write_deadline_s,
-        status_page=status.Settings(options.metrics_host, options.metrics_port),
+        status_page=serve.status_settings(options),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         grace_s=options.grace_s,
     )

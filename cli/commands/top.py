@@ -185,6 +185,9 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
         f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real, "
         f"{router.predicted_fetch_rate:.0%} to be fetched"
     )
+    if router.uploads:
+        mebibytes = router.upload_bytes / 2**20
+        yield f"{router.uploads} large requests on their way in parts, of which {mebibytes:.1f} MiB came"
     for refused in router.refused_cards:
         yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenbus.cli import arguments, connection_flags, serve
 from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.demo import MODEL_PATH
-from tokenbus.protocol.telemetry import logs, status
+from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import subjects
 from tokenbus.worker.engine.models import model_files, registry
 from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings
@@ -145,7 +145,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         broker=connection_flags.settings_of(options),
         prefix=options.prefix,
         worker_id=options.worker_id,
-        status_page=status.Settings(options.metrics_host, options.metrics_port),
+        status_page=serve.status_settings(options),
         log=logs.Settings(options.log_level or "", options.log_format or ""),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         vllm_metrics=options.vllm_metrics,

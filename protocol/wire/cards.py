@@ -207,6 +207,10 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that went on elsewhere after their worker was lost or left."""
     predicted_fetch_rate: float = 0.0
     """Share of prompt tokens that were to be fetched from another worker."""
+    uploads: int = 0
+    """Large requests that are on their way to it in parts."""
+    upload_bytes: int = 0
+    """Bytes of them that have come."""
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):

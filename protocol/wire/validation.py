@@ -4,6 +4,7 @@ A router checks each request, and a worker checks each run again, since it can't
 the field, what is wrong with it and what is allowed.
 """
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -271,10 +272,12 @@ def _check_resume_from(resume_from: generate.ResumeFrom, params: GenerationParam
 
 
 def _check_token_ids(name: str, token_ids: Sequence[int]) -> None:
-    # min and max are C loops: the place of a wrong id is looked for only where there is one.
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= limits.MAX_TOKEN_ID):
+    # There may be millions. This is a loop in C, and the place of a wrong id is looked for only where there is one.
+    try:
+        array("I", token_ids)
+    except OverflowError:
         index = next(i for i, token in enumerate(token_ids) if not 0 <= token <= limits.MAX_TOKEN_ID)
-        raise invalid_field(f"{name}[{index}]", f"must be a token id from 0 to {limits.MAX_TOKEN_ID}")
+        raise invalid_field(f"{name}[{index}]", f"must be a token id from 0 to {limits.MAX_TOKEN_ID}") from None
 
 
 def _check_stops(params: GenerationParams) -> None:

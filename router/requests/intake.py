@@ -252,7 +252,7 @@ class Intake:
             encoding = codec.encoding_of(message.headers)
         except codec.MediaTypeError:
             encoding = codec.Encoding.JSON
-        self._replies.send(message.reply, self._models.reply(encoding, self._bus.max_payload))
+        self._replies.send(message.reply, self._models.reply(encoding, self._bus.max_payload, self._parts))
 
     def _on_cancel(self, message: Msg) -> None:
         if message.reply and not self._may_answer(message):

@@ -286,6 +286,8 @@ PUBLIC: list[tuple[str, messages.Message]] = [
                 refused_cards=[messages.RefusedCard(worker_id="w9", model="m", reason="its blocks differ")],
                 refused_messages=4,
                 continued=2,
+                uploads=1,
+                upload_bytes=65_536,
             ),
         ),
     ),
