@@ -7,7 +7,7 @@ from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 
 class Expectation:
-    """Expects tokens and blocks of the sequences of one engine. `num_blocks` returns the blocks that a number of tokens takes.
+    """Expects tokens and blocks of the sequences of one engine. `num_blocks` returns the blocks that tokens take.
 
     The part of an answer that is yet to come may be doubled several times, for those who must not be wrong again."""
 
