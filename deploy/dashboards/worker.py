@@ -157,10 +157,23 @@ _MEMORY = (
     ),
     Panel(
         "Fetches of KV blocks, by outcome",
-        "`complete` is the rule. With `timeout` or `partial` the network is too slow for them, with `lost` a worker "
-        "does not answer, and with `refused` or `corrupt` another worker's log says what is wrong with it.",
+        "Most should be `complete`. If many are `timeout` or `partial`, the network is too slow for them; if they are "
+        "`lost`, a worker does not answer; if they are `refused` or `corrupt`, the log says which worker gave them.",
         "ops",
         (Query(rate(f"{_P}_kv_fetches_total", WORKER_FILTER, "outcome"), "{{outcome}}"),),
+    ),
+    Panel(
+        "Duration of fetches of KV blocks",
+        "The time until the last block has come, or until the worker has given up. If it nears 5 s, where fetches end, "
+        "prompts would be computed as soon.",
+        "s",
+        (Query(quantile(0.95, f"{_P}_kv_fetch_seconds", WORKER_FILTER, "worker_id"), f"{_NAME} p95"),),
+    ),
+    Panel(
+        "Workers that read KV blocks here",
+        "At most two at a time read from a worker. If it is two for long, others compute what they could fetch.",
+        "short",
+        (Query(sum_of(f"{_P}_kv_leases", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
         "Prompt tokens found cached",

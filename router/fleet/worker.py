@@ -161,7 +161,7 @@ class Worker:
             most,
             most + max(1, most // _QUEUE_SHARE),
             max(0, requests + 1 - most),  # with the request that is to be placed
-            (total_blocks - expected_blocks) * block_size if block_size else math.inf,
+            (total_blocks - expected_blocks) * block_size if block_size and total_blocks else math.inf,
         )
 
 

@@ -115,6 +115,8 @@ def test_a_call_that_is_aborted_while_its_texts_are_tokenized_is_never_answered(
     one.send(ask)
     assert one.runner.is_asked.wait(10)
     one.send(ipc.AbortPooling(7))
+    one.send(ipc.ClearCache())
+    one.until(lambda report: isinstance(report, ipc.StepReport))  # so the abort before it was read
     one.send(embed(8, "a"))
     one.runner.gate.set()
     answered = one.until(lambda report: isinstance(report, ipc.PoolResult))
