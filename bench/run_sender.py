@@ -40,6 +40,13 @@ class Streamed:
             self.terminals += [chunk] if chunk.finish_reason else []
             self.changed.set()
 
+    async def until_tokens(self, count: int) -> None:
+        """Waits for so many tokens."""
+        async with asyncio.timeout(300):
+            while len(self.arrived_at) < count:
+                self.changed.clear()
+                await self.changed.wait()
+
     async def terminal(self) -> messages.Chunk:
         async with asyncio.timeout(300):
             while not self.terminals:
@@ -56,6 +63,8 @@ class RunSender:
         self.model = model
         self.cards: dict[str, messages.Card] = {}
         self.fetches: list[internal.Fetched] = []
+        self.num_removed = 0
+        """Blocks that workers have said to be gone."""
         self._told = asyncio.Event()
         self._numbers = itertools.count()
         self._names = Subjects()
@@ -72,7 +81,9 @@ class RunSender:
             self.cards[card.worker_id] = card
 
         async def take_events(message: Msg) -> None:
-            self.fetches += _events.decode(message.data, codec.Encoding.MSGPACK).fetches
+            told = _events.decode(message.data, codec.Encoding.MSGPACK)
+            self.fetches += told.fetches
+            self.num_removed += len(told.removed)
             self._told.set()
 
         await self.nats.subscribe(f"tokenbus.v1.card.{self.model}.*", cb=take_card)
@@ -128,3 +139,10 @@ class RunSender:
                 self._told.clear()
                 await self._told.wait()
         return self.fetches[count - 1]
+
+    async def until_removed(self, num_before: int) -> None:
+        """Waits until workers have said of more blocks than before that they are gone."""
+        async with asyncio.timeout(30):
+            while self.num_removed == num_before:
+                self._told.clear()
+                await self._told.wait()

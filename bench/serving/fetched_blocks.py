@@ -26,6 +26,8 @@ from tokenbus.cli import nats_server
 from tokenbus.protocol.wire import codec, internal, messages
 
 _STREAMS = 4
+_FIRST = 8
+"""Tokens of each stream that don't count: the prompts of the others are computed beside them."""
 
 
 @asynccontextmanager
@@ -90,6 +92,8 @@ async def measure_gaps(model: Path, tokens: int, pairs: int, threads: int) -> No
             gaps = []
             for moves in (False, True) if number % 2 else (True, False):
                 streams = [await sender.run("b", _prompt(place, 31), max_tokens=64) for place in range(_STREAMS)]
+                for stream in streams:
+                    await stream.until_tokens(_FIRST)
                 moving = asyncio.create_task(_move(sender, prompt)) if moves else None
                 for stream in streams:
                     await stream.terminal()
@@ -110,12 +114,14 @@ async def measure_gaps(model: Path, tokens: int, pairs: int, threads: int) -> No
 async def _move(sender: RunSender, prompt: list[int]) -> None:
     control = f"tokenbus.v1.worker.{sender.model}.b.control"
     while True:
-        await sender.nats.request(control, codec.encode(internal.Control(op="clear_cache")), timeout=5)
         await sender.ask("b", prompt, max_tokens=1, fetch_from=sender.source("a"))
+        num_removed = sender.num_removed
+        await sender.nats.request(control, codec.encode(internal.Control(op="clear_cache")), timeout=5)
+        await sender.until_removed(num_removed)
 
 
 def _p99(streams: list[Streamed]) -> float:
-    gaps = [after - before for one in streams for before, after in itertools.pairwise(one.arrived_at)]
+    gaps = [after - before for one in streams for before, after in itertools.pairwise(one.arrived_at[_FIRST:])]
     return statistics.quantiles(gaps, n=100)[98]
 
 

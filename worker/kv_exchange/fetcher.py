@@ -66,6 +66,8 @@ class Fetcher:
         """Fetches the blocks of a prefix from block `first` on, into an engine. Raises nothing but CancelledError."""
         began = time.monotonic()
         fetching = _Fetching(prefix, first, engine, config)
+        if not fetching.num_wanted:  # they have been computed here since the router chose
+            return Fetch("nothing")
         self.num_running += 1
         try:
             async with asyncio.timeout(_limit_s(fetching.num_wanted * config.kv_block_size, engine)):

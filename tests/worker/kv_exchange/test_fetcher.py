@@ -48,6 +48,13 @@ async def test_a_holder_with_nothing_is_no_error() -> None:
     assert (await fetch(StubTransport(0, real), StubEngine(), 5)).outcome == "nothing"
 
 
+async def test_nobody_is_asked_for_blocks_that_are_there() -> None:
+    transport, engine = StubTransport(5, real), StubEngine()
+    engine.prefill_tokens_per_s = 1000.0
+    assert (await fetch(transport, engine, 5, first=5)).outcome == "nothing"
+    assert not transport.requests
+
+
 @pytest.mark.parametrize("at", [0, 1, 6])
 async def test_what_came_before_a_failure_is_kept(at: int) -> None:
     async def evicted(number: int, num_bytes: int) -> bytes:
