@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Fetches the model; prints the path of its weights. What is in the cache is not fetched again."""
     if not model_files.is_hub_name(options.model):
-        what = "is on this machine already" if Path(options.model).exists() else "is no name on the Hub"
+        what = "is on this machine already" if Path(options.model).exists() else "is not a name on the Hub"
         return _fail(f"{options.model}: {what}; pass a name such as org/repo or org/repo:Q4_K_M")
     logs.log_errors_only()
     return _reporting(lambda: _pull(options.model, options.engine))

@@ -63,8 +63,9 @@ def remove(name: str, layouts: tuple[Layout, ...]) -> int:
     models = list(_models_in(folder, layouts)) if folder.is_dir() else []
     chosen = [model for model in models if not variant or model.variant.lower() == variant.lower()]
     if not folder.is_dir() or (variant and not chosen):
-        known = ", ".join(model.variant for model in models if model.variant) or "nothing"
-        raise ModelError(f"{name}: is not in {constants.HF_HUB_CACHE}; of {repo} there is {known}")
+        known = ", ".join(model.variant for model in models if model.variant)
+        hint = f"it has these of {repo}: {known}" if known else "`tokenbus models --local` lists what is"
+        raise ModelError(f"{name}: is not in {constants.HF_HUB_CACHE}; {hint}")
     if any(model.is_used for model in chosen):
         raise ModelError(f"{name}: a worker uses it; unload it there first")
     before = _size_of(folder)

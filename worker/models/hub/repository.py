@@ -71,8 +71,8 @@ def _cached_files(name: str, reason: Exception) -> dict[str, RemoteFile]:
     try:
         folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True))
     except hub_errors.LocalEntryNotFoundError:
-        problem = f"{name}: the Hub can't be reached, and nothing of it is in the cache ({first_line(reason)})"
-        raise ModelError(problem) from reason
+        problem = f"the Hub can't be reached, and nothing of it is in the cache ({first_line(reason)})"
+        raise ModelError(f"{name}: {problem}; check the network, HF_ENDPOINT and HF_HUB_OFFLINE") from reason
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): RemoteFile(path.stat().st_size, "") for path in paths}
 

@@ -96,3 +96,4 @@ def test_what_is_not_there_is_refused_saying_what_is(url: str, tmp_path: Path, m
 def test_without_hub_and_cache_it_says_so(tmp_path: Path) -> None:
     answer = find("org/tiny-GGUF", "http://127.0.0.1:9", tmp_path)
     assert "the Hub can't be reached, and nothing of it is in the cache" in str(answer["error"])
+    assert str(answer["error"]).endswith("; check the network, HF_ENDPOINT and HF_HUB_OFFLINE")

@@ -197,7 +197,7 @@ def test_a_model_larger_than_the_disk_is_refused_before_a_byte_is_fetched(machin
 
 
 def test_what_is_no_name_on_the_hub_is_refused(machine: Machine, tmp_path: Path) -> None:
-    assert "is no name on the Hub; pass a name such as org/repo" in machine.refusal("tiny")
+    assert "is not a name on the Hub; pass a name such as org/repo" in machine.refusal("tiny")
     assert "is on this machine already" in machine.refusal(str(tmp_path))
 
 
@@ -216,12 +216,15 @@ def test_local_models_are_listed_with_what_is_incomplete_and_removed(machine: Ma
     again = machine.run("models", "--remove", REPO)
     assert (again.returncode, again.stdout) == (1, "")
     assert "is not in" in again.stderr
+    assert again.stderr.endswith("; `tokenbus models --local` lists what is\n")
 
 
 def test_one_quantization_is_removed_and_the_others_stay(machine: Machine) -> None:
     machine.pull("org/many-GGUF:Q2_K")
     kept = machine.pull("org/many-GGUF:Q3_K_M")
     assert machine.run("models", "--remove", "org/many-GGUF:q2_k").stdout.endswith("2.00 MB are free again\n")
+    again = machine.run("models", "--remove", "org/many-GGUF:q2_k")
+    assert again.stderr.endswith("; it has these of org/many-GGUF: Q3_K_M\n")
     assert kept.read_bytes() == b"b" * 1_500
     names = sorted(path.name for path in kept.parent.iterdir())
     assert names == ["many-Q3_K_M-00001-of-00002.gguf", "many-Q3_K_M-00002-of-00002.gguf"]
