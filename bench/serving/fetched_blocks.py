@@ -3,8 +3,8 @@
 Run: .venv/bin/python -m bench.serving.fetched_blocks [--model FILE.gguf] [--tokens 512] [--pairs 7] [--threads 2]
 
 Two workers over NATS on this machine. In each pair one computes a prompt of its own, and the other fetches it. With
-`--gaps`, four streams run at the second worker, and the gaps between their tokens are compared with and without blocks
-on their way."""
+`--gaps`, four streams run at the second worker beside requests that follow each other, and the gaps between their tokens
+are compared: with prompts that are fetched, and with prompts that are cached already."""
 
 import argparse
 import asyncio
@@ -83,7 +83,7 @@ async def measure(model: Path, tokens: int, pairs: int, threads: int) -> None:
 
 
 async def measure_gaps(model: Path, tokens: int, pairs: int, threads: int) -> None:
-    """Streams of one worker, half of the time beside fetches that follow each other."""
+    """Streams of one worker, beside requests that follow each other: their blocks are fetched, or there already."""
     async with _workers(model, threads) as sender:
         prompt = _prompt(1_000, tokens)
         await sender.ask("a", prompt, max_tokens=1)
@@ -91,24 +91,31 @@ async def measure_gaps(model: Path, tokens: int, pairs: int, threads: int) -> No
         for number in range(pairs):
             gaps = []
             for moves in (False, True) if number % 2 else (True, False):
+                await sender.ask("b", prompt, max_tokens=1)  # cached, until the first fetch
                 streams = [await sender.run("b", _prompt(place, 31), max_tokens=64) for place in range(_STREAMS)]
                 for stream in streams:
                     await stream.until_tokens(_FIRST)
-                moving = asyncio.create_task(_move(sender, prompt)) if moves else None
+                beside = asyncio.create_task(_move(sender, prompt) if moves else _reuse(sender, prompt))
                 for stream in streams:
                     await stream.terminal()
-                if moving is not None:
-                    moving.cancel()
-                    await asyncio.gather(moving, return_exceptions=True)
+                beside.cancel()
+                await asyncio.gather(beside, return_exceptions=True)
                 gaps.append((moves, _p99(streams)))
             found = dict(gaps)
             ratios.append(found[True] / found[False])
-            print(f"  pair {number + 1}: {1e3 * found[False]:.0f} ms, {1e3 * found[True]:.0f} ms beside", flush=True)
+            cached_ms, fetched_ms = 1e3 * found[False], 1e3 * found[True]
+            print(
+                f"  pair {number + 1}: {cached_ms:.0f} ms beside cached, {fetched_ms:.0f} ms beside fetched", flush=True
+            )
         moved = sum(one.fetched_bytes for one in sender.fetches)
         seconds = sum(one.fetch_ms for one in sender.fetches) / 1e3
-    print(
-        f"p99 gap of {_STREAMS} streams, beside fetches / alone: {quartiles(ratios)}; {moved / seconds / 1e6:.0f} MB/s"
-    )
+    print(f"p99 gap of {_STREAMS} streams beside prompts that are fetched / cached: {quartiles(ratios)}")
+    print(f"  {moved / seconds / 1e6:.0f} MB/s")
+
+
+async def _reuse(sender: RunSender, prompt: list[int]) -> None:
+    while True:
+        await sender.ask("b", prompt, max_tokens=1)
 
 
 async def _move(sender: RunSender, prompt: list[int]) -> None:
