@@ -58,6 +58,16 @@ def check_members(value: object, path: str, max_properties: int) -> None:
             raise invalid_field(path, f"must have at most {most} {' and '.join(names)}, got {count}")
 
 
+def check_json_size(value: object, path: str, most: int) -> None:
+    """Raises RequestError for a value that is larger as JSON, or can't be JSON."""
+    try:
+        size = len(msgspec.json.encode(value))
+    except TypeError as error:  # MessagePack has maps whose keys are no texts
+        raise invalid_field(path, f"must be JSON: {error}") from error
+    if size > most:
+        raise invalid_field(path, f"must have at most {most} bytes as JSON, got {size}")
+
+
 def _check_tool(tool: dict[str, Any], path: str) -> str:
     """Returns the name of a tool, or raises RequestError."""
     codec.check_free_form(tool, path)
@@ -75,12 +85,7 @@ def _check_tool(tool: dict[str, Any], path: str) -> str:
             raise invalid_field(f"{path}.{field}", f"must be {noun}")
     if (function.get("parameters") or {}).get("type", "object") != "object":
         raise invalid_field(f"{path}.parameters.type", "must be object: arguments have names")
-    try:
-        size = len(msgspec.json.encode(function))
-    except TypeError as error:  # MessagePack has maps whose keys are no texts
-        raise invalid_field(path, f"must be JSON: {error}") from error
-    if size > limits.MAX_TOOL_BYTES:
-        raise invalid_field(path, f"must have at most {limits.MAX_TOOL_BYTES} bytes as JSON, got {size}")
+    check_json_size(function, path, limits.MAX_TOOL_BYTES)
     check_members(function.get("parameters"), f"{path}.parameters", limits.MAX_SCHEMA_PROPERTIES)
     return name
 

@@ -13,7 +13,7 @@ import msgspec
 from tokenbus.protocol.wire import codec, errors, generate, internal, limits, messages, subjects
 from tokenbus.protocol.wire.errors import invalid_field
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ranges_of
-from tokenbus.protocol.wire.tools import check_members, check_tool_choice, check_tools
+from tokenbus.protocol.wire.tools import check_json_size, check_members, check_tool_choice, check_tools
 
 _TOOLS_NEED_MESSAGES = "need messages: a prompt has no place for them"
 
@@ -319,9 +319,7 @@ def _check_schema(given: JsonSchema | None) -> None:
     if schema is None:
         raise invalid_field(path, "is required")
     codec.check_free_form(schema, path)
-    size = len(msgspec.json.encode(schema))
-    if size > limits.MAX_SCHEMA_BYTES:
-        raise invalid_field(path, f"must have at most {limits.MAX_SCHEMA_BYTES} bytes as JSON, got {size}")
+    check_json_size(schema, path, limits.MAX_SCHEMA_BYTES)
     check_members(schema, path, limits.MAX_SCHEMA_PROPERTIES)
 
 
