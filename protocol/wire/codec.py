@@ -5,7 +5,7 @@ import functools
 import math
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -20,7 +20,6 @@ CONTENT_TYPE = "Content-Type"
 FREE_FORM = frozenset({"chat_template_kwargs", "tools", "tool_choice", "json_schema", "schema", "tool_calls"})
 """Fields whose values are passed on as they are."""
 _LARGEST_EXACT = 2.0**53
-_SMALLEST_INTEGER, _LARGEST_INTEGER = -(2**63), 2**64 - 1
 _WITHOUT_FLOATS = (int, str, bytes, bool, type(None), UnsetType)
 _PLAIN_TYPES = frozenset((int, str))
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
@@ -164,32 +163,19 @@ def _is_plain(value: Any) -> bool:
 _LABELS = {Encoding.JSON: "JSON", Encoding.MSGPACK: "MessagePack"}
 
 
-def check_free_form(value: object, path: str) -> None:
-    """Raises RequestError(invalid_request) for a free-form value that is nested too deeply, or that MessagePack can't
-    hold: JSON has integers of any size."""
-    check_nesting(value, path)
-    if _has_large_integer(value):
-        raise _invalid(f"{path} has an integer of more than 64 bits", param=path)
-
-
 def check_nesting(value: object, path: str) -> None:
-    """Raises RequestError(invalid_request) for a value that is nested too deeply."""
+    """Raises RequestError(invalid_request) for a free-form value that is nested too deeply."""
     if _deeper_than(value, limits.MAX_NESTING):
         raise _invalid(f"{path} is nested deeper than {limits.MAX_NESTING} levels", param=path)
 
 
 def _deeper_than(value: object, levels: int) -> bool:
-    return levels <= 0 or any(_deeper_than(child, levels - 1) for child in _children(value))
-
-
-def _has_large_integer(value: object) -> bool:
-    if isinstance(value, int):
-        return not _SMALLEST_INTEGER <= value <= _LARGEST_INTEGER
-    return any(map(_has_large_integer, _children(value)))
-
-
-def _children(value: object) -> Iterable[object]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    level = [value]
+    while level and levels:
+        parents = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [child for children in parents for child in children]
+        levels -= 1
+    return bool(level)
 
 
 def _normalize(value: Any, free_form: frozenset[str], depth: int = 0) -> Any:

@@ -76,8 +76,8 @@ def cut_after(sockets: list[Socket]) -> Iterator[list[Socket]]:
 
 
 class SmallServer:
-    """A server with five paths: a health check, one that reads a body, two that wait, for the client to leave or for the
-    test, and an endless response."""
+    """A server with five paths: a health check, one that reads a body, two that wait, for their client to leave or for
+    the test, and an endless response."""
 
     def __init__(self, limits: ConnectionLimits, timeouts: Timeouts) -> None:
         self.ended: list[Reason] = []
