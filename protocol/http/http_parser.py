@@ -27,9 +27,21 @@ class Parser(h11.Connection):
         self.problem = ""
 
     @property
+    def is_request_complete(self) -> bool:
+        """Whether a request has been received to its end."""
+        return self.their_state not in (h11.IDLE, h11.SEND_BODY)
+
+    @property
     def has_begun(self) -> bool:
         """Whether part of a request has been received."""
         return self.their_state is not h11.IDLE or bool(self.trailing_data[0])
+
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        if isinstance(event, h11.Response) and self.they_are_waiting_for_100_continue:
+            # The client may now leave the body out: only the end of the connection tells it from a next request.
+            headers = [*event.headers.raw_items(), (b"connection", b"close")]
+            event = h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)
+        return super().send_with_data_passthrough(event)
 
     def next_event(self) -> Any:
         try:

@@ -28,7 +28,7 @@ from tokenbus.protocol.http import refusals
 from tokenbus.protocol.http.connection_table import ConnectionLimits, ConnectionTable, LimitReached, client_address
 from tokenbus.protocol.http.deadlines import Deadline, Timeouts
 from tokenbus.protocol.http.disconnects import Disconnect, Scope, note_disconnect
-from tokenbus.protocol.http.http_parser import Parser
+from tokenbus.protocol.http.http_parser import MAX_HEAD_BYTES, Parser
 from tokenbus.protocol.http.refusals import Headers, Reason, Refusal, plain_text_response
 
 DEFAULT_TIMEOUTS = Timeouts()
@@ -124,6 +124,7 @@ class Connection(H11Protocol):
         if not self._is_closing and not self.transport.is_closing():
             super().data_received(data)
             self._update_state()
+            self._listen_for_the_end()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -177,6 +178,13 @@ class Connection(H11Protocol):
         if not is_busy:
             # Called for each piece of a head, too: the first one changes the deadline, and later ones don't extend it.
             self._wait_for_request(has_begun=self.cycle is None or self.conn.has_begun)
+
+    def _listen_for_the_end(self) -> None:
+        """Goes on reading while a request is served, or nobody would notice that its client has disconnected.
+
+        uvicorn stops at the first byte of a next request. That is kept until its turn comes, and bounded."""
+        if self.conn.is_request_complete and len(self.conn.trailing_data[0]) <= MAX_HEAD_BYTES:
+            self.flow.resume_reading()
 
     def _wait_for_request(self, *, has_begun: bool) -> None:
         timeouts = self.config.timeouts

@@ -93,7 +93,7 @@ def _arguments(value: object, path: str, with_objects: bool) -> str | dict[str, 
         parsed = {} if value is None or isinstance(value, str) else value
     if not isinstance(parsed, dict):
         raise invalid_field(path, "must be a JSON object")
-    codec.check_free_form(parsed, path)
+    codec.check_nesting(parsed, path)
     if with_objects:
         return parsed
     return value if isinstance(value, str) and value.strip() else msgspec.json.encode(parsed).decode()

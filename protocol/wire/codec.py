@@ -163,15 +163,19 @@ def _is_plain(value: Any) -> bool:
 _LABELS = {Encoding.JSON: "JSON", Encoding.MSGPACK: "MessagePack"}
 
 
-def check_free_form(value: object, path: str) -> None:
+def check_nesting(value: object, path: str) -> None:
     """Raises RequestError(invalid_request) for a free-form value that is nested too deeply."""
     if _deeper_than(value, limits.MAX_NESTING):
         raise _invalid(f"{path} is nested deeper than {limits.MAX_NESTING} levels", param=path)
 
 
 def _deeper_than(value: object, levels: int) -> bool:
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels <= 0 or any(_deeper_than(child, levels - 1) for child in children)
+    level = [value]
+    while level and levels:
+        parents = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [child for children in parents for child in children]
+        levels -= 1
+    return bool(level)
 
 
 def _normalize(value: Any, free_form: frozenset[str], depth: int = 0) -> Any:

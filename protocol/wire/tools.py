@@ -50,6 +50,16 @@ def chosen_tool(choice: str | dict[str, Any] | None) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def check_free_form(value: object, path: str) -> None:
+    """Raises RequestError for a value that is passed on as it is, if it is nested too deeply or MessagePack can't hold
+    it: JSON has integers of any size."""
+    codec.check_nesting(value, path)
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError as error:
+        raise invalid_field(path, "must not have an integer of more than 64 bits") from error
+
+
 def check_members(value: object, path: str, max_properties: int) -> None:
     """Raises RequestError for a schema, or a list of them, with too many properties or patterns."""
     for names, most in ((_PROPERTIES, max_properties), (_PATTERNS, limits.MAX_SCHEMA_PATTERNS)):
@@ -58,9 +68,19 @@ def check_members(value: object, path: str, max_properties: int) -> None:
             raise invalid_field(path, f"must have at most {most} {' and '.join(names)}, got {count}")
 
 
+def check_json_size(value: object, path: str, most: int) -> None:
+    """Raises RequestError for a value that is larger as JSON, or can't be JSON."""
+    try:
+        size = len(msgspec.json.encode(value))
+    except TypeError as error:  # MessagePack has maps whose keys are no texts
+        raise invalid_field(path, f"must be JSON: {error}") from error
+    if size > most:
+        raise invalid_field(path, f"must have at most {most} bytes as JSON, got {size}")
+
+
 def _check_tool(tool: dict[str, Any], path: str) -> str:
     """Returns the name of a tool, or raises RequestError."""
-    codec.check_free_form(tool, path)
+    check_free_form(tool, path)
     if tool.get("type") != "function":
         raise invalid_field(f"{path}.type", "must be function")
     function = tool.get("function")
@@ -75,12 +95,7 @@ def _check_tool(tool: dict[str, Any], path: str) -> str:
             raise invalid_field(f"{path}.{field}", f"must be {noun}")
     if (function.get("parameters") or {}).get("type", "object") != "object":
         raise invalid_field(f"{path}.parameters.type", "must be object: arguments have names")
-    try:
-        size = len(msgspec.json.encode(function))
-    except TypeError as error:  # MessagePack has maps whose keys are no texts
-        raise invalid_field(path, f"must be JSON: {error}") from error
-    if size > limits.MAX_TOOL_BYTES:
-        raise invalid_field(path, f"must have at most {limits.MAX_TOOL_BYTES} bytes as JSON, got {size}")
+    check_json_size(function, path, limits.MAX_TOOL_BYTES)
     check_members(function.get("parameters"), f"{path}.parameters", limits.MAX_SCHEMA_PROPERTIES)
     return name
 

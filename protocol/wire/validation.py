@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokenbus.protocol.wire import codec, errors, generate, internal, limits, messages, subjects
+from tokenbus.protocol.wire import errors, generate, internal, limits, messages, subjects
 from tokenbus.protocol.wire.errors import invalid_field
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ranges_of
-from tokenbus.protocol.wire.tools import check_members, check_tool_choice, check_tools
+from tokenbus.protocol.wire.tools import check_free_form, check_json_size, check_members, check_tool_choice, check_tools
 
 _TOOLS_NEED_MESSAGES = "need messages: a prompt has no place for them"
 
@@ -33,7 +33,7 @@ def check_request(request: messages.GenerateRequest) -> None:
     if request.messages is not None:
         _check_messages(request.messages)
     _check_token_ids("token_ids", request.token_ids or [])
-    codec.check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
+    check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
     if request.tools and request.messages is None:
         raise invalid_field("tools", _TOOLS_NEED_MESSAGES)
     if request.suffix and request.prompt is None:
@@ -71,7 +71,7 @@ def check_tokenize(request: internal.Tokenize) -> None:
     if (request.text is None) == (request.messages is None):
         raise invalid_field("text", "exactly one of text and messages must be given")
     _check_messages(request.messages or [])
-    codec.check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
+    check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
     check_tools(request.tools or [])
 
 
@@ -88,7 +88,7 @@ def check_tokenize_request(request: messages.TokenizeRequest) -> None:
         raise invalid_field("messages", "must not be empty")
     else:
         _check_messages(request.messages)
-    codec.check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
+    check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
     check_tools(request.tools or [])
 
 
@@ -217,7 +217,7 @@ def _check_params(params: GenerationParams) -> None:
     _check_stops(params)
     _check_logit_bias(params.logit_bias or {})
     _check_constraint(params)
-    codec.check_free_form(params.tool_choice, "tool_choice")
+    check_free_form(params.tool_choice, "tool_choice")
     check_tools(params.tools or [])
     check_tool_choice(params.tool_choice, params.tools or [])
     for name in ("cache_salt", "session_id"):
@@ -241,7 +241,7 @@ def _check_messages(conversation: list[messages.ChatMessage]) -> None:
         raise invalid_field("messages", f"at most {limits.MAX_MESSAGES} messages are allowed, got {len(conversation)}")
     for index, message in enumerate(conversation):
         path = f"messages[{index}]"
-        codec.check_free_form(message.tool_calls, f"{path}.tool_calls")
+        check_free_form(message.tool_calls, f"{path}.tool_calls")
         if not message.role:
             raise invalid_field(f"{path}.role", "must not be empty")
         if isinstance(message.content, list):
@@ -318,10 +318,8 @@ def _check_schema(given: JsonSchema | None) -> None:
     schema = given.schema if given is not None else None
     if schema is None:
         raise invalid_field(path, "is required")
-    codec.check_free_form(schema, path)
-    size = len(msgspec.json.encode(schema))
-    if size > limits.MAX_SCHEMA_BYTES:
-        raise invalid_field(path, f"must have at most {limits.MAX_SCHEMA_BYTES} bytes as JSON, got {size}")
+    check_free_form(schema, path)
+    check_json_size(schema, path, limits.MAX_SCHEMA_BYTES)
     check_members(schema, path, limits.MAX_SCHEMA_PROPERTIES)
 
 

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from tests.hostile.scale import times
 from tests.support.raw_http import HALF_A_HEAD, LIVEZ, Socket, ask, cut_after, small_server
 from tests.support.system import running_gateway
@@ -17,6 +19,10 @@ from tokenbus.protocol.http.refusals import Reason
 SOON = Timeouts(head_s=0.05, keep_alive_s=0.05, slow_reader_s=0.05, linger_s=0.05)
 SLOW_HEADS = Timeouts(head_s=0.05, keep_alive_s=60)
 OK = (200, b"ok\n")
+KEPT = LIVEZ.replace(b"Connection: close\r\n", b"")
+HOLD, READ = KEPT.replace(b"livez", b"hold"), KEPT.replace(b"GET /livez", b"POST /read")
+UPGRADE = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
+"""As Java's client sends them with its first request."""
 
 
 def code_of(answer: tuple[int, bytes]) -> tuple[int, str]:
@@ -182,6 +188,43 @@ async def test_requests_that_are_sent_in_a_row_are_answered_in_a_row() -> None:
         with cut_after([await Socket.open(port, kept * count)]) as (one,):
             assert [await one.answer() for _ in range(count)] == [OK] * count
         assert len(small.paths) == count
+
+
+@pytest.mark.parametrize("next_bytes", [b"\r\n", LIVEZ], ids=["an empty line", "a request"])
+@pytest.mark.parametrize("header", [b"", UPGRADE], ids=["", "that asks for HTTP/2"])
+async def test_a_client_that_disconnects_is_noticed_though_it_has_sent_more(next_bytes: bytes, header: bytes) -> None:
+    async with small_server() as (small, port):
+        with cut_after([await Socket.open(port, HOLD.replace(b"\r\n", b"\r\n" + header, 1))]) as (one,):
+            await small.until_asked(1)
+            one.say(next_bytes)
+        async with asyncio.timeout(10):
+            await small.gone.wait()
+        assert small.paths == ["/hold"]
+
+
+async def test_requests_that_wait_for_another_are_read_no_further_than_a_head_goes() -> None:
+    async with small_server() as (small, port):
+        with cut_after([await Socket.open(port, KEPT.replace(b"livez", b"wait"))]) as (one,):
+            await small.until_asked(1)
+            one.say(LIVEZ * 600_000)
+            for _ in range(100):  # each takes the server longer than a read of 256 KiB
+                assert await ask(port) == OK
+            assert one.num_unsent_bytes > 0
+        small.may_answer.set()
+
+
+async def test_a_request_that_is_answered_before_it_may_send_its_body_is_the_last_of_its_connection() -> None:
+    expecting = b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n"
+    async with small_server() as (small, port):
+        # Were the connection kept, these bytes could be read as a body or as a request.
+        with cut_after([await Socket.open(port, KEPT.removesuffix(b"\r\n") + expecting)]) as (one,):
+            assert await one.answer() == OK
+            assert await one.rest() == b""
+        with cut_after([await Socket.open(port, READ.removesuffix(b"\r\n") + expecting)]) as (one,):
+            assert await one.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            one.say(b"abc" + KEPT)
+            assert [await one.answer(), await one.answer()] == [OK, OK]
+        assert small.bodies == [b"abc"]
 
 
 async def test_a_client_of_http_1_0_is_answered_and_its_connection_ended() -> None:

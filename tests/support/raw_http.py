@@ -35,6 +35,11 @@ class Socket:
     def say(self, said: bytes) -> None:
         self._writer.write(said)
 
+    @property
+    def num_unsent_bytes(self) -> int:
+        """What waits because the server does not read it, beyond the kernel's buffers."""
+        return self._writer.transport.get_write_buffer_size()
+
     async def answer(self) -> tuple[int, bytes]:
         """Returns status and body of the next response, which must have a Content-Length."""
         async with asyncio.timeout(10):
@@ -71,7 +76,8 @@ def cut_after(sockets: list[Socket]) -> Iterator[list[Socket]]:
 
 
 class SmallServer:
-    """A server with four paths: a health check, one that reads a body, one that waits, and an endless response."""
+    """A server with five paths: a health check, one that reads a body, two that wait, for their client to leave or for
+    the test, and an endless response."""
 
     def __init__(self, limits: ConnectionLimits, timeouts: Timeouts) -> None:
         self.ended: list[Reason] = []
@@ -81,6 +87,7 @@ class SmallServer:
         self.disconnects: list[Disconnect | None] = []
         self.gone = asyncio.Event()
         """Set when the client of an endless response or body is gone."""
+        self.may_answer = asyncio.Event()
         self.config = ServerConfig(
             self._serve,
             limits,
@@ -101,6 +108,8 @@ class SmallServer:
         self._arrived.set()
         if scope["path"] == "/read":
             await self._read(receive)
+        elif scope["path"] == "/wait":
+            await self.may_answer.wait()
         elif scope["path"] == "/hold":
             await self._until_gone(receive)
             return

@@ -82,6 +82,12 @@ def test_no_arguments_are_an_empty_object(arguments: object) -> None:
         assert seen[0]["tool_calls"][0]["function"]["arguments"] == empty
 
 
+def test_a_text_of_arguments_may_have_integers_of_any_size() -> None:
+    arguments = '{"a": 1000000000000000000000000000000}'
+    seen = made(USER, calling(call(arguments=arguments)), with_objects=False)
+    assert seen[1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 def test_reasoning_has_all_the_names_that_templates_know() -> None:
     seen = made(calling(call(), reasoning_content="so"))[0]
     assert [seen[name] for name in ("reasoning_content", "reasoning", "thinking")] == ["so"] * 3

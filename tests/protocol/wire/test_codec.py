@@ -345,8 +345,8 @@ def nested(levels: int) -> Json:
 
 
 def test_free_form_values_nest_to_the_limit_and_not_one_level_deeper() -> None:
-    codec.check_free_form(nested(limits.MAX_NESTING), "tools")
-    error = refusal_of(lambda: codec.check_free_form(nested(limits.MAX_NESTING + 1), "tools"))
+    codec.check_nesting(nested(limits.MAX_NESTING), "tools")
+    error = refusal_of(lambda: codec.check_nesting(nested(limits.MAX_NESTING + 1), "tools"))
     assert error.param == "tools"
 
 

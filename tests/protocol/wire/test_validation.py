@@ -43,6 +43,22 @@ def chat(**fields: object) -> GenerateRequest:
     return make(messages=[ChatMessage(**({"role": "user"} | fields))])  # type: ignore[arg-type]
 
 
+def tool(**schema: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": "object"} | schema}}
+
+
+USER: list[Any] = [ChatMessage(role="user", content="hi")]
+CHOICE = {"type": "function", "function": {"name": "f"}}
+PASSED_ON: dict[str, Callable[[dict[str, object]], GenerateRequest]] = {
+    "response_format.json_schema.schema": lambda value: make(response_format=json_schema(**value)),
+    "tools[0]": lambda value: make(messages=USER, tools=[tool(**value)]),
+    "tool_choice": lambda value: make(messages=USER, tools=[tool()], tool_choice=CHOICE | value),
+    "chat_template_kwargs": lambda value: make(messages=USER, chat_template_kwargs=value),
+    "messages[0].tool_calls": lambda value: chat(role="assistant", tool_calls=[value]),
+}
+"""Requests with a value that is passed on as it is, by the name of its field."""
+
+
 # Ranges
 
 
@@ -267,6 +283,21 @@ def test_a_schema_nests_to_the_limit_and_not_one_level_deeper() -> None:
 
     validation.check_request(asked(limits.MAX_NESTING))
     assert refusal(asked(limits.MAX_NESTING + 1)).param == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize("number", [-(2**63), 2**64 - 1])
+def test_a_value_that_is_passed_on_holds_integers_of_64_bits_and_no_larger_ones(number: int) -> None:
+    beyond = number + (1 if number > 0 else -1)
+    for path, asked in PASSED_ON.items():
+        validation.check_request(asked({"a": [1.5, {"b": number}]}))
+        assert refusal(asked({"a": [1.5, {"b": beyond}]})).param == path
+
+
+def test_a_schema_or_tool_with_keys_that_json_has_not_is_refused() -> None:
+    for path in ("response_format.json_schema.schema", "tools[0].function"):
+        error = refusal(PASSED_ON[path.removesuffix(".function")]({"a": {(1,): 1}}))
+        assert (error.code, error.param) == (Code.INVALID_REQUEST, path)
+        assert error.message.startswith(f"{path}: must be JSON")
 
 
 # What it needs
