@@ -3,8 +3,8 @@
 Run: .venv/bin/python -m bench.serving.fetched_blocks [--model FILE.gguf] [--tokens 512] [--pairs 7] [--threads 2]
 
 Two workers over NATS on this machine. In each pair one computes a prompt of its own, and the other fetches it. With
-`--gaps`, four streams run at the second worker beside requests that follow each other, and the gaps between their tokens
-are compared: with prompts that are fetched, and with prompts that are cached already."""
+`--gaps`, four streams run at the second worker beside requests that follow each other, and the gaps between their
+tokens are compared: with prompts that are fetched, and with prompts that are cached already."""
 
 import argparse
 import asyncio
