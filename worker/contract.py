@@ -35,6 +35,11 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
 14. An engine with the feature `rerank` returns one score for each document of `rerank`, in their order, whatever runs
     beside it. A document's score does not depend on the others. An engine without the feature refuses.
 
+15. An engine with the feature `lora` loads LoRA adapters while streams go on. A request is computed with its `adapters`
+    and no others, whatever runs beside it, and shares cached blocks only with requests that have the same. An adapter
+    that is unloaded while requests use it stays until the last of them has ended. A file that is no adapter of the
+    model is refused, and nothing has changed. An engine without the feature refuses every file.
+
 Sinks are called from the event loop, in order. A sink is a plain function and not an async iterator, because waking a
 task for each token and stream costs several times what the token itself does (docs/decisions/0003).
 """
@@ -46,6 +51,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from tokenbus.protocol.wire import errors, internal, messages
+from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker.chat_format.chat_format import ChatFormat
 
@@ -154,6 +160,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it may use what is cached and leave something."""
     priority: int = 0
     """Lower is sooner."""
+    adapters: tuple[Adapter, ...] = ()
+    """The adapters to use, by digest and each at most once. They are loaded, and sorted."""
     return_progress: bool = False
     """Whether to report how far the prompt is computed."""
     resumed: ResumedCompletion | None = None
@@ -306,6 +314,15 @@ class Engine(Protocol):
 
     async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
         """Returns the scores of all documents. Raises RequestError."""
+        ...
+
+    async def load_adapter(self, path: str) -> str:
+        """Loads a LoRA adapter for requests from now on; returns the digest by which they name it. A file may be loaded
+        several times. Raises RequestError if the file can't be used."""
+        ...
+
+    def unload_adapter(self, digest: str) -> None:
+        """Reverses one `load_adapter`. Requests that use the adapter keep it."""
         ...
 
     def clear_cache(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.contracts import cache_rules, constraint_rules, resume_rules, stream_rules
+from tests.contracts import adapter_rules, cache_rules, constraint_rules, resume_rules, stream_rules
 from tests.contracts.driving import prompt, request, start
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import errors, internal
@@ -100,6 +100,7 @@ RULES: tuple[Check, ...] = (
     stream_rules.counts_on_while_it_works,
     *resume_rules.RULES,
     *constraint_rules.RULES,
+    *adapter_rules.RULES,
     embeds_each_input_by_itself,
     scores_each_document_by_itself,
     stream_rules.ends_every_stream_at_cleanup,

@@ -16,7 +16,7 @@ from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
-from tokenbus.worker.engine.runner import BatchLimits, Embedder, Reranker
+from tokenbus.worker.engine.runner import Adapters, BatchLimits, Embedder, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -106,6 +106,7 @@ class ArithmeticRunner:
         self.bundle: bytes | None = None
         self.embedder: Embedder | None = Sums(self.config)
         self.reranker: Reranker | None = Sums(self.config)
+        self.adapters: Adapters | None = None
         self.num_lanes = num_lanes
         self.num_steps = 0
         self.num_evaluated = 0

@@ -7,6 +7,7 @@ them over, or `fail_streams` ends them."""
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -52,6 +53,9 @@ class EngineClient(asyncio.Protocol):
         """Generations that the tokens of their requests complete, until their sinks are told."""
         self._tokenizing: PendingCalls[list[int]] = PendingCalls()
         self._pooling: PendingCalls[ipc.PoolResult] = PendingCalls()
+        self._loading: PendingCalls[str] = PendingCalls()
+        self._adapters: Counter[str] = Counter()
+        """The number of times that each adapter was loaded, by digest."""
         self._load = messages.Load()
         self._watchdog = StepWatchdog(time.monotonic())
         self._idle = asyncio.Event()
@@ -88,6 +92,7 @@ class EngineClient(asyncio.Protocol):
     def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
         config = self._require_running()
         admission.check(request, config)
+        self._check_adapters(request)
         self.capacity.check(len(self._sequences), config.max_num_seqs)
         reader = AnswerReader(self._chat_rules, request) if request.parsing and self._chat_rules else None
         generation = Generation(request, sink, self.token_bytes, time.monotonic(), reader)
@@ -102,7 +107,10 @@ class EngineClient(asyncio.Protocol):
         generations = dead._sequences.take_all()
         dead._update_idle()
         for generation in generations:
-            self._open(generation)
+            if self._has_adapters(generation.request):
+                self._open(generation)
+            else:  # one was unloaded while the request used it, and this engine has never had it
+                generation.fail(errors.Code.WORKER_LOST, time.monotonic())
         if generations:
             self._log.warning("streams_taken_over", count=len(generations))
 
@@ -142,6 +150,18 @@ class EngineClient(asyncio.Protocol):
             return await self._pooling.call(lambda call_id: self._send(make_call(call_id)))
         finally:
             self._update_idle()
+
+    async def load_adapter(self, path: str) -> str:
+        self._require_running()
+        digest = await self._loading.call(lambda call_id: self._send(ipc.LoadAdapter(call_id, path)))
+        self._adapters[digest] += 1
+        return digest
+
+    def unload_adapter(self, digest: str) -> None:
+        if self._is_dead or not self._adapters[digest]:
+            return
+        self._adapters[digest] -= 1
+        self._send(ipc.UnloadAdapter(digest))
 
     def clear_cache(self) -> None:
         if self._config is not None and not self._is_dead:
@@ -209,6 +229,14 @@ class EngineClient(asyncio.Protocol):
             raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
         return self._config
 
+    def _has_adapters(self, request: contract.EngineRequest) -> bool:
+        return all(self._adapters[one.digest] for one in request.adapters)
+
+    def _check_adapters(self, request: contract.EngineRequest) -> None:
+        """Raises RequestError if one of the request's adapters is not loaded."""
+        if not self._has_adapters(request):
+            raise errors.request_error(errors.Code.NO_WORKER, "the adapter is not loaded here", param="lora")
+
     def _open(self, generation: Generation) -> None:
         """Opens a sequence that continues a generation, which may have tokens from an engine that died."""
         request, number = generation.request, self._sequences.next_number()
@@ -224,6 +252,7 @@ class EngineClient(asyncio.Protocol):
                 isolated=generation.crashes > 0,
                 constraint=request.constraint,
                 tenant=request.tenant,
+                adapters=request.adapters,
             )
         )
         self._sequences.add(number, generation)
@@ -267,6 +296,10 @@ class EngineClient(asyncio.Protocol):
                 self._tokenizing.reject(call_id, error)
             case ipc.TokenizeResult(call_id, token_ids):
                 self._tokenizing.resolve(call_id, block_hash.unpack_token_ids(token_ids))
+            case ipc.AdapterResult(call_id, _, errors.Error() as error):
+                self._loading.reject(call_id, error)
+            case ipc.AdapterResult(call_id, digest):
+                self._loading.resolve(call_id, digest)
             case ipc.PoolResult(call_id, error=errors.Error() as error):
                 self._pooling.reject(call_id, error)
             case ipc.PoolResult(call_id) as result:
@@ -344,5 +377,6 @@ class EngineClient(asyncio.Protocol):
         """Fails the pending calls, and says that sinks have received all that they will for now."""
         self._tokenizing.fail_all()
         self._pooling.fail_all()
+        self._loading.fail_all()
         self._update_idle()
         self.listener.step_done()

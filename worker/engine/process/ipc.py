@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tokenbus.protocol.wire import errors, internal, messages
+from tokenbus.protocol.wire import block_hash, errors, internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -45,6 +45,8 @@ class Add(Message, frozen=True):
     """Compiled before the sequence may start. The `ConstraintCompiled` has the same number."""
     tenant: str = ""
     """Tenants take turns where constraints are compiled."""
+    adapters: tuple[block_hash.Adapter, ...] = ()
+    """The adapters with which it is computed, all of them loaded."""
 
 
 class Abort(Message, frozen=True):
@@ -78,6 +80,19 @@ class ClearCache(Message, frozen=True):
     """Frontend to engine: drop every cached block that no sequence uses."""
 
 
+class LoadAdapter(Message, frozen=True):
+    """Frontend to engine: load an adapter while steps go on. The `AdapterResult` has the same call id."""
+
+    call_id: int
+    path: str
+
+
+class UnloadAdapter(Message, frozen=True):
+    """Frontend to engine: reverse one `LoadAdapter`. Sequences that were added before keep the adapter."""
+
+    digest: str
+
+
 class OpenReplica(Message, frozen=True):
     """Frontend to engine process, with a socket beside it: run a replica that is served over that socket."""
 
@@ -97,7 +112,7 @@ class ExitReason(Message, frozen=True):
     text: str
 
 
-Command = Add | Abort | TokenizeCall | EmbedCall | RerankCall | ClearCache
+Command = Add | Abort | TokenizeCall | EmbedCall | RerankCall | ClearCache | LoadAdapter | UnloadAdapter
 
 
 class Loading(Message, frozen=True):
@@ -208,7 +223,25 @@ class PoolResult(Message, frozen=True):
     error: errors.Error | None
 
 
-Report = Loading | LoadFailed | Ready | StepIsolated | ConstraintCompiled | StepReport | TokenizeResult | PoolResult
+class AdapterResult(Message, frozen=True):
+    """Engine to frontend: the digest of a loaded adapter; empty with an error."""
+
+    call_id: int
+    digest: str
+    error: errors.Error | None
+
+
+Report = (
+    Loading
+    | LoadFailed
+    | Ready
+    | StepIsolated
+    | ConstraintCompiled
+    | StepReport
+    | TokenizeResult
+    | PoolResult
+    | AdapterResult
+)
 
 _encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

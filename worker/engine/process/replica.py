@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import structlog
 
@@ -77,6 +78,8 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None
                     _end_loop_on_error(texts.submit(_tokenize, runner, command, send), inbox)
                 case ipc.EmbedCall() | ipc.RerankCall():
                     _end_loop_on_error(inputs.submit(_prepare, runner, command, time.monotonic(), inbox, send), inbox)
+                case ipc.LoadAdapter():
+                    _end_loop_on_error(inputs.submit(_load_adapter, runner, command, send), inbox)
                 case _:
                     inbox.put(command)
     except Exception as error:  # outermost frame
@@ -101,6 +104,20 @@ def _tokenize(runner: Runner, call: ipc.TokenizeCall, send: Send) -> None:
         result = ipc.TokenizeResult(call.call_id, block_hash.pack_token_ids(runner.tokenize(call.request)), None)
     except Exception as error:  # outermost frame: every call gets a result
         result = ipc.TokenizeResult(call.call_id, b"", _error_for(error))
+    with contextlib.suppress(OSError):  # the frontend has gone
+        send(result)
+
+
+def _load_adapter(runner: Runner, call: ipc.LoadAdapter, send: Send) -> None:
+    try:
+        if runner.adapters is None:
+            raise ModelError(f"{call.path}: a {runner.config.engine} engine can't use LoRA adapters; a gguf engine can")
+        result = ipc.AdapterResult(call.call_id, runner.adapters.load(Path(call.path)), None)
+    except ModelError as error:
+        problem = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="path")
+        result = ipc.AdapterResult(call.call_id, "", problem)
+    except Exception as error:  # outermost frame: every call gets a result
+        result = ipc.AdapterResult(call.call_id, "", _error_for(error))
     with contextlib.suppress(OSError):  # the frontend has gone
         send(result)
 

@@ -12,7 +12,7 @@ from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import Embedder, ModelError, Reranker
+from tokenbus.worker.engine.runner import Adapters, Embedder, ModelError, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine.sim import faults, timing
@@ -55,6 +55,7 @@ class SimRunner:
         self.bundle: bytes | None = None
         self.embedder: Embedder | None = None
         self.reranker: Reranker | None = None
+        self.adapters: Adapters | None = None
         self.config = _config(preset, settings)
         self.num_lanes = self.config.max_num_seqs + self.config.total_kv_blocks
 
