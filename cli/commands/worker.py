@@ -12,6 +12,8 @@ from tokenbus.protocol.telemetry import logs, status
 from tokenbus.protocol.wire import subjects
 from tokenbus.worker.engine.models import model_files, registry
 from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings
+from tokenbus.worker.frontend import adapter_settings
+from tokenbus.worker.frontend.adapter_settings import AdapterSettings
 from tokenbus.worker.frontend.settings import FrontendSettings, ServedModel, WorkerSettings
 
 _ENGINE = EngineSettings(model="")
@@ -112,7 +114,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensor-split", type=arguments.shares, default=(), metavar="A,B,...", help="share of the model for each GPU"
     )
+    parser.add_argument(
+        "--lora",
+        type=_adapter,
+        action="append",
+        default=[],
+        metavar="NAME=PATH[@TENANT,...]",
+        help="LoRA adapter of the model, for all tenants or for these; may be repeated",
+    )
+    parser.add_argument(
+        "--lora-dir",
+        default="",
+        metavar="DIR[@TENANT,...]",
+        help="folder whose adapters NAME.gguf are loaded, replaced and unloaded as they come and go",
+    )
     parser.set_defaults(run=run)
+
+
+def _adapter(text: str) -> AdapterSettings:
+    """An adapter, such as `style=style.gguf@acme`."""
+    try:
+        return adapter_settings.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def settings_of(options: argparse.Namespace) -> WorkerSettings:
@@ -123,10 +147,12 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         value = getattr(options, name)
         if not low <= value <= high:
             raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {value:g}")
+    if (options.lora or options.lora_dir) and len(options.model) > 1:
+        raise ValueError("--lora and --lora-dir need a single --model: load the others' adapters with tokenbus load")
     names = options.served_name + [registry.served_name(model) for model in options.model[len(options.served_name) :]]
     return WorkerSettings(
         models=tuple(
-            ServedModel(name, _engine_of(options, model), options.replicas)
+            ServedModel(name, _engine_of(options, model), options.replicas, tuple(options.lora), options.lora_dir)
             for name, model in zip(names, options.model, strict=True)
         ),
         kv_budget_bytes=options.kv_budget << 20,

@@ -35,6 +35,8 @@ from tokenbus.protocol.wire import (
 )
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.frontend.adapter_settings import AdapterSettings
+from tokenbus.worker.frontend.adapters import Adapters
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.frontend.settings import OnProgress
 from tokenbus.worker.streams.streams import Streams
@@ -66,6 +68,7 @@ class WorkerControl(Protocol):
 
     drain_requested: asyncio.Event
     on_load: Callable[[internal.Control, OnProgress], None] | None
+    adapters: Adapters
 
     def replaced(self, reason: str) -> None:
         """A frontend that started later has the same name."""
@@ -182,12 +185,35 @@ class Endpoints:
                 self._answer_operator(message, control, internal.ControlReply(ok=True))
             case internal.Control(op="load", model=str()) if self._worker.on_load is not None:
                 self._worker.on_load(control, lambda reply: self._answer_operator(message, control, reply))
+            case internal.Control(op="load_adapter", adapter=str(), path=str()):
+                self._start(self._change_adapters(message, control), self._tokenizes)
+            case internal.Control(op="unload_adapter", adapter=str()):
+                self._start(self._change_adapters(message, control), self._tokenizes)
             case internal.Control(op="drain" | "unload"):
                 self._answer_operator(message, control, internal.ControlReply(ok=True))
                 self._worker.drain_requested.set()
             case _:
                 refusal = errors.make_error(errors.Code.UNSUPPORTED, f"op {control.op!r} with these fields", param="op")
                 self._answer_operator(message, control, internal.ControlReply(ok=False, error=refusal))
+
+    async def _change_adapters(self, message: Msg, control: internal.Control) -> None:
+        """Loads or unloads an adapter, and answers the operator."""
+        assert control.adapter is not None
+        reply = internal.ControlReply(ok=True)
+        try:
+            if control.op == "unload_adapter":
+                await self._worker.adapters.unload(control.adapter)
+            else:
+                tenants = None if control.tenants is None else tuple(control.tenants)
+                settings = AdapterSettings(control.adapter, control.path or "", tenants)
+                settings.check()
+                await self._worker.adapters.load(settings)
+        except ValueError as error:
+            refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="adapter")
+            reply = internal.ControlReply(ok=False, error=refusal)
+        except errors.RequestError as error:
+            reply = internal.ControlReply(ok=False, error=error.error)
+        self._answer_operator(message, control, reply)
 
     def _take(self, message: Msg) -> None:
         try:
@@ -212,6 +238,7 @@ class Endpoints:
                 inbox=message.reply.partition(".")[0][:_MAX_LOGGED_CHARS],
                 op=control.op if control else None,
                 model=(control.model or "")[:_MAX_LOGGED_CHARS] or None if control else None,
+                adapter=(control.adapter or "")[:_MAX_LOGGED_CHARS] or None if control else None,
                 replicas=control.replicas if control and control.op == "load" else None,
                 ok=reply.ok,
                 progress=reply.progress,

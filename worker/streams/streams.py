@@ -18,6 +18,7 @@ from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.chat_format.chat_rules import ChatRules
+from tokenbus.worker.frontend.adapters import Adapters
 from tokenbus.worker.frontend.settings import FrontendSettings
 from tokenbus.worker.streams.early_cancels import EarlyCancels
 from tokenbus.worker.streams.engine_request import to_engine_request
@@ -38,11 +39,13 @@ class Streams:
         outbox: Outbox,
         telemetry: RequestTelemetry,
         settings: FrontendSettings,
+        adapters: Adapters | None = None,
     ) -> None:
         self._announcer = announcer
         self._outbox = outbox
         self._telemetry = telemetry
         self.settings = settings
+        self._adapters = adapters or Adapters()
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
         self._chat: ChatRules | None = None
@@ -241,7 +244,8 @@ class Streams:
         self._check_state(run)
         assert self._engine is not None
         assert self._config is not None
-        request = to_engine_request(run, self._config, self.settings.max_new_tokens, self._chat)
+        adapters = self._adapters.of_run(run)
+        request = to_engine_request(run, self._config, self.settings.max_new_tokens, self._chat, adapters)
         now = time.monotonic()
         announcer = self._announcer
         gone = announcer.gone_subject(run.request_id)

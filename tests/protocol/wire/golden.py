@@ -65,7 +65,7 @@ FULL_CARD = codec.replace(
     chat_format_digest="0f343b0931126a20f133d67c2b018a3b",
     previous=messages.PreviousEpoch(epoch="1750000000000-abcdef", seq=41),
     earlier=[messages.PreviousEpoch(epoch="1740000000000-abcdef", seq=-1)],
-    adapters=["style"],
+    adapters=[messages.CardAdapter(name="style", digest="7bd09cb0", tenants=["acme"])],
     role="decode",
     load=LOAD,
 )

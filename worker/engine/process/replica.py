@@ -111,7 +111,8 @@ def _tokenize(runner: Runner, call: ipc.TokenizeCall, send: Send) -> None:
 def _load_adapter(runner: Runner, call: ipc.LoadAdapter, send: Send) -> None:
     try:
         if runner.adapters is None:
-            raise ModelError(f"{call.path}: a {runner.config.engine} engine can't use LoRA adapters; a gguf engine can")
+            engine = runner.config.engine
+            raise ModelError(f"{call.path}: LoRA adapters need a gguf engine, and this one is {engine}")
         result = ipc.AdapterResult(call.call_id, runner.adapters.load(Path(call.path)), None)
     except ModelError as error:
         problem = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="path")

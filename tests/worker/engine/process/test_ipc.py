@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.arithmetic import make_config
-from tokenbus.protocol.wire import errors, internal, messages
+from tokenbus.protocol.wire import block_hash, errors, internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -55,6 +55,9 @@ COMMANDS: list[ipc.Command] = [
         contract.Sampling(max_tokens=9),
         constraint=contract.Constraint(kind=contract.ConstraintKind.REGEX, source="a+", param="regex", preamble=""),
     ),
+    ipc.Add(11, b"\x01\0\0\0", contract.Sampling(max_tokens=9), adapters=(block_hash.Adapter("d", 0.5),)),
+    ipc.LoadAdapter(5, "/adapters/é.gguf"),
+    ipc.UnloadAdapter("d"),
     ipc.Abort(2**40),
     ipc.ClearCache(),
     ipc.EmbedCall(3, internal.Embed(inputs=["x", [1, 2]], dimensions=4, remaining_ms=100.0)),
@@ -90,6 +93,8 @@ REPORTS: list[ipc.Report] = [
     ipc.ConstraintCompiled(9, 0.25),
     ipc.ConstraintCompiled(9, 0.25, errors.make_error(errors.Code.INVALID_REQUEST, "regex: (", param="regex")),
     ipc.PoolResult(3, b"\x00" * 8, 2, None),
+    ipc.AdapterResult(5, "d", None),
+    ipc.AdapterResult(5, "", errors.make_error(errors.Code.INVALID_REQUEST, "no such file", param="path")),
     ipc.TokenizeResult(1, b"\x05\0\0\0", None),
     ipc.TokenizeResult(2, b"", errors.make_error(errors.Code.UNSUPPORTED, "no template", param="messages")),
 ]

@@ -30,7 +30,9 @@ def check_groups(plan: StepPlan) -> None:
 
 
 @given(REQUESTS, st.integers(1, 12))
-def test_no_set_of_adapters_waits_for_another(requests: list[tuple[tuple[Adapter, ...], str, int]], budget: int) -> None:
+def test_no_set_of_adapters_waits_for_another(
+    requests: list[tuple[tuple[Adapter, ...], str, int]], budget: int
+) -> None:
     executed = ExecutedScheduler(total_blocks=64, max_num_seqs=4)
     for number, (adapters, text, max_tokens) in enumerate(requests):
         executed.add(number, text, max_tokens, adapters)
