@@ -45,7 +45,7 @@ class Streams:
         self._outbox = outbox
         self._telemetry = telemetry
         self.settings = settings
-        self._adapters = adapters or Adapters()
+        self._adapters = Adapters() if adapters is None else adapters
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
         self._chat: ChatRules | None = None
