@@ -197,7 +197,7 @@ async def test_an_engine_that_is_started_anew_has_the_adapters_again(system: Sys
 async def test_a_worker_does_not_start_with_an_adapter_that_does_not_fit(system: System, tmp_path: Path) -> None:
     wrong = adapters.write(tmp_path / "wrong.gguf", shapes={"blk.0.attn_q.weight": (256, 256)})
     system.worker("worker", "--lora", f"style={wrong}")
-    assert system.wait("worker") != 0
+    assert system.wait("worker", timeout_s=150) != 0
     assert "another base" in system.text_log("worker")
 
 
@@ -205,7 +205,7 @@ async def test_an_onnx_worker_says_that_it_has_no_adapters(system: System, tmp_p
     one = adapters.write(tmp_path / "1.gguf", 1)
     system.router("router")
     system.worker("worker", "--lora", f"style={one}", model=str(demo.ONNX_PATH))
-    assert system.wait("worker") != 0
+    assert system.wait("worker", timeout_s=150) != 0
     assert "LoRA adapters need a gguf engine, and this one is onnx" in system.text_log("worker")
     system.worker("other", model=str(demo.ONNX_PATH))
     bare = await system.connect()

@@ -1,10 +1,9 @@
-"""Writes LoRA adapters with random weights for GGUF models."""
+"""Writes LoRA adapters with random weights for the demo model."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-import gguf
-import numpy as np
+from bench.models import random_adapter
 
 DEMO_SHAPES: Mapping[str, tuple[int, int]] = {
     f"blk.{layer}.{name}.weight": shape
@@ -19,21 +18,8 @@ def write(
     seed: int = 1,
     *,
     shapes: Mapping[str, tuple[int, int]] = DEMO_SHAPES,
-    rank: int = 4,
     architecture: str = "llama",
-    spread: float = 0.2,
     kind: str = "adapter",
 ) -> Path:
-    """Writes an adapter of that rank for these matrices, and returns its path."""
-    writer, rng = gguf.GGUFWriter(path, architecture), np.random.default_rng(seed)
-    writer.add_type(kind)
-    writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", float(rank))
-    for name, (outputs, inputs) in shapes.items():
-        for suffix, shape in (("lora_a", (rank, inputs)), ("lora_b", (outputs, rank))):
-            writer.add_tensor(f"{name}.{suffix}", rng.normal(0, spread, shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    """Writes an adapter of rank 4 that changes every answer, and returns its path."""
+    return random_adapter.write(path, seed, shapes, rank=4, architecture=architecture, spread=0.2, kind=kind)
