@@ -90,6 +90,20 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="gguf, onnx, or sim, a simulator whose --model is a timing; auto decides by the files (auto)",
     )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads per worker; 0: an equal share of the cores")
+    parser.add_argument(
+        "--lora",
+        type=_adapter,
+        action="append",
+        default=[],
+        metavar="NAME=PATH[@TENANT,...]",
+        help="LoRA adapter of the model, for all tenants or for these; may be repeated",
+    )
+    parser.add_argument(
+        "--lora-dir",
+        default="",
+        metavar="DIR[@TENANT,...]",
+        help="folder whose adapters NAME.gguf are loaded, replaced and unloaded as they come and go",
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -113,20 +127,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=kind, default=default, help=text + shown)
     parser.add_argument(
         "--tensor-split", type=arguments.shares, default=(), metavar="A,B,...", help="share of the model for each GPU"
-    )
-    parser.add_argument(
-        "--lora",
-        type=_adapter,
-        action="append",
-        default=[],
-        metavar="NAME=PATH[@TENANT,...]",
-        help="LoRA adapter of the model, for all tenants or for these; may be repeated",
-    )
-    parser.add_argument(
-        "--lora-dir",
-        default="",
-        metavar="DIR[@TENANT,...]",
-        help="folder whose adapters NAME.gguf are loaded, replaced and unloaded as they come and go",
     )
     parser.set_defaults(run=run)
 

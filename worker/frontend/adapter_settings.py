@@ -13,6 +13,10 @@ class AdapterSettings(NamedTuple):
     tenants: tuple[str, ...] | None = None
     """The tenants that may use it; None for all."""
 
+    def __str__(self) -> str:
+        tenants = "" if self.tenants is None else f"@{','.join(self.tenants)}"
+        return f"{self.name}={self.path}{tenants}"
+
     def check(self) -> None:
         """Raises ValueError for a name that can't be asked for."""
         subjects.encode_name(self.name)
