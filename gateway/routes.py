@@ -52,7 +52,7 @@ class Routes:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._catalog = Catalog(services.tenants.gateway_client.models)
-        """What the gateway itself asks for, to know whether a router answers."""
+        """The listing by which the gateway itself knows whether a router answers."""
         self._catalogs = Catalogs()
 
     def __repr__(self) -> str:

@@ -58,9 +58,9 @@ _REQUESTS = (
         (Query(sum_of(f"{_P}_streams_unguarded", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
-        "LoRA adapters",
-        "That requests may use. Workers of a model should have the same number; one that has fewer could not load a file "
-        "(`adapter_failed` in its log).",
+        "LoRA adapters of each worker",
+        "That requests may use. Workers of a model should have the same number. If one has fewer, its log says why "
+        "(`adapter_failed`).",
         "short",
         (Query(sum_of(f"{_P}_adapters", WORKER_FILTER, "worker_id"), _NAME),),
     ),

@@ -35,7 +35,6 @@ from tokenbus.protocol.wire import (
 )
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
-from tokenbus.worker.frontend.adapter_settings import AdapterSettings
 from tokenbus.worker.frontend.adapters import Adapters
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.frontend.settings import OnProgress
@@ -185,9 +184,7 @@ class Endpoints:
                 self._answer_operator(message, control, internal.ControlReply(ok=True))
             case internal.Control(op="load", model=str()) if self._worker.on_load is not None:
                 self._worker.on_load(control, lambda reply: self._answer_operator(message, control, reply))
-            case internal.Control(op="load_adapter", adapter=str(), path=str()):
-                self._start(self._change_adapters(message, control), self._tokenizes)
-            case internal.Control(op="unload_adapter", adapter=str()):
+            case internal.Control(op="load_adapter" | "unload_adapter", adapter=str()):
                 self._start(self._change_adapters(message, control), self._tokenizes)
             case internal.Control(op="drain" | "unload"):
                 self._answer_operator(message, control, internal.ControlReply(ok=True))
@@ -197,23 +194,7 @@ class Endpoints:
                 self._answer_operator(message, control, internal.ControlReply(ok=False, error=refusal))
 
     async def _change_adapters(self, message: Msg, control: internal.Control) -> None:
-        """Loads or unloads an adapter, and answers the operator."""
-        assert control.adapter is not None
-        reply = internal.ControlReply(ok=True)
-        try:
-            if control.op == "unload_adapter":
-                await self._worker.adapters.unload(control.adapter)
-            else:
-                tenants = None if control.tenants is None else tuple(control.tenants)
-                settings = AdapterSettings(control.adapter, control.path or "", tenants)
-                settings.check()
-                await self._worker.adapters.load(settings)
-        except ValueError as error:
-            refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="adapter")
-            reply = internal.ControlReply(ok=False, error=refusal)
-        except errors.RequestError as error:
-            reply = internal.ControlReply(ok=False, error=error.error)
-        self._answer_operator(message, control, reply)
+        self._answer_operator(message, control, await self._worker.adapters.carry_out(control))
 
     def _take(self, message: Msg) -> None:
         try:

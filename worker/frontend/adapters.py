@@ -94,6 +94,24 @@ class Adapters:
             self._log.info("adapter_unloaded", adapter=name, digest=before.digest)
             self._on_changed()
 
+    async def carry_out(self, control: internal.Control) -> internal.ControlReply:
+        """Loads or unloads an adapter as an operator commands."""
+        assert control.adapter is not None
+        try:
+            if control.op == "unload_adapter":
+                await self.unload(control.adapter)
+            else:
+                tenants = None if control.tenants is None else tuple(control.tenants)
+                settings = AdapterSettings(control.adapter, control.path or "", tenants)
+                settings.check()
+                await self.load(settings)
+        except ValueError as error:
+            problem = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="adapter")
+            return internal.ControlReply(ok=False, error=problem)
+        except errors.RequestError as error:
+            return internal.ControlReply(ok=False, error=error.error)
+        return internal.ControlReply(ok=True)
+
     def cards(self) -> list[messages.CardAdapter]:
         """Returns what the replica's card says of its adapters."""
         return [
