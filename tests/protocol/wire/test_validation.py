@@ -15,6 +15,7 @@ from tokenbus.protocol.wire.messages import (
     ContentPart,
     GenerateRequest,
     JsonSchema,
+    Lora,
     ResponseFormat,
     ResumeFrom,
     RoutingOptions,
