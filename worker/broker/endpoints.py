@@ -22,17 +22,7 @@ from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.prompt import prompt
-from tokenbus.protocol.wire import (
-    block_hash,
-    codec,
-    errors,
-    internal,
-    limits,
-    messages,
-    pooling,
-    subjects,
-    validation,
-)
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, pooling, subjects, validation
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.frontend.adapters import Adapters
