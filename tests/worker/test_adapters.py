@@ -119,7 +119,7 @@ async def test_a_run_never_goes_without_the_adapters_that_it_names(tmp_path: Pat
 
 
 async def test_the_first_engine_must_have_every_adapter_and_later_ones_what_is_left(tmp_path: Path) -> None:
-    with pytest.raises(contract.EngineStartError, match="--lora a: .*no adapter"):
+    with pytest.raises(contract.EngineStartError, match=r"--lora a: .*no adapter"):
         await opened(AdapterSettings("a", "/no/such/file"))
     one, two = file(tmp_path, "1", "one"), file(tmp_path, "2", "two")
     adapters, _, _ = await opened(AdapterSettings("a", one), AdapterSettings("b", two))
