@@ -20,11 +20,13 @@ STANDALONE = {
     "embed": ("bench.serving.embed",),
     "gateway_overhead": ("bench.gateway.overhead",),
     "conversation": ("bench.serving.conversation",),
+    "fetched_blocks": ("bench.serving.fetched_blocks",),
+    "fetched_gaps": ("bench.serving.fetched_blocks", "--gaps"),
     "idle_cache": ("bench.serving.idle_cache",),
-    "choice": ("bench.choice",),
-    "router_cost": ("bench.router_cost",),
-    "large_requests": ("bench.large_requests",),
-    "many_workers": ("bench.many_workers",),
+    "choice": ("bench.router.choice",),
+    "router_cost": ("bench.router.router_cost",),
+    "large_requests": ("bench.router.large_requests",),
+    "many_workers": ("bench.router.many_workers",),
     "onnx_8": ("bench.serving.onnx_decode", "eight"),
     "onnx_1": ("bench.serving.onnx_decode", "one"),
     "onnx_gguf": ("bench.serving.onnx_decode", "gguf"),
@@ -33,23 +35,23 @@ STANDALONE = {
 
 
 AGAINST_LLAMA_CPP = {
-    "python_server": ("bench.serving.python_server",),
-    "llama_bench_1": ("bench.serving.decode_server", "--streams", "1", "--against", "llama-bench"),
-    "llama_bench_8": ("bench.serving.decode_server", "--streams", "8", "--against", "llama-bench"),
-    "llama_server_8": ("bench.serving.decode_server", "--streams", "8", "--against", "llama-server"),
-    "structured_server": ("bench.serving.structured_server",),
+    "python_server": ("bench.servers.python_server",),
+    "llama_bench_1": ("bench.servers.decode_server", "--streams", "1", "--against", "llama-bench"),
+    "llama_bench_8": ("bench.servers.decode_server", "--streams", "8", "--against", "llama-bench"),
+    "llama_server_8": ("bench.servers.decode_server", "--streams", "8", "--against", "llama-server"),
+    "structured_server": ("bench.servers.structured_server",),
     "gateway_server": ("bench.gateway.against_llama_server",),
     "agent_session": ("bench.gateway.agent_session",),
-    "shared_prefix": ("bench.serving.shared_prefix",),
-    "long_prompt": ("bench.serving.long_prompt",),
+    "shared_prefix": ("bench.servers.shared_prefix",),
+    "long_prompt": ("bench.servers.long_prompt",),
 }
 """Benchmarks that need llama.cpp's own programs (bench/baselines/llama_server.py) or its Python server."""
 
 
 AGAINST_DYNAMO = {
-    "choice_dynamo": ("bench.choice_dynamo",),
-    "ingest": ("bench.ingest",),
-    "index_memory": ("bench.index_memory",),
+    "choice_dynamo": ("bench.router.choice_dynamo",),
+    "ingest": ("bench.router.ingest",),
+    "index_memory": ("bench.router.index_memory",),
 }
 """Benchmarks that need NVIDIA Dynamo's wheel (bench/baselines/dynamo_wheel.py)."""
 

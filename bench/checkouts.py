@@ -7,7 +7,6 @@ folder of bench/. Figures are read from a benchmark's output. Ratios are costs, 
 inverted, so that above 1 always means that this checkout is worse. `worse` and `better` appear only if both quartiles
 are more than 3 % away from 1."""
 
-import argparse
 import re
 import statistics
 import subprocess
@@ -16,6 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import flags
 from bench.models import random_model
 from bench.models.shape import PRESETS
 
@@ -125,9 +125,8 @@ def compare(other: Path, name: str, model: Path, pairs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, pairs=7)
     parser.add_argument("other", type=Path)
-    parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
     parser.add_argument("--model", type=Path, help="for decode; made with random weights without it")
     options = parser.parse_args()

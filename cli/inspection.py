@@ -26,7 +26,7 @@ def show(model: str) -> int:
 def _read_rules(model: str) -> prompt.PromptRules:
     files = registry.find(model, lambda _: None)
     # Imported here, because each of these loads a large library.
-    if registry.engine_of(model) == "gguf":
+    if files.weights.suffix == ".gguf":
         from tokenbus.worker.engine.gguf.tokenizer import vocabulary
 
         return vocabulary.read_rules(files.weights)

@@ -118,8 +118,8 @@ class PlainScreen(Screen):
             self.write(f"starting: {ready} of {workers} workers have loaded the model")
 
     def ready(self, addresses: SystemAddresses, reply: messages.ModelsReply) -> None:
-        self.write(instructions(addresses))
         self.show(reply)
+        self.write(instructions(addresses))
 
     def show(self, reply: messages.ModelsReply | None) -> None:
         states = _states(reply)

@@ -53,6 +53,9 @@ def add_status_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metrics-host", default=defaults.host, metavar="ADDRESS", help="address of that port (%(default)s)"
     )
+    parser.add_argument(
+        "--metrics-fd", type=int, metavar="N", help="serve them on this inherited socket instead of --metrics-port"
+    )
     add_traces_flag(parser)
     for flag, variable, names, text in (
         ("--log-level", logs.LEVEL_VARIABLE, tuple(logs.LEVELS), "lowest level that is logged"),
@@ -65,6 +68,11 @@ def add_status_flags(parser: argparse.ArgumentParser) -> None:
             metavar="|".join(names),
             help=f"{text} (variable {variable})",
         )
+
+
+def status_settings(options: argparse.Namespace) -> status.Settings:
+    """Returns the settings of the status page from these flags."""
+    return status.Settings(options.metrics_host, options.metrics_port, options.metrics_fd)
 
 
 def add_traces_flag(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,6 @@ process behind. It binds them to the thread that forks, so only the main thread 
 
 import asyncio
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -128,12 +127,6 @@ class SupervisedProcess:
                 pass_fds=self._fds,
                 preexec_fn=end_with_parent,
             )
-
-    def last_logged(self, event: str, key: str) -> object | None:
-        """Returns a value from the newest log line of an event, or None if there is no such line."""
-        lines = self._log_path.read_text(errors="replace").splitlines()
-        found = (json.loads(line) for line in reversed(lines) if line.startswith("{") and f'"{event}"' in line)
-        return next((line.get(key) for line in found if line["event"] == event), None)
 
     def _last_words(self) -> str:
         """Returns the last line that was written for people since the last start, or else the last one that is not a

@@ -3,10 +3,11 @@ worker, where the prompt is cached.
 
 They follow by a session and are not pinned: a pinned request passes by those that wait, and ends with its worker."""
 
+import abc
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from tokenbus.client.stream import Stream
 from tokenbus.protocol.wire import codec, errors, messages
@@ -15,11 +16,53 @@ ItemT = TypeVar("ItemT")
 Submit = Callable[[messages.GenerateRequest], Stream]
 
 
-class Choices:
-    """The streams of one request that was made `n` times, with the seeds `seed`, `seed + 1` and so on.
+class Answers(abc.ABC):
+    """The streams of all answers that were asked for at once. Leaving an `async with` block early, or `aclose`, cancels
+    all of them."""
 
-    `chunks()` yields the chunks of all streams as they come, each with the number of its choice; each choice ends with
-    one terminal. Leaving an `async with` block early, or `aclose`, cancels all of them."""
+    def __init__(self, parts: "Sequence[Stream | Answers]") -> None:
+        """`parts` may grow until the last chunk."""
+        self._parts = parts
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._parts}>"
+
+    @abc.abstractmethod
+    def chunks(self) -> AsyncIterator[tuple[int, messages.Chunk]]:
+        """Yields the chunks of all streams as they come, each with the number of its choice, from 0. Each choice ends
+        with one terminal. To be iterated once."""
+
+    @property
+    def request_id(self) -> str:
+        """The latest id of the first choice's request."""
+        return self._parts[0].request_id
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends all streams and cancels their requests, unless they have ended. It may be called again."""
+        for part in self._parts:
+            await part.aclose()
+
+    def cancel(self) -> None:
+        """Cancels all requests. Each choice goes on until its terminal."""
+        for part in self._parts:
+            part.cancel()
+
+    def fail(self, error: errors.Error) -> None:
+        """Ends all choices with an error."""
+        for part in self._parts:
+            part.fail(error)
+
+
+class Choices(Answers):
+    """The streams of one request that was made `n` times, with the seeds `seed`, `seed + 1` and so on."""
 
     def __init__(self, request: messages.GenerateRequest, n: int, submit: Submit) -> None:
         assert request.id is not None
@@ -30,41 +73,14 @@ class Choices:
         self._submit = submit
         self._streams = [submit(request)]
         self._failure: errors.Error | None = None
-
-    def __repr__(self) -> str:
-        return f"<Choices {self._streams}>"
-
-    @property
-    def request_id(self) -> str:
-        """The latest id of the first choice's request."""
-        return self._streams[0].request_id
-
-    async def __aenter__(self) -> "Choices":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Ends all streams and cancels their requests, unless they have ended. It may be called again."""
-        for stream in self._streams:
-            await stream.aclose()
-
-    def cancel(self) -> None:
-        """Cancels all requests. Each choice goes on until its terminal."""
-        for stream in self._streams:
-            stream.cancel()
+        super().__init__(self._streams)
 
     def fail(self, error: errors.Error) -> None:
-        """Ends all choices with an error."""
+        """Ends all choices with an error, those too that have not begun."""
         self._failure = error
-        for stream in self._streams:
-            stream.fail(error)
+        super().fail(error)
 
     async def chunks(self) -> AsyncIterator[tuple[int, messages.Chunk]]:
-        """Yields each chunk with the number of its choice, from 0. To be iterated once."""
         async for chunk in self._streams[0]:
             yield 0, chunk
             if self._n > 1 and (chunk.tokens or (chunk.finish_reason and not chunk.error)):
@@ -86,53 +102,17 @@ class Choices:
                 stream.fail(self._failure)
 
 
-class Batch:
-    """The choices of several requests as those of one: request `r` has the numbers `r * n` to `r * n + n - 1`.
-
-    It is used as `Choices` is."""
+class Batch(Answers):
+    """The choices of several requests as those of one: request `r` has the numbers `r * n` to `r * n + n - 1`."""
 
     def __init__(self, requests: Sequence[messages.GenerateRequest], n: int, submit: Submit) -> None:
         self._n = n
         self._choices = [Choices(request, n, submit) for request in requests]
-
-    def __repr__(self) -> str:
-        return f"<Batch {self._choices}>"
-
-    @property
-    def request_id(self) -> str:
-        """The latest id of the first request."""
-        return self._choices[0].request_id
-
-    async def __aenter__(self) -> "Batch":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Ends all streams and cancels their requests, unless they have ended. It may be called again."""
-        for one in self._choices:
-            await one.aclose()
-
-    def cancel(self) -> None:
-        """Cancels all requests. Each choice goes on until its terminal."""
-        for one in self._choices:
-            one.cancel()
-
-    def fail(self, error: errors.Error) -> None:
-        """Ends all choices with an error."""
-        for one in self._choices:
-            one.fail(error)
+        super().__init__(self._choices)
 
     async def chunks(self) -> AsyncIterator[tuple[int, messages.Chunk]]:
-        """Yields each chunk with the number of its choice, from 0. To be iterated once."""
         async for request, (choice, chunk) in _merged([one.chunks() for one in self._choices]):
             yield request * self._n + choice, chunk
-
-
-AnyChoices = Choices | Batch
 
 
 async def _merged(sources: Sequence[AsyncIterator[ItemT]]) -> AsyncIterator[tuple[int, ItemT]]:

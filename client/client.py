@@ -1,14 +1,16 @@
 """The client of a Tokenbus system: completions, embeddings, ranks, tokens, models and cancels over one connection."""
 
+import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from nats.aio.msg import Msg
 
-from tokenbus.client.choices import AnyChoices, Batch, Choices
+from tokenbus.client.choices import Answers, Batch, Choices
 from tokenbus.client.inbox import Inbox
 from tokenbus.client.stream import Stream
 from tokenbus.protocol.bus import bus
@@ -137,7 +139,7 @@ class Client:
 
     def generate_choices(
         self, model: str, requests: Sequence[messages.GenerateRequest], n: int, *, headers: tracing.Headers = None
-    ) -> AnyChoices:
+    ) -> Answers:
         """Asks for `n` answers to each of one or several requests, and returns their streams at once. Raises ValueError
         for a name that no model can have."""
 
@@ -160,14 +162,18 @@ class Client:
         Waits a little longer than the request's `timeout_ms` unless told otherwise, as the calls below do. They raise
         ValueError for a name that no model can have."""
         timeout_s = timeout_s or _timeout_s(request.timeout_ms)
-        return await self._ask_once(self._names.embed(model, self._tenant), request, _embeds, timeout_s)
+        request = request if request.id else codec.replace(request, id=secrets.token_urlsafe(16))
+        with self._cancelling(request.id):
+            return await self._ask_once(self._names.embed(model, self._tenant), request, _embeds, timeout_s)
 
     async def rerank(
         self, model: str, request: messages.RerankRequest, timeout_s: float | None = None
     ) -> messages.RerankReply:
         """Returns a request's documents in the order of their relevance. Raises RequestError if there is none."""
         timeout_s = timeout_s or _timeout_s(request.timeout_ms)
-        return await self._ask_once(self._names.rerank(model, self._tenant), request, _reranks, timeout_s)
+        request = request if request.id else codec.replace(request, id=secrets.token_urlsafe(16))
+        with self._cancelling(request.id):
+            return await self._ask_once(self._names.rerank(model, self._tenant), request, _reranks, timeout_s)
 
     async def tokenize(
         self, model: str, request: messages.TokenizeRequest, timeout_s: float | None = None
@@ -182,6 +188,16 @@ class Client:
         """Returns the text of tokens. Raises RequestError if there is none."""
         timeout_s = timeout_s or _timeout_s(request.timeout_ms)
         return await self._ask_once(self._names.detokenize(model, self._tenant), request, _detokenizes, timeout_s)
+
+    @contextlib.contextmanager
+    def _cancelling(self, request_id: str | None) -> Iterator[None]:
+        """Cancels a request whose caller is cancelled."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            with contextlib.suppress(bus.OutboundBufferLimitError, ConnectionError):
+                self._connection.publish(self._names.cancel(request_id or "", self._tenant), b"")
+            raise
 
     async def _ask_once(
         self, subject: str, request: messages.Message, decoder: codec.Decoder[ReplyT], timeout_s: float

@@ -66,6 +66,8 @@ TIMINGS: Schema = {
     "ttft_ms": DURATION,
     "decode_ms": DURATION,
     "total_ms": DURATION,
+    "fetched_tokens": optional(COUNT),
+    "fetch_ms": optional(DURATION),
 }
 ERROR: Schema = {
     "code": field_types.one_of(*ERRORS),
@@ -86,8 +88,14 @@ CANDIDATE: Schema = {
     "prefill_blocks": COUNT,
     "decode_blocks": COUNT,
     "state": NAME,
+    "fetch_blocks": optional(COUNT),
 }
-ROUTING: Schema = {"chosen": NAME, "policy": NAME, "candidates": list_of(map_of(CANDIDATE))}
+ROUTING: Schema = {
+    "chosen": NAME,
+    "policy": NAME,
+    "candidates": list_of(map_of(CANDIDATE)),
+    "fetch_from": optional(TEXT),
+}
 
 LOAD: Schema = {
     "running": COUNT,
@@ -110,6 +118,8 @@ CARD: Schema = {
     "context_length": POSITIVE,
     "kv_block_size": optional(POSITIVE),
     "total_kv_blocks": optional(COUNT),
+    "kv_identity": optional(TEXT),
+    "kv_token_bytes": optional(COUNT),
     "max_num_seqs": POSITIVE,
     "max_num_batched_tokens": POSITIVE,
     "hash_scheme": NAME,
@@ -140,6 +150,13 @@ LIMITS: Schema = {"max_request_bytes": POSITIVE}
 SEAL: Schema = {"epoch": _EPOCH, "seq": COUNT}
 _RUN_OF_BLOCKS = field_types.MAP
 _STARTED: Schema = {"id": NAME, "stream_no": COUNT, "attempt": POSITIVE, "prompt_tokens": COUNT, "router_id": NAME}
+_FETCHED: Schema = {
+    "stream_no": COUNT,
+    "worker_id": NAME,
+    "fetched_tokens": optional(COUNT),
+    "fetched_bytes": optional(COUNT),
+    "fetch_ms": optional(DURATION),
+}
 EVENTS: Schema = {
     "worker_id": NAME,
     "epoch": _EPOCH,
@@ -150,6 +167,7 @@ EVENTS: Schema = {
     "started": optional(list_of(map_of(_STARTED))),
     "stream_nos": optional(field_types.BYTES),
     "token_ids": optional(field_types.BYTES),
+    "fetches": optional(list_of(map_of(_FETCHED))),
     "finished": optional(list_of(NAME)),
     "taken": optional(list_of(NAME)),
     "guardians": optional(field_types.MAP),
@@ -185,6 +203,7 @@ RUN: Schema = {
     "encoding": field_types.one_of("json", "msgpack"),
     "token_ids": field_types.BYTES,
     "params": field_types.MAP,
+    "fetch_from": optional(map_of({"worker_id": NAME, "epoch": _EPOCH})),
     "age_ms": optional(DURATION),
     "remaining_ms": optional(DURATION),
 }

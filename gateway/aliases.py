@@ -1,4 +1,4 @@
-"""Other names for models, each for one model or, by weights, for several; pure."""
+"""Other names for models, each for one model or, by weights, for several, and the name meant by none; pure."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +20,14 @@ class Target(NamedTuple):
 class Aliases:
     """The aliases of a gateway."""
 
-    def __init__(self, settings: Iterable[str] = ()) -> None:
-        """`settings` are `alias=model` or `alias=model:weight,other:weight`. Raises ValueError for anything else."""
+    def __init__(self, settings: Iterable[str] = (), default: str = "") -> None:
+        """`settings` are `alias=model` or `alias=model:weight,other:weight`; `default` is a model or an alias. Raises
+        ValueError for anything else."""
         self._targets: Mapping[str, list[Target]] = dict(_parse(one) for one in settings)
+        if default:
+            _check_name(default, f"default model {default!r}")
+        self.default = default
+        """The name that is meant by requests which name no model; empty if they are refused."""
 
     def __repr__(self) -> str:
         return f"<Aliases {sorted(self._targets)}>"
@@ -60,13 +65,17 @@ def _parse(setting: str) -> tuple[str, list[Target]]:
     alias, _, models = setting.strip().partition("=")
     targets = [_target(one.strip(), setting) for one in models.split(",")]
     for name in (alias, *(target.model for target in targets)):
-        try:
-            subjects.encode_name(name)
-        except ValueError as error:
-            raise ValueError(f"alias {setting!r}: {error}") from error
+        _check_name(name, f"alias {setting!r}")
     if not any(target.weight for target in targets):
         raise ValueError(f"alias {setting!r}: at least one weight must be above 0")
     return alias, targets
+
+
+def _check_name(name: str, setting: str) -> None:
+    try:
+        subjects.encode_name(name)
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from error
 
 
 def _target(text: str, setting: str) -> Target:

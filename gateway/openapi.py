@@ -40,7 +40,9 @@ class Operation(NamedTuple):
     request: type[msgspec.Struct]
     response: type[msgspec.Struct]
     required: tuple[str, ...] = ("model",)
-    """Fields of the body that must be there, and may not be null."""
+    """Fields of the body that must be there, and may not be null, nor empty unless `may_be_empty` names them."""
+    may_be_empty: tuple[str, ...] = ()
+    """Lists."""
     event: type[msgspec.Struct] | None = None
     """The data of the events of a response that is streamed, if it may be."""
     error: type[msgspec.Struct] = schemas.ErrorBody
@@ -62,14 +64,14 @@ OPERATIONS: Mapping[str, Operation] = {
         chat_request.ChatRequest,
         schemas.ChatCompletion,
         ("model", "messages"),
-        schemas.ChatCompletionChunk,
+        event=schemas.ChatCompletionChunk,
     ),
     "/v1/completions": Operation(
         "Completions of plain prompts",
         completions_request.CompletionRequest,
         completions_response.Completion,
         ("model", "prompt"),
-        completions_response.Completion,
+        event=completions_response.Completion,
     ),
     "/v1/responses": Operation(
         "A response, of which nothing is stored",
@@ -102,7 +104,11 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "/tokenize": Operation("The tokens of a prompt", token_calls.TokenizeBody, token_calls.TokenizeResponse),
     "/detokenize": Operation(
-        "The text of tokens", token_calls.DetokenizeBody, token_calls.DetokenizeResponse, ("model", "tokens")
+        "The text of tokens",
+        token_calls.DetokenizeBody,
+        token_calls.DetokenizeResponse,
+        ("model", "tokens"),
+        ("tokens",),
     ),
     "/api/show": Operation(
         "One model, as Ollama tells of it",
@@ -123,8 +129,8 @@ RESOURCES: Mapping[str, Resource] = {
 }
 
 
-def document(version: str) -> Json:
-    """Returns the document."""
+def document(version: str, *, has_default_model: bool = False) -> Json:
+    """Returns the document. With a default model, requests need not name one."""
     every = [*OPERATIONS.values(), *RESOURCES.values()]
     types = {kind for one in every for kind in one if isinstance(kind, type)}
     ordered = sorted(types, key=lambda kind: (kind.__module__, kind.__qualname__))
@@ -132,8 +138,10 @@ def document(version: str) -> Json:
     refs = dict(zip(ordered, found, strict=True))
     paths: Json = {path: {"post": _operation(one, refs)} for path, one in OPERATIONS.items()}
     paths |= {path: {"get": _resource(one, refs)} for path, one in RESOURCES.items()}
-    for one in OPERATIONS.values():
-        _narrow(components[refs[one.request]["$ref"].rpartition("/")[2]], one.required)
+    for path, one in OPERATIONS.items():
+        may_omit = ("model",) if has_default_model and not path.startswith("/api/") else ()
+        required = tuple(name for name in one.required if name not in may_omit)
+        _narrow(components[refs[one.request]["$ref"].rpartition("/")[2]], required, one.may_be_empty)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tokenbus", "version": version},
@@ -173,7 +181,7 @@ def _error(kind: type, refs: Mapping[type, Json]) -> Json:
     return {"description": "An error", "content": {"application/json": {"schema": refs[kind]}}}
 
 
-def _narrow(schema: Json, required: tuple[str, ...]) -> None:
+def _narrow(schema: Json, required: tuple[str, ...], may_be_empty: tuple[str, ...]) -> None:
     """Adds what the types of a body do not say: the fields that must be there, and the ranges of numbers."""
     schema["required"] = list(required)
     properties: Json = schema["properties"]
@@ -182,7 +190,7 @@ def _narrow(schema: Json, required: tuple[str, ...]) -> None:
         del found["default"]
         kinds = [part for kind in found.pop(_ANY_OF) if kind != {"type": "null"} for part in _uniform(kind)]
         for kind in kinds:
-            _forbid_empty(kind)
+            _forbid_empty(kind["items"] if name in may_be_empty else kind)
         properties[name] = found | (kinds[0] if len(kinds) == 1 else {_ANY_OF: kinds})
     for name, allowed in _RANGES.items():
         for kind in properties.get(name, {}).get(_ANY_OF, ()):

@@ -88,7 +88,7 @@ class Routes:
 
     async def openapi(self, request: Request) -> Response:
         """Serves `GET /openapi.json`, which describes all endpoints."""
-        return Response(_openapi(), media_type="application/json")
+        return Response(_openapi(has_default_model=bool(self._services.aliases.default)), media_type="application/json")
 
     async def unready_reason(self) -> str:
         """Returns why requests can't be served, or an empty string if they can."""
@@ -126,9 +126,7 @@ CALLS: dict[str, CallDialect[Any, Any]] = {
     "/v1/embeddings": CallDialect(embeddings.parse, embed, error_bodies.encode, usage_of=embeddings.usage_of),
     "/v1/rerank": CallDialect(rerank.parse, Client.rerank, error_bodies.encode, usage_of=rerank.usage_of),
     "/tokenize": CallDialect(token_calls.parse_tokenize, Client.tokenize, error_bodies.encode),
-    "/detokenize": CallDialect(
-        token_calls.parse_detokenize, Client.detokenize, error_bodies.encode, token_calls.DETOKENIZE_NAMES
-    ),
+    "/detokenize": CallDialect(token_calls.parse_detokenize, Client.detokenize, error_bodies.encode),
     "/v1/messages/count_tokens": CallDialect(
         count_tokens.parse, Client.tokenize, anthropic_errors.encode, status_of=anthropic_errors.status_of
     ),
@@ -172,8 +170,9 @@ def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str])
 
 
 @functools.cache
-def _openapi() -> bytes:
-    return _encoder.encode(openapi.document(importlib.metadata.version("tokenbus")))
+def _openapi(*, has_default_model: bool) -> bytes:
+    version = importlib.metadata.version("tokenbus")
+    return _encoder.encode(openapi.document(version, has_default_model=has_default_model))
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -26,7 +26,7 @@ class GatewaySettings:
     """Prefix of a tenant's reply subjects, with `{tenant}` for its name; if empty, the connection's own prefix."""
     keys: ApiKeys = dataclasses.field(default_factory=lambda: ApiKeys(()))
     aliases: Aliases = dataclasses.field(default_factory=Aliases)
-    """Other names for models."""
+    """Other names for models, and the model for requests that name none."""
     allowed_origins: tuple[str, ...] = ()
     """Origins whose web pages may use the gateway (CORS), or `*` for all."""
     max_requests: int = 1_024

@@ -28,7 +28,7 @@ def play(settings: ReplaySettings, policy: str) -> PolicyResult:
     simulation = Simulation(settings, make_policies()[policy])
     steps = simulation.play(load_requests(settings))
     simulation.check_integrity()
-    return summarize(policy, simulation.outcomes, steps, settings.workers)
+    return summarize(policy, simulation.outcomes, steps, settings.workers, simulation.num_fetched_tokens)
 
 
 def play_all(

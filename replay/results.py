@@ -27,6 +27,8 @@ class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     hit_rate: float
     """The share of all prompt tokens that did not have to be computed."""
+    fetched_rate: float
+    """The share of all prompt tokens whose blocks came from other workers."""
     predicted_rate: float
     """The same share as the router predicted it."""
     ttft_ms: LatencyStats
@@ -46,7 +48,11 @@ class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize(
-    policy: str, outcomes: Sequence[RequestOutcome], steps: Iterable[DecodeSteps], num_workers: int
+    policy: str,
+    outcomes: Sequence[RequestOutcome],
+    steps: Iterable[DecodeSteps],
+    num_workers: int,
+    fetched_tokens: int = 0,
 ) -> PolicyResult:
     """Returns the results of one replay, in which at least one request ended."""
     prompt_tokens = sum(one.request.prompt_tokens for one in outcomes)
@@ -58,6 +64,7 @@ def summarize(
         policy=policy,
         requests=len(outcomes),
         hit_rate=_share(sum(one.cached_tokens for one in outcomes), prompt_tokens),
+        fetched_rate=_share(fetched_tokens, prompt_tokens),
         predicted_rate=_share(sum(one.predicted_tokens for one in outcomes), prompt_tokens),
         ttft_ms=_latency_stats(one.first_at - one.arrived_at for one in outcomes),
         itl_ms=_itl_stats(steps),

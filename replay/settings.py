@@ -30,3 +30,7 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     allows."""
     speeds: tuple[float, ...] = (1.0,)
     """The factors by which the workers, in turn, are faster than the timing model."""
+    kv_token_bytes: int = 0
+    """Bytes of a token's keys and values; with 0 the workers fetch no blocks from each other."""
+    transfer_mb_per_s: float = 60.0
+    """The rate at which a worker sends, and that at which it receives blocks."""

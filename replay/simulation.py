@@ -69,10 +69,12 @@ class _Router:
         scheme = self.fleet.hash_scheme_of(MODEL)
         assert scheme is not None
         hashes = scheme.hashes(request.token_ids(VOCAB_SIZE).tobytes(), request.tenant)
-        key, tokens = request.key(number), request.prompt_tokens + request.output_tokens
+        key, answer_tokens = request.key(number), self.fleet.expected_answer_tokens(MODEL, request.output_tokens)
+        tokens = request.prompt_tokens + answer_tokens
         refused = self.queue.put(QueuedRequest(key, request.tenant, now, tokens, priority=request.priority))
         assert not refused, "the trace is longer than the queue"
-        self.waiting[key] = number, PlacementRequest(key, request.prompt_tokens, hashes)
+        placed = PlacementRequest(key, request.prompt_tokens, hashes, answer_tokens=answer_tokens)
+        self.waiting[key] = number, placed
 
     def place_next(self, now: float) -> tuple[int, Placement] | None:
         """Places the next request of the queue, if there is one and some worker can take it."""
@@ -117,6 +119,10 @@ class Simulation:
         self._advance(_NEVER)
         return [steps for worker in self._workers for steps in worker.steps]
 
+    @property
+    def num_fetched_tokens(self) -> int:
+        return sum(worker.num_fetched_tokens for worker in self._workers)
+
     def check_integrity(self) -> None:
         for worker in self._workers:
             worker.check_integrity()
@@ -126,7 +132,7 @@ class Simulation:
     def _drain_queues(self, until: float) -> None:
         """Goes from step to step until `until`, as long as requests wait in a router."""
         while any(router.waiting for router in self._routers):
-            ends = [worker.step_ends_at for worker in self._workers if worker.step_ends_at is not None]
+            ends = [at for worker in self._workers if (at := worker.next_at) is not None]
             arrivals = [router.pending_events[0][0] for router in self._routers if router.pending_events]
             now = min(min(ends, default=_NEVER) + self._delay_s, min(arrivals, default=_NEVER))
             if now >= until:
@@ -155,9 +161,11 @@ class Simulation:
         while (placed := router.place_next(now)) is not None:
             number, placement = placed
             at = self._numbers[placement.worker.card.worker_id]
-            predicted_tokens = placement.overlap_blocks * self._settings.block_size
+            predicted_tokens = (placement.overlap_blocks + placement.fetch_blocks) * self._settings.block_size
             self._placed[number] = _Placed(at, now, predicted_tokens)
-            self._workers[at].submit(number, self._requests[number], now)
+            holder = placement.fetch_from
+            source = None if holder is None else self._workers[self._numbers[holder.card.worker_id]]
+            self._workers[at].submit(number, self._requests[number], now, source)
 
     def _record(self, progress: RequestProgress) -> None:
         number = progress.number

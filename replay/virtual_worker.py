@@ -1,13 +1,16 @@
 """A worker in virtual time: the real scheduler and block pool, with steps that only take time; pure."""
 
+import heapq
+import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from tokenbus.protocol.wire import block_hash, internal, messages
+from tokenbus.protocol.wire import block_hash, codec, internal, messages
 from tokenbus.replay.fast_forward import FastForwardScheduler
 from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.traces import TracedRequest
+from tokenbus.replay.virtual_transfers import Prefix, Transfer, TransferLink
 from tokenbus.worker import contract
 from tokenbus.worker.broker.published_blocks import to_runs
 from tokenbus.worker.engine.kv.pool import BlockPool
@@ -66,10 +69,18 @@ class VirtualWorker:
         self._plan: StepPlan | None = None
         self._step_began_at = 0.0
         self._seq = 0
+        self._link = TransferLink(pool, settings)
         self._keys: dict[int, str] = {}
+        self._timers: list[tuple[float, int, Callable[[float], None]]] = []
+        """A heap of the ends of transfers; those of the same time go by number."""
+        self._timer_numbers = itertools.count()
+        self._fetching: dict[int, int] = {}
+        """Prompt tokens of the sequences that wait for blocks, by number."""
         self._last_token_at: dict[int, float] = {}
         self.step_ends_at: float | None = None
         """When the step in progress ends; None while the worker is idle."""
+        self.num_fetched_tokens = 0
+        """Tokens whose blocks came from other workers."""
         self.events: list[tuple[float, internal.Events]] = []
         """The new entries of its event log with their times."""
         self.progress: list[RequestProgress] = []
@@ -78,6 +89,11 @@ class VirtualWorker:
 
     def __repr__(self) -> str:
         return f"<VirtualWorker {self.worker_id} {self._scheduler!r}>"
+
+    @property
+    def next_at(self) -> float | None:
+        """When it does something next; None while it is idle."""
+        return min((at for at in (self.step_ends_at, self._timer_at) if at is not None), default=None)
 
     def card(self) -> messages.Card:
         settings = self._settings
@@ -99,10 +115,13 @@ class VirtualWorker:
             versions={},
             kv_block_size=settings.block_size,
             total_kv_blocks=settings.kv_blocks,
+            kv_identity=FINGERPRINT if settings.kv_token_bytes else "",
+            kv_token_bytes=settings.kv_token_bytes,
         )
 
-    def submit(self, number: int, request: TracedRequest, now: float) -> None:
-        """Accepts a request of the trace, and starts a step at once if it was idle."""
+    def submit(self, number: int, request: TracedRequest, now: float, source: "VirtualWorker | None" = None) -> None:
+        """Accepts a request of the trace, and fetches blocks from `source` first. Starts a step at once if it was idle
+        and has nothing to wait for."""
         sequence = Sequence(
             number,
             request.token_ids(VOCAB_SIZE),
@@ -112,23 +131,67 @@ class VirtualWorker:
             priority=request.priority,
             arrived_at=now,
         )
-        self._scheduler.add(sequence)
         key = self._keys[number] = request.key(number)
         started = internal.Started(id=key, stream_no=number, attempt=1, prompt_tokens=request.prompt_tokens)
-        self._publish(now, started=[started])
+        transfer = None if source is None else self._begin_fetch(source, sequence, now)
+        fetches = []
+        if transfer is None:
+            self._scheduler.add(sequence)
+            if source is not None:
+                fetches.append(internal.Fetched(stream_no=number, worker_id=source.worker_id))
+        self._publish(now, started=[started], fetches=fetches)
         if self._plan is None:
             self._start_step(now)
 
     def advance(self, now: float, coalesce_until: float) -> None:
         """Takes all steps that end by `now`. Steps that end by `coalesce_until` are taken several at a time where they
         are alike, with one event at the end of them."""
-        while self.step_ends_at is not None and self.step_ends_at <= now:
-            ended_at = self.step_ends_at
-            self._finish_step(ended_at)
-            self._start_step(self._skip_steps(ended_at, coalesce_until))
+        while (at := self.next_at) is not None and at <= now:
+            if at == self._timer_at:
+                _, _, act = heapq.heappop(self._timers)
+                act(at)
+                continue
+            self._finish_step(at)
+            until = coalesce_until if self._timer_at is None else min(coalesce_until, self._timer_at)
+            self._start_step(self._skip_steps(at, until))
 
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()
+
+    @property
+    def _timer_at(self) -> float | None:
+        return self._timers[0][0] if self._timers else None
+
+    def _begin_fetch(self, source: "VirtualWorker", sequence: Sequence, now: float) -> Transfer | None:
+        assert sequence.domain is not None
+        prefix = Prefix(sequence.domain, sequence.token_ids)
+        compute_s = self._timing.step_ms(self._link.num_missing(prefix), 0, 0.0) / 1e3 / self._speed
+        transfer = self._link.begin(source._link, prefix, compute_s, now)
+        if transfer is not None:
+            self._fetching[sequence.seq_no] = sequence.num_prompt
+            source._call_at(transfer.ends_at, lambda at: source._link.finish_sending())
+            self._call_at(transfer.ends_at, lambda at: self._end_fetch(source, sequence, transfer, at))
+        return transfer
+
+    def _end_fetch(self, source: "VirtualWorker", sequence: Sequence, transfer: Transfer, now: float) -> None:
+        del self._fetching[sequence.seq_no]
+        self._link.finish_receiving(transfer)
+        tokens = transfer.end - transfer.start
+        self.num_fetched_tokens += tokens
+        fetched = internal.Fetched(
+            stream_no=sequence.seq_no,
+            worker_id=source.worker_id,
+            fetched_tokens=tokens,
+            fetched_bytes=tokens * self._settings.kv_token_bytes,
+            fetch_ms=(now - transfer.began_at) * 1e3,
+        )
+        self._scheduler.add(sequence)
+        self._publish(now, fetches=[fetched])
+        if self._plan is None:
+            self._start_step(now)
+
+    def _call_at(self, at: float, act: Callable[[float], None]) -> None:
+        heapq.heappush(self._timers, (at, next(self._timer_numbers), act))
 
     def _start_step(self, now: float) -> None:
         if not self._scheduler.has_work:
@@ -196,19 +259,31 @@ class VirtualWorker:
         return at
 
     def _publish(
-        self, now: float, started: list[internal.Started] | None = None, finished: list[str] | None = None
+        self,
+        now: float,
+        started: list[internal.Started] | None = None,
+        finished: list[str] | None = None,
+        fetches: list[internal.Fetched] | None = None,
     ) -> None:
+        load = self._scheduler.load()
+        if self._fetching:
+            load = codec.replace(
+                load,
+                waiting=load.waiting + len(self._fetching),
+                queued_prefill_tokens=load.queued_prefill_tokens + sum(self._fetching.values()),
+            )
         removed, stored = self._scheduler.take_kv_events()
         entry = internal.Events(
             worker_id=self.worker_id,
             epoch=_EPOCH,
             seq=self._seq,
-            load=self._scheduler.load(),
+            load=load,
             state=messages.WorkerState.READY,
             removed=removed,
             stored=list(to_runs((new.parent, new.hash) for new in stored)),
             started=started or [],
             finished=finished or [],
+            fetches=fetches or [],
         )
         self._seq += 1
         self.events.append((now, entry))

@@ -47,6 +47,15 @@ class RouterMetrics(MetricFamilies):
             ("model",),
             models,
         )
+        self.fetch_tokens = Counter(
+            f"{_P}_predicted_fetch_tokens",
+            "Prompt tokens of placements that the chosen worker was told to fetch from another one.",
+            ("model",),
+            models,
+        )
+        self.transfer_rate = Gauge(
+            f"{_P}_transfer_megabytes_per_second", "How fast KV blocks move between workers.", ("model",), models
+        )
         self.phases = Histogram(f"{_P}_phase_seconds", "Time spent in each phase.", ("phase",), MICROSECOND_BUCKETS)
         self.queue_wait = Histogram(
             f"{_P}_queue_wait_seconds", "Time that requests waited for capacity.", ("model",), REQUEST_BUCKETS, models
@@ -92,7 +101,14 @@ class RouterMetrics(MetricFamilies):
         """Gives each served model a label, and keeps those of `seen` models while there is room."""
         self._models.evict_stale(served)
         for model in (*served, *(model for model in seen if model in self._models)):
-            for counted in (self.received, self.prompt_tokens, self.overlap_tokens, self.lost_workers, self.queue_wait):
+            for counted in (
+                self.received,
+                self.prompt_tokens,
+                self.overlap_tokens,
+                self.fetch_tokens,
+                self.lost_workers,
+                self.queue_wait,
+            ):
                 counted.labels(model)
             self.queue_depth.labels(model)
             self.workers.labels(model, messages.WorkerState.READY)

@@ -4,6 +4,7 @@ import time
 
 from msgspec import UNSET
 
+from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.wire import codec, limits, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
@@ -36,15 +37,15 @@ class ModelCatalog:
             return address, None
         return address._replace(model=base), adapter
 
-    def reply(self, encoding: codec.Encoding, max_bytes: int, tenant: str) -> bytes:
+    def reply(self, encoding: codec.Encoding, max_bytes: int, parts: PartsReceiver, tenant: str) -> bytes:
         """Returns an encoded reply for a tenant, without its workers if it would exceed `max_bytes` with them: the
-        largest message of the broker."""
-        payload = codec.encode(self._reply(max_bytes, tenant, with_workers=True), encoding)
+        largest message of the broker. `parts` receives clients' large requests."""
+        payload = codec.encode(self._reply(max_bytes, parts, tenant, with_workers=True), encoding)
         if len(payload) <= max_bytes:
             return payload
-        return codec.encode(self._reply(max_bytes, tenant, with_workers=False), encoding)
+        return codec.encode(self._reply(max_bytes, parts, tenant, with_workers=False), encoding)
 
-    def _reply(self, max_bytes: int, tenant: str, *, with_workers: bool) -> messages.ModelsReply:
+    def _reply(self, max_bytes: int, parts: PartsReceiver, tenant: str, *, with_workers: bool) -> messages.ModelsReply:
         most = self._max_request_bytes
         server = messages.ServerLimits(
             max_request_bytes=min(most, max_bytes - limits.MESSAGE_RESERVE_BYTES), max_upload_bytes=most
@@ -65,6 +66,7 @@ class ModelCatalog:
         if not with_workers:
             return messages.ModelsReply(models=served, limits=server, truncated=True, unserved=unserved)
         view = self._fleet.router_view(self._router_id, len(self._queue), now)
+        view = codec.replace(view, uploads=parts.num_uploads, upload_bytes=parts.held_bytes)
         return messages.ModelsReply(models=served, limits=server, router=view, unserved=unserved)
 
     def _card(self, worker: Worker, tenant: str) -> messages.Card:

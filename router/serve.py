@@ -43,7 +43,7 @@ from tokenbus.router.settings import RouterSettings
 from tokenbus.router.watch import FleetWatch
 
 _INDEX_BYTES_PER_BLOCK = 87
-"""Memory of the prefix index, measured with a million blocks (bench.index_memory)."""
+"""Memory of the prefix index, measured with a million blocks (bench.router.index_memory)."""
 
 
 class Router:
@@ -69,7 +69,7 @@ class Router:
         self._telemetry = RequestTelemetry(self.metrics, tracer, settings.request_log)
         terminals = TerminalPublisher(bus, self._replies, router_id, self.metrics)
         self._parts = InternalParts(bus, names, router_id, settings.max_upload_bytes)
-        workers = WorkerClient(names, self._parts)
+        workers = WorkerClient(bus, names, self._parts)
         tokenizers = TokenizerCache(bus, names, self.fleet)
         prompts = PromptTokenizer(self.fleet, tokenizers, workers, self._telemetry)
         attempts = Attempts(bus, names, workers, self.fleet, self.flights, router_id)
@@ -150,7 +150,14 @@ class Router:
         gauges.in_flight.set(len(self.flights))
         gauges.upload_bytes.set(self._intake.parts.held_bytes + self._parts.receiver.held_bytes)
         gauges.queue_limit.set(self._queue.max_requests)
-        for family in (gauges.queue_depth, gauges.workers, gauges.event_logs, gauges.index_blocks, gauges.index_bytes):
+        for family in (
+            gauges.queue_depth,
+            gauges.workers,
+            gauges.event_logs,
+            gauges.index_blocks,
+            gauges.index_bytes,
+            gauges.transfer_rate,
+        ):
             family.clear()
         gauges.show_models({model for model, _ in self.fleet.models()}, self.fleet.known_models())
         for model, depth in self._queue.depths().items():
@@ -159,6 +166,7 @@ class Router:
             blocks = self.fleet.num_blocks(model)
             gauges.index_blocks.labels(model).inc(blocks)
             gauges.index_bytes.labels(model).inc(blocks * _INDEX_BYTES_PER_BLOCK)
+            gauges.transfer_rate.labels(model).set(self.fleet.transfer_mb_per_s(model))
             for worker in workers:
                 gauges.workers.labels(model, "silent" if worker.lease_expired else worker.state).inc()
                 gauges.event_logs.labels(model, worker.event_state).inc()

@@ -10,8 +10,7 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
 4. No output's text splits a character, holds a stop string, or what could still become one.
 5. `abort` ends a request with `cancelled` at once, and its lane and memory are free within a step. Aborting a request
    that is unknown or has ended does nothing.
-6. Equal requests with equal seeds give equal outputs when they run alone; requests that run together do not affect
-   each other.
+6. Equal requests with equal seeds give equal outputs alone; those that run together do not affect each other.
 7. An engine can hold as many requests and tokens at the same time as its `EngineConfig` advertises.
 8. After the last terminal nothing is held: `load()` shows zero running and waiting requests and used blocks. Later
    requests of the same tenant and salt can use what is cached: `usage.cached_tokens` counts the prompt tokens that were
@@ -31,10 +30,8 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
     resumed, and when another engine goes on with it. Once the constraint is compiled, an output without tokens says so
     (`is_constraint_ready`). One that can't be compiled ends with `invalid_request`, which names its `param`, and with
     no output before. Where only an end token may follow, `min_tokens` gives way.
-
 14. An engine with the feature `rerank` returns one score for each document of `rerank`, in their order, whatever runs
     beside it. A document's score does not depend on the others. An engine without the feature refuses.
-
 15. An engine with the feature `lora` loads LoRA adapters while streams go on. A request is computed with its `adapters`
     and no others, whatever runs beside it, and shares cached blocks only with requests that have the same. An adapter
     that is unloaded while requests use it stays until the last of them has ended. A file that is no adapter of the
@@ -170,6 +167,31 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The way in which the answer is parsed; None: all of it is text."""
     constraint: Constraint | None = None
     """The grammar of the output, which may be any text if this is None."""
+    is_held: bool = False
+    """Whether it is computed only after `release`. An engine that takes over a dead one's requests holds none back."""
+
+
+class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
+    """A run of tokens whose blocks may be cached, in the cache that requests of one tenant, salt and adapters share."""
+
+    tenant: str
+    """In the form of a subject token."""
+    cache_salt: str
+    adapters: tuple[Adapter, ...]
+    """Sorted; they need not be loaded."""
+    token_ids: bytes
+    """Unsigned 32-bit little-endian integers."""
+
+
+class KvBlockFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of a saved KV block: whatever in it is not the numbers of keys and values, which can be any."""
+
+    num_bytes: int
+    """The size of a block."""
+    fixed: tuple[tuple[int, bytes], ...] = ()
+    """Bytes that are the same in every block, each with its offset."""
+    positions: tuple[int, ...] = ()
+    """The offsets of the tokens' positions: 32-bit little-endian integers, one for each token, in any order."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,6 +278,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks of the device's KV memory."""
     host_kv_blocks: int = 0
     """The number of blocks of which host memory can hold a copy besides."""
+    writes_through: bool = False
+    """Whether blocks are copied to host memory as soon as they are complete."""
+    idle_blocks_cost: bool = True
+    """Whether blocks that no sequence uses slow the steps of others down while they are on the device."""
     prefix_cache: bool
     vocab_size: int
     features: tuple[str, ...]
@@ -273,6 +299,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The model's own end tokens."""
     chat_format: ChatFormat | None = None
     """The way the model writes reasoning and tool calls; None where that is not known."""
+    kv_identity: str = ""
+    """Equal for engines that can read each other's KV blocks; empty if this one exchanges none."""
+    kv_format: KvBlockFormat | None = None
+    """The form of its blocks, if it exchanges any."""
 
 
 class EngineStartError(RuntimeError):
@@ -283,9 +313,8 @@ class Engine(Protocol):
     """Generates tokens; the guarantees are this module's docstring."""
 
     on_kv_events: Callable[[list[int], list[tuple[int, int]]], None]
-    """Called with the hashes of cached blocks that are gone, and the new ones, parents first, each behind the hash of
-    the block before it. The call precedes the outputs of the step in which this happened. It does nothing by
-    default."""
+    """Called with the hashes of cached blocks that are gone, and of the new ones, parents first, each behind that of
+    the block before it; the outputs of that step come later. By default it does nothing."""
 
     @property
     def token_bytes(self) -> Sequence[bytes]:
@@ -304,12 +333,33 @@ class Engine(Protocol):
         """Ends a request with `cancelled`."""
         ...
 
+    def release(self, key: str) -> None:
+        """Has a request computed that was held back; does nothing for any other."""
+        ...
+
+    async def export_blocks(self, prefix: CachedPrefix, first: int, max_blocks: int) -> tuple[int, list[bytes]]:
+        """Returns how many blocks of a prefix are cached, from its beginning on without a gap, and the contents of up
+        to `max_blocks` of them from block `first` on. Raises RequestError."""
+        ...
+
+    def put_blocks(self, prefix: CachedPrefix, first: int, blocks: list[bytes]) -> None:
+        """Caches blocks of another engine with the same identity, from block `first` of a prefix on, for requests that
+        follow. Blocks behind one that is not cached, and those for which there is no room, are dropped."""
+        ...
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """The speed at which it has lately computed prompts; None if it has not computed any."""
+        ...
+
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
         """Returns the token ids of a text or conversation. Raises RequestError."""
         ...
 
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
-        """Returns the embeddings of all inputs. Raises RequestError."""
+        """Returns the embeddings of all inputs. Raises RequestError.
+
+        If the caller is cancelled, the inputs that are not yet computed never are. The same holds for `rerank`."""
         ...
 
     async def rerank(self, request: internal.Rerank) -> internal.RerankResult:

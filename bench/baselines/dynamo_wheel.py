@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from bench.cached_blocks import BLOCK, Conversation
+from bench.router.cached_blocks import BLOCK, Conversation
 
 MODEL = "m"
 _WAIT_S = 60.0

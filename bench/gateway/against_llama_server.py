@@ -7,7 +7,6 @@ Same file, same bodies, equal threads, in interleaved pairs. Two kinds of rounds
 each client, where the number is tokens per second of all; and prompts with one prefix of about --prefix tokens, new in
 each round, where it is the median time to the first token. Without --model, a random 0.5B model is made."""
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -15,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import system
+from bench import flags, system
 from bench.baselines import llama_server
 from bench.gateway import sse
 from bench.models import benchmark_model
@@ -88,12 +87,8 @@ async def measure(model: Path, pairs: int, threads: int, tokens: int, prefix: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, pairs=7, threads=1, tokens=48, prefix=1_000)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--prefix", type=int, default=1_000)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.pairs, options.threads, options.tokens, options.prefix))

@@ -8,7 +8,6 @@ each turn. A third of the prompt is there from the beginning. Reported is the sh
 its answer) that the next turn finds cached: from the numbers that each server reports, with the demo model's shape and
 random weights, both with room for the whole session."""
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -19,7 +18,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import system
+from bench import flags, system
 from bench.baselines import llama_server
 from bench.gateway import sse
 from bench.models import random_model
@@ -175,11 +174,7 @@ async def measure(turns: int, tokens: int, workers: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--tokens", type=int, default=30_000)
-    parser.add_argument("--workers", type=int, default=2)
-    options = parser.parse_args()
+    options = flags.parser(__doc__, turns=30, tokens=30_000, workers=2).parse_args()
     asyncio.run(measure(options.turns, options.tokens, options.workers))
 
 

@@ -6,13 +6,12 @@ The demo model answers the same requests over NATS, to the client library in thi
 interleaved pairs: one at a time for the first token, then --streams at once for the CPU time of the gateway's process,
 compared with that of this process while it reads from NATS."""
 
-import argparse
 import asyncio
 import statistics
 import time
 from typing import Any
 
-from bench import system
+from bench import flags, system
 from bench.gateway import sse
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
@@ -96,11 +95,7 @@ async def measure(pairs: int, rounds: int, streams: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=101)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--streams", type=int, default=8)
-    options = parser.parse_args()
+    options = flags.parser(__doc__, pairs=101, rounds=9, streams=8).parse_args()
     asyncio.run(measure(options.pairs, options.rounds, options.streams))
 
 

@@ -23,7 +23,7 @@ def filled_pool(total_blocks: int, lanes: int) -> BlockPool:
     length = total_blocks // lanes * _BLOCK_TOKENS
     for number in range(lanes):
         token_ids = array("I", [number] * length)
-        allocation = pool.allocate(Domain(), length)
+        allocation = pool.allocate(Domain())
         allocation.allocate_blocks(length)
         allocation.cache_blocks(token_ids, length)
         pool.free(allocation, token_ids, length)

@@ -5,11 +5,10 @@ Run: .venv/bin/python -m bench.serving.conversation [--turns 10] [--others 20]
 The demo model runs in one worker. The result is an exact count that depends on no clock: the tokens the engine computed
 for the conversation's prompts, relative to those that were new in them."""
 
-import argparse
 import asyncio
 import random
 
-from bench import system
+from bench import flags, system
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
@@ -52,10 +51,7 @@ async def measure(num_turns: int, num_others: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--others", type=int, default=20)
-    options = parser.parse_args()
+    options = flags.parser(__doc__, turns=10, others=20).parse_args()
     asyncio.run(measure(options.turns, options.others))
 
 

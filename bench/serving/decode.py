@@ -5,7 +5,6 @@ Run: .venv/bin/python -m bench.serving.decode [--model FILE.gguf] [--streams 1] 
 Both decode the same number of tokens on the same model with the same threads, in interleaved pairs. The time runs from
 the first token of all streams to the last. Without --model, a 0.5B model in Q8_0 with random weights is made."""
 
-import argparse
 import asyncio
 import statistics
 import time
@@ -13,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from bench import system
+from bench import flags, system
 from bench.baselines import bare_llama
 from bench.baselines.child import Child
 from bench.models import benchmark_model
-from bench.paired import Ratio
+from bench.paired import quartiles
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
 
@@ -54,10 +53,6 @@ async def through_the_system(client: Client, engine_pid: int, streams: int, toke
     return Timing(time.perf_counter() - max(times), system.cpu_seconds(engine_pid) - max(cpu))
 
 
-def ratio_of(shares: list[float]) -> Ratio:
-    return Ratio(*statistics.quantiles(shares, n=4))
-
-
 async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: int) -> None:
     bare = Child("bench.baselines.bare_llama", model, threads, CONTEXT)
     settings = ("--threads", str(threads), "--kv-tokens", str(CONTEXT), "--max-num-seqs", "64")
@@ -79,17 +74,13 @@ async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: i
     print(f"{model.name}, {streams} streams of {tokens} tokens, {threads} threads, {pairs} interleaved pairs")
     print(f"  llama_cpp alone     {decoded / alone_s:8.1f} tokens/s")
     print(f"  the whole system    {decoded / system_s:8.1f} tokens/s")
-    print(f"  speed, system / alone        {ratio_of([a.wall_s / w.wall_s for a, w in seen])}")
-    print(f"  engine CPU, alone / system   {ratio_of([a.cpu_s / w.cpu_s for a, w in seen])}")
+    print(f"  speed, system / alone        {quartiles([a.wall_s / w.wall_s for a, w in seen])}")
+    print(f"  engine CPU, alone / system   {quartiles([a.cpu_s / w.cpu_s for a, w in seen])}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, streams=1, tokens=48, threads=1, pairs=7)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--streams", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=7)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.streams, options.tokens, options.threads, options.pairs))

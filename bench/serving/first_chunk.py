@@ -5,12 +5,11 @@ Run: .venv/bin/python -m bench.serving.first_chunk [--pairs 101]
 It sends prompts of 16 tokens to the demo model, one at a time, in interleaved pairs: directly to an engine through an
 `EngineClient` in this process, and through a whole system on this machine."""
 
-import argparse
 import asyncio
 import statistics
 import time
 
-from bench import system
+from bench import flags, system
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
@@ -75,9 +74,8 @@ async def measure(pairs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=101)
-    asyncio.run(measure(parser.parse_args().pairs))
+    options = flags.parser(__doc__, pairs=101).parse_args()
+    asyncio.run(measure(options.pairs))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ Run: .venv/bin/python -m bench.serving.frontend_cpu [--streams 64] [--rounds 7]
 The demo model runs with full batches. The result is the frontend process's CPU time, as the kernel counts it, divided
 by the tokens it published, and the same for the client in this process."""
 
-import argparse
 import asyncio
 import statistics
 import time
 
-from bench import system
+from bench import flags, system
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
@@ -46,10 +45,7 @@ async def measure(streams: int, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    options = flags.parser(__doc__, streams=64, rounds=7).parse_args()
     asyncio.run(measure(options.streams, options.rounds))
 
 

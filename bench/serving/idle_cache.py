@@ -5,16 +5,15 @@ Run: .venv/bin/python -m bench.serving.idle_cache [--model FILE.gguf] [--streams
 Two workers take turns: one caches nothing (--max-cached-blocks 0, no host memory), the other has computed prompts of
 500 tokens until its KV cache is full."""
 
-import argparse
 import asyncio
 import itertools
 import statistics
 from pathlib import Path
 
-from bench import streams, system
+from bench import flags, streams, system
 from bench.models import benchmark_model
-from bench.serving.decode import ratio_of
-from bench.serving.decode_server import of_streams
+from bench.paired import quartiles
+from bench.servers.decode_server import of_streams
 from tokenbus.client import Client
 
 _PROMPT_TOKENS = 500
@@ -49,19 +48,15 @@ async def measure(model: Path, count: int, tokens: int, pairs: int, kv_tokens: i
     print(f"{model.name}, {count} streams of {tokens} tokens, {kv_tokens} tokens of KV memory, {pairs} pairs")
     print(f"  empty cache   {statistics.median(empty for empty, _ in seen):6.1f} tokens/s")
     print(f"  full cache    {statistics.median(full for _, full in seen):6.1f} tokens/s")
-    print(f"  speed, full / empty   {ratio_of([full / empty for empty, full in seen])}")
+    print(f"  speed, full / empty   {quartiles([full / empty for empty, full in seen])}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, streams=4, tokens=48, pairs=7, kv_tokens=8_192)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--kv-tokens", type=int, default=8_192)
-    options, flags = parser.parse_known_args()
+    options, worker_flags = parser.parse_known_args()
     with benchmark_model.model(options.model) as model:
-        asyncio.run(measure(model, options.streams, options.tokens, options.pairs, options.kv_tokens, flags))
+        asyncio.run(measure(model, options.streams, options.tokens, options.pairs, options.kv_tokens, worker_flags))
 
 
 if __name__ == "__main__":

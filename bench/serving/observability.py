@@ -8,7 +8,6 @@ with counting and logging removed (`unwatched/`). The results are throughput and
 engine per token, as the kernel counts it. The demo model makes a token in microseconds, so its frontend is as busy as
 one can be; with a larger model the same costs are a smaller share."""
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -19,7 +18,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import system
+from bench import flags, system
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
@@ -109,10 +108,7 @@ async def measure(streams: int, pairs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=9)
-    options = parser.parse_args()
+    options = flags.parser(__doc__, streams=64, pairs=9).parse_args()
     asyncio.run(measure(options.streams, options.pairs))
 
 

@@ -24,10 +24,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import streams, system
+from bench import flags, streams, system
 from bench.baselines.child import Ask, Child, Timing
 from bench.models import benchmark_model
-from bench.serving.decode import ratio_of
+from bench.paired import quartiles
 from tokenbus.client import Client
 
 CONTEXT = 1_024
@@ -165,10 +165,10 @@ def show(theirs: str, ours: str, seen: list[Pair], sizes: Sizes, aim: str) -> No
     for name, column in ((theirs, [pair.theirs for pair in seen]), (ours, [pair.ours for pair in seen])):
         prompt, decode, whole, cpu_ms = (statistics.median(values) for values in zip(*column, strict=True))
         print(f"  {name:<36} {prompt:8.1f} {decode:8.1f} {whole:8.1f} {cpu_ms:14.1f}")
-    print(f"  decode, ours / theirs       {ratio_of([pair.ours.decode / pair.theirs.decode for pair in seen])}{aim}")
-    print(f"  prompt, ours / theirs       {ratio_of([pair.ours.prompt / pair.theirs.prompt for pair in seen])}")
-    print(f"  whole, ours / theirs        {ratio_of([pair.ours.whole / pair.theirs.whole for pair in seen])}")
-    print(f"  CPU, theirs / ours          {ratio_of([pair.theirs.cpu_ms / pair.ours.cpu_ms for pair in seen])}")
+    print(f"  decode, ours / theirs       {quartiles([pair.ours.decode / pair.theirs.decode for pair in seen])}{aim}")
+    print(f"  prompt, ours / theirs       {quartiles([pair.ours.prompt / pair.theirs.prompt for pair in seen])}")
+    print(f"  whole, ours / theirs        {quartiles([pair.ours.whole / pair.theirs.whole for pair in seen])}")
+    print(f"  CPU, theirs / ours          {quartiles([pair.theirs.cpu_ms / pair.ours.cpu_ms for pair in seen])}")
 
 
 @contextlib.asynccontextmanager
@@ -202,16 +202,11 @@ async def measure(options: argparse.Namespace, model: Path, gguf: Path | None) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, prompt=64, tokens=64, pairs=9, threads=1, seed=0)
     parser.add_argument("question", choices=_AIMS)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--gguf", type=Path)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--starts", type=int, default=3, help="of both ways, which share the pairs")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(benchmark_model.onnx_model(options.model))

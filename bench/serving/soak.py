@@ -6,14 +6,13 @@ One worker serves the demo model with 8 running and 8 waiting sequences. Four ti
 as soon as they have their answer. The run fails if a request does not end in exactly one terminal, if it is refused
 with anything but `overloaded` or `deadline_exceeded`, if memory grows, or if something is left over at the end."""
 
-import argparse
 import asyncio
 import collections
 import random
 import time
 from pathlib import Path
 
-from bench import system
+from bench import flags, system
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
@@ -72,8 +71,8 @@ async def measure(minutes: float, over: int) -> None:
         str(_SEQUENCES),
         "--max-waiting",
         str(_WAITING),
-        "--kv-overcommit",
-        "2",
+        "--expected-tokens",
+        "64",
         "--host-cache-mib",
         str(_HOST_CACHE_MIB),
     )
@@ -117,9 +116,8 @@ def _resident_mib(pid: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, over=4)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--over", type=int, default=4)
     options = parser.parse_args()
     asyncio.run(measure(options.minutes, options.over))
 

@@ -7,16 +7,15 @@ Three kinds of requests take turns: free ones, one long string of a schema, wher
 mask, and a schema whose keys are most of the text, which are forced. The time runs from the second step of all streams,
 when the keys before the first value are computed, to the last. Without --model, a random 0.5B model in Q8_0 is made."""
 
-import argparse
 import asyncio
 import statistics
 import time
 from pathlib import Path
 
-from bench import system
+from bench import flags, system
 from bench.baselines import bare_llama
 from bench.models import benchmark_model
-from bench.paired import Ratio
+from bench.paired import quartiles
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
 
@@ -71,10 +70,6 @@ async def tokens_per_s(client: Client, schema: dict[str, object] | None, streams
     return sum(decoded) / (time.perf_counter() - max(starts))
 
 
-def ratio_of(shares: list[float]) -> Ratio:
-    return Ratio(*statistics.quantiles(shares, n=4))
-
-
 async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: int) -> None:
     settings = ("--threads", str(threads), "--kv-tokens", str(CONTEXT), "--max-num-seqs", "64")
     seen: dict[str, list[float]] = {name: [] for name in KINDS}
@@ -87,16 +82,13 @@ async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: i
     print(f"{model.name}, {streams} streams of {tokens} tokens, {threads} threads, {pairs} interleaved rounds")
     for name, speeds in seen.items():
         shares = [speed / free for speed, free in zip(speeds, seen["free"], strict=True)]
-        print(f"  {name:14s} {statistics.median(speeds):8.1f} tokens/s, compared with free: {ratio_of(shares)}")
+        print(f"  {name:14s} {statistics.median(speeds):8.1f} tokens/s, compared with free: {quartiles(shares)}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, streams=1, threads=1, pairs=9)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128, help="above 70: each of the first steps may bring 33")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=9)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.streams, options.tokens, options.threads, options.pairs))

@@ -1,1 +1,1 @@
-"""How many recorded model outputs the parser reads right: the public suite `canitoolcall`."""
+"""Counts the recorded model outputs of the public suite `canitoolcall` that the parser reads right."""

@@ -1,4 +1,4 @@
-"""Runs the suite's own checks on what the parser reads."""
+"""Scores what the parser reads by the suite's own checks."""
 
 from __future__ import annotations
 

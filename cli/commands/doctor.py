@@ -124,7 +124,7 @@ def check_model(model: str) -> Finding:
         return Finding("note", f"{model} is on the Hugging Face Hub: a worker will download it")
     try:
         found = registry.find(model, lambda _: None)
-        if registry.engine_of(model) == "gguf":
+        if found.weights.suffix == ".gguf":
             with found.weights.open("rb") as file:
                 if file.read(4) != b"GGUF":
                     raise ModelError(f"{found.weights}: is not a GGUF file; download it again")

@@ -6,7 +6,6 @@ from tokenbus.cli import arguments, config, connection_flags, serve
 from tokenbus.gateway import keys
 from tokenbus.gateway.aliases import Aliases
 from tokenbus.gateway.settings import GatewaySettings
-from tokenbus.protocol.telemetry import status
 
 _DEFAULTS = GatewaySettings()
 
@@ -38,6 +37,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=MODEL",
         help="another name for a model, or by weights for several: NAME=MODEL:9,OTHER:1; may be repeated",
+    )
+    parser.add_argument(
+        "--default-model",
+        metavar="NAME",
+        default=_DEFAULTS.aliases.default,
+        help="model or alias for requests that name no model; without it they are refused",
     )
     parser.add_argument(
         "--allowed-origin",
@@ -117,13 +122,13 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         tenant=options.tenant,
         tenant_inbox=options.tenant_inbox,
         keys=keys.ApiKeys(config.api_keys() + options.api_key, anonymous_tenant=options.tenant),
-        aliases=Aliases(options.alias),
+        aliases=Aliases(options.alias, options.default_model),
         allowed_origins=tuple(options.allowed_origin),
         max_requests=options.max_requests,
         max_connections_per_address=options.max_connections_per_address,
         max_body_bytes=options.max_body_bytes,
         write_deadline_s=options.write_deadline_s,
-        status_page=status.Settings(options.metrics_host, options.metrics_port),
+        status_page=serve.status_settings(options),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         grace_s=options.grace_s,
     )

@@ -52,6 +52,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--max-num-seqs", type=int, default=_DEFAULTS.max_num_seqs, help="sequences per worker (%(default)s)")
     flag("--max-num-batched-tokens", type=int, default=_DEFAULTS.max_num_batched_tokens, help="per step (%(default)s)")
     flag("--step-target-ms", type=float, default=0.0, help="limit prompts in a step by time; 0: by tokens only")
+    flag("--kv-token-bytes", type=int, default=0, help="KV bytes per token; 0: workers fetch nothing from each other")
+    flag("--transfer-mb-per-s", type=float, default=_DEFAULTS.transfer_mb_per_s, help="speed of fetching (%(default)s)")
     flag("--jobs", type=int, default=os.cpu_count() or 1, help="policies to replay at the same time (%(default)s)")
     flag("--live", action="store_true", help="use simulated workers behind a real router and broker, in real time")
     flag("--sim-speedup", type=float, default=1.0, help="with --live: speed-up over real time (%(default)s)")
@@ -132,14 +134,19 @@ def _settings_of(options: argparse.Namespace) -> ReplaySettings:
         "temperature": (0, 100),
         "max_num_seqs": (1, 4_096),
         "step_target_ms": (0, 60_000),
+        "kv_token_bytes": (0, 1 << 30),
+        "transfer_mb_per_s": (0.001, 1e6),
         "jobs": (1, 1_024),
         "sim_speedup": (0.01, 1_000),
     }
     for name, (low, high) in ranges.items():
         if not low <= getattr(options, name) <= high:
             raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {getattr(options, name)}")
-    if options.live and (options.routers > 1 or options.speeds != "1"):
-        raise ValueError("--live runs one router and workers of one speed: leave out --routers and --speeds")
+    if options.live and (options.routers > 1 or options.speeds != "1" or options.kv_token_bytes):
+        raise ValueError(
+            "--live runs one router and workers of one speed that fetch no blocks: leave out --routers, --speeds "
+            "and --kv-token-bytes"
+        )
     if not options.max_num_seqs < options.max_num_batched_tokens <= 1 << 20:
         raise ValueError("--max-num-batched-tokens must be above --max-num-seqs, and at most 1,048,576")
     fields = {name: getattr(options, name) for name in ReplaySettings.__struct_fields__ if name != "speeds"}
@@ -165,13 +172,25 @@ def _as_json(settings: ReplaySettings, runs: Sequence[PolicyResult]) -> bytes:
 def _table(runs: Sequence[PolicyResult]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("policy", no_wrap=True)
-    heads = ("hit rate", "TTFT ms mean", "p50", "p99", "gap ms mean", "p99", "queue p99", "tokens/s", "busiest")
+    heads = (
+        "hit rate",
+        "fetched",
+        "TTFT ms mean",
+        "p50",
+        "p99",
+        "gap ms mean",
+        "p99",
+        "queue p99",
+        "tokens/s",
+        "busiest",
+    )
     for head in heads:
         table.add_column(head, justify="right")
     for run in runs:
         table.add_row(
             run.policy,
             f"{run.hit_rate:.3f}",
+            f"{run.fetched_rate:.3f}",
             *_cells(run.ttft_ms, "mean", "p50", "p99"),
             *_cells(run.itl_ms, "mean", "p99"),
             *_cells(run.queue_ms, "p99"),

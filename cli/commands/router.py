@@ -4,7 +4,6 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tokenbus.cli import arguments, connection_flags, serve
-from tokenbus.protocol.telemetry import status
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.placement.policies import POLICIES
 from tokenbus.router.requests.queueing.placement_queue import QueueSettings
@@ -96,7 +95,7 @@ def settings_of(options: argparse.Namespace) -> "RouterSettings":
         max_request_bytes=options.max_request_bytes,
         tenant_upload_bytes=options.tenant_upload_bytes,
         patience_s=options.patience_s,
-        status_page=status.Settings(options.metrics_host, options.metrics_port),
+        status_page=serve.status_settings(options),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         tenant_limits=options.tenant_limit,
         tenant_limit_overrides=dict(options.tenant_limit_for),

@@ -20,7 +20,7 @@ from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 _COLUMNS_BY_PRIORITY = (
     *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
-    *("step ms", "events", "indexed"),
+    *("step ms", "events", "expected", "indexed"),
 )
 """Columns in the order in which they are kept when the terminal is too narrow for all."""
 _GAP = 2
@@ -40,7 +40,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def add_models_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the router's reply as it is")
-    parser.set_defaults(run=lambda options: with_client(options, partial(_models, options)))
+    parser.add_argument("--local", action="store_true", help="list the models in this machine's Hub cache instead")
+    parser.add_argument(
+        "--remove", metavar="NAME", help="remove org/repo, org/repo:QUANTIZATION or a conversion from it"
+    )
+    parser.set_defaults(run=_run_models)
+
+
+def _run_models(options: argparse.Namespace) -> int:
+    if options.local or options.remove:
+        from tokenbus.cli.commands.models import (
+            pull,  # what only asks a router waits for nothing that knows models' files
+        )
+
+        return pull.remove_local(options.remove) if options.remove else pull.list_local()
+    return with_client(options, partial(_models, options))
 
 
 class Row(NamedTuple):
@@ -57,6 +71,8 @@ class Row(NamedTuple):
     used_blocks: int
     cached_blocks: int
     total_blocks: int
+    expected_blocks: int
+    """Blocks that its requests use or are expected to use before they end."""
     step_age_ms: float
     hit_rate: float
     """Share of all prompt tokens that were cached, since the engine started."""
@@ -99,6 +115,7 @@ def rows_of(reply: messages.ModelsReply, rates: TokenRates, now: float) -> list[
                     used_blocks=load.used_blocks,
                     cached_blocks=load.cached_blocks,
                     total_blocks=load.used_blocks + load.cached_blocks + load.free_blocks,
+                    expected_blocks=load.expected_blocks,
                     step_age_ms=load.step_age_ms,
                     hit_rate=load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0,
                     indexed_blocks=watched.indexed_blocks if watched else 0,
@@ -133,6 +150,7 @@ def _cells(row: Row) -> dict[str, str]:
         "prefill": str(row.queued_prefill_tokens),
         "tok/s": f"{row.tokens_per_s:.0f}",
         "KV used": f"{row.used_blocks}/{row.total_blocks}",
+        "expected": str(row.expected_blocks),
         "cached": str(row.cached_blocks),
         "indexed": str(row.indexed_blocks),
         "hits": f"{row.hit_rate:.0%}",
@@ -164,8 +182,12 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
         f"router {router.router_id}: {router.decisions} placed, {router.decisions_per_s:.1f} a second "
         f"in {router.decision_p50_us:.0f} µs (p99 {router.decision_p99_us:.0f}), "
         f"{router.waiting} wait here, {router.continued} went on elsewhere; {router.indexed_blocks} blocks indexed; "
-        f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real"
+        f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real, "
+        f"{router.predicted_fetch_rate:.0%} to be fetched"
     )
+    if router.uploads:
+        mebibytes = router.upload_bytes / 2**20
+        yield f"{router.uploads} large requests on their way in parts, of which {mebibytes:.1f} MiB came"
     for refused in router.refused_cards:
         yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"
 
@@ -208,9 +230,9 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
     if options.json:
         print(codec.encode(reply, codec.Encoding.JSON).decode())
         return 0
-    table = Table("model", "context", "worker", "state", "engine", "running", "waiting", "features")
+    table = Table("model", "context", "worker", "state", "engine", "running", "waiting")
     for served in reply.models:
-        for card in served.workers or []:
+        for card in sorted(served.workers or [], key=lambda card: card.worker_id):
             load = card.load or messages.Load()
             is_silent = card.watched is not None and card.watched.events == "silent"
             table.add_row(
@@ -221,11 +243,12 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
                 card.engine,
                 str(load.running),
                 str(load.waiting),
-                " ".join(card.features),
             )
         if not served.workers:
             table.add_row(served.model, str(served.context_length))
     Console().print(table if reply.models else "no model is being served")
+    for served in reply.models:
+        print(f"features of {served.model}: {' '.join(served.features)}")
     for refused in reply.router.refused_cards if reply.router else []:
         print(f"refused: {refused.worker_id} of {refused.model}: {refused.reason}")
     return 0

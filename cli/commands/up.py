@@ -30,7 +30,8 @@ _HANDOVER_S = 3.0
 """A worker that is restarted gives up its streams at once; when all stops there is nobody to give them to."""
 _GATEWAY_HOST = "127.0.0.1"
 _GATEWAY_PORT = 8000
-_METRICS_PORTS = {"router": "9100-9109", "worker": "9110-9129", "gateway": "9130-9139"}
+_METRICS_HOST = "127.0.0.1"
+_METRICS_PORTS = {"router": range(9100, 9110), "worker": range(9110, 9130), "gateway": range(9130, 9140)}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +71,8 @@ class LocalSystem:
         self._out = out
         self._broker: nats_server.NatsServer | None = None
         self._gateway_socket: socket.socket | None = None
+        self._metrics_sockets: dict[str, socket.socket] = {}
+        """By process name. Like the gateway's they stay open, so that a restarted process is where it was."""
         self._is_ready = False
         self._supervisor = Supervisor(log_folder, out.write)
 
@@ -122,34 +125,30 @@ class LocalSystem:
         if self._broker is not None:
             common += connection_flags.anonymous_flags()  # credentials in the environment are for another broker
         grace = ["--grace-s", str(_GRACE_S)]
-        self._supervisor.start("router", ["router", *common, *self._metrics_flags("router")])
+        self._start("router", ["router", *common])
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
         model = ["--model", str(options.model), "--served-name", options.served_name, "--threads", str(threads)]
         model += ["--engine", options.engine, *grace, "--handover-s", str(_HANDOVER_S)]
         model += [flag for one in options.lora for flag in ("--lora", str(one))]
         model += ["--lora-dir", options.lora_dir] if options.lora_dir else []
-        model += self._metrics_flags("worker")
         for number in range(1, options.workers + 1):
             name = f"worker-{number}"
             # On a shared broker other machines run workers of the same numbers.
             worker_id = f"{socket.gethostname()}-{os.getpid()}-{number}" if options.nats else name
-            self._supervisor.start(name, ["worker", *common, *model, "--worker-id", worker_id])
+            self._start(name, ["worker", *common, *model, "--worker-id", worker_id])
         if self._gateway_socket is not None:
             fd = self._gateway_socket.fileno()
-            flags = ["--fd", str(fd), *grace, *self._metrics_flags("gateway")]
-            self._supervisor.start("gateway", ["gateway", *common, *flags], (fd,))
+            self._start("gateway", ["gateway", *common, "--fd", str(fd), *grace], fd)
 
-    def _metrics_flags(self, command: str) -> list[str]:
-        return ["--metrics-port", _METRICS_PORTS[command]] if self._options.metrics else []
+    def _start(self, name: str, arguments: list[str], *fds: int) -> None:
+        if self._options.metrics:
+            listening = self._metrics_sockets[name] = _bind_metrics(_METRICS_PORTS[arguments[0]])
+            arguments, fds = [*arguments, "--metrics-fd", str(listening.fileno())], (*fds, listening.fileno())
+        self._supervisor.start(name, arguments, fds)
 
     def _metrics_urls(self) -> dict[str, str]:
-        """Returns the URL of each process's metrics, by the port that its log names."""
-        found = {}
-        for process in self._supervisor.processes:
-            port = process.last_logged("status_page", "port")
-            if port is not None:
-                found[process.name] = f"http://127.0.0.1:{port}/metrics"
-        return found
+        ports = {name: listening.getsockname()[1] for name, listening in self._metrics_sockets.items()}
+        return {name: f"http://{_METRICS_HOST}:{port}/metrics" for name, port in ports.items()}
 
     async def _until_ready(self, client: Client) -> messages.ModelsReply:
         deadline = time.monotonic() + _READY_TIMEOUT_S
@@ -171,6 +170,8 @@ class LocalSystem:
     async def _stop(self) -> None:
         if self._gateway_socket is not None:
             self._gateway_socket.close()
+        for listening in self._metrics_sockets.values():
+            listening.close()
         await self._supervisor.stop(_GRACE_S + 5)
         if self._broker is not None:
             self._broker.stop()
@@ -187,6 +188,16 @@ def _listen(options: argparse.Namespace) -> socket.socket | None:
         if port is None:
             return listen.bind(_GATEWAY_HOST, 0)
         raise StartError(f"{error}: pass --gateway-port 0 for a free port, or --no-gateway") from error
+
+
+def _bind_metrics(ports: range) -> socket.socket:
+    """Returns a socket for one process's metrics. Raises StartError."""
+    from tokenbus.protocol.http import status_server  # takes a fifth of a second to import
+
+    try:
+        return status_server.bind(_METRICS_HOST, ports)
+    except ValueError as error:
+        raise StartError(str(error)) from error
 
 
 def _num_ready(reply: messages.ModelsReply, name: str) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenbus.cli import arguments, connection_flags, serve
 from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.demo import MODEL_PATH
-from tokenbus.protocol.telemetry import logs, status
+from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import subjects
 from tokenbus.worker.engine.models import model_files, registry
 from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings
@@ -38,6 +38,7 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
         _ENGINE.fingerprint,
         "name for these weights; must be the same on all workers of a model (a digest of the files)",
     ),
+    ("--quantize", _ENGINE.quantize, "type to which a model in safetensors is converted: f16, q8_0, q4_k_m, ... (f16)"),
     ("--provider", _ONNX.provider, "execution provider for ONNX models: auto, cpu or cuda"),
     ("--device-id", _ONNX.device_id, "GPU number for ONNX models"),
     ("--device-memory-mib", _ONNX.device_memory_mib, "GPU memory for an ONNX model; 0: no limit"),
@@ -53,8 +54,14 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     ("--cache-type-k", _ENGINE.cache_type_k, "type of cached keys: f32, f16, bf16, q8_0, q5_1 to q4_0"),
     ("--cache-type-v", _ENGINE.cache_type_v, "type of cached values, one of the same"),
     ("--host-cache-mib", _ENGINE.host_cache_mib, "host memory for offloaded prefixes; -1: up to 1,024; 0: none"),
+    (
+        "--host-cache-policy",
+        _ENGINE.host_cache_policy,
+        "when prefixes are copied to host memory: write-through (when complete), write-back (when evicted) or auto",
+    ),
+    ("--host-cache-file", WorkerSettings.host_cache_file, "file for that memory, which survives restarts"),
     ("--max-cached-blocks", None, "unused blocks that may stay cached on the device"),
-    ("--kv-overcommit", _SCHEDULER.overcommit, "how many times over the KV cache may be reserved"),
+    ("--expected-tokens", _SCHEDULER.expected_tokens, "tokens an answer is expected to use; 0: as recent ones did"),
     ("--priority-s", _SCHEDULER.priority_s, "seconds of waiting that one step of priority is worth"),
     ("--max-num-seqs", _ENGINE.max_num_seqs, "sequences that run at the same time; -1: 16"),
     ("--max-num-batched-tokens", _ENGINE.max_num_batched_tokens, "tokens per step"),
@@ -72,7 +79,9 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
 )
 """Flag, default and help text of the settings that an engine, a frontend or a worker has under the same name."""
 
-_MODEL_HELP = "a GGUF or ONNX file, a directory with one, org/repo[:quant] on the Hugging Face Hub, or demo"
+_MODEL_HELP = (
+    "a GGUF or ONNX file, a directory with one or with safetensors, org/repo[:quant] on the Hugging Face Hub, or demo"
+)
 _NAME_HELP = "name that clients ask for (the file's name)"
 
 
@@ -149,17 +158,20 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
             raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {value:g}")
     if (options.lora or options.lora_dir) and len(options.model) > 1:
         raise ValueError("--lora and --lora-dir need a single --model: load the others' adapters with tokenbus load")
+    if options.host_cache_file and not options.host_cache_mib:
+        raise ValueError("--host-cache-file needs host memory: leave --host-cache-mib at -1, or pass more than 0")
     names = options.served_name + [registry.served_name(model) for model in options.model[len(options.served_name) :]]
     return WorkerSettings(
         models=tuple(
             ServedModel(name, _engine_of(options, model), options.replicas, tuple(options.lora), options.lora_dir)
             for name, model in zip(names, options.model, strict=True)
         ),
+        host_cache_file=options.host_cache_file,
         kv_budget_bytes=options.kv_budget << 20,
         broker=connection_flags.settings_of(options),
         prefix=options.prefix,
         worker_id=options.worker_id,
-        status_page=status.Settings(options.metrics_host, options.metrics_port),
+        status_page=serve.status_settings(options),
         log=logs.Settings(options.log_level or "", options.log_format or ""),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         vllm_metrics=options.vllm_metrics,
@@ -187,7 +199,7 @@ def _engine_of(options: argparse.Namespace, model: str) -> EngineSettings:
     replicas = options.replicas * len(options.model)
     own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // replicas)
     scheduler = SchedulerSettings(
-        overcommit=options.kv_overcommit,
+        expected_tokens=options.expected_tokens,
         priority_s=options.priority_s,
         max_cached_blocks=options.max_cached_blocks,
     )

@@ -75,6 +75,20 @@ async def embed_invalid(probe: Probe) -> None:
     expect(isinstance(reply.get("id"), str), f"the id is {shorten(reply.get('id'))}")
 
 
+async def embed_cancelled(probe: Probe) -> None:
+    """A cancel that is answered ends its embed with the error cancelled; one that comes too late is not answered."""
+    request_id = probe.new_id()
+    subject = probe.names.embed(probe.target.model, probe.tenant)
+    exchange = await probe.send({"id": request_id, "input": ["one"] * 16}, subject=subject)
+    is_answered = await probe.is_answered(probe.cancel_subject(request_id))
+    await exchange.first("a reply")
+    expect(len(exchange.messages) == 1, f"{len(exchange.messages)} replies")
+    code = (exchange.messages[0].get("error") or {}).get("code")
+    expect(
+        is_answered == (code == "cancelled"), f"the cancel is answered: {is_answered}, and the embed ends with {code}"
+    )
+
+
 async def tokenize(probe: Probe) -> None:
     """tokenize is answered once, with the prompt's tokens, their number and the context, under the request's id."""
     request_id = probe.new_id()

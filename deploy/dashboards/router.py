@@ -143,9 +143,26 @@ _FLEET = (
                 "{{model}} expected",
             ),
             Query(
+                f"{rate(f'{_P}_predicted_fetch_tokens_total', MODEL_ROUTER_FILTER, 'model')}"
+                f" / {rate(f'{_P}_prompt_tokens_total', MODEL_ROUTER_FILTER, 'model')}",
+                "{{model}} to be fetched",
+            ),
+            Query(
                 f"{rate('tokenbus_worker_prefix_cache_hits_tokens_total', MODEL_FILTER, 'model')}"
                 f" / {rate('tokenbus_worker_prefix_cache_queries_tokens_total', MODEL_FILTER, 'model')}",
                 "{{model}} cached",
+            ),
+        ),
+    ),
+    Panel(
+        "How fast KV blocks move between workers",
+        "Measured by fetches, 60 MB/s before the first. If it falls so low that computing is about as fast, routers "
+        "let workers compute instead, and have one fetch tried each minute.",
+        "MBs",
+        (
+            Query(
+                sum_of(f"{_P}_transfer_megabytes_per_second", MODEL_ROUTER_FILTER, "instance, model"),
+                f"{_NAME} {{{{model}}}}",
             ),
         ),
     ),

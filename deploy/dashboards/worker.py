@@ -153,6 +153,23 @@ _MEMORY = (
         (Query(sum_of(f"{_P}_kv_bytes", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
+        "KV blocks fetched from other workers and given to them",
+        "Bytes per second. If blocks are fetched all the time, the routers spread requests that share prefixes: see "
+        "their dashboard for the policy.",
+        "Bps",
+        (
+            Query(rate(f"{_P}_kv_fetched_bytes_total", WORKER_FILTER, "worker_id"), f"{_NAME} fetched"),
+            Query(rate(f"{_P}_kv_given_bytes_total", WORKER_FILTER, "worker_id"), f"{_NAME} given"),
+        ),
+    ),
+    Panel(
+        "Fetches of KV blocks, by outcome",
+        "`complete` is the rule. With `timeout` or `partial` the network is too slow for them, with `lost` a worker "
+        "does not answer, and with `refused` or `corrupt` another worker's log says what is wrong with it.",
+        "ops",
+        (Query(rate(f"{_P}_kv_fetches_total", WORKER_FILTER, "outcome"), "{{outcome}}"),),
+    ),
+    Panel(
         "Prompt tokens found cached",
         "The share of prompt tokens that were cached. If it is much lower on one worker than on others, that one has "
         "just started, or routers miss its events.",
@@ -172,10 +189,57 @@ _MEMORY = (
     ),
     Panel(
         "Sequences preempted, by worker",
-        "Sequences that lost their KV blocks to others and continue later. If it happens regularly, lower "
-        "--kv-overcommit.",
+        "Sequences that lost their KV blocks to others, which used more than was expected, and continue later. If it "
+        "happens all the time, raise --kv-tokens or add workers.",
         "short",
         (Query(increase(f"{_P}_preemptions_total", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
+        "Tokens of preempted sequences, by how they came back",
+        "Restored from the cache, or computed again. If many are computed again, raise --host-cache-mib.",
+        "suffix: tokens/s",
+        (Query(_rate("preempted_tokens", "worker_id, kind"), f"{_NAME} {{{{kind}}}}"),),
+        "stacked",
+    ),
+    Panel(
+        "KV blocks that requests are expected to use",
+        "As a share of all blocks; above 1, requests wait for memory. If it stays there, raise --kv-tokens or add "
+        "workers.",
+        "percentunit",
+        (Query(sum_of(f"{_P}_kv_expected_ratio", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
+        "Tokens expected of the next answer",
+        "The mean of the last 64 answers; requests start when there is room for so many tokens. If it is far above "
+        "what most answers have, a few clients ask for very long ones.",
+        "suffix: tokens",
+        (Query(sum_of(f"{_P}_expected_answer_tokens", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
+        "Blocks that new engines have recovered",
+        "Copies of KV blocks that an engine had made before it died, or a worker before it restarted. If more are "
+        "discarded than a few torn ones after a crash, remove --host-cache-file.",
+        "short",
+        (
+            Query(increase(f"{_P}_host_cache_recovered_blocks_total", WORKER_FILTER, "worker_id"), _NAME),
+            Query(
+                increase(f"{_P}_host_cache_discarded_slots_total", WORKER_FILTER, "worker_id, reason"),
+                f"{_NAME} discarded: {{{{reason}}}}",
+            ),
+        ),
+    ),
+    Panel(
+        "Bytes that new engines have recovered",
+        "The size of these copies. If it stays near --host-cache-mib, a larger one would save more.",
+        "bytes",
+        (Query(increase(f"{_P}_host_cache_recovered_bytes_total", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
+        "KV moved between device and host memory",
+        "Cached prefixes and preempted sequences. If it is many times what is computed, the memory is too small.",
+        "Bps",
+        (Query(_rate("kv_transferred_bytes", "worker_id, direction"), f"{_NAME} {{{{direction}}}}"),),
+        "stacked",
     ),
 )
 

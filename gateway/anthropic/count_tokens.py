@@ -5,6 +5,9 @@ from collections.abc import Mapping
 import msgspec
 
 from tokenbus.gateway.anthropic import messages_request, schemas
+from tokenbus.gateway.anthropic.field_names import FieldNames, with_name_first
+from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.wire import messages as wire
 
 _encoder = msgspec.json.Encoder()
@@ -19,16 +22,21 @@ class ParsedCount(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     request: wire.TokenizeRequest
+    names: FieldNames
 
     def encode(self, reply: wire.TokenizeReply) -> bytes:
         """Returns the body of the response."""
         return _encoder.encode(schemas.MessageTokensCount(input_tokens=reply.count or 0))
 
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns an error of a router or worker with Anthropic's name of the field at fault."""
+        return http_errors.renamed(error, self.names.of, with_name_first)
 
-def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedCount:
+
+def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedCount:
     """Parses a body, and validates it as one that asks for a message. Raises RequestError with Anthropic's name of the
     field at fault."""
-    asked, request, _ = messages_request.to_wire(body, headers, request_id)
+    asked, request, names = messages_request.to_wire(body, headers, request_id, default_model)
     counted = wire.TokenizeRequest(
         id=request_id,
         messages=request.messages,
@@ -37,4 +45,4 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedCou
         only_count=True,
         timeout_ms=request.timeout_ms,
     )
-    return ParsedCount(model=asked.model or "", request=counted)
+    return ParsedCount(model=asked.model or "", request=counted, names=names)

@@ -3,7 +3,8 @@
 import msgspec
 
 from tokenbus.gateway.anthropic import schemas
-from tokenbus.gateway.anthropic.field_names import FieldNames
+from tokenbus.gateway.anthropic.field_names import FieldNames, with_name_first
+from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.wire import errors
 
@@ -37,7 +38,7 @@ def type_of(response: ErrorResponse) -> str:
 def message_of(response: ErrorResponse) -> str:
     """Returns the text. Agents recognize by it that their conversation has become too long."""
     if response.context_length is None or response.prompt_tokens is None:
-        return _NAMES.message(response.message, response.param)
+        return http_errors.renamed(response, _NAMES.of, with_name_first).message
     # One token must be left to generate.
     return f"prompt is too long: {response.prompt_tokens} tokens > {response.context_length - 1} maximum"
 

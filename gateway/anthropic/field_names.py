@@ -4,8 +4,6 @@ import re
 from collections.abc import Sequence
 
 from tokenbus.gateway.anthropic.turns import Turn
-from tokenbus.gateway.http.http_errors import ErrorResponse
-from tokenbus.protocol.wire import errors
 
 _RULES = [
     (re.compile(pattern), replacement)
@@ -54,29 +52,18 @@ class FieldNames:
             param = pattern.sub(replacement, param)
         return param
 
-    def message(self, message: str, param: str | None) -> str:
-        """Returns the text of an error in which the field at fault has its name, in front of the problem."""
-        if param is None:
-            return message
-        # Messages of validation begin with the field's name, those of the decoder end with it.
-        for begin, end in ((f"{param}: ", ""), (f"{param} ", ""), ("", f" at {param}")):
-            if message.startswith(begin) and message.endswith(end):
-                return f"{self.of(param)}: {message[len(begin) : len(message) - len(end)]}"
-        return message
-
-    def renamed(self, error: errors.Error) -> errors.Error:
-        """Returns an error that names the field at fault as the client does."""
-        param = None if error.param is None else self.of(error.param)
-        return errors.make_error(error.code, self.message(error.message, error.param), param=param)
-
-    def renamed_response(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns an error response that names the field at fault as the client does."""
-        param = None if error.param is None else self.of(error.param)
-        return error._replace(param=param, message=self.message(error.message, error.param))
-
     def _in_turn(self, turn: Turn, match: "re.Match[str]") -> str:
         rest = _IN_MESSAGE.get(match[4], match[4])
         if match[2] is None:
             return turn.path + rest
         places = turn.part_paths if match[2] == "content" else turn.call_paths
         return places[int(match[3])] + rest
+
+
+def with_name_first(message: str, param: str, theirs: str) -> str:
+    """Returns the message of an error with the name of the field in front of the problem."""
+    # Messages of validation begin with the field's name, those of the decoder end with it.
+    for begin, end in ((f"{param}: ", ""), (f"{param} ", ""), ("", f" at {param}")):
+        if message.startswith(begin) and message.endswith(end):
+            return f"{theirs}: {message[len(begin) : len(message) - len(end)]}"
+    return message

@@ -6,12 +6,13 @@ from typing import Any, Literal
 import msgspec
 
 from tokenbus.gateway.anthropic import messages_response
-from tokenbus.gateway.anthropic.field_names import FieldNames
+from tokenbus.gateway.anthropic.field_names import FieldNames, with_name_first
 from tokenbus.gateway.anthropic.turns import Content, InputMessage, Turn, to_turns
 from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.prompt import history
 from tokenbus.protocol.wire import codec, errors, validation
@@ -110,39 +111,35 @@ class ParsedMessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
         """Returns an error of a router or worker with Anthropic's name of the field at fault."""
-        return self.names.renamed_response(error)
+        return http_errors.renamed(error, self.names.of, with_name_first)
 
 
-def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedMessagesRequest:
+def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedMessagesRequest:
     """Parses a body, and validates it as a router would. Raises RequestError with Anthropic's name of the field at
     fault."""
-    asked, request, names = to_wire(body, headers, request_id)
+    asked, request, names = to_wire(body, headers, request_id, default_model)
     if asked.max_tokens is None:
         raise errors.invalid_field("max_tokens", "is required")
     return ParsedMessagesRequest(model=asked.model or "", request=request, stream=bool(asked.stream), names=names)
 
 
 def to_wire(
-    body: bytes, headers: Mapping[str, str], request_id: str
+    body: bytes, headers: Mapping[str, str], request_id: str, default_model: str
 ) -> tuple[MessagesRequest, wire.GenerateRequest, FieldNames]:
     """Returns a body, the valid request that it becomes, which may be one to count tokens of, and its names of the
     request's fields."""
-    try:
+    with http_errors.renaming(FieldNames().of, with_name_first):
         asked = _decoder.decode(body, codec.Encoding.JSON)
-    except errors.RequestError as refused:
-        raise errors.RequestError(FieldNames().renamed(refused.error)) from refused
-    checked_model(asked.model)
+    asked = codec.replace(asked, model=checked_model(asked.model, default_model))
     _check_conversation(asked.messages)
     turns = to_turns(asked.system, asked.messages or [])
     tools = _client_tools(asked.tools or [])
     request = _to_request(asked, turns, list(tools.values()), conversation.session_of(headers), request_id)
     names = FieldNames(turns, list(tools))
-    try:
+    with http_errors.renaming(names.of, with_name_first):
         validation.check_request(request)
         # Routers check past calls only as they render them; here it is known of which blocks these were made.
         history.message_dicts(request.messages or [], with_objects=True)
-    except errors.RequestError as refused:
-        raise errors.RequestError(names.renamed(refused.error)) from refused
     return asked, request, names
 
 

@@ -27,6 +27,10 @@ class ParsedCall(Protocol[RequestT_co, ReplyT_contra]):
         """Returns the body of the response."""
         ...
 
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns an error of a router or worker with the API's name of the field at fault."""
+        ...
+
 
 def _no_usage(reply: object) -> messages.Usage | None:
     return None
@@ -35,14 +39,13 @@ def _no_usage(reply: object) -> messages.Usage | None:
 class CallDialect(NamedTuple, Generic[RequestT, ReplyT]):
     """Reads the requests of one endpoint, and encodes its errors."""
 
-    parse: Callable[[bytes, Mapping[str, str], str], ParsedCall[RequestT, ReplyT]]
-    """Parses and validates a body, with the request's headers and the id that it gets. Raises RequestError."""
+    parse: Callable[[bytes, Mapping[str, str], str, str], ParsedCall[RequestT, ReplyT]]
+    """Parses and validates a body, with the request's headers, the id that it gets, and the model that is meant if it
+    names none (empty if there is no such model). Raises RequestError with the API's name of the field at fault."""
     send: Callable[[Client, str, RequestT], Awaitable[ReplyT]]
     """Sends the request to the named model, by a method of the client. Raises RequestError."""
     error_body: Callable[[ErrorResponse], bytes]
     """Returns the body of an error response."""
-    names: Mapping[str, str] = {}
-    """The API's names of fields, by their names on the wire, where they differ."""
     usage_of: Callable[[ReplyT], messages.Usage | None] = _no_usage
     """Returns the tokens that were computed for a reply."""
     status_of: Callable[[ErrorResponse], int] = operator.attrgetter("status")

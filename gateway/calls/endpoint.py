@@ -20,17 +20,18 @@ class CallEndpoint(Endpoint, Generic[RequestT, ReplyT]):
         self._dialect = dialect
 
     async def _serve(self, exchange: Exchange) -> None:
+        parsed = await self._read(exchange)
+        served_as = self._services.aliases.resolve(parsed.model, exchange.request_id)
         try:
-            parsed = await self._read(exchange)
-            served_as = self._services.aliases.resolve(parsed.model, exchange.request_id)
             await body.cancel_on_disconnect(exchange.request.receive, self._respond(exchange, served_as, parsed))
         except errors.RequestError as refused:
-            raise errors.RequestError(http_errors.with_names(refused.error, self._dialect.names)) from refused
+            raise http_errors.ApiError(parsed.named(http_errors.from_error(refused.error))) from refused
 
     async def _read(self, exchange: Exchange) -> ParsedCall[RequestT, ReplyT]:
         # In a method of its own, so that nothing holds the body while the request is served.
         payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
-        parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id)
+        default = self._services.aliases.default
+        parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id, default)
         exchange.log.received(parsed.model, body_bytes=len(payload))
         return parsed
 
@@ -64,7 +65,7 @@ class OpenCall:
             working.cancel()
 
     def cancel(self) -> None:
-        """Does nothing: a call holds nothing at a worker that would have to be freed."""
+        """Does nothing: `fail` follows, and the client library then cancels what can be cancelled."""
 
     def fail(self, error: errors.Error) -> None:
         """Ends the call with an error."""

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.wire import codec, pooling
 from tokenbus.protocol.wire import messages as wire
 
@@ -74,15 +75,19 @@ class ParsedRerank(msgspec.Struct, frozen=True, kw_only=True):
         usage = RerankUsage(prompt_tokens=tokens, total_tokens=tokens)
         return _encoder.encode(RerankResponse(id=reply.id, model=self.model, results=results, usage=usage))
 
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns the error: its field has the same name on the wire."""
+        return error
 
-def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedRerank:
+
+def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedRerank:
     """Parses a body, and validates it as a router would. Raises RequestError with the name of the field at fault."""
     asked = _decoder.decode(body, codec.Encoding.JSON)
     documents = [one if isinstance(one, str) else one.text for one in asked.documents or []]
     request = wire.RerankRequest(
         id=request_id, query=asked.query, documents=documents, top_n=asked.top_n, timeout_ms=asked.timeout_ms
     )
-    model = checked_model(asked.model)
+    model = checked_model(asked.model, default_model)
     pooling.check_rerank_request(request)
     return ParsedRerank(model=model, request=request, returns_documents=bool(asked.return_documents))
 

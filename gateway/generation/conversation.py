@@ -1,5 +1,6 @@
 """Puts conversations into the form that chat templates know; pure."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from tokenbus.protocol.wire import codec, messages
 _SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-session-id")
 """Headers in which agents name their session."""
 _MAX_SESSION_BYTES = 256
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
 _OFF = ("none", "minimal")
 """Reasoning efforts that ask for no reasoning."""
 _PRIORITIES = {"priority": -100, "fast": -100, "flex": 100}
@@ -25,6 +27,15 @@ def normalized(conversation: Sequence[messages.ChatMessage]) -> list[messages.Ch
         return known
     joined = "\n\n".join(text for text in texts if text)
     return [messages.ChatMessage(role="system", content=joined), *known[count:]]
+
+
+def name_in_given(param: str, num_joined: int) -> str:
+    """Returns the name that a field of a normalized conversation has in the given one, which has `num_joined` messages
+    more."""
+    found = _MESSAGE.match(param)
+    if found is None or not int(found[1]):
+        return param
+    return f"messages[{int(found[1]) + num_joined}]{param[found.end() :]}"
 
 
 def session_of(headers: Mapping[str, str]) -> str | None:

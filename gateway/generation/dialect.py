@@ -76,8 +76,9 @@ class ParsedRequest(Protocol):
 class Dialect(NamedTuple):
     """Reads the requests of one endpoint, and encodes its errors."""
 
-    parse: Callable[[bytes, Mapping[str, str], str], ParsedRequest]
-    """Parses and validates a body, with the request's headers and the id that it gets. Raises RequestError with the
+    parse: Callable[[bytes, Mapping[str, str], str, str], ParsedRequest]
+    """Parses and validates a body, with the request's headers, the id that it gets, and the model that is meant if it
+    names none (empty if there is no such model). Raises RequestError with the
     API's name of the field at fault."""
     error_body: Callable[[ErrorResponse], bytes]
     """Returns the body of an error response."""

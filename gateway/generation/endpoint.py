@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Callable
 
-from tokenbus.client.choices import AnyChoices
+from tokenbus.client.choices import Answers
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import Dialect, EventEncoder, ParsedRequest, ResponseHead
 from tokenbus.gateway.http import body, http_errors
@@ -38,12 +38,13 @@ class GenerationEndpoint(Endpoint):
     async def _read(self, exchange: Exchange) -> ParsedRequest:
         # In a method of its own, so that nothing holds the body while the request is served.
         payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
-        parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id)
+        default = self._services.aliases.default
+        parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id, default)
         exchange.log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload), n=parsed.n)
         return parsed
 
     async def _respond(
-        self, submit: Callable[[], AnyChoices], parsed: ParsedRequest, writer: ResponseWriter, log: RequestLog
+        self, submit: Callable[[], Answers], parsed: ParsedRequest, writer: ResponseWriter, log: RequestLog
     ) -> None:
         choices, num_choices = submit(), len(parsed.requests) * parsed.n
         head = ResponseHead(choices.request_id, int(time.time()), parsed.model)
@@ -64,7 +65,7 @@ class GenerationEndpoint(Endpoint):
 
 
 async def respond(
-    choices: AnyChoices,
+    choices: Answers,
     num_choices: int,
     encode: Callable[[list[AnswerReader]], bytes],
     writer: ResponseWriter,
@@ -82,7 +83,7 @@ async def respond(
 
 
 async def stream_response(
-    choices: AnyChoices,
+    choices: Answers,
     num_choices: int,
     encoder: EventEncoder,
     writer: ResponseWriter,

@@ -3,12 +3,15 @@
 from tokenbus.protocol.wire import errors, subjects
 
 
-def checked_model(model: str | None) -> str:
-    """Returns the name of the model. Raises RequestError if it is missing, or none that a model can have."""
-    if model is None:
+def checked_model(model: str | None, default: str) -> str:
+    """Returns the name of the model, or the default if there is one and the request names none.
+
+    Raises RequestError if there is no name, or none that a model can have."""
+    name = default or None if model is None else model
+    if name is None:
         raise errors.invalid_field("model", "is required")
     try:
-        subjects.encode_name(model)
+        subjects.encode_name(name)
     except ValueError as error:
         raise errors.invalid_field("model", str(error)) from error
-    return model
+    return name

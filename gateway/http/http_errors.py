@@ -1,9 +1,10 @@
 """Error responses, before a dialect gives them the body that its clients expect; pure."""
 
+import contextlib
 import math
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
 from tokenbus.protocol.wire import codec, errors, messages
 
@@ -37,6 +38,14 @@ class ErrorResponse(NamedTuple):
         return headers
 
 
+ErrorT = TypeVar("ErrorT", errors.Error, ErrorResponse)
+NameOf = Callable[[str], str]
+"""Returns an API's name of a field of the wire."""
+Reword = Callable[[str, str, str], str]
+"""Returns the message of an error, given the wire's, the wire's name of the field and the API's."""
+_FIELD = re.compile(r"\w+")
+
+
 class ApiError(Exception):
     """Ends an HTTP request with an error response."""
 
@@ -59,20 +68,40 @@ def from_error(error: errors.Error) -> ErrorResponse:
     )
 
 
-_FIELD = re.compile(r"\w+")
+def with_name_first(message: str, param: str, theirs: str) -> str:
+    """Returns a message that begins with an API's name of the field if it begins with that of the wire, as those of
+    validation do."""
+    return theirs + message.removeprefix(param) if message.startswith(param) else message
 
 
-def with_names(error: errors.Error, names: Mapping[str, str]) -> errors.Error:
-    """Returns an error of the wire with an API's name of the field at fault. `names` has those that differ."""
-    field = _FIELD.match(error.param or "")
-    if field is None or field[0] not in names:
+def renamed(error: ErrorT, name_of: NameOf, reword: Reword = with_name_first) -> ErrorT:
+    """Returns an error with an API's name of the field at fault, in its message too."""
+    if error.param is None:
         return error
-    theirs = names[field[0]]
-    # Messages of validation begin with the field's name.
-    message = error.message
-    if message.startswith(field[0]):
-        message = theirs + message.removeprefix(field[0])
-    return codec.replace(error, message=message, param=theirs + (error.param or "").removeprefix(field[0]))
+    theirs = name_of(error.param)
+    message = reword(error.message, error.param, theirs)
+    if isinstance(error, ErrorResponse):
+        return error._replace(param=theirs, message=message)
+    return codec.replace(error, param=theirs, message=message)
+
+
+@contextlib.contextmanager
+def renaming(name_of: NameOf, reword: Reword = with_name_first) -> Iterator[None]:
+    """Gives a RequestError of the block an API's name of the field at fault."""
+    try:
+        yield
+    except errors.RequestError as refused:
+        raise errors.RequestError(renamed(refused.error, name_of, reword)) from refused
+
+
+def by_field(names: Mapping[str, str]) -> NameOf:
+    """Returns what names a field, or a part of one, by an API's name of the field. `names` has those that differ."""
+
+    def name_of(param: str) -> str:
+        field = _FIELD.match(param)
+        return param if field is None else names.get(field[0], field[0]) + param[field.end() :]
+
+    return name_of
 
 
 def from_terminal(chunk: messages.Chunk) -> ErrorResponse | None:

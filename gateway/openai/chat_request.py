@@ -1,7 +1,7 @@
 """Parses the body of a chat completion and turns it into a request of our wire protocol; pure."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -9,6 +9,7 @@ from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import chat_response
 from tokenbus.gateway.openai.sampling_fields import SamplingFields
@@ -42,6 +43,19 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 _decoder = codec.Decoder(ChatRequest)
 
 
+class FieldNames(NamedTuple):
+    """OpenAI's names of the fields of one request."""
+
+    renamed: Mapping[str, str]
+    """Those that differ from the wire's."""
+    num_joined: int
+    """Messages that the request has more than that of the wire."""
+
+    def of(self, param: str) -> str:
+        """Returns the name of a field."""
+        return conversation.name_in_given(self.renamed.get(param, param), self.num_joined)
+
+
 class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A valid request for a chat completion."""
 
@@ -50,6 +64,7 @@ class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     n: int
     include_usage: bool
+    names: FieldNames
 
     @property
     def requests(self) -> tuple[wire.GenerateRequest, ...]:
@@ -64,47 +79,37 @@ class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
         return chat_response.encode_whole(head, answers)
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns the error: the names of fields that workers check are OpenAI's."""
-        return error
+        """Returns an error of a router or worker with OpenAI's name of the field at fault."""
+        return http_errors.renamed(error, self.names.of)
 
 
-def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedChatRequest:
+def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedChatRequest:
     """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
     fault."""
     chat = _decoder.decode(body, codec.Encoding.JSON)
-    model = checked_model(chat.model)
+    model = checked_model(chat.model, default_model)
     _check(chat)
     request = _to_wire(chat, conversation.session_of(headers), request_id)
-    try:
+    names = _names_of(chat, request)
+    with http_errors.renaming(names.of):
         validation.check_request(request)
-    except errors.RequestError as refused:
-        raise errors.RequestError(with_openai_names(refused.error, chat)) from refused
     return ParsedChatRequest(
         model=model,
         request=request,
         stream=bool(chat.stream),
         n=1 if chat.n is None else chat.n,
         include_usage=chat.includes_usage,
+        names=names,
     )
 
 
-def with_openai_names(error: errors.Error, chat: ChatRequest) -> errors.Error:
-    """Returns the error with OpenAI's name of its field."""
-    theirs = _openai_name(error.param, chat)
-    if error.param is None or theirs == error.param:
-        return error
-    # Messages of validation begin with the field's name.
-    problem = error.message.removeprefix(error.param)
-    message = error.message if problem == error.message else f"{theirs}{problem}"
-    return errors.make_error(error.code, message, param=theirs, retry_after_ms=error.retry_after_ms)
-
-
-def _openai_name(param: str | None, chat: ChatRequest) -> str | None:
-    if param == "max_tokens" and chat.max_completion_tokens is not None:
-        return "max_completion_tokens"
-    if param == "logprobs" and chat.top_logprobs is not None:
-        return "top_logprobs"
-    return param
+def _names_of(chat: ChatRequest, request: wire.GenerateRequest) -> FieldNames:
+    renamed = chat.renamed
+    if chat.max_completion_tokens is not None:
+        renamed["max_tokens"] = "max_completion_tokens"
+    if chat.top_logprobs is not None:
+        renamed["logprobs"] = "top_logprobs"
+    return FieldNames(renamed, len(chat.messages or []) - len(request.messages or []))
 
 
 def _check(chat: ChatRequest) -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.wire import codec, errors, pooling
 from tokenbus.protocol.wire import messages as wire
 
@@ -66,12 +67,16 @@ class ParsedEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
         usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
         return _encoder.encode(EmbeddingList(data=data, model=self.model, usage=usage))
 
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns the error: its field has the same name on the wire."""
+        return error
 
-def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedEmbeddingRequest:
+
+def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedEmbeddingRequest:
     """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
     fault."""
     asked = _decoder.decode(body, codec.Encoding.JSON)
-    model = checked_model(asked.model)
+    model = checked_model(asked.model, default_model)
     request = wire.EmbedRequest(
         id=request_id,
         input=_inputs_of(asked.input),

@@ -1,4 +1,4 @@
-"""The fields that chat completions and completions have in common: they mean what they mean on the wire; pure."""
+"""The fields that several of OpenAI's endpoints have in common: they mean what they mean on the wire; pure."""
 
 from typing import Any
 
@@ -17,27 +17,25 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Adds one more event, with the usage, before the end."""
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about the choice of tokens and the answers. Unknown fields are ignored, as OpenAI's clients expect."""
+class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that are the same in all of OpenAI's endpoints that generate.
+
+    In the Responses API of OpenAI itself `stop`, `seed`, `logit_bias` and the penalties do not exist."""
 
     model: str | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
-    n: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str | int, float] | None = None
-    response_format: wire.ResponseFormat | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     """Names the conversation, which is kept on one worker."""
     top_k: int | None = None
-    """This field and those below are not OpenAI's; they mean what they mean on the wire."""
+    """This field and those up to `stop_token_ids` are not OpenAI's; they mean what they mean on the wire."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     regex: str | None = None
@@ -50,6 +48,47 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The fields of the wire that this request sets under other names, with these names."""
+        return {"session_id": "prompt_cache_key"} if self.prompt_cache_key and not self.session_id else {}
+
+    def to_wire(self, session: str | None) -> dict[str, Any]:
+        """Returns the fields of a wire request, whose `session_id` is `session` if none is named here.
+
+        It is streamed in any case, so that a worker notices if this gateway dies."""
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "seed": self.seed,
+            "stop": self.stop,
+            "logit_bias": self.logit_bias,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+            "cache_salt": self.cache_salt,
+            "session_id": self.session_id or self.prompt_cache_key or session,
+            "priority": conversation.priority_of(self.service_tier) if self.priority is None else self.priority,
+            "timeout_ms": self.timeout_ms,
+            "ignore_eos": self.ignore_eos,
+            "min_tokens": self.min_tokens,
+            "stop_token_ids": self.stop_token_ids,
+        }
+
+
+class SamplingFields(CommonFields, frozen=True, kw_only=True):
+    """The fields that chat completions and completions have in common. The Responses API has others in their place."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: wire.ResponseFormat | None = None
 
     def check_answers(self) -> None:
         """Checks what has no counterpart on the wire. Raises RequestError."""
@@ -64,30 +103,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def to_wire(self, session: str | None) -> dict[str, Any]:
-        """Returns the fields of a wire request, whose `session_id` is `session` if none is named here.
-
-        It is streamed in any case, so that a worker notices if this gateway dies."""
-        return {
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "seed": self.seed,
-            "stop": self.stop,
-            "logit_bias": self.logit_bias,
-            "response_format": self.response_format,
-            "regex": self.regex,
-            "choice": self.choice,
-            "grammar": self.grammar,
-            "cache_salt": self.cache_salt,
-            "session_id": self.session_id or self.prompt_cache_key or session,
-            "priority": conversation.priority_of(self.service_tier) if self.priority is None else self.priority,
-            "timeout_ms": self.timeout_ms,
-            "ignore_eos": self.ignore_eos,
-            "min_tokens": self.min_tokens,
-            "stop_token_ids": self.stop_token_ids,
-        }
+        """Returns the fields of a wire request."""
+        own = {"max_tokens": self.max_tokens, "response_format": self.response_format}
+        return super().to_wire(session) | own

@@ -7,6 +7,8 @@ import msgspec
 
 from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai.chat_request import ChatMessage, to_wire_message
 from tokenbus.protocol.wire import codec, errors, validation
 from tokenbus.protocol.wire import messages as wire
@@ -61,7 +63,7 @@ _UNSERVED: dict[str, object] = {
     "add_generation_prompt": False,
     "continue_final_message": True,
 }
-DETOKENIZE_NAMES = {"token_ids": "tokens"}
+_detokenize_name_of = http_errors.by_field({"token_ids": "tokens"})
 _tokenize_decoder = codec.Decoder(TokenizeBody)
 _detokenize_decoder = codec.Decoder(DetokenizeBody)
 
@@ -71,6 +73,8 @@ class ParsedTokenize(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     request: wire.TokenizeRequest
+    num_joined: int
+    """Messages that the body has more than the request."""
 
     def encode(self, reply: wire.TokenizeReply) -> bytes:
         """Returns the body of the response."""
@@ -79,6 +83,14 @@ class ParsedTokenize(msgspec.Struct, frozen=True, kw_only=True):
                 count=reply.count or 0, max_model_len=reply.context_length or 0, tokens=reply.token_ids or []
             )
         )
+
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns an error of a router or worker with vLLM's name of the field at fault."""
+        return http_errors.renamed(error, self.name_of)
+
+    def name_of(self, param: str) -> str:
+        """Returns vLLM's name of a field."""
+        return conversation.name_in_given(param, self.num_joined)
 
 
 class ParsedDetokenize(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,11 +103,16 @@ class ParsedDetokenize(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the body of the response."""
         return _encoder.encode(DetokenizeResponse(prompt=reply.text or ""))
 
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns an error of a router or worker with vLLM's name of the field at fault."""
+        return http_errors.renamed(error, _detokenize_name_of)
 
-def parse_tokenize(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedTokenize:
-    """Parses a body, and validates it as a router would. Raises RequestError."""
+
+def parse_tokenize(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedTokenize:
+    """Parses a body, and validates it as a router would. Raises RequestError with vLLM's name of the field at
+    fault."""
     asked = _tokenize_decoder.decode(body, codec.Encoding.JSON)
-    model = checked_model(asked.model)
+    model = checked_model(asked.model, default_model)
     for name, refused in _UNSERVED.items():
         if getattr(asked, name) is refused:
             raise errors.request_error(errors.Code.UNSUPPORTED, f"{name}: only {not refused} is served", param=name)
@@ -114,15 +131,21 @@ def parse_tokenize(body: bytes, headers: Mapping[str, str], request_id: str) -> 
         add_special_tokens=asked.add_special_tokens,
         only_count=asked.only_count,
     )
-    validation.check_tokenize_request(request)
-    return ParsedTokenize(model=model, request=request)
+    num_joined = len(asked.messages or []) - len(said or [])
+    parsed = ParsedTokenize(model=model, request=request, num_joined=num_joined)
+    with http_errors.renaming(parsed.name_of):
+        validation.check_tokenize_request(request)
+    return parsed
 
 
-def parse_detokenize(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedDetokenize:
-    """Parses a body, and validates it as a router would. Raises RequestError with the wire's name of the field
-    at fault."""
+def parse_detokenize(
+    body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = ""
+) -> ParsedDetokenize:
+    """Parses a body, and validates it as a router would. Raises RequestError with vLLM's name of the field at
+    fault."""
     asked = _detokenize_decoder.decode(body, codec.Encoding.JSON)
-    model = checked_model(asked.model)
+    model = checked_model(asked.model, default_model)
     request = wire.DetokenizeRequest(id=request_id, token_ids=asked.tokens)
-    validation.check_detokenize_request(request)
+    with http_errors.renaming(_detokenize_name_of):
+        validation.check_detokenize_request(request)
     return ParsedDetokenize(model=model, request=request)

@@ -17,18 +17,21 @@ _LIMITS = ConnectionLimits(total=256, per_address=64)
 
 
 class StatusServer:
-    """Serves `/metrics`, `/livez` and `/readyz` on the first free port of a range."""
+    """Serves `/metrics`, `/livez` and `/readyz` on a listening socket."""
 
     def __init__(
-        self, host: str, ports: range, registry: CollectorRegistry, unready_reason: Callable[[], str | Awaitable[str]]
+        self,
+        listening: socket.socket,
+        registry: CollectorRegistry,
+        unready_reason: Callable[[], str | Awaitable[str]],
     ) -> None:
-        """`unready_reason` returns an empty string while the process is ready. Raises ValueError if no port is free."""
+        """`unready_reason` returns an empty string while the process is ready."""
         self._registry = registry
         self._unready_reason = unready_reason
         routes = [Route("/metrics", self._metrics), Route("/livez", self._livez), Route("/readyz", self._readyz)]
         self._server = EmbeddedServer(ServerConfig(Starlette(routes=routes), _LIMITS))
-        self._socket = _bind(host, ports)
-        self.port: int = self._socket.getsockname()[1]
+        self._socket = listening
+        self.port: int = listening.getsockname()[1]
 
     def __repr__(self) -> str:
         return f"<StatusServer on port {self.port}>"
@@ -53,7 +56,8 @@ class StatusServer:
         return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
 
 
-def _bind(host: str, ports: range) -> socket.socket:
+def bind(host: str, ports: range) -> socket.socket:
+    """Returns a socket that listens on the first free port of a range. Raises ValueError if none is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reason = ""
     for port in ports:
@@ -63,3 +67,11 @@ def _bind(host: str, ports: range) -> socket.socket:
             reason = error.strerror or str(error)
     shown = str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
     raise ValueError(f"--metrics-port {shown} on {host}: {reason}; choose another port")
+
+
+def inherit(number: int) -> socket.socket:
+    """Returns the listening socket with this file descriptor. Raises ValueError if it is none."""
+    try:
+        return socket.socket(fileno=number)
+    except OSError as error:
+        raise ValueError(f"--metrics-fd {number} is not a socket ({error.strerror})") from error

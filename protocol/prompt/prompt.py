@@ -146,6 +146,11 @@ class PromptBuilder:
     def supports_chat(self) -> bool:
         return self._renderer is not None
 
+    @property
+    def render_cpu_s(self) -> float:
+        """CPU seconds that rendering conversations has taken so far."""
+        return self._renderer.cpu_s if self._renderer is not None else 0.0
+
     def start(self) -> None:
         """Starts the renderer process ahead of the first conversation. Raises OSError if it can't be started now."""
         if self._renderer is not None:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -61,7 +62,7 @@ _result_decoder = msgspec.msgpack.Decoder(RenderResult)
 
 
 class RenderTimeoutError(Exception):
-    """A template took more time than it may."""
+    """A template took more CPU time than it may."""
 
 
 class Renderer:
@@ -71,6 +72,8 @@ class Renderer:
         self._setup = setup
         self._lock = threading.Lock()
         self._connection: Connection | None = None
+        self._pid = 0
+        self._ended_cpu_s = 0.0
         self._end: Callable[[], int | None] = lambda: None
         self._template_error = ""
         """Once set it stays: compiling the template again would fail again."""
@@ -113,8 +116,14 @@ class Renderer:
         with self._lock:
             self._close()
 
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds that its processes have used so far."""
+        with self._lock:
+            return self._cpu_s()
+
     def _ask_twice(self, request: bytes) -> RenderResult:
-        """Asks again if the process was killed from outside, which is not the conversation's fault."""
+        """Asks again if the process was killed from outside or frozen, which is not the conversation's fault."""
         try:
             return self._ask(self._open(), request)
         except OSError as error:
@@ -129,7 +138,7 @@ class Renderer:
         ours, theirs = multiprocessing.Pipe()  # a socket pair: both ends read and write
         with theirs:
             process = _start_process(theirs.fileno())
-        self._connection = ours
+        self._connection, self._pid = ours, process.pid
         # Also ends the process if this object is collected without being closed, or the interpreter exits.
         self._end = weakref.finalize(self, _end_process, process, ours)
         try:
@@ -144,22 +153,39 @@ class Renderer:
     def _ask(self, connection: Connection, request: bytes) -> RenderResult:
         """Sends one message and waits for its answer. If this raises RenderTimeoutError or OSError the process is gone.
 
-        A process that used up its CPU time was ended by SIGPROF. Where the machine is so busy that it did not even get
-        to use it, the limit of wall-clock time ends it."""
+        A process that used up its CPU time was ended by SIGPROF."""
         try:
             connection.send_bytes(request)
-            if connection.poll(limits.RENDER_WALL_S):
-                return _result_decoder.decode(connection.recv_bytes())
+            self._wait_for(connection)
+            return _result_decoder.decode(connection.recv_bytes())
+        except TimeoutError:
+            self._close()
+            raise
         except (EOFError, OSError) as error:
             status = self._close()
             if status == -signal.SIGPROF:
                 raise RenderTimeoutError from error
             raise OSError(f"the renderer process ended with status {status}") from error
-        self._close()
-        raise RenderTimeoutError
+
+    def _wait_for(self, connection: Connection) -> None:
+        """Waits until there is an answer, however busy the machine is: what limits a template is its CPU time.
+
+        Raises TimeoutError if the process got no CPU time at all for a while, and so may never get any."""
+        used_s = self._cpu_s()
+        while not connection.poll(limits.RENDER_STALL_S):
+            before_s, used_s = used_s, self._cpu_s()
+            if used_s == before_s:
+                raise TimeoutError(f"the renderer process got no CPU time for {limits.RENDER_STALL_S:g} s")
+
+    def _cpu_s(self) -> float:
+        if self._connection is None:
+            return self._ended_cpu_s
+        # The clock that clock_getcpuclockid(3) names, of a process that has perhaps ended but was not waited for.
+        return self._ended_cpu_s + time.clock_gettime(~self._pid << 3 | 2)
 
     def _close(self) -> int | None:
         """Ends the process, and returns its exit status."""
+        self._ended_cpu_s = self._cpu_s()
         self._connection = None
         return self._end()
 

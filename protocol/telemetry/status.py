@@ -19,20 +19,26 @@ class Settings:
     host: str = "127.0.0.1"
     ports: range = range(0)
     """The first free port of these is taken; 0 takes any free port, and an empty range switches the page off."""
+    fd: int | None = None
+    """A listening socket that the process has inherited, which is served instead."""
 
 
 @contextlib.asynccontextmanager
 async def serving(
     settings: Settings, registry: CollectorRegistry, unready_reason: ReadinessCheck
 ) -> AsyncIterator[None]:
-    """Serves the status page while the block runs. Raises ValueError if no port is free."""
-    if not settings.ports:
+    """Serves the status page while the block runs. Raises ValueError if no port is free, or `fd` is no socket."""
+    if not settings.ports and settings.fd is None:
         yield
         return
     # Imported late: it takes a fifth of a second, which processes without the page need not spend.
-    from tokenbus.protocol.http.status_server import StatusServer
+    from tokenbus.protocol.http import status_server
 
-    server = StatusServer(settings.host, settings.ports, registry, unready_reason)
+    if settings.fd is None:
+        listening = status_server.bind(settings.host, settings.ports)
+    else:
+        listening = status_server.inherit(settings.fd)
+    server = status_server.StatusServer(listening, registry, unready_reason)
     structlog.get_logger().info("status_page", port=server.port)
     task = asyncio.create_task(server.run())
     try:

@@ -24,7 +24,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     cached_blocks: int = 0
     """KV blocks that no request holds and that are kept for later ones."""
     free_blocks: int = 0
-    """KV blocks that can still be reserved."""
+    """KV blocks that hold nothing."""
+    expected_blocks: int = 0
+    """KV blocks that its requests use or are expected to use before they end, also those that wait. 0 if unknown."""
+    expected_answer_tokens: int = 0
+    """Tokens that the next completion is expected to have, as recent ones had. 0 if unknown."""
     generated_tokens: int = 0
     """Tokens sampled since the engine started."""
     computed_tokens: int = 0
@@ -134,6 +138,10 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """KV blocks in device memory; absent where there is no prefix cache."""
     host_kv_blocks: int | None = None
     """KV blocks that can be offloaded to host memory beside these; absent where there is no prefix cache."""
+    kv_identity: str = ""
+    """Workers of the model with equal ones can read each other's KV blocks; absent where the worker exchanges none."""
+    kv_token_bytes: int = 0
+    """Bytes of a token's keys and values, where it exchanges blocks."""
     tokenizer_digest: str | None = None
     """Digest of its tokenizer bundle; absent where it offers none and has to be asked to tokenize."""
     chat_format_digest: str | None = None
@@ -202,7 +210,7 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     indexed_blocks: int
     """KV blocks in its prefix index, over all models."""
     predicted_hit_rate: float
-    """Share of prompt tokens that were expected to be cached where they were sent."""
+    """Share of prompt tokens that were expected to be cached where they were sent, or to be fetched by then."""
     hit_rate: float
     """Share of prompt tokens that the present workers have found cached since they started."""
     refused_cards: list[RefusedCard] = []
@@ -211,6 +219,12 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """Messages of workers that were malformed, out of order, or from unknown workers."""
     continued: int = 0
     """Requests that went on elsewhere after their worker was lost or left."""
+    predicted_fetch_rate: float = 0.0
+    """Share of prompt tokens that were to be fetched from another worker."""
+    uploads: int = 0
+    """Large requests that are on their way to it in parts."""
+    upload_bytes: int = 0
+    """Bytes of them that have come."""
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,10 @@
 """Encodes and decodes messages, as JSON or MessagePack; errors name the field at fault."""
 
 import enum
+import functools
 import math
 import re
+import typing
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
@@ -18,11 +20,13 @@ CONTENT_TYPE = "Content-Type"
 FREE_FORM = frozenset({"chat_template_kwargs", "tools", "tool_choice", "json_schema", "schema", "tool_calls"})
 """Fields whose values are passed on as they are."""
 _LARGEST_EXACT = 2.0**53
+_WITHOUT_FLOATS = (int, str, bytes, bool, type(None), UnsetType)
 _PLAIN_TYPES = frozenset((int, str))
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _NOT_FINITE_64 = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search
 _NOT_FINITE_32 = re.compile(rb"\xca[\x7f\xff][\x80-\xff]").search
-"""The first bytes of a MessagePack float that may be NaN or infinite. They may also stand inside a string."""
+"""The first bytes of a MessagePack float that may be NaN or infinite. They may also stand inside a string, and are
+certain to where there are many token ids."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,33 +104,54 @@ class Decoder(Generic[MessageT]):
         # JSON has no NaN, MessagePack does. Walking every message would cost more than decoding it: this looks for the
         # few bytes that such a float begins with, and walks only the messages that have them.
         if _NOT_FINITE_64(payload) or _NOT_FINITE_32(payload):
-            _check_finite(msgspec.msgpack.decode(payload, strict=False))
+            _check_finite(message)
         return message
 
     def _lenient(self, payload: bytes, encoding: Encoding) -> MessageT:
         try:
             raw = msgspec.json.decode(payload) if encoding is Encoding.JSON else msgspec.msgpack.decode(payload)
-            _check_finite(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _invalid(f"the message is not valid {_LABELS[encoding]}: {error}") from error
         except RecursionError as error:
             raise _invalid("the message is nested too deeply") from error
         try:
-            return msgspec.convert(_normalize(raw, self._free_form), self._type, str_keys=encoding is Encoding.JSON)
+            normal = _normalize(raw, self._free_form)
+            message = msgspec.convert(normal, self._type, str_keys=encoding is Encoding.JSON)
+            _check_finite(message)
+            return message
         except msgspec.ValidationError as error:
             text = str(error)
             match = _ERROR_PATH.search(text)  # anchored at the end: a key of the client's could look like a path
             path = match[1] if match else None
             raise _invalid(_ERROR_PATH.sub("", text) + (f" at {path}" if path else ""), param=path) from error
+        except RecursionError as error:  # in a free-form value, which is passed on as it is
+            raise _invalid("the message is nested too deeply") from error
 
 
 def _check_finite(value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise _invalid("NaN and infinite numbers are not allowed")
+    if isinstance(value, msgspec.Struct):
+        for name in _fields_with_floats(type(value)):
+            _check_finite(getattr(value, name))
+        return
     if _is_plain(value):
         return
-    for child in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
+    if isinstance(value, dict):
+        value = (*value, *value.values())
+    for child in value if isinstance(value, (list, tuple)) else ():
         _check_finite(child)
+
+
+@functools.cache
+def _fields_with_floats(message_type: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Returns the fields in which a float may be found. Token ids are none: the decoder has seen that they are ints."""
+    return tuple(field.name for field in msgspec.structs.fields(message_type) if _may_hold_floats(field.type))
+
+
+def _may_hold_floats(field_type: Any) -> bool:
+    inner = typing.get_args(field_type)
+    return any(map(_may_hold_floats, inner)) if inner else field_type not in _WITHOUT_FLOATS
 
 
 def _is_plain(value: Any) -> bool:

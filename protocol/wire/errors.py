@@ -22,6 +22,7 @@ class Code(enum.StrEnum):
     WORKER_LOST = "worker_lost"
     ENGINE_POISONED = "engine_poisoned"
     DEADLINE_EXCEEDED = "deadline_exceeded"
+    CANCELLED = "cancelled"
     SHUTTING_DOWN = "shutting_down"
     UPLOAD_LOST = "upload_lost"
     INTERNAL = "internal"
@@ -50,6 +51,7 @@ CODES: dict[Code, CodeInfo] = {
     Code.WORKER_LOST: CodeInfo(502, True, "the worker died and the stream can't continue"),
     Code.ENGINE_POISONED: CodeInfo(503, True, "the device failed and the engine is being restarted"),
     Code.DEADLINE_EXCEEDED: CodeInfo(504, False, "timeout_ms passed before the answer was complete"),
+    Code.CANCELLED: CodeInfo(499, False, "the request was cancelled"),
     Code.SHUTTING_DOWN: CodeInfo(503, True, "the server was stopped before the request could start"),
     Code.UPLOAD_LOST: CodeInfo(503, True, "a part is missing, or came too late: send the whole message again"),
     Code.INTERNAL: CodeInfo(500, True, "a bug; the log has the details under the request's id"),

@@ -59,8 +59,8 @@ MAX_INTERNAL_BYTES = 64 * 1024 * 1024
 MAX_BUNDLE_BYTES = 64 * 1024 * 1024
 RENDER_CPU_S = 2.0
 """CPU time that a chat template may take for one conversation, or to be compiled."""
-RENDER_WALL_S = 10.0
-"""Time that the same may take where the machine is busy with other things."""
+RENDER_STALL_S = 30.0
+"""A process that renders templates and gets no CPU time for this long is replaced."""
 RENDER_BYTES = 1 << 30
 """Address space of the process that renders templates."""
 RENDERED_GROWTH = 4

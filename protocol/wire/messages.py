@@ -127,6 +127,10 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """From the first token to the end."""
     total_ms: float
     """From the accept to the end."""
+    fetched_tokens: int | UnsetType = UNSET
+    """Those of the `cached_tokens` that the worker has fetched from another one, if it was told to fetch any."""
+    fetch_ms: float | UnsetType = UNSET
+    """The part of `queue_ms` that this took."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +187,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks held by requests that are being decoded there."""
     state: str
     """State of the worker."""
+    fetch_blocks: int = 0
+    """Those of the `prefill_blocks` that it would fetch from another worker instead."""
 
 
 class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,6 +200,8 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the policy that chose it."""
     candidates: list[Candidate]
     """All workers that could have been chosen."""
+    fetch_from: str = ""
+    """Name of the worker from which the chosen one was told to fetch blocks; empty if it was not."""
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ PROBE_SUFFIX = ":again"
 
 _OF_MODELS = ("generate", "embed", "rerank", "tokenize", "detokenize")
 """Operations whose subject names a model, and perhaps a tenant."""
+_KV_REPLY_TOKENS = 4
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.MAX_ID_BYTES}}}")
@@ -249,6 +250,16 @@ class Subjects:
     def is_received(self, subject: str) -> bool:
         """Whether `received` can have returned this for any worker."""
         return bool(self._received(subject))
+
+    def is_kv_reply(self, subject: str, model: str) -> bool:
+        """Whether workers of a model may be answered there about KV blocks."""
+        tokens = subject.removeprefix(f"{self.prefix}.worker.{encode_name(model)}.").split(".")
+        return (
+            subject.startswith(f"{self.prefix}.worker.")
+            and len(tokens) == _KV_REPLY_TOKENS
+            and tokens[1] == "kv"
+            and tokens[2] in ("reply", "received")
+        )
 
     def parse_model(self, subject: str) -> ModelAddress:
         """Parses the subject of what a client asks of a model. Raises ValueError for a name that is malformed."""

@@ -4,6 +4,7 @@ A router checks each request, and a worker checks each run again, since it can't
 the field, what is wrong with it and what is allowed.
 """
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -53,6 +54,8 @@ def check_run(run: internal.Run) -> None:
         check_ranges(run.resume_from, "resume_from.")
         if not run.resume_from.token_ids:
             raise invalid_field("resume_from.token_ids", "must not be empty")
+    if run.fetch_from is not None:
+        _check_fetch_source(run.fetch_from)
 
 
 def check_resume(request: messages.GenerateRequest, hash_scheme: str) -> None:
@@ -124,6 +127,11 @@ def check_router_id(router_id: str) -> None:
     """Raises RequestError for a name under which no router can be asked anything."""
     if not 0 < len(router_id.encode()) <= limits.MAX_NAME_BYTES:
         raise invalid_field("router_id", f"must have 1 to {limits.MAX_NAME_BYTES} bytes")
+
+
+def _check_fetch_source(source: internal.FetchSource) -> None:
+    if not 0 < len(source.worker_id.encode()) <= limits.MAX_NAME_BYTES:
+        raise invalid_field("fetch_from.worker_id", f"must have 1 to {limits.MAX_NAME_BYTES} bytes")
 
 
 def check_id(request_id: str | None) -> None:
@@ -265,10 +273,12 @@ def _check_resume_from(resume_from: generate.ResumeFrom, params: GenerationParam
 
 
 def _check_token_ids(name: str, token_ids: Sequence[int]) -> None:
-    # min and max are C loops: the place of a wrong id is looked for only where there is one.
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= limits.MAX_TOKEN_ID):
+    # There may be millions. This is a loop in C, and the place of a wrong id is looked for only where there is one.
+    try:
+        array("I", token_ids)
+    except OverflowError:
         index = next(i for i, token in enumerate(token_ids) if not 0 <= token <= limits.MAX_TOKEN_ID)
-        raise invalid_field(f"{name}[{index}]", f"must be a token id from 0 to {limits.MAX_TOKEN_ID}")
+        raise invalid_field(f"{name}[{index}]", f"must be a token id from 0 to {limits.MAX_TOKEN_ID}") from None
 
 
 def _check_lora(lora: Sequence[messages.Lora]) -> None:

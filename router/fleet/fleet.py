@@ -141,6 +141,10 @@ class Fleet(WorkerRegistry):
 
     # Placement and bookings
 
+    def expected_answer_tokens(self, model: str, max_tokens: int | None) -> int:
+        """Returns how many tokens a completion with that limit is expected to have."""
+        return self._model(model).expected_answer_tokens(max_tokens)
+
     def place(
         self,
         model: str,
@@ -153,8 +157,10 @@ class Fleet(WorkerRegistry):
         """Chooses a worker of the model for a request and books it there, in one step."""
         placement = self._model(model).place(request, policy, rng, now, options)
         if isinstance(placement, Placement):
-            predicted_tokens = placement.overlap_blocks * (placement.worker.card.kv_block_size or 0)
-            self.stats.record_placement(request.num_tokens, predicted_tokens, now)
+            block_size = placement.worker.card.kv_block_size or 0
+            fetch_tokens = placement.fetch_blocks * block_size
+            predicted_tokens = placement.overlap_blocks * block_size + fetch_tokens
+            self.stats.record_placement(request.num_tokens, predicted_tokens, fetch_tokens, now)
         return placement
 
     def book(self, address: WorkerAddress, request: PlacementRequest, now: float) -> None:

@@ -27,6 +27,7 @@ _MIN_VALUES = {
     "kv_block_size": 1,
     "total_kv_blocks": 0,
     "host_kv_blocks": 0,
+    "kv_token_bytes": 0,
 }
 """The numbers of a card that placement computes with, each with the least value it may have."""
 _MAX_VALUE = 2**31 - 1
@@ -118,6 +119,10 @@ class WorkerRegistry:
     def num_blocks(self, model: str) -> int:
         """Returns the number of blocks in the model's prefix index."""
         return self._model(model).num_blocks
+
+    def transfer_mb_per_s(self, model: str) -> float:
+        """Returns how fast blocks move between the model's workers."""
+        return self._model(model).transfer_mb_per_s
 
     def max_context_length(self, model: str) -> int:
         """Returns the tokens of the longest sequence that one of the model's workers can hold."""

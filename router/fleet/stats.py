@@ -18,6 +18,7 @@ class DecisionStats:
         self.decisions = 0
         self.prompt_tokens = 0
         self.predicted_tokens = 0
+        self.fetch_tokens = 0
         self.refused_messages = 0
         self.continued = 0
         self._durations_s: deque[float] = deque(maxlen=_MAX_SAMPLES)
@@ -26,11 +27,13 @@ class DecisionStats:
     def __repr__(self) -> str:
         return f"<DecisionStats {self.decisions} decisions, predicted hit rate {self.predicted_hit_rate:.3f}>"
 
-    def record_placement(self, prompt_tokens: int, predicted_tokens: int, now: float) -> None:
-        """Counts a placed request, and how many tokens of its prompt are predicted to be cached."""
+    def record_placement(self, prompt_tokens: int, predicted_tokens: int, fetch_tokens: int, now: float) -> None:
+        """Counts a placed request, how many tokens of its prompt are predicted to be cached, and how many of these its
+        worker has to fetch first."""
         self.decisions += 1
         self.prompt_tokens += prompt_tokens
         self.predicted_tokens += predicted_tokens
+        self.fetch_tokens += fetch_tokens
         self._rate.add(now)
 
     def record_decision_time(self, seconds: float) -> None:
@@ -50,6 +53,11 @@ class DecisionStats:
     def predicted_hit_rate(self) -> float:
         """The share of all prompt tokens that were predicted to be cached."""
         return self.predicted_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def predicted_fetch_rate(self) -> float:
+        """The share of all prompt tokens that were to be fetched from another worker."""
+        return self.fetch_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def report(
         self,
@@ -77,4 +85,5 @@ class DecisionStats:
             refused_cards=list(refused_cards),
             refused_messages=self.refused_messages,
             continued=self.continued,
+            predicted_fetch_rate=round(self.predicted_fetch_rate, 4),
         )

@@ -12,6 +12,9 @@ from tokenbus.router.placement.worker_table import WorkerRow
 _QUEUE_SHARE = 8
 """A worker is given an eighth more requests than it can run, so that it always has a next one to start."""
 _RECOVERABLE = (messages.WorkerState.STARTING, messages.WorkerState.READY, messages.WorkerState.RESTARTING)
+_GIVING = (messages.WorkerState.READY, messages.WorkerState.DRAINING, messages.WorkerState.LEAVING)
+MAX_STEP_AGE_MS = 2_000.0
+"""A worker whose engine's step is older than this gets no new work."""
 SETTLE_S = 2.0
 """After this time nothing that an incarnation sent before its end can still be under way."""
 _RESTART_SETTLE_S = 0.5
@@ -28,6 +31,8 @@ class Booking(NamedTuple):
     """Prompt tokens that the worker has to compute for it."""
     blocks: int = 0
     """KV blocks of its prompt."""
+    expected_blocks: int = 0
+    """KV blocks that it is expected to use in the end, without those that the worker holds already."""
     will_cache_blocks: bool = False
     """Whether the worker should report blocks of its prompt as stored."""
 
@@ -87,6 +92,12 @@ class Worker:
         return self.state in _RECOVERABLE and not self.lease_expired and self.card.max_num_seqs > 0
 
     @property
+    def can_give_blocks(self) -> bool:
+        """Whether it can be asked for KV blocks, also while it takes no requests because it drains or leaves."""
+        is_up = self.state in _GIVING and not self.lease_expired and not self.has_no_responders
+        return is_up and self.load.step_age_ms <= MAX_STEP_AGE_MS
+
+    @property
     def num_requests(self) -> int:
         """The requests that it reports, and those placed there that its reports don't count yet."""
         return self.load.running + self.load.waiting + len(self.bookings)
@@ -126,9 +137,11 @@ class Worker:
         """Returns its row of the worker table, as far as its own messages and its bookings determine it."""
         card, load, bookings = self.card, self.load, self.bookings
         prefill_tokens, used_blocks = load.queued_prefill_tokens, load.used_blocks
+        expected_blocks = max(load.expected_blocks, used_blocks)  # a worker may not say what it expects
         if bookings:
             prefill_tokens += sum([one.prefill_tokens for one in bookings.values()])
             used_blocks += sum([one.blocks for one in bookings.values()])
+            expected_blocks += sum([one.expected_blocks for one in bookings.values()])
         block_size, total_blocks, most = card.kv_block_size or 0, card.total_kv_blocks or 0, card.max_num_seqs
         requests = load.running + load.waiting + len(bookings)
         return WorkerRow(
@@ -139,6 +152,7 @@ class Worker:
             self.last_seen_at,
             load.step_age_ms,
             card.context_length,
+            load.expected_answer_tokens,
             block_size,
             prefill_tokens,
             used_blocks,
@@ -147,7 +161,7 @@ class Worker:
             most,
             most + max(1, most // _QUEUE_SHARE),
             max(0, requests + 1 - most),  # with the request that is to be placed
-            (total_blocks - used_blocks) * block_size if block_size else math.inf,
+            (total_blocks - expected_blocks) * block_size if block_size else math.inf,
         )
 
 

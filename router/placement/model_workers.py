@@ -13,8 +13,10 @@ import numpy as np
 
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import internal, limits, messages
-from tokenbus.router.fleet.worker import Booking, Worker
+from tokenbus.router.fleet.transfer_rate import TransferRate
+from tokenbus.router.fleet.worker import MAX_STEP_AGE_MS, Booking, Worker
 from tokenbus.router.placement.hash_scheme import HashScheme, hash_scheme_of
+from tokenbus.router.placement.kv_exchange import KvExchange
 from tokenbus.router.placement.placement import (
     Capacity,
     NoWorker,
@@ -25,12 +27,12 @@ from tokenbus.router.placement.placement import (
 )
 from tokenbus.router.placement.policies import Policy, View, draw
 from tokenbus.router.placement.predictions import Predictions
-from tokenbus.router.placement.prefix_index import PrefixIndex
+from tokenbus.router.placement.prefix_index import MatchLevel, PrefixIndex
 from tokenbus.router.placement.worker_table import Floats, Rows, WorkerRow, WorkerTable, is_contiguous
 
-_MAX_STEP_AGE_MS = 2_000.0
-"""A worker whose engine's step is older than this gets no new work."""
 _SAMPLE_SIZE = 8
+_DEFAULT_ANSWER_TOKENS = 256
+"""The tokens that a completion is expected to have where no worker says."""
 _BLOCK_SIZE = WorkerRow._fields.index("block_size")
 """The first column that policies see; those before it only decide who is eligible."""
 _SESSION_TTL_S = 600.0
@@ -45,9 +47,13 @@ class ModelWorkers:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._by_row: list[Worker | None] = []
-        self._table = WorkerTable(limits.WORKER_SUSPECT_AFTER_S, _MAX_STEP_AGE_MS)
+        self._table = WorkerTable(limits.WORKER_SUSPECT_AFTER_S, MAX_STEP_AGE_MS)
         self._index = PrefixIndex()
         self._predictions = Predictions()
+        self._exchange = KvExchange()
+        self._transfer_rate = TransferRate()
+        self._prefill_s = np.zeros(0)
+        """Seconds in which each row computes a prompt token, those of the fastest where unknown; 0 if all are."""
         self._num_chosen = 0
         self._sessions: TTLCache[str] = TTLCache(_SESSION_TTL_S, _MAX_SESSIONS)
         """The worker that got each session's last request."""
@@ -64,9 +70,11 @@ class ModelWorkers:
         worker.row = self._index.add_worker(_max_blocks(worker.card))
         while worker.row >= len(self._by_row):
             self._by_row.append(None)
+            self._prefill_s = np.append(self._prefill_s, 0.0)
         self._by_row[worker.row] = worker
         self._table.add_worker(worker.row)
         self._workers[worker.card.worker_id] = worker
+        self._exchange.set_worker(worker.row, worker.card.kv_identity, worker.card.kv_token_bytes)
         self.refresh(worker)
 
     def remove_worker(self, worker: Worker) -> None:
@@ -76,6 +84,7 @@ class ModelWorkers:
     def update_card(self, worker: Worker) -> None:
         """Takes over what has changed with a worker's card."""
         self._index.set_max_blocks(worker.row, _max_blocks(worker.card))
+        self._exchange.set_worker(worker.row, worker.card.kv_identity, worker.card.kv_token_bytes)
         self.refresh(worker)
 
     def incompatibility(self, card: messages.Card) -> str | None:
@@ -110,6 +119,10 @@ class ModelWorkers:
         if worker.processed_tokens is not None and processed > worker.processed_tokens:
             self._table.record_work(worker.row, processed - worker.processed_tokens, now)
         worker.processed_tokens = processed
+        for fetched in events.fetches:
+            self._transfer_rate.observe(fetched)
+            if (holder := self._workers.get(fetched.worker_id)) is not None:
+                self._exchange.end(holder.row, worker.row)
         self.refresh(worker)
 
     def replace_blocks(self, worker: Worker, runs: Sequence[internal.BlockRun]) -> None:
@@ -128,26 +141,40 @@ class ModelWorkers:
             rows = np.array(allowed, dtype=np.intp)
         if not len(rows):
             return NoWorker()
-        overlap = self._overlap_blocks(request.hashes, now)
+        levels = self._index.match(request.hashes)
+        overlap = self._overlap_blocks(request.hashes, levels, now)
         view = self._view(request, rows, overlap, now)
+        offer = None
+        if levels and self._exchange.is_possible:
+            offer = self._exchange.offer(
+                levels, rows, view, self._prefill_s, self._transfer_rate.mb_per_s, self._can_give, now
+            )
+            view = view if offer is None else view._replace(fetchable=offer.fetchable)
         costs = policy.costs(view)
         at = draw(costs, rng, options.temperature)
         worker = self._by_row[int(rows[at])]
         assert worker is not None
+        overlap_blocks, fetch_blocks, source = int(overlap[worker.row]), 0, None
+        if offer is not None and (holder := offer.holder_for(at)) is not None:
+            fetch_blocks, source = holder.overlap_blocks - overlap_blocks, self._by_row[holder.row]
+            self._exchange.begin(holder.row, worker.row, now)
         report = None
         if options.explain:
-            report = explain(worker, policy.name, self._workers_at(rows), view, costs.tolist())
-        overlap_blocks = int(overlap[worker.row])
-        self.book(worker, request, now, overlap_blocks)
-        return Placement(worker, policy.name, overlap_blocks, report)
+            report = explain(worker, policy.name, self._workers_at(rows), view, costs.tolist(), source)
+        self.book(worker, request, now, overlap_blocks, fetch_blocks)
+        return Placement(worker, policy.name, overlap_blocks, report, source, fetch_blocks)
 
-    def book(self, worker: Worker, request: PlacementRequest, now: float, overlap_blocks: int = 0) -> None:
+    def book(
+        self, worker: Worker, request: PlacementRequest, now: float, overlap_blocks: int = 0, fetch_blocks: int = 0
+    ) -> None:
         """Counts a request as a worker's load, and predicts that the worker will hold its blocks."""
         size = worker.card.kv_block_size or 0
+        prefill_tokens = max(0, request.num_tokens - overlap_blocks * size)
         worker.bookings[request.key] = Booking(
             now,
-            prefill_tokens=max(0, request.num_tokens - overlap_blocks * size),
+            prefill_tokens=max(0, prefill_tokens - fetch_blocks * size),
             blocks=-(-request.num_tokens // size) if size else 0,
+            expected_blocks=-(-(prefill_tokens + request.answer_tokens) // size) if size else 0,
             will_cache_blocks=len(request.hashes) > 0,
         )
         self._num_chosen += 1
@@ -165,6 +192,11 @@ class ModelWorkers:
             may_recover = any(worker.may_recover for worker in self._workers.values())
             return Capacity.BUSY if may_recover else Capacity.NO_WORKERS
         return Capacity.AVAILABLE if self._table.has_capacity(rows) else Capacity.BUSY
+
+    def expected_answer_tokens(self, max_tokens: int | None) -> int:
+        """Returns how many tokens a completion with that limit is expected to have, by what others have used lately."""
+        expected = int(self._table.column("expected_answer_tokens").max()) or _DEFAULT_ANSWER_TOKENS
+        return expected if max_tokens is None else min(max_tokens, expected)
 
     def sample(self, now: float) -> list[Worker]:
         """Returns a few workers, eligible ones if there are any."""
@@ -189,6 +221,14 @@ class ModelWorkers:
             prefill_s_per_token[worker.row] = worker.speed.prefill_s_per_token
             itl_s[worker.row] = worker.speed.itl_s
         self._table.update_slowdowns(prefill_s_per_token, itl_s)
+        known = prefill_s_per_token > 0
+        if known.any():
+            self._prefill_s = np.where(known, prefill_s_per_token, prefill_s_per_token[known].min())
+
+    @property
+    def transfer_mb_per_s(self) -> float:
+        """The rate at which blocks move from one worker to another."""
+        return self._transfer_rate.mb_per_s
 
     @property
     def num_blocks(self) -> int:
@@ -206,18 +246,18 @@ class ModelWorkers:
     def check_integrity(self) -> None:
         self._index.check_integrity()
         self._predictions.check_integrity()
+        self._exchange.check_integrity()
         for worker_id, worker in self._workers.items():
             assert worker.card.worker_id == worker_id
             assert self._by_row[worker.row] is worker
             assert self._table.matches(worker.row, worker.row_values()), worker
         assert sum(worker is not None for worker in self._by_row) == len(self._workers)
 
-    def _overlap_blocks(self, hashes: Sequence[int], now: float) -> Floats:
+    def _overlap_blocks(self, hashes: Sequence[int], levels: Sequence[MatchLevel], now: float) -> Floats:
         """Returns for each row how many leading blocks are there, or predicted to be there soon."""
         self._predictions.expire(now)
         overlap = np.zeros(len(self._by_row))
         if hashes:
-            levels = self._index.match(hashes)
             for level in levels:
                 level.write_to(overlap)
             for row, blocks in self._predictions.match(hashes, levels).items():
@@ -230,7 +270,11 @@ class ModelWorkers:
         session = None
         if request.session and (worker := self._workers.get(self._sessions.get(request.session, now) or "")):
             session = (rows == worker.row).astype(np.float64)
-        return View(request.num_tokens, overlap_blocks * columns[_BLOCK_SIZE], session, *columns[_BLOCK_SIZE:])
+        return View(request.num_tokens, overlap_blocks * columns[_BLOCK_SIZE], session, None, *columns[_BLOCK_SIZE:])
+
+    def _can_give(self, row: int) -> bool:
+        worker = self._by_row[row]
+        return worker is not None and worker.can_give_blocks
 
     def _hash_scheme_without(self, worker_id: str | None) -> HashScheme | None:
         """Returns the hash scheme of the workers other than that one. They all have the same, so the first will do."""
@@ -249,6 +293,7 @@ class ModelWorkers:
         self._table.clear(worker.row)
         self._index.remove_worker(worker.row)
         self._predictions.remove_worker(worker.row)
+        self._exchange.remove_worker(worker.row)
 
     def _workers_at(self, rows: Rows) -> list[Worker]:
         workers = [worker for row in rows.tolist() if (worker := self._by_row[row]) is not None]

@@ -22,6 +22,8 @@ class PlacementRequest(NamedTuple):
     """The hashes of the prompt's full blocks; empty for a request that must not use the prefix cache."""
     session: str = ""
     """The session that it belongs to, as its client says."""
+    answer_tokens: int = 0
+    """Tokens that its completion is expected to have."""
 
 
 class PlacementOptions(NamedTuple):
@@ -64,6 +66,10 @@ class Placement(NamedTuple):
     overlap_blocks: int = 0
     """Leading blocks of the prompt that the worker holds or is predicted to hold."""
     report: messages.RoutingReport | None = None
+    fetch_from: Worker | None = None
+    """The worker from which the chosen one should fetch blocks instead of computing them."""
+    fetch_blocks: int = 0
+    """The blocks behind the overlap that are expected to come from there."""
 
 
 class NoWorker(NamedTuple):
@@ -81,10 +87,10 @@ class Capacity(enum.Enum):
 
 
 def explain(
-    chosen: Worker, policy: str, workers: Sequence[Worker], view: View, costs: Sequence[float]
+    chosen: Worker, policy: str, workers: Sequence[Worker], view: View, costs: Sequence[float], holder: Worker | None
 ) -> messages.RoutingReport:
     """Reports what was known about each candidate. `workers`, the columns of `view` and `costs` are in the same
-    order."""
+    order; `holder` is the worker that the chosen one fetches from, if any."""
     candidates = []
     for number, worker in enumerate(workers):
         block_size = max(1.0, float(view.block_size[number]))
@@ -95,7 +101,13 @@ def explain(
             overlap_blocks=int(view.overlap_tokens[number] / block_size),
             prefill_blocks=math.ceil((float(view.prefill_tokens[number]) + uncached_tokens) / block_size),
             decode_blocks=int(view.used_blocks[number]),
+            fetch_blocks=0 if view.fetchable is None else int(view.fetchable.tokens[number] / block_size),
             state=worker.state,
         )
         candidates.append(candidate)
-    return messages.RoutingReport(chosen=chosen.card.worker_id, policy=policy, candidates=candidates)
+    return messages.RoutingReport(
+        chosen=chosen.card.worker_id,
+        policy=policy,
+        candidates=candidates,
+        fetch_from="" if holder is None else holder.card.worker_id,
+    )

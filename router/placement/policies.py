@@ -9,6 +9,15 @@ import numpy as np
 from tokenbus.router.placement.worker_table import Floats
 
 
+class Fetchable(NamedTuple):
+    """Tokens behind each candidate's overlap that it could fetch from another worker instead of computing them."""
+
+    tokens: Floats
+    """0 where there are few, or where computing them takes hardly longer."""
+    cost: Floats
+    """The time to fetch a token compared with the time to compute one."""
+
+
 class View(NamedTuple):
     """The candidates as a policy sees them: in each array one entry per candidate. A policy must not change them."""
 
@@ -17,6 +26,8 @@ class View(NamedTuple):
     """Leading tokens of the prompt whose KV cache it holds, or is predicted to hold soon."""
     session: Floats | None
     """1 for the worker that got the session's last request, else 0; None if there is no such worker."""
+    fetchable: Fetchable | None
+    """The tokens that the candidates could fetch from other workers; None if there are none."""
     block_size: Floats
     """Tokens of a KV block; 0 if it has no blocks."""
     prefill_tokens: Floats
@@ -32,7 +43,8 @@ class View(NamedTuple):
     waiting_requests: Floats
     """Requests that would wait there with this one, this one included."""
     free_tokens: Floats
-    """Tokens that still fit its KV cache; infinite if it has no blocks."""
+    """Tokens that fit its KV cache beside those that its requests are expected to have in the end. Negative if these
+    are too many; infinite if it has no blocks."""
     prefill_slowdown: Floats
     """Its time per prompt token compared with the fastest worker's: a power of 2."""
     decode_slowdown: Floats
@@ -63,6 +75,8 @@ class KvAware:
 
     - its own uncached tokens, and a part of the prompt tokens queued before it: waiting a little is better than
       computing and keeping the same prefix twice;
+    - uncached tokens that it can fetch count less, but most of what they would otherwise: they too are kept twice then,
+      and push out something else;
     - for each request there a fixed number, since each slows every step;
     - a larger number for each request that would have to wait, and if the KV cache has no room;
     - the worker's utilization, which spreads requests that arrive one by one.
@@ -79,15 +93,19 @@ class KvAware:
         waiting_tokens: float = 1_024.0,
         utilization_tokens: float = 2_048.0,
         session_tokens: float = 256.0,
+        copy_weight: float = 0.6,
     ) -> None:
         self._queue_weight = queue_weight
         self._request_tokens = request_tokens
         self._waiting_tokens = waiting_tokens
         self._utilization_tokens = utilization_tokens
         self._session_tokens = session_tokens
+        self._copy_weight = copy_weight
 
     def costs(self, view: View) -> Floats:
         to_compute = view.prompt_tokens - view.overlap_tokens
+        if view.fetchable is not None:
+            to_compute -= view.fetchable.tokens * (1.0 - np.maximum(view.fetchable.cost, self._copy_weight))
         costs: Floats = self._queue_weight * view.prefill_tokens
         costs += to_compute
         costs *= view.prefill_slowdown

@@ -38,6 +38,8 @@ class WorkerRow(NamedTuple):
     last_seen_at: float
     step_age_ms: float
     context_length: int
+    expected_answer_tokens: int
+    """Tokens that its next completion is expected to have; 0 if it does not say."""
     block_size: int
     """Tokens of a KV block; 0 if it has no blocks."""
     prefill_tokens: int
@@ -53,7 +55,8 @@ class WorkerRow(NamedTuple):
     waiting_requests: int
     """Requests that would wait there if one more came, that one included."""
     free_tokens: float
-    """Tokens that still fit its KV cache; infinite if it has no blocks."""
+    """Tokens that fit its KV cache beside those that its requests are expected to have in the end, bookings included.
+    Negative if these are too many; infinite if it has no blocks."""
     prefill_slowdown: float = 1.0
     """Its time per prompt token compared with the fastest worker's: a power of 2."""
     decode_slowdown: float = 1.0
@@ -161,8 +164,9 @@ class WorkerTable:
         return self._values.take(rows, axis=1)
 
     def has_capacity(self, rows: Rows) -> bool:
-        """Whether one of these rows may take another request."""
-        return bool((self.column("requests")[rows] < self.column("max_requests")[rows]).any())
+        """Whether one of these rows may take another request: it would start soon, and there will be memory for it."""
+        has_place = self.column("requests")[rows] < self.column("max_requests")[rows]
+        return bool((has_place & (self.column("free_tokens")[rows] > 0)).any())
 
     def column(self, name: str) -> Floats:
         """Returns one column with all rows, also those that belong to no worker."""

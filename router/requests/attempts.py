@@ -108,8 +108,8 @@ class Attempts:
         with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
             self._bus.publish(subject, codec.encode(drop))
 
-    def to_run(self, flight: Flight, epoch: str, report: messages.RoutingReport | None = None) -> internal.Run:
-        """Returns the run of a request's present attempt."""
+    def to_run(self, flight: Flight, epoch: str, placement: Placement | None = None) -> internal.Run:
+        """Returns the run of a request's present attempt; `placement` is missing while no worker has been chosen."""
         assert flight.prompt_ids is not None, flight
         now = time.monotonic()
         elapsed_s = 0.0 if flight.first_accepted_at is None else now - flight.first_accepted_at
@@ -127,7 +127,8 @@ class Attempts:
             remaining_ms=flight.remaining_ms(now),
             age_ms=(now - flight.received_at) * 1e3,
             resume_from=flight.completion.resume_from(elapsed_s * 1e3),
-            routing=report,
+            routing=None if placement is None else placement.report,
+            fetch_from=None if placement is None else _to_source(placement.fetch_from),
             routing_options=flight.request.routing,
         )
 
@@ -135,7 +136,7 @@ class Attempts:
         worker = placement.worker
         card = worker.card
         self._flights.start_attempt(flight, card.worker_id)
-        run = self.to_run(flight, card.epoch, placement.report)
+        run = self.to_run(flight, card.epoch, placement)
         try:
             staged = await self._workers.stage(card, _RUN, run, headers)
         except (TimeoutError, ConnectionError) as error:
@@ -285,6 +286,12 @@ class Attempts:
         if flight.cancelled:  # the worker has not seen the client's cancel, which came before the request did
             with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
                 self._bus.publish(self._names.cancel(flight.request_id, flight.tenant), b"")
+
+
+def _to_source(holder: Worker | None) -> internal.FetchSource | None:
+    if holder is None:
+        return None
+    return internal.FetchSource(worker_id=holder.card.worker_id, epoch=holder.card.epoch)
 
 
 def _to_params(flight: Flight) -> params.GenerationParams:

@@ -194,7 +194,8 @@ class Intake:
             validation.check_id(body.id)
             request_id = body.id or secrets.token_urlsafe(16)
             address, work = self._parse_address(message), requests.check(body)
-            request = PoolingRequest(request_id, address, body, work, message.reply, encoding, time.monotonic())
+            end = asyncio.get_running_loop().create_future()
+            request = PoolingRequest(request_id, address, body, work, message.reply, encoding, time.monotonic(), end)
             requests.start(request, message.headers)
             return
         except codec.MediaTypeError as problem:
@@ -258,7 +259,7 @@ class Intake:
             tenant = subjects.decode_name(self._names.tenant_token(message.subject))
         except ValueError:
             return
-        self._replies.send(message.reply, self._models.reply(encoding, self._bus.max_payload, tenant))
+        self._replies.send(message.reply, self._models.reply(encoding, self._bus.max_payload, self._parts, tenant))
 
     def _on_cancel(self, message: Msg) -> None:
         if message.reply and not self._may_answer(message):
@@ -268,7 +269,8 @@ class Intake:
             encoding = codec.encoding_of(message.headers)
         except ValueError:
             return
-        if self._lifecycle.cancel(address.key) and message.reply:
+        found = {holder.cancel(address.key) for holder in (self._lifecycle, self._embeddings, self._reranks)}
+        if True in found and message.reply:
             self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 
     def _on_resync(self, message: Msg) -> None:

@@ -5,7 +5,7 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 import structlog
 
-from tokenbus.protocol.bus.bus import Outgoing
+from tokenbus.protocol.bus.bus import Bus, Outgoing
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 from tokenbus.protocol.wire.codec import Message
 from tokenbus.router.fleet.fleet import Fleet
@@ -26,9 +26,14 @@ class Operation(NamedTuple, Generic[ReplyT]):
 class WorkerClient:
     """Calls workers on their own subjects and decodes their replies."""
 
-    def __init__(self, names: subjects.Subjects, parts: InternalParts) -> None:
+    def __init__(self, bus: Bus, names: subjects.Subjects, parts: InternalParts) -> None:
+        self._bus = bus
         self._names = names
         self._parts = parts
+
+    def publish(self, card: messages.Card, service: str, message: Message) -> None:
+        """Sends a worker a small message to which there is no reply. Raises what `Bus.publish` does."""
+        self._bus.publish(self._names.worker(card.model, card.worker_id, service), codec.encode(message))
 
     async def call(
         self, card: messages.Card, op: Operation[ReplyT], message: Message, timeout_s: float, headers: Headers = None

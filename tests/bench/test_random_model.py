@@ -14,14 +14,11 @@ import pytest
 from bench.models import quantization, random_model, random_vocabulary
 from bench.models.shape import PRESETS, ImpossibleModelError, Shape, check, tensors
 from tests.support import engines
+from tests.support.greedy import greedy
 from tokenbus.demo import chats
 from tokenbus.protocol.wire import internal, messages
-from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.runner import GgufRunner
-from tokenbus.worker.engine.kv.ops import Truncate
-from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 TINY = PRESETS["tiny"]
 TEXT = "The owl lives in Zürich, 日本 and \x00 10 other places.\n 👍🏽 "
@@ -34,24 +31,6 @@ def loaded(path: Path) -> Iterator[GgufRunner]:
         yield runner
     finally:
         runner.close()
-
-
-def greedy(runner: GgufRunner, prompt: list[int], count: int) -> list[int]:
-    """Returns the greedy continuation of a prompt that is computed in one step."""
-    sampling = contract.Sampling(max_tokens=count, ignore_eos=True)
-    sequence = Sequence(0, prompt, sampling, runner.end_token_ids)
-    sequence.lane = 0
-    runner.add_sequence(0, sampling)
-    told: list[int] = []
-    for _ in range(count):
-        (result,) = runner.step(StepPlan((ScheduledTokens(sequence, sequence.num_computed, sequence.num_uncomputed),)))
-        assert isinstance(result, SampledToken), result
-        sequence.num_computed = sequence.num_tokens
-        sequence.append([result.token_id])
-        told.append(result.token_id)
-    runner.remove_sequence(0)
-    runner.apply([Truncate(0)])
-    return told
 
 
 def tensor_types(path: Path) -> dict[str, gguf.GGMLQuantizationType]:

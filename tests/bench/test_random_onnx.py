@@ -18,15 +18,11 @@ from onnx import external_data_helper, numpy_helper
 from bench.models import nbits, random_model, random_onnx, random_vocabulary
 from bench.models.shape import PRESETS, ImpossibleModelError, Shape, tensors
 from tests.support import engines
+from tests.support.greedy import greedy
 from tokenbus.demo import onnx_graph
 from tokenbus.protocol.wire import internal
-from tokenbus.worker import contract
-from tokenbus.worker.engine.gguf.runner import GgufRunner
-from tokenbus.worker.engine.kv.ops import Truncate
 from tokenbus.worker.engine.onnx.runner import OnnxRunner, load
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
-from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 TINY = PRESETS["tiny"]
 TEXT = "The owl lives in Zürich, 日本 and \x00 10 other places.\n 👍🏽 "
@@ -43,24 +39,6 @@ def served(folder: Path) -> OnnxRunner:
     runner = load(msgspec.structs.replace(engines.ONNX, model=str(folder)), lambda _: None, LoadedModels())
     assert isinstance(runner, OnnxRunner)
     return runner
-
-
-def greedy(runner: OnnxRunner | GgufRunner, prompt: list[int], count: int) -> list[int]:
-    """Returns the greedy continuation of a prompt that is computed in one step."""
-    sampling = contract.Sampling(max_tokens=count, ignore_eos=True)
-    sequence = Sequence(0, prompt, sampling, runner.end_token_ids)
-    sequence.lane = 0
-    runner.add_sequence(0, sampling)
-    told: list[int] = []
-    for _ in range(count):
-        (result,) = runner.step(StepPlan((ScheduledTokens(sequence, sequence.num_computed, sequence.num_uncomputed),)))
-        assert isinstance(result, SampledToken), result
-        sequence.num_computed = sequence.num_tokens
-        sequence.append([result.token_id])
-        told.append(result.token_id)
-    runner.remove_sequence(0)
-    runner.apply([Truncate(0)])
-    return told
 
 
 def logits(folder: Path, flavour: onnx_graph.Flavour = "gqa") -> "np.ndarray[Any, Any]":

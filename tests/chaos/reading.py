@@ -1,4 +1,4 @@
-"""One stream as its client reads it: what has come, whether that is right, and how long the client waited; pure."""
+"""Records a stream as its client reads it: what has come, whether it is right, and how long the client waited; pure."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""The results of rounds: one line of JSON for each round, in a file to which every run appends."""
+"""Keeps the results of rounds in a file to which every run appends, one line of JSON for each round."""
 
 import math
 from collections import Counter

@@ -18,7 +18,7 @@ user = "worker-demo"
 [worker]
 model = ["a.gguf", "b.gguf"]
 max-num-seqs = 32
-kv-overcommit = 1.5
+priority-s = 1.5
 metrics-port = "9100-9110"
 
 [router]
@@ -35,11 +35,11 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_file_sets_what_no_flag_does(file: Path) -> None:
-    options = main.parse(["worker", "--config", str(file), "--kv-overcommit", "2"])
+    options = main.parse(["worker", "--config", str(file), "--priority-s", "2"])
     assert options.nats == "nats://there:4222"
     assert options.nats_user == "worker-demo"
     assert options.model == ["a.gguf", "b.gguf"]
-    assert (options.max_num_seqs, options.kv_overcommit) == (32, 2.0)
+    assert (options.max_num_seqs, options.priority_s) == (32, 2.0)
     assert options.metrics_port == range(9100, 9111)
     router = main.parse(["router", "--config", str(file)])
     assert router.tenant_limit == (8, 600.0, 100_000.0)

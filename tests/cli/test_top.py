@@ -4,6 +4,7 @@ import pytest
 from rich.console import Console
 
 from tokenbus.cli.commands.top import Row, TokenRates, make_table
+from tokenbus.protocol.wire import messages
 
 
 def test_a_rate_is_what_was_generated_between_two_looks() -> None:
@@ -33,7 +34,25 @@ def test_workers_are_counted_apart() -> None:
 def rows() -> list[Row]:
     name = "qwen2.5-0.5b-instruct"
     return [
-        Row(f"worker-{number}", name, "ready", 3, 16, 2, 1_200, 35.2, 120, 400, 1_024, 12.5, 0.35, 500, "live", number)
+        Row(
+            f"worker-{number}",
+            name,
+            "ready",
+            3,
+            16,
+            2,
+            1_200,
+            35.2,
+            120,
+            400,
+            1_024,
+            150,
+            12.5,
+            0.35,
+            500,
+            "live",
+            number,
+        )
         for number in range(3)
     ]
 
@@ -55,6 +74,27 @@ def test_a_narrow_terminal_shows_the_columns_that_matter_most_and_all_of_them() 
 def test_no_width_cuts_a_cell() -> None:
     for width in range(10, 140):
         assert not any("…" in line for line in shown(width)[:4]), width
-    assert " ".join(shown(140)[0].split()) == (
-        "worker model state run wait prefill tok/s KV used cached indexed hits events step ms"
+    assert " ".join(shown(150)[0].split()) == (
+        "worker model state run wait prefill tok/s KV used expected cached indexed hits events step ms"
     )
+
+
+@pytest.mark.parametrize(
+    ("uploads", "lines"), [(0, []), (3, ["3 large requests on their way in parts, of which 1.5 MiB came"])]
+)
+def test_large_requests_are_told_of_while_there_are_any(uploads: int, lines: list[str]) -> None:
+    router = messages.RouterStats(
+        router_id="r",
+        decisions=0,
+        decisions_per_s=0.0,
+        decision_p50_us=0.0,
+        decision_p99_us=0.0,
+        waiting=0,
+        indexed_blocks=0,
+        predicted_hit_rate=0.0,
+        hit_rate=0.0,
+        uploads=uploads,
+        upload_bytes=3 << 19,
+    )
+    caption = str(make_table(rows(), router).caption)
+    assert [line for line in caption.splitlines() if "parts" in line] == lines

@@ -2,8 +2,9 @@
 
 from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support.engines import Recorder
-from tokenbus.protocol.wire import block_hash, messages
+from tokenbus.protocol.wire import block_hash, codec, messages
 from tokenbus.worker import contract
+from tokenbus.worker.kv_exchange import block_check
 
 
 class Held:
@@ -125,3 +126,77 @@ async def tells_which_blocks_it_holds(engine: contract.Engine, config: contract.
     assert held.has(token_ids) == [config.prefix_cache] * (len(token_ids) // config.kv_block_size)
     await run(engine, request(prompt(config, 53), cache=False, max_tokens=1))
     assert len(held.parents) == sum(held.has(token_ids))
+
+
+def prefix_of(token_ids: list[int], tenant: str = "", salt: str = "") -> contract.CachedPrefix:
+    return contract.CachedPrefix(tenant, salt, block_hash.pack_token_ids(token_ids))
+
+
+async def gives_blocks_that_another_engine_can_use(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    if not config.kv_identity:
+        return
+    token_ids = long_prompt(config, 70)
+    recorder, _, _ = await measured(engine, request(token_ids, tenant="one", salt="a", max_tokens=3))
+    full = len(token_ids) // config.kv_block_size
+    num_cached, blocks = await engine.export_blocks(prefix_of(token_ids, "one", "a"), 0, 99)
+    assert (num_cached, len(blocks)) == (full, full)
+    assert config.kv_format is not None
+    for place, block in enumerate(blocks):
+        assert block_check.problem(config.kv_format, block, place * config.kv_block_size) == ""
+    engine.clear_cache()
+    engine.put_blocks(prefix_of(token_ids, "one", "a"), 0, blocks[:2])
+    engine.put_blocks(prefix_of(token_ids, "one", "a"), 2, blocks[2:])
+    again, usage, _ = await measured(engine, request(token_ids, tenant="one", salt="a", max_tokens=3))
+    assert usage.cached_tokens == full * config.kv_block_size
+    assert again.token_ids == recorder.token_ids
+
+
+async def gives_no_blocks_of_others(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    if not config.kv_identity:
+        return
+    token_ids = long_prompt(config, 71)
+    await run(engine, request(token_ids, tenant="one", salt="a"))
+    for tenant, salt in (("two", "a"), ("one", "b"), ("one", "")):
+        assert await engine.export_blocks(prefix_of(token_ids, tenant, salt), 0, 99) == (0, [])
+    assert await engine.export_blocks(prefix_of(long_prompt(config, 72), "one", "a"), 0, 99) == (0, [])
+
+
+async def drops_blocks_behind_a_gap(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    if not config.kv_identity:
+        return
+    token_ids = long_prompt(config, 73)
+    await measured(engine, request(token_ids, max_tokens=1))
+    _, blocks = await engine.export_blocks(prefix_of(token_ids), 0, 99)
+    engine.clear_cache()
+    engine.put_blocks(prefix_of(token_ids), 1, blocks[1:])
+    assert await engine.export_blocks(prefix_of(token_ids), 0, 99) == (0, [])
+
+
+async def computes_what_is_held_back_only_once_released(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    held = codec.replace(request(prompt(config, 74), max_tokens=3), is_held=True)
+    recorder = start(engine, held)
+    await run(engine, request(prompt(config, 75), max_tokens=3))
+    assert recorder.outputs == []
+    engine.release(held.key)
+    engine.release(held.key)
+    await recorder.terminal()
+    assert len(recorder.token_ids) == 3
+    await settled(engine)
+
+
+async def cancels_what_is_held_back(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    held = codec.replace(request(prompt(config, 76), max_tokens=3), is_held=True)
+    recorder = start(engine, held)
+    engine.abort(held.key)
+    engine.release(held.key)
+    assert (await recorder.terminal()).finish_reason is messages.FinishReason.CANCELLED
+    await settled(engine)
+
+
+EXCHANGE_RULES = (
+    gives_blocks_that_another_engine_can_use,
+    gives_no_blocks_of_others,
+    drops_blocks_behind_a_gap,
+    computes_what_is_held_back_only_once_released,
+    cancels_what_is_held_back,
+)

@@ -98,6 +98,7 @@ RULES: tuple[Check, ...] = (
     cache_rules.leaves_nothing_where_it_must_not,
     cache_rules.tells_which_blocks_it_holds,
     stream_rules.counts_on_while_it_works,
+    *cache_rules.EXCHANGE_RULES,
     *resume_rules.RULES,
     *constraint_rules.RULES,
     *adapter_rules.RULES,

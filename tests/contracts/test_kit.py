@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from tests.contracts import adapter_rules, cache_rules, constraint_rules, driving, kit, resume_rules, stream_rules
-from tests.support.arithmetic import ArithmeticRunner, make_config
+from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
 from tests.support.engines import Recorder, demo_engine, thread_engine
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker import contract
@@ -18,7 +18,7 @@ class Honest:
     """Passes everything on to a real engine; subclasses break one thing."""
 
     def __init__(self) -> None:
-        self.inner = thread_engine(lambda _: ArithmeticRunner(step_s=0.002))
+        self.inner = thread_engine(lambda _: ArithmeticRunner(exchanging(make_config()), step_s=0.002))
         self.sinks: dict[str, contract.Sink] = {}
         self.on_kv_events = lambda removed, stored: None
         self.inner.on_kv_events = self.blocks
@@ -50,6 +50,21 @@ class Honest:
 
     def abort(self, key: str) -> None:
         self.inner.abort(key)
+
+    def release(self, key: str) -> None:
+        self.inner.release(key)
+
+    async def export_blocks(
+        self, prefix: contract.CachedPrefix, first: int, max_blocks: int
+    ) -> tuple[int, list[bytes]]:
+        return await self.inner.export_blocks(prefix, first, max_blocks)
+
+    def put_blocks(self, prefix: contract.CachedPrefix, first: int, blocks: list[bytes]) -> None:
+        self.inner.put_blocks(prefix, first, blocks)
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        return self.inner.prefill_tokens_per_s
 
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
         return await self.inner.tokenize(request)
@@ -313,6 +328,34 @@ class FailsAbortsOfTheUnknown(Honest):
         self.inner.abort(key)
 
 
+class GivesBlocksToEverySalt(Honest):
+    async def export_blocks(self, prefix, first, max_blocks):  # type: ignore[no-untyped-def]
+        return await self.inner.export_blocks(replace(prefix, tenant="one", cache_salt="a"), first, max_blocks)
+
+
+class PutsNothing(Honest):
+    def put_blocks(self, prefix, first, blocks):  # type: ignore[no-untyped-def]
+        pass
+
+
+class FillsGaps(Honest):
+    def put_blocks(self, prefix, first, blocks):  # type: ignore[no-untyped-def]
+        self.inner.put_blocks(prefix, 0, [blocks[0]] * first + blocks)
+
+
+class HoldsNothingBack(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, is_held=False)
+
+
+class NeverCancelsWhatItHoldsBack(Honest):
+    def abort(self, key: str) -> None:
+        pass
+
+    def release(self, key: str) -> None:
+        pass
+
+
 class ForgetsWhatItIsGiven(Honest):
     def request(self, request):  # type: ignore[no-untyped-def]
         return replace(request, resumed=None)
@@ -506,6 +549,11 @@ BROKEN = {
     TakesAnyAdapter: adapter_rules.computes_each_request_with_its_own_adapters,
     MixesScoresUp: kit.scores_each_document_by_itself,
     ForgetsADocument: kit.scores_each_document_by_itself,
+    GivesBlocksToEverySalt: cache_rules.gives_no_blocks_of_others,
+    PutsNothing: cache_rules.gives_blocks_that_another_engine_can_use,
+    FillsGaps: cache_rules.drops_blocks_behind_a_gap,
+    HoldsNothingBack: cache_rules.computes_what_is_held_back_only_once_released,
+    NeverCancelsWhatItHoldsBack: cache_rules.cancels_what_is_held_back,
     ForgetsWhatItIsGiven: resume_rules.continues_a_seeded_answer_after_any_token,
     PassesOffGivenTokensAsNew: resume_rules.continues_a_seeded_answer_after_any_token,
     GivesAllGivenTextToTheFirstToken: resume_rules.continues_a_seeded_answer_after_any_token,

@@ -1,6 +1,7 @@
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import openai
 import pytest
 
 from tests.support.system import Gateway, running_gateway, running_up, up_with_output
@@ -16,6 +17,22 @@ def said() -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def base_url(said: dict[str, Any]) -> str:
     return str(said["http"])
+
+
+@pytest.fixture
+def client(base_url: str) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client of that system, which checks the type of every field."""
+    with openai.OpenAI(
+        base_url=base_url, api_key="none", max_retries=0, timeout=60, _strict_response_validation=True
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+async def async_client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The same for a test that is a coroutine, without the checks."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -44,6 +44,12 @@ def test_an_alias_is_listed_while_all_its_models_are_served_with_the_shortest_co
     ]
 
 
+@pytest.mark.parametrize("name", ["x" * 129, "\ud800"])
+def test_a_default_that_no_model_can_have_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="default model"):
+        Aliases(default=name)
+
+
 @pytest.mark.parametrize("setting", ["", "a", "a=", "=b", "a=b:1,", "a=b:-1", "a=b:0", f"{'x' * 129}=b"])
 def test_what_is_no_alias_is_refused_and_named(setting: str) -> None:
     with pytest.raises(ValueError, match="alias"):

@@ -14,7 +14,8 @@ import pytest
 
 from bench.models import random_encoder
 from bench.models.random_encoder import EncoderShape
-from tests.support.system import running_gateway, up_with_output
+from tests.support.system import Gateway, running_gateway, up_with_output
+from tokenbus.gateway import openapi, routes
 
 SAID = [{"role": "user", "content": "What is the capital of Avaria?"}]
 
@@ -83,6 +84,43 @@ def test_calls_need_a_key_and_are_logged_and_counted_like_completions(slow_url: 
     assert logged == [("/tokenize", None), ("/tokenize", "slow")]
     for status in (200, 401):
         assert f'tokenbus_gateway_requests_total{{endpoint="/tokenize",status="{status}"}} 1.0' in text
+
+
+UNNAMED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": SAID, "max_tokens": 1},
+    "/v1/completions": {"prompt": "go", "max_tokens": 1},
+    "/v1/responses": {"input": "go", "max_output_tokens": 1},
+    "/v1/messages": {"messages": SAID, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": SAID},
+    "/v1/embeddings": {"input": "go"},
+    "/v1/rerank": {"query": "go", "documents": ["a"]},
+    "/tokenize": {"prompt": "go"},
+    "/detokenize": {"tokens": [5]},
+}
+"""A body for each endpoint, without a model."""
+
+
+def test_requests_without_a_model_are_answered_by_the_default_one(slow_url: str, tmp_path: Path) -> None:
+    assert UNNAMED.keys() == {*routes.GENERATING, *routes.CALLS}
+    flags = ("--alias", "usual=slow", "--default-model", "usual")
+    with running_gateway(slow_url, tmp_path, *flags) as gateway:
+        found = {path: post(gateway.url, path, body) for path, body in UNNAMED.items()}
+        logged = [one["model"] for one in gateway.log("request_received")]
+        document = json.loads(get(gateway.url, "/openapi.json"))
+    assert logged == ["usual"] * len(UNNAMED)
+    unserved = ("/v1/embeddings", "/v1/rerank")  # by this model
+    assert {path: status for path, (status, _) in found.items()} == {
+        path: 400 if path in unserved else 200 for path in UNNAMED
+    }
+    assert {answer["model"] for path, (_, answer) in found.items() if path in routes.GENERATING} == {"usual"}
+    expected = openapi.document(document["info"]["version"], has_default_model=True)
+    assert document == json.loads(json.dumps(expected))
+
+
+@pytest.mark.parametrize("path", UNNAMED)
+def test_requests_without_a_model_are_refused_where_there_is_no_default(slow_gateway: Gateway, path: str) -> None:
+    status, answer = post(slow_gateway.url, path, UNNAMED[path])
+    assert (status, answer["error"]["message"]) == (400, "model: is required")
 
 
 def test_ollamas_calls_find_a_model_and_what_it_can_do(base_url: str) -> None:

@@ -11,6 +11,7 @@ GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 3}
 
 @pytest.fixture
 def client(base_url: str) -> Iterator[openai.OpenAI]:
+    """A client that does not check types: by them, no event of a stream could be without a reason to finish."""
     with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 

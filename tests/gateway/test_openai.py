@@ -1,7 +1,6 @@
 """The gateway as OpenAI's own client library sees it."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import openai
@@ -11,18 +10,6 @@ from openai.types.chat import ChatCompletionMessageParam
 ANSWER = "The capital of Avaria is Limora."
 ASKED: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of Avaria?"}]
 GREEDY: dict[str, Any] = {"model": "demo", "messages": ASKED, "temperature": 0}
-
-
-@pytest.fixture
-def client(base_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture
-async def async_client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def test_a_whole_answer(client: openai.OpenAI) -> None:

@@ -12,14 +12,17 @@ from tokenbus.gateway import openapi, routes
 from tokenbus.gateway.cohere import rerank
 from tokenbus.gateway.openai import chat_request, embeddings
 from tokenbus.gateway.openai.completions import request as completions_request
+from tokenbus.gateway.vllm import token_calls
 from tokenbus.protocol.wire import errors
 
 DOCUMENT = openapi.document("1")
+WITH_DEFAULT_MODEL = openapi.document("1", has_default_model=True)
 PARSERS: dict[str, Any] = {
     "/v1/chat/completions": chat_request.parse,
     "/v1/completions": completions_request.parse,
     "/v1/embeddings": embeddings.parse,
     "/v1/rerank": rerank.parse,
+    "/detokenize": token_calls.parse_detokenize,
 }
 SAID = [{"role": "user", "content": "hi"}]
 GOOD: dict[str, dict[str, Any]] = {
@@ -34,6 +37,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "m", "prompt": [[1], [2**32 - 1]], "logprobs": 20, "logit_bias": {"5": 1}},
     "/v1/embeddings": {"model": "m", "input": ["a"], "dimensions": 1, "encoding_format": "base64"},
     "/v1/rerank": {"model": "m", "query": "q", "documents": ["a", {"text": "b"}], "top_n": 1},
+    "/detokenize": {"model": "m", "tokens": []},
 }
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": []}),
@@ -58,22 +62,25 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/rerank", {"documents": []}),
     ("/v1/rerank", {"query": ""}),
     ("/v1/rerank", {"top_n": 0}),
+    ("/detokenize", {"tokens": None}),
+    ("/detokenize", {"tokens": ["a"]}),
+    ("/detokenize", {"tokens": [-1]}),
 ]
 
 
-def schema_of(path: str, method: str = "post") -> dict[str, Any]:
-    operation = DOCUMENT["paths"][path][method]
+def schema_of(path: str, method: str = "post", document: dict[str, Any] = DOCUMENT) -> dict[str, Any]:
+    operation = document["paths"][path][method]
     found = operation["requestBody"] if method == "post" else operation["responses"]["200"]
-    return {**found["content"]["application/json"]["schema"], "components": DOCUMENT["components"]}
+    return {**found["content"]["application/json"]["schema"], "components": document["components"]}
 
 
-def is_valid(path: str, body: object) -> bool:
-    return bool(jsonschema.Draft202012Validator(schema_of(path)).is_valid(body))
+def is_valid(path: str, body: object, document: dict[str, Any] = DOCUMENT) -> bool:
+    return bool(jsonschema.Draft202012Validator(schema_of(path, document=document)).is_valid(body))
 
 
-def is_taken(path: str, body: object) -> bool:
+def is_taken(path: str, body: object, default_model: str = "") -> bool:
     try:
-        PARSERS[path](json.dumps(body).encode(), {}, "r")
+        PARSERS[path](json.dumps(body).encode(), {}, "r", default_model)
     except errors.RequestError:
         return False
     return True
@@ -99,6 +106,16 @@ def test_a_good_body_is_valid_and_taken(path: str) -> None:
         body = {other: value for other, value in GOOD[path].items() if other != name}
         assert not is_valid(path, body)
         assert not is_taken(path, body)
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_a_body_without_a_model_is_valid_and_taken_where_there_is_a_default(path: str) -> None:
+    unnamed = {name: value for name, value in GOOD[path].items() if name != "model"}
+    for body in (unnamed, unnamed | {"model": None}, GOOD[path]):
+        assert is_valid(path, body, WITH_DEFAULT_MODEL)
+        assert is_taken(path, body, "m")
+    assert not is_taken(path, unnamed | {"model": ""}, "m")
+    assert not is_valid("/api/show", {}, WITH_DEFAULT_MODEL)
 
 
 @pytest.mark.parametrize(("path", "change"), BAD)

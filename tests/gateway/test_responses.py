@@ -1,7 +1,6 @@
 """The Responses API as OpenAI's own client library sees it, which checks the type of every field."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import openai
@@ -10,20 +9,6 @@ import pytest
 ANSWER = "The capital of Avaria is Limora."
 GREEDY: dict[str, Any] = {"model": "demo", "input": "What is the capital of Avaria?", "temperature": 0}
 TOO_LONG: dict[str, Any] = GREEDY | {"input": "word " * 9_000}
-
-
-@pytest.fixture
-def client(base_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=base_url, api_key="none", max_retries=0, timeout=60, _strict_response_validation=True
-    ) as client:
-        yield client
-
-
-@pytest.fixture
-async def async_client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def test_a_whole_response(client: openai.OpenAI) -> None:

@@ -1,7 +1,6 @@
 """Tools of the Responses API, with OpenAI's own client library and the demo model."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -13,14 +12,6 @@ from tokenbus.demo import tool_definitions
 WEATHER: dict[str, Any] = {"type": "function", **tool_definitions.definition("get_weather")["function"]}
 ASKED: dict[str, Any] = {"role": "user", "content": "What is the weather in Limora?"}
 SUNNY = '{"temperature": 17, "condition": "sunny"}'
-
-
-@pytest.fixture
-def client(base_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=base_url, api_key="none", max_retries=0, timeout=60, _strict_response_validation=True
-    ) as client:
-        yield client
 
 
 def ask(client: openai.OpenAI, conversation: list[Any], *, stream: bool, **fields: Any) -> Response:

@@ -26,6 +26,7 @@ def test_a_gateway_that_dies_is_started_again_and_misses_nobody_who_comes_meanwh
     os.kill(pid_of_gateway(said["nats"]), signal.SIGKILL)
     with httpx2.Client(timeout=60) as http:
         assert http.get(f"{said['http']}/models").json()["data"][0]["id"] == "demo"
+        assert "tokenbus_gateway_" in http.get(said["metrics"]["gateway"]).text
 
 
 def test_what_up_prints_has_a_command_for_curl_that_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +63,7 @@ def test_without_a_gateway_nothing_is_said_of_it() -> None:
 def test_every_process_shows_its_metrics_where_up_says(said: dict[str, Any]) -> None:
     assert said["metrics"].keys() == {"router", "worker-1", "gateway"}
     for name, url in said["metrics"].items():
-        page = httpx2.get(url).text
+        page = httpx2.get(url, timeout=60).text
         assert f"tokenbus_{name.partition('-')[0]}_" in page, name
 
 

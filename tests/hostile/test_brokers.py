@@ -1,4 +1,4 @@
-"""Brokers that restart, stand still, send their clients away or are lost, seen by each kind of client.
+"""Brokers restart, stand still, send their clients away or are lost, and each kind of client copes with it.
 
 They take minutes, so that only `make hostile` runs them; `tests/faults` has short ones."""
 

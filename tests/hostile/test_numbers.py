@@ -21,7 +21,7 @@ def any_load(rng: random.Random) -> messages.Load:
 
 
 def any_card(rng: random.Random, worker_id: str, model: str) -> messages.Card:
-    numbers = ("context_length", "max_num_seqs", "max_num_batched_tokens")
+    numbers = ("context_length", "max_num_seqs", "max_num_batched_tokens", "kv_token_bytes")
     perhaps = ("kv_block_size", "total_kv_blocks", "host_kv_blocks")
     changes = {name: rng.choice(NUMBERS) for name in numbers} | {name: rng.choice((None, *NUMBERS)) for name in perhaps}
     epoch = f"{rng.choice(NUMBERS)}-x"

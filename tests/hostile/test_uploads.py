@@ -99,6 +99,8 @@ async def test_parts_for_nobody_and_for_another_tenant_are_refused(enemy: RawCli
     for subject in (foreign, guessed):
         assert code(await ask(enemy, subject, b"x", at(0))) == "upload_lost"
     assert (await ask(enemy, upload, b"x", at(0)))["received"] == 1
+    router = (await ask(enemy, f"{PREFIX}.models", b"", {}))["router"]
+    assert (router["uploads"], router["upload_bytes"]) == (1, 1)
 
 
 async def test_a_late_part_of_a_complete_request_changes_nothing(enemy: RawClient) -> None:

@@ -128,6 +128,26 @@ async def test_embeddings_whose_engine_is_killed_are_made_by_the_next_engine_of_
     assert len((await reply)["embeddings"]) == 30
 
 
+async def test_embeddings_that_are_cancelled_end_at_once_and_leave_the_worker_free(
+    system: System, tmp_path: Path
+) -> None:
+    random_encoder.write(tmp_path / "encoder.gguf", EncoderShape("bert", "mean"))
+    system.router("router")
+    system.worker("embeds", model=tmp_path / "encoder.gguf", served_name="encoder")
+    bare = await system.connect()
+    (card,) = await until_ready(bare, 1)
+    os.kill(card["pids"]["engine"], signal.SIGSTOP)
+    asked = {"id": "mine", "input": [[5] * 90] * 30}
+    reply = asyncio.create_task(embed(bare, asked, "encoder"))
+    await system.until_logged("router", "embed_received")
+    answer = await bare.nats.request(f"{PREFIX}.cancel.mine", b"", timeout=60)
+    assert json.loads(answer.data) == {"cancelled": True}
+    ended = await reply
+    os.kill(card["pids"]["engine"], signal.SIGCONT)
+    assert (ended["id"], ended["error"]["code"], ended["error"]["retryable"]) == ("mine", "cancelled", False)
+    assert len((await embed(bare, asked, "encoder"))["embeddings"]) == 30
+
+
 async def test_embeddings_whose_worker_is_killed_are_made_by_another(system: System) -> None:
     system.router("router")
     system.worker("first", model=demo.ONNX_PATH)

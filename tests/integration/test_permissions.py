@@ -140,6 +140,22 @@ def ask(**fields: Any) -> bytes:
     return json.dumps({"prompt": "12 + 30 =", "max_tokens": 3, "temperature": 0, **fields}).encode()
 
 
+async def test_workers_ask_only_workers_of_their_model_for_blocks(guarded: Guarded) -> None:
+    demo_worker = await guarded.connect("worker-demo", "_INBOX_worker_demo")
+    for service in ("kv", "kv.read", "kv.reply.1", "kv.upload.x"):
+        await demo_worker.publish(f"{PREFIX}.worker.demo.w.{service}", b"")
+    await demo_worker.flush()
+    assert not guarded.violations
+    for subject in ("worker.other.w.kv", "worker.demo.w.run", "worker.demo.w.control", "worker.demo.w.take"):
+        guarded.violations.clear()
+        await demo_worker.publish(f"{PREFIX}.{subject}", b"")
+        await demo_worker.flush()
+        async with asyncio.timeout(5):
+            while not guarded.violations:
+                await asyncio.sleep(0.01)
+    guarded.violations.clear()
+
+
 async def test_everyone_can_do_what_is_their_role(guarded: Guarded) -> None:
     acme = await guarded.connect("acme", "_INBOX_acme")
     await until_served(acme, "acme", 2)

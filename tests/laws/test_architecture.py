@@ -90,7 +90,7 @@ PURE = (
 """Files that decide: values and the time go in, values come out."""
 IMPURE = {"asyncio", "time", "nats", "prometheus_client", "threading", "socket", "structlog"}
 ONLY_IN = {
-    "llama_cpp": ("worker/engine/gguf/",),
+    "llama_cpp": ("worker/engine/gguf/", "worker/models/convert/quantize.py"),
     "onnxruntime": ("worker/engine/onnx/",),
     "onnx": ("worker/engine/onnx/", "demo/"),
     "starlette": ("gateway/", "protocol/http/status_server.py", "protocol/http/http_server.py"),
@@ -98,7 +98,7 @@ ONLY_IN = {
     "h11": ("protocol/http/http_parser.py", "protocol/http/http_server.py"),
     "opentelemetry": ("protocol/telemetry/tracing.py", "protocol/telemetry/span_exporter.py"),
     "torch": ("demo/train.py", "demo/train_adapters.py"),
-    "gguf": ("demo/",),
+    "gguf": ("demo/", "worker/models/convert/gguf_file.py"),
 }
 FORBIDDEN = {"pickle", "marshal", "shelve"}
 

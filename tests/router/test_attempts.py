@@ -7,6 +7,7 @@ import pytest
 from tests.router.builders import at, card, events, fleet_of, flight, known
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects
+from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.placement import Placement, PlacementRequest
 from tokenbus.router.requests.attempts import Attempts, Revocation
@@ -162,3 +163,12 @@ async def test_a_run_that_is_being_dropped_is_not_taken_once_its_worker_leaves()
     testbed._answers[0] = lose
     assert await testbed.revoke(takes=False) is Revocation.DROPPED
     assert [name for name, _ in testbed.asked] == ["control", "control"]
+
+
+async def test_a_run_names_the_worker_from_which_blocks_may_be_fetched_and_its_epoch() -> None:
+    testbed = Testbed(internal.RunReply(accepted=True))
+    holder = Worker(card("w2", epoch="7-b"), 0.0)
+    await testbed.attempts.run(testbed.flight, Placement(known(testbed.fleet), "kv", fetch_from=holder, fetch_blocks=9))
+    (_, run), *_ = testbed.asked
+    assert isinstance(run, internal.Run)
+    assert run.fetch_from == internal.FetchSource(worker_id="w2", epoch="7-b")

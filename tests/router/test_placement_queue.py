@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from tests.router.builders import card, events, flight
-from tokenbus.protocol.wire import errors, messages
+from tests.router.builders import card, events, flight, known, stored
+from tokenbus.protocol.wire import block_hash, codec, errors, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.placement import NoWorker, Placement
@@ -226,3 +226,47 @@ async def test_new_limits_apply_to_requests_that_wait_already() -> None:
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_a_tenant_pays_for_what_answers_are_expected_to_have_and_not_for_a_larger_max_tokens() -> None:
+    busy = messages.Load(running=9, expected_answer_tokens=100)
+    testbed = Testbed(load=busy)
+    now = asyncio.get_running_loop().time()
+    asked = [flight(f"b{n}", tenant="small", received_at=now, max_tokens=100) for n in range(9)]
+    asked.append(flight("a", tenant="large", received_at=now, max_tokens=32_000))
+    waiting = [testbed.place_flight(one) for one in asked]
+    await settle()
+    for placed in range(4):  # bookings count, so that each report leaves room for one more
+        testbed.report(codec.replace(busy, running=8 - placed))
+        await settle()
+    assert waiting[-1].done(), "a quantum is enough for two small requests, and for the large one in its turn"
+    for task in waiting:
+        task.cancel()
+
+
+async def test_a_stream_that_a_leaving_worker_gives_up_takes_its_blocks_along() -> None:
+    """The prompt has 8 blocks, and 4 were sampled: the leaving worker holds all of them."""
+    testbed, now = Testbed(), asyncio.get_running_loop().time()
+    fields = {"kv_block_size": 16, "total_kv_blocks": 100, "kv_identity": "k", "kv_token_bytes": 10_000}
+    for name in ("w1", "w2"):
+        testbed.fleet.apply_card(card(name, **fields), now)
+    begun = flight("a", received_at=now)
+    begun.prompt_ids, begun.num_prompt_tokens = block_hash.pack_token_ids(range(128)), 128
+    begun.first_accepted_at = now
+    for token_id in range(64):
+        begun.completion.append(token_id, 1)
+    scheme = testbed.fleet.hash_scheme_of("demo")
+    assert scheme is not None
+    hashes = scheme.hashes(begun.prompt_ids + block_hash.pack_token_ids(range(64)), "default")
+    left = events("w1", 1, state=messages.WorkerState.LEAVING, stored=stored(hashes))
+    testbed.fleet.apply_events("demo", left, now)
+    for _ in range(10):
+        worker = known(testbed.fleet, "w2")
+        worker.speed.observe(messages.Load(queued_prefill_tokens=999), messages.Load(computed_tokens=25), 0.2)
+    testbed.fleet.apply_events("demo", events("w2"), now)
+    testbed.fleet.sweep(now)
+    placement = await testbed.queue.place(begun, ())
+    assert isinstance(placement, Placement)
+    assert placement.worker.card.worker_id == "w2"
+    assert placement.fetch_from is known(testbed.fleet, "w1")
+    assert placement.fetch_blocks == 12

@@ -122,9 +122,9 @@ class ClientProcess(Listener):
 
         self.process.call(go)
 
-    def embed(self, model: str = MODEL) -> "asyncio.Task[messages.EmbedReply]":
+    def embed(self, model: str = MODEL, request_id: str | None = None) -> "asyncio.Task[messages.EmbedReply]":
         """Requests the embedding of one text."""
-        request = messages.EmbedRequest(input="x", timeout_ms=30_000.0)
+        request = messages.EmbedRequest(id=request_id, input="x", timeout_ms=30_000.0)
         return self.process.spawn(self.client.embed(model, request))
 
     def tokenize(self, prompt: str) -> "asyncio.Task[messages.TokenizeReply]":
@@ -136,9 +136,9 @@ class ClientProcess(Listener):
         request = messages.DetokenizeRequest(token_ids=list(token_ids))
         return self.process.spawn(self.client.detokenize(MODEL, request))
 
-    def rerank(self, model: str = MODEL) -> "asyncio.Task[messages.RerankReply]":
+    def rerank(self, model: str = MODEL, request_id: str | None = None) -> "asyncio.Task[messages.RerankReply]":
         """Asks for the order of two documents."""
-        request = messages.RerankRequest(query="q", documents=["a", "b"], timeout_ms=30_000.0)
+        request = messages.RerankRequest(id=request_id, query="q", documents=["a", "b"], timeout_ms=30_000.0)
         return self.process.spawn(self.client.rerank(model, request))
 
     def cancel(self, number: int) -> None:

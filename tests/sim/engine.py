@@ -191,6 +191,10 @@ class TimedEngine:
         self._generations: dict[str, _Generation] = {}
         self._step_timer: asyncio.TimerHandle | None = None
         self.step_done: Callable[[], None] = lambda: None
+        self.pooling_s = 0.0
+        """Time that inputs take."""
+        self.num_pooling = 0
+        """Requests whose inputs it is computing."""
 
     @property
     def running(self) -> list[str]:
@@ -223,10 +227,20 @@ class TimedEngine:
         return [1, 2, 3]
 
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
+        await self._pool()
         return internal.EmbedResult(vectors=bytes(8 * len(request.inputs)), prompt_tokens=1)
 
     async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
+        await self._pool()
         return internal.RerankResult(scores=bytes(4 * len(request.documents)), prompt_tokens=1)
+
+    async def _pool(self) -> None:
+        if self.pooling_s:
+            self.num_pooling += 1
+            try:
+                await asyncio.sleep(self.pooling_s)
+            finally:
+                self.num_pooling -= 1
 
     def clear_cache(self) -> None:
         pass

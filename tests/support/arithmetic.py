@@ -11,10 +11,12 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from tokenbus.protocol.wire import errors, internal
+from tokenbus.protocol.wire import codec, errors, internal
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
 from tokenbus.worker.engine.draws import Matrix
+from tokenbus.worker.engine.host_cache.slot_store import SlotStore
+from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
 from tokenbus.worker.engine.runner import Adapters, BatchLimits, Embedder, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
@@ -34,6 +36,18 @@ PIECES = [
     b"\xff",
 ]
 """One end token, the printable characters, two words, and parts of characters."""
+
+
+def block_of(tokens: dict[int, int]) -> bytes:
+    """A saved block: the position and the id of each token."""
+    return array("i", [number for place in sorted(tokens) for number in (place, tokens[place])]).tobytes()
+
+
+def exchanging(config: contract.EngineConfig, host_blocks: int = 64) -> contract.EngineConfig:
+    """Returns the config of an engine that exchanges blocks."""
+    size = config.kv_block_size
+    block_format = contract.KvBlockFormat(num_bytes=8 * size, positions=tuple(range(0, 8 * size, 8)))
+    return codec.replace(config, host_kv_blocks=host_blocks, kv_identity="arithmetic", kv_format=block_format)
 
 
 def make_config(**changes: object) -> contract.EngineConfig:
@@ -104,6 +118,7 @@ class ArithmeticRunner:
         self.end_token_ids = frozenset({END_TOKEN})
         self.token_bytes = PIECES
         self.bundle: bytes | None = None
+        self.copies = _make_store(self.config) if self.config.host_kv_blocks else None
         self.embedder: Embedder | None = Sums(self.config)
         self.reranker: Reranker | None = Sums(self.config)
         self.adapters: Adapters | None = None
@@ -118,7 +133,6 @@ class ArithmeticRunner:
         self._step_s = step_s
         self._samplers: dict[int, contract.Sampling] = {}
         self._lanes: list[dict[int, _Cell]] = [{} for _ in range(num_lanes)]
-        self._copies: dict[int, dict[int, int]] = {}
 
     def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
         assert seq_no not in self._samplers, f"sequence {seq_no} has begun"
@@ -140,22 +154,34 @@ class ArithmeticRunner:
                     }
                 case Offload(number, lane, start, end):
                     held = self._lanes[lane]
-                    self._copies[number] = {place: held[place].token_id for place in range(start, end)}
+                    copied = {place: held[place].token_id for place in range(start, end)}
+                    self.opened_copies().write(number, block_of(copied))
                 case Onload(number, lane, start, end):
-                    copy = self._copies[number]
-                    self._lanes[lane] |= {place: _Cell(copy[place]) for place in range(start, end)}
+                    numbers = array("i", bytes(self.opened_copies().read(number)))
+                    copied = dict(zip(numbers[::2], numbers[1::2], strict=True))
+                    self._lanes[lane] |= {place: _Cell(copied[place]) for place in range(start, end)}
                 case Discard(number):
-                    del self._copies[number]
+                    self.opened_copies().discard(number)
         self.check_room()
 
+    def saved(self, tokens: dict[int, int]) -> bytes:
+        """Returns what the copy of a block has for its tokens."""
+        return block_of(tokens)
+
+    def opened_copies(self) -> SlotStore:
+        """Returns the copies in host memory, in a file of their own if nobody has opened them."""
+        assert self.copies is not None, "there is no host memory"
+        if not self.copies.is_open:
+            self.copies.open()
+        return self.copies
+
     def is_empty(self) -> bool:
-        return not any(self._lanes) and not self._copies
+        return not any(self._lanes) and not self.copies
 
     def check_room(self) -> None:
         """Fails if the lanes hold more than there is room for."""
         cells = {id(cell) for lane in self._lanes for cell in lane.values()}
         assert len(cells) <= self.config.total_kv_blocks * self.config.kv_block_size, "more KV than there is"
-        assert len(self._copies) <= self.config.host_kv_blocks, "more copies than there is room for"
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         if self._gate is not None:
@@ -192,6 +218,16 @@ class ArithmeticRunner:
 
     def close(self) -> None:
         self.closed = True
+
+
+def _make_store(config: contract.EngineConfig) -> SlotStore:
+    def find_problem(data: memoryview, start: int, count: int) -> str:
+        if len(data) != 8 * count:
+            return "size"
+        return "" if list(array("i", bytes(data))[::2]) == list(range(start, start + count)) else "positions"
+
+    layout = SlotLayout(config.kv_block_size, 8 * config.kv_block_size, config.host_kv_blocks)
+    return SlotStore("arithmetic", layout, find_problem)
 
 
 def next_token(sampling: contract.Sampling, computed: "array[int]", sequence: Sequence) -> int:

@@ -35,23 +35,28 @@ class Cache:
         num_lanes: int = 4,
         *,
         host_blocks: int = 0,
-        overcommit: float = 1.0,
         can_share: bool = True,
+        writes_through: bool = False,
     ) -> None:
         self.pool = BlockPool(
-            total_blocks, SIZE, num_lanes, host_blocks=host_blocks, overcommit=overcommit, can_share=can_share
+            total_blocks,
+            SIZE,
+            num_lanes,
+            host_blocks=host_blocks,
+            can_share=can_share,
+            writes_through=writes_through,
         )
         self.allocations: dict[int, Allocation] = {}
         self._texts: dict[int, str] = {}
         self._computed: dict[int, int] = {}
 
-    def can_allocate(self, num_tokens: int, text: str = "?", *, fully: bool = False) -> bool:
-        can = self.pool.can_allocate(ACME, ids(text), num_tokens, fully=fully)
+    def can_allocate(self, num_tokens: int, text: str = "?", reserved_blocks: int = 0) -> bool:
+        can = self.pool.can_allocate(ACME, ids(text), num_tokens, reserved_blocks)
         self.pool.check_integrity()
         return can
 
-    def allocate(self, seq_no: int, text: str, max_tokens: int | None = None, domain: Domain | None = ACME) -> int:
-        self.allocations[seq_no] = self.pool.allocate(domain, max_tokens or len(text))
+    def allocate(self, seq_no: int, text: str, domain: Domain | None = ACME) -> int:
+        self.allocations[seq_no] = self.pool.allocate(domain)
         self._texts[seq_no], self._computed[seq_no] = text, 0
         self.pool.check_integrity()
         return self.allocations[seq_no].lane
@@ -94,7 +99,7 @@ class Cache:
     def fill(self, num_blocks: int) -> None:
         """Has sequence 101, without a domain, use that many blocks."""
         if 101 not in self._texts:
-            self.allocate(101, "", max_tokens=SIZE * num_blocks, domain=None)
+            self.allocate(101, "", domain=None)
         assert self.allocate_blocks(101, SIZE * num_blocks)
 
     def kv_ops(self) -> list[KvOp]:

@@ -8,6 +8,7 @@ import numpy as np
 from tests.support.arithmetic import ArithmeticRunner, next_token
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.onnx import host_moves
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.cache.kv_cache import KvCache
 from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
@@ -117,8 +118,13 @@ class EchoRunner(ArithmeticRunner):
             else DynamicCache(graph_runner, 9, allow_gaps=allow_gaps)
         )
 
+    def saved(self, tokens: dict[int, int]) -> bytes:
+        return np.array([tokens[place] for place in sorted(tokens)], np.float32).tobytes()
+
     def apply(self, kv_ops: Listing[KvOp]) -> None:
-        self.cache.apply(self.lengths.resolve(kv_ops))
+        host_moves.apply(
+            self.lengths.resolve(kv_ops), self.cache, self.opened_copies() if self.copies is not None else None
+        )
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         decodes = [part for part in plan.scheduled if part.num_tokens == 1 and part.start and part.samples]
@@ -145,4 +151,4 @@ class EchoRunner(ArithmeticRunner):
         return next_token(self._samplers[sequence.seq_no], sequence.token_ids[: sequence.num_tokens], sequence)
 
     def is_empty(self) -> bool:
-        return not any(self.lengths.lengths)
+        return not any(self.lengths.lengths) and not self.copies

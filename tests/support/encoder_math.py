@@ -1,4 +1,4 @@
-"""What random encoders (bench/models/random_encoder.py) compute, written down with numpy and nothing of llama.cpp."""
+"""Computes with numpy, and nothing of llama.cpp, what random encoders (bench/models/random_encoder.py) compute."""
 
 from pathlib import Path
 

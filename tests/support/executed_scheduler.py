@@ -29,7 +29,7 @@ class ExecutedScheduler:
         num_lanes: int = 8,
         *,
         host_blocks: int = 0,
-        overcommit: float = 1.0,
+        expected_tokens: int = 0,
         max_cached_blocks: int | None = None,
         max_step_tokens: int = 999,
         make_runner: type[ArithmeticRunner] = ArithmeticRunner,
@@ -38,9 +38,13 @@ class ExecutedScheduler:
             kv_block_size=4, total_kv_blocks=total_blocks, host_kv_blocks=host_blocks, max_num_batched_tokens=999
         )
         self.runner = make_runner(config, num_lanes=num_lanes)
-        pool = BlockPool(total_blocks, 4, num_lanes, host_blocks=host_blocks, overcommit=overcommit)
+        pool = BlockPool(total_blocks, 4, num_lanes, host_blocks=host_blocks)
         self.scheduler = Scheduler(
-            pool, max_num_seqs, max_step_tokens=max_step_tokens, max_cached_blocks=max_cached_blocks
+            pool,
+            max_num_seqs,
+            max_step_tokens=max_step_tokens,
+            max_cached_blocks=max_cached_blocks,
+            expected_tokens=expected_tokens,
         )
         self.sequences: dict[int, Sequence] = {}
         self.ends: dict[int, EngineFinishReason] = {}

@@ -1,4 +1,4 @@
-"""What the scripted model answers to the suites and clients: as Qwen3 writes reasoning and calls."""
+"""The script of the suites and clients, with reasoning and calls as Qwen3 writes them."""
 
 import json
 from typing import Any

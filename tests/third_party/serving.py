@@ -1,4 +1,5 @@
-"""A running system for the suites: the demo model, the scripted model, and a gateway with the names that suites use."""
+"""A running system for the suites: the demo model, the scripted model, random encoders that make embeddings and rank
+documents, and a gateway with the names that suites use."""
 
 import contextlib
 import time
@@ -8,11 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.models import random_encoder
+from bench.models.random_encoder import EncoderShape
 from tests.support import scripted_model
 from tests.support.system import Gateway, running_gateway, running_up, running_worker
 from tests.third_party import script
 
 SCRIPTED = "scripted"
+EMBEDDER, RERANKER = "embedder", "reranker"
 _RETIRED = (
     "claude-1.3",
     "claude-1.3-100k",
@@ -39,7 +43,7 @@ _RETIRED = (
 ALIASES = {
     "gpt-6-astra": "demo",
     "gpt-3.5-turbo-instruct": "demo",
-    "text-embedding-3-small": "demo",
+    "text-embedding-3-small": EMBEDDER,
     "model": "demo",
     "claude-opus-5-5": SCRIPTED,
     **dict.fromkeys(_RETIRED, SCRIPTED),
@@ -70,8 +74,13 @@ def serving(folder: Path) -> Iterator[Served]:
     with contextlib.ExitStack() as stack:
         nats = stack.enter_context(running_up("--workers", "1", "--threads", "1"))
         stack.enter_context(running_worker(nats, "--model", str(model), "--served-name", SCRIPTED, "--threads", "1"))
+        for name, pooling in ((EMBEDDER, "mean"), (RERANKER, "rank")):
+            path = folder / f"{name}.gguf"
+            random_encoder.write(path, EncoderShape("bert", pooling))
+            stack.enter_context(running_worker(nats, "--model", str(path), "--served-name", name, "--threads", "1"))
         gateway = stack.enter_context(running_gateway(nats, folder, *aliases))
-        _wait_for(f"{gateway.url}/models/{SCRIPTED}", 200)
+        for name in (SCRIPTED, EMBEDDER, RERANKER):
+            _wait_for(f"{gateway.url}/models/{name}", 200)
         _wait_for(f"{gateway.url}/models/nobody", 404)  # a young router does not know yet which models there are not
         yield Served(nats, gateway.url, gateway)
 

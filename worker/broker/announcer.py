@@ -125,6 +125,14 @@ class Announcer:
         self._published_blocks.apply(removed, stored)
         self._log.blocks_changed(removed, stored)
 
+    def num_held(self, hashes: Sequence[int]) -> int:
+        """Returns how many of a prompt's blocks are cached here, up to the first one that is not."""
+        return self._published_blocks.num_leading(hashes)
+
+    def blocks_fetched(self, fetched: internal.Fetched) -> None:
+        """Puts the end of a fetch into the next event."""
+        self._log.blocks_fetched(fetched)
+
     def request_started(self, started: internal.Started) -> None:
         """A request was accepted."""
         self._log.request_started(started)
@@ -228,6 +236,8 @@ class Announcer:
             kv_block_size=config.kv_block_size if config.prefix_cache else None,
             total_kv_blocks=config.total_kv_blocks if config.prefix_cache else None,
             host_kv_blocks=config.host_kv_blocks if config.prefix_cache else None,
+            kv_identity=config.kv_identity,
+            kv_token_bytes=0 if config.kv_format is None else -(-config.kv_format.num_bytes // config.kv_block_size),
             tokenizer_digest=self._digest,
             chat_format_digest=_format_digest(config),
             previous=self._ended_epochs[0] if self._ended_epochs else None,

@@ -22,9 +22,10 @@ from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.prompt import prompt
-from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, pooling, subjects, validation
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects, validation
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.pooling_calls import PoolingCalls
 from tokenbus.worker.frontend.adapters import Adapters
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.frontend.settings import OnProgress
@@ -35,8 +36,6 @@ _controls = codec.Decoder(internal.Control)
 _takes = codec.Decoder(internal.Take)
 _tokenizes = codec.Decoder(internal.Tokenize)
 _detokenizes = codec.Decoder(internal.Detokenize)
-_embeds = codec.Decoder(internal.Embed)
-_reranks = codec.Decoder(internal.Rerank)
 _snapshot_requests = codec.Decoder(internal.SnapshotRequest)
 _resyncs = codec.Decoder(messages.ResyncRequest)
 _cards = codec.Decoder(messages.Card)
@@ -96,7 +95,9 @@ class Endpoints:
         self._sender: PartsSender | None = None
         self._large_replies: set[asyncio.Task[None]] = set()
         self._tokenizes: set[asyncio.Task[None]] = set()
-        self._pooling: set[asyncio.Task[None]] = set()
+        self._pooling = PoolingCalls(
+            self._require_engine, self._reply, self._answer, lambda: connection.max_payload, metrics
+        )
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -117,8 +118,9 @@ class Endpoints:
             "tokenizer": self._send_tokenizer,
             "tokenize": self._start_tokenize,
             "detokenize": self._start_detokenize,
-            "embed": self._start_embed,
-            "rerank": self._start_rerank,
+            "embed": self._pooling.embed,
+            "rerank": self._pooling.rerank,
+            "abort": self._pooling.abort,
             "snapshot": self._send_snapshot,
         }
         for service, callback in services.items():
@@ -322,33 +324,6 @@ class Endpoints:
             parts += map(token_bytes.__getitem__, token_ids)
             await asyncio.sleep(0)  # chunks go first
         return internal.DetokenizeResult(text=b"".join(parts).decode(errors="replace"))
-
-    def _start_embed(self, message: Msg) -> None:
-        """Starts computing embeddings. The engine client limits how many such calls are pending."""
-        call = self._answer(message, self._embed(message.data), lambda error: internal.EmbedResult(error=error))
-        self._start(call, self._pooling)
-
-    async def _embed(self, data: bytes) -> internal.EmbedResult:
-        request = _embeds.decode(data)
-        pooling.check_embed(request)
-        result = await self._require_engine().embed(request)
-        if len(result.vectors) > self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES:
-            problem = f"{len(request.inputs)} embeddings take {len(result.vectors)} bytes: ask for fewer at a time"
-            raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, problem, param="input")
-        self._metrics.inputs_embedded(len(request.inputs))
-        return result
-
-    def _start_rerank(self, message: Msg) -> None:
-        """Starts scoring documents. The engine client limits how many such calls are pending."""
-        call = self._answer(message, self._rerank(message.data), lambda error: internal.RerankResult(error=error))
-        self._start(call, self._pooling)
-
-    async def _rerank(self, data: bytes) -> internal.RerankResult:
-        request = _reranks.decode(data)
-        pooling.check_rerank(request)
-        result = await self._require_engine().rerank(request)
-        self._metrics.documents_scored(len(request.documents))
-        return result
 
     def _start(self, call: Coroutine[Any, Any, None], calls: set[asyncio.Task[None]]) -> None:
         task = asyncio.get_running_loop().create_task(call)

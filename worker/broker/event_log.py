@@ -32,6 +32,7 @@ class EventLog:
         self._finished: list[str] = []
         self._taken: list[str] = []
         self._guardians: dict[int, str] = {}
+        self._fetches: list[internal.Fetched] = []
 
     def __repr__(self) -> str:
         return f"<EventLog at {self.next_seq}>"
@@ -57,6 +58,9 @@ class EventLog:
     def request_taken(self, key: str) -> None:
         self._taken.append(key)
 
+    def blocks_fetched(self, fetched: internal.Fetched) -> None:
+        self._fetches.append(fetched)
+
     def guardian_changed(self, stream_no: int, router_id: str) -> None:
         """Names a stream's new guardian in the next entry."""
         self._guardians[stream_no] = router_id
@@ -71,6 +75,7 @@ class EventLog:
             or self._finished
             or self._taken
             or self._guardians
+            or self._fetches
             or self._is_cleared
         )
 
@@ -114,6 +119,7 @@ class EventLog:
             finished=[*self._finished, *ended],
             taken=self._taken,
             guardians=self._guardians,
+            fetches=self._fetches,
         )
 
     def make_next(
@@ -138,7 +144,7 @@ class EventLog:
         for run in first.stored:
             for name in run.hashes:
                 del self._stored[name]
-        self._started, self._finished, self._taken, self._guardians = [], [], [], {}
+        self._started, self._finished, self._taken, self._guardians, self._fetches = [], [], [], {}, []
 
     def last_written(self, num_writes: int) -> int:
         """Returns the number of the last entry that has left this process, or -1 if none has.

@@ -1,5 +1,6 @@
 """Cached blocks that routers have been told about, kept so that a snapshot can list them; pure."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 from tokenbus.protocol.wire import internal
@@ -21,6 +22,10 @@ class PublishedBlocks:
         for parent, name in stored:
             assert name not in self._parents, name
             self._parents[name] = parent
+
+    def num_leading(self, hashes: Iterable[int]) -> int:
+        """Returns how many of a prompt's blocks are cached, up to the first one that is not."""
+        return sum(1 for _ in itertools.takewhile(self._parents.__contains__, hashes))
 
     def clear(self) -> None:
         """Forgets every block."""

@@ -118,6 +118,10 @@ class PoolingQueue:
     def add(self, job: PoolingJob) -> None:
         self._jobs.append(job)
 
+    def abort(self, call_id: int) -> None:
+        """Drops a job, whose result is not reported; it may have ended."""
+        self._jobs = deque(job for job in self._jobs if job.call_id != call_id)
+
     def step(self) -> None:
         """Computes a batch, and reports the jobs that it completes. Raises DeviceError."""
         self._end_late(time.monotonic())

@@ -7,7 +7,7 @@ from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
-from tokenbus.worker.engine.runner import Adapters, Embedder, Reranker
+from tokenbus.worker.engine.runner import Adapters, Copies, Embedder, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
@@ -28,6 +28,7 @@ class PoolingRunner:
         self._tokenizer = tokenizer
         self.token_bytes: list[bytes] = []
         self.bundle: bytes | None = None
+        self.copies: Copies | None = None
         self.embedder = embedder
         self.reranker = reranker
         self.end_token_ids: frozenset[int] = frozenset()

@@ -1,12 +1,15 @@
 """The boundary to the device: a runner executes the scheduler's step plans and knows nothing of requests."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
+from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
@@ -86,6 +89,44 @@ class Adapters(Protocol):
         ...
 
 
+class Copies(Protocol):
+    """Copies of blocks in host memory, which the runner's KV ops make and use (host_cache/slot_store.py)."""
+
+    recovered: list[tuple[int, BlockLabel]]
+    """The copies of an earlier engine that were found, by id, the oldest first."""
+
+    @property
+    def recovery(self) -> Recovery:
+        """The number of those that are kept, and of what was thrown away."""
+        ...
+
+    def open(self, fd: int | None = None) -> None:
+        """Takes the file in which the copies are. Raises ModelError if it can't be used."""
+        ...
+
+    def read(self, copy_id: int) -> bytearray:
+        """Returns a copy's data. Raises DeviceError."""
+        ...
+
+    def write(self, copy_id: int, data: bytes) -> None:
+        """Makes a copy with data from elsewhere, before any op names it. Raises DeviceError."""
+        ...
+
+    def seal(self, labels: Iterable[tuple[int, BlockLabel]]) -> None:
+        """Lets a later engine find copies that were made. Raises DeviceError."""
+        ...
+
+    def reject(self, reasons: dict[int, str]) -> None:
+        """Discards recovered copies, each for a reason."""
+        ...
+
+    def zero(self) -> None:
+        """Overwrites all that was discarded. Raises DeviceError."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Runner(Protocol):
     """Executes steps on one thread. `tokenize`, `encode` and the attributes may be used from other threads."""
 
@@ -102,6 +143,11 @@ class Runner(Protocol):
     """None where the engine can't use any."""
     num_lanes: int
     """The number of lanes that running and cached sequences share."""
+
+    @property
+    def copies(self) -> Copies | None:
+        """Copies of blocks in host memory, to be opened before the first step; None where there can't be any."""
+        ...
 
     def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
         """Prepares sampling for a sequence."""

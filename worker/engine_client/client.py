@@ -7,25 +7,26 @@ them over, or `fail_streams` ends them."""
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import structlog
 
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.worker import contract
+from tokenbus.worker.chat_format.answer_reader import AnswerReader
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine_client import admission
+from tokenbus.worker.engine_client import admission, sequences
 from tokenbus.worker.engine_client.admission import CapacityLimit
-from tokenbus.worker.engine_client.answer_reader import AnswerReader
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
+from tokenbus.worker.engine_client.engine_adapters import EngineAdapters
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, Link
 from tokenbus.worker.engine_client.generation import Generation
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.pending_calls import PendingCalls
 from tokenbus.worker.engine_client.sequences import OpenSequences
 from tokenbus.worker.engine_client.watchdog import StepWatchdog
+from tokenbus.worker.kv_exchange.prefill_speed import PrefillSpeed
 
 _CLOSE_TIMEOUT_S = 5.0
 _STALL_S = 1.0
@@ -53,10 +54,11 @@ class EngineClient(asyncio.Protocol):
         """Generations that the tokens of their requests complete, until their sinks are told."""
         self._tokenizing: PendingCalls[list[int]] = PendingCalls()
         self._pooling: PendingCalls[ipc.PoolResult] = PendingCalls()
-        self._loading: PendingCalls[str] = PendingCalls()
-        self._adapters: Counter[str] = Counter()
-        """The number of times that each adapter was loaded, by digest."""
+        self._adapters = EngineAdapters(self._send, lambda: self._sequences.held_adapters)
+        self._exporting: PendingCalls[ipc.ExportedBlocks] = PendingCalls()
+        self._prefill_speed = PrefillSpeed()
         self._load = messages.Load()
+        self._recovered: list[tuple[int, int]] = []
         self._watchdog = StepWatchdog(time.monotonic())
         self._idle = asyncio.Event()
         self._idle.set()
@@ -85,6 +87,8 @@ class EngineClient(asyncio.Protocol):
         self.token_bytes, self._bundle, self._config = ready.token_bytes, ready.bundle, ready.config
         if ready.config.chat_format is not None:
             self._chat_rules = ChatRules(ready.config.chat_format, ready.token_bytes)
+        self._recovered = ready.stored
+        self.listener.copies_recovered(ready.recovery)
         self._load = messages.Load(free_blocks=ready.config.total_kv_blocks)
         self._log.info("engine_ready", worker_id=worker_id, pid=link.pid, source=ready.config.source)
         return ready.config
@@ -92,7 +96,7 @@ class EngineClient(asyncio.Protocol):
     def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
         config = self._require_running()
         admission.check(request, config)
-        self._check_adapters(request)
+        self._adapters.check(request)
         self.capacity.check(len(self._sequences), config.max_num_seqs)
         reader = AnswerReader(self._chat_rules, request) if request.parsing and self._chat_rules else None
         generation = Generation(request, sink, self.token_bytes, time.monotonic(), reader)
@@ -100,14 +104,44 @@ class EngineClient(asyncio.Protocol):
         if generation.is_complete:
             self._end_soon(generation)
         else:
-            self._open(generation)
+            self._open(generation, is_held=request.is_held)
+
+    def release(self, key: str) -> None:
+        if command := self._sequences.release_held(key):
+            self._start_stepping()
+            assert self._transport is not None
+            self._transport.write(command)
+            self._adapters.send_unloads()
+
+    async def export_blocks(
+        self, prefix: contract.CachedPrefix, first: int, max_blocks: int
+    ) -> tuple[int, list[bytes]]:
+        self._require_running()
+        found = await self._exporting.call(
+            lambda call_id: self._send(ipc.ExportBlocks(call_id, prefix, first, max_blocks))
+        )
+        return found.num_cached, found.blocks
+
+    def put_blocks(self, prefix: contract.CachedPrefix, first: int, blocks: list[bytes]) -> None:
+        if self._config is not None and not self._is_dead:
+            self._send(ipc.PutBlocks(prefix, first, blocks))
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        return self._prefill_speed.tokens_per_s
+
+    def report_recovered(self) -> None:
+        """Reports the blocks that are cached from the start; call it once `on_kv_events` is set."""
+        recovered, self._recovered = self._recovered, []
+        if recovered:
+            self.on_kv_events([], recovered)
 
     def take_over(self, dead: "EngineClient") -> None:
         """Continues the streams that another engine has left open."""
         generations = dead._sequences.take_all()
         dead._update_idle()
         for generation in generations:
-            if self._has_adapters(generation.request):
+            if self._adapters.has_all(generation.request):
                 self._open(generation)
             else:  # one was unloaded while the request used it, and this engine has never had it
                 generation.fail(errors.Code.WORKER_LOST, time.monotonic())
@@ -121,6 +155,7 @@ class EngineClient(asyncio.Protocol):
     def abort(self, key: str) -> None:
         if generation := self._sequences.abort(key):
             generation.cancel(time.monotonic())
+            self._adapters.send_unloads()
             self._update_idle()
 
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
@@ -147,21 +182,20 @@ class EngineClient(asyncio.Protocol):
             self._watchdog.restart(time.monotonic())
         self._idle.clear()
         try:
-            return await self._pooling.call(lambda call_id: self._send(make_call(call_id)))
+            return await self._pooling.call(lambda call_id: self._send(make_call(call_id)), self._abort_pooling)
         finally:
             self._update_idle()
 
     async def load_adapter(self, path: str) -> str:
         self._require_running()
-        digest = await self._loading.call(lambda call_id: self._send(ipc.LoadAdapter(call_id, path)))
-        self._adapters[digest] += 1
-        return digest
+        return await self._adapters.load(path)
 
     def unload_adapter(self, digest: str) -> None:
-        if self._is_dead or not self._adapters[digest]:
-            return
-        self._adapters[digest] -= 1
-        self._send(ipc.UnloadAdapter(digest))
+        self._adapters.unload(digest)
+
+    def _abort_pooling(self, call_id: int) -> None:
+        if not self._is_dead:
+            self._send(ipc.AbortPooling(call_id))
 
     def clear_cache(self) -> None:
         if self._config is not None and not self._is_dead:
@@ -175,7 +209,7 @@ class EngineClient(asyncio.Protocol):
             return self._load
         # the engine's own count is as old as its last report
         waiting = max(0, len(self._sequences) - self._load.running)
-        age_ms = self._watchdog.age_s(time.monotonic()) * 1e3
+        age_ms = self._watchdog.age_s(time.monotonic()) * 1e3 if self._sequences.num_given else 0.0
         return codec.replace(self._load, waiting=waiting, step_age_ms=age_ms)
 
     def check_step(self, now: float, gap_s: float, timeout_s: float) -> None:
@@ -184,7 +218,7 @@ class EngineClient(asyncio.Protocol):
         A frontend that stood still may have missed the engine's reports, so the step's age proves nothing."""
         if gap_s > _STALL_S:
             self._watchdog.restart(now)
-        is_busy = self._sequences or self._pooling
+        is_busy = self._sequences.num_given or self._pooling
         if not is_busy or self._is_dead or not self._watchdog.is_stuck(now, timeout_s):
             return
         assert self._link is not None
@@ -229,38 +263,23 @@ class EngineClient(asyncio.Protocol):
             raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
         return self._config
 
-    def _has_adapters(self, request: contract.EngineRequest) -> bool:
-        return all(self._adapters[one.digest] for one in request.adapters)
-
-    def _check_adapters(self, request: contract.EngineRequest) -> None:
-        """Raises RequestError if one of the request's adapters is not loaded."""
-        if not self._has_adapters(request):
-            raise errors.request_error(errors.Code.NO_WORKER, "the adapter is not loaded here", param="lora")
-
-    def _open(self, generation: Generation) -> None:
-        """Opens a sequence that continues a generation, which may have tokens from an engine that died."""
-        request, number = generation.request, self._sequences.next_number()
-        command = ipc.encode(  # may raise, so nothing is opened before
-            ipc.Add(
-                number,
-                block_hash.pack_token_ids(request.token_ids) + block_hash.pack_token_ids(generation.sampled),
-                request.sampling,
-                (request.tenant, request.cache_salt) if request.cache_prompt else None,
-                request.priority,
-                request.return_progress,
-                num_sampled=len(generation.sampled),
-                isolated=generation.crashes > 0,
-                constraint=request.constraint,
-                tenant=request.tenant,
-                adapters=request.adapters,
-            )
-        )
-        self._sequences.add(number, generation)
+    def _open(self, generation: Generation, *, is_held: bool = False) -> None:
+        """Opens a sequence that continues a generation, which may have tokens from an engine that died. The engine gets
+        it now, or once it is released."""
+        number = self._sequences.next_number()
+        command = sequences.add_command(number, generation)  # may raise, so nothing is opened before
+        self._sequences.add(number, generation, command if is_held else None)
         self._idle.clear()
-        if len(self._sequences) == 1:
-            self._watchdog.restart(time.monotonic())
+        if is_held:
+            return
+        self._start_stepping()
         assert self._transport is not None
         self._transport.write(command)
+
+    def _start_stepping(self) -> None:
+        """Notes that the engine is about to get a sequence, which may be its only one."""
+        if self._sequences.num_given == 1:
+            self._watchdog.restart(time.monotonic())
 
     def _end_soon(self, generation: Generation) -> None:
         """Ends a generation that needs no engine in the next turn of the event loop, since `generate` is to return
@@ -292,18 +311,14 @@ class EngineClient(asyncio.Protocol):
                 self._take_step(report, self._link.crash_attribution)
             case ipc.ConstraintCompiled() as compiled:
                 self._take_constraint(compiled)
-            case ipc.TokenizeResult(call_id, _, errors.Error() as error):
-                self._tokenizing.reject(call_id, error)
-            case ipc.TokenizeResult(call_id, token_ids):
-                self._tokenizing.resolve(call_id, block_hash.unpack_token_ids(token_ids))
-            case ipc.AdapterResult(call_id, _, errors.Error() as error):
-                self._loading.reject(call_id, error)
-            case ipc.AdapterResult(call_id, digest):
-                self._loading.resolve(call_id, digest)
-            case ipc.PoolResult(call_id, error=errors.Error() as error):
-                self._pooling.reject(call_id, error)
-            case ipc.PoolResult(call_id) as result:
-                self._pooling.resolve(call_id, result)
+            case ipc.TokenizeResult(call_id, token_ids, error):
+                self._tokenizing.end(call_id, block_hash.unpack_token_ids(token_ids), error)
+            case ipc.AdapterResult() as loaded:
+                self._adapters.loaded(loaded)
+            case ipc.ExportedBlocks(call_id) as exported:
+                self._exporting.resolve(call_id, exported)
+            case ipc.PoolResult(call_id, error=error) as result:
+                self._pooling.end(call_id, result, error)
             case ipc.StepIsolated(number):
                 self._link.crash_attribution.step_isolated(self, number)
             case ipc.Loading(fraction):
@@ -324,8 +339,10 @@ class EngineClient(asyncio.Protocol):
     def _take_step(self, report: ipc.StepReport, attribution: CrashAttribution) -> None:
         now = time.monotonic()
         self._watchdog.step_reported(now, has_outputs=bool(report.outputs))
+        num_computed = report.load.computed_tokens - self._load.computed_tokens
         self._load = report.load
         if report.stats is not None:
+            self._prefill_speed.observe(num_computed, report.stats.seconds)
             self.listener.step_computed(report.stats)
         if report.removed or report.stored:
             self.on_kv_events(report.removed, report.stored)
@@ -376,7 +393,8 @@ class EngineClient(asyncio.Protocol):
     def _nothing_follows(self) -> None:
         """Fails the pending calls, and says that sinks have received all that they will for now."""
         self._tokenizing.fail_all()
+        self._exporting.fail_all()
         self._pooling.fail_all()
-        self._loading.fail_all()
+        self._adapters.lose_engine()
         self._update_idle()
         self.listener.step_done()

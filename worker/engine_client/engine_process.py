@@ -53,14 +53,20 @@ class EngineProcess:
     def __repr__(self) -> str:
         return f"<EngineProcess {self._running!r}>"
 
-    async def open(self, settings: EngineSettings) -> "ReplicaLink":
-        """Has a replica loaded, in a new process if none runs. Raises EngineDiedError."""
+    async def open(self, settings: EngineSettings, memory_fd: int | None = None) -> "ReplicaLink":
+        """Has a replica loaded, in a new process if none runs. `memory_fd` is a file for its copies of blocks.
+
+        Raises EngineDiedError."""
         async with self._starting:
             # a process without replicas is about to exit and would lose this one
-            if self._running is None or self._running.is_ending:
+            if self._running is not None and self._running.is_ending:
+                # two processes must never write to the same file
+                await self._running.end()
+                self._running = None
+            if self._running is None:
                 self._running = await _start(self._variables)
             self._last_number += 1
-            return self._running.open(self._last_number, settings)
+            return self._running.open(self._last_number, settings, memory_fd)
 
 
 class ReplicaLink:
@@ -89,6 +95,7 @@ class _Running:
         self._frame_decoder = ipc.FrameDecoder()
         self._closed: dict[int, asyncio.Future[str]] = {}
         self._exit_message = ""
+        self._is_killed = False
         self._end = asyncio.create_task(self._until_ended())
         self.pid = process.pid
         self.crash_attribution = CrashAttribution()
@@ -100,13 +107,20 @@ class _Running:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it has ended or, without any replica left, is about to."""
-        return self._end.done() or not self._closed
+        """Whether it has ended or is about to, because it was killed or no replica is left."""
+        return self._end.done() or self._is_killed or not self._closed
 
-    def open(self, number: int, settings: EngineSettings) -> ReplicaLink:
+    async def end(self) -> None:
+        """Kills the process if it runs, and returns once it is gone."""
+        self.kill()
+        await asyncio.shield(self._end)
+
+    def open(self, number: int, settings: EngineSettings, memory_fd: int | None) -> ReplicaLink:
         ours, theirs = socket.socketpair()
+        descriptors = [theirs.fileno()] if memory_fd is None else [theirs.fileno(), memory_fd]
+        message = ipc.OpenReplica(number, settings, has_memory=memory_fd is not None)
         try:
-            socket.send_fds(self._control, [ipc.encode(ipc.OpenReplica(number, settings))], [theirs.fileno()])
+            socket.send_fds(self._control, [ipc.encode(message)], descriptors)
         except OSError as error:
             ours.close()
             raise EngineDiedError(f"the engine process {self.pid} can't open a replica: {error}") from error
@@ -116,6 +130,7 @@ class _Running:
         return ReplicaLink(self, ours, closed)
 
     def kill(self) -> None:
+        self._is_killed = True
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGKILL)

@@ -1,6 +1,7 @@
 """Events of a supervised engine, for the replica that it serves."""
 
 from tokenbus.worker import contract
+from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process import ipc
 
 
@@ -12,6 +13,9 @@ class EngineListener:
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """An engine serves; it continues the streams that the previous one left open."""
+
+    def copies_recovered(self, recovery: Recovery) -> None:
+        """The engine has found these copies of blocks when it started."""
 
     def engine_died(self) -> None:
         """There is no engine. Called before any stream is told, and possibly more than once."""

@@ -22,9 +22,9 @@ class PendingCalls(Generic[ResultT]):
     def __len__(self) -> int:
         return len(self._open)
 
-    async def call(self, send: Callable[[int], None]) -> ResultT:
+    async def call(self, send: Callable[[int], None], abort: Callable[[int], None] | None = None) -> ResultT:
         """Has `send` send the call under a new id, and waits for its result. Raises the RequestError that it is
-        rejected with."""
+        rejected with. `abort` takes the call back if the caller is cancelled."""
         self._last_call_id += 1
         call_id = self._last_call_id
         future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
@@ -32,6 +32,10 @@ class PendingCalls(Generic[ResultT]):
         try:
             send(call_id)
             return await future
+        except asyncio.CancelledError:
+            if abort is not None:
+                abort(call_id)
+            raise
         finally:
             del self._open[call_id]
 
@@ -46,6 +50,13 @@ class PendingCalls(Generic[ResultT]):
         future = self._open.get(call_id)
         if future is not None and not future.done():
             future.set_exception(errors.RequestError(error))
+
+    def end(self, call_id: int, answer: ResultT, error: errors.Error | None) -> None:
+        """Completes a call, or fails it if there is an error."""
+        if error is None:
+            self.resolve(call_id, answer)
+        else:
+            self.reject(call_id, error)
 
     def fail_all(self) -> None:
         """Fails every call with `worker_lost`: no reply will come."""

@@ -7,11 +7,32 @@ Both kinds count against the engine's capacity, since the engine frees a lane on
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
 from tokenbus.worker.engine_client.generation import Generation
 
 _MAX_CRASHES = 2
+
+
+def add_command(number: int, generation: Generation) -> bytes:
+    """Returns the command that gives an engine a generation, which may have tokens of an engine that died."""
+    request = generation.request
+    return ipc.encode(
+        ipc.Add(
+            number,
+            block_hash.pack_token_ids(request.token_ids) + block_hash.pack_token_ids(generation.sampled),
+            request.sampling,
+            (request.tenant, request.cache_salt) if request.cache_prompt else None,
+            request.priority,
+            request.return_progress,
+            num_sampled=len(generation.sampled),
+            isolated=generation.crashes > 0,
+            constraint=request.constraint,
+            tenant=request.tenant,
+            adapters=request.adapters,
+        )
+    )
 
 
 class OpenSequences:
@@ -21,6 +42,8 @@ class OpenSequences:
         self._abort = abort
         self._generations: dict[int, Generation] = {}
         self._key_to_number: dict[str, int] = {}
+        self._held: dict[int, bytes] = {}
+        """Open sequences that the engine has not been given yet, and the command that gives each to it."""
         self._releasing: set[int] = set()
         self._started: set[int] = set()
         """Open sequences that this engine has started to compute: one of them may be why it died."""
@@ -38,9 +61,21 @@ class OpenSequences:
         self._last_number += 1
         return self._last_number
 
-    def add(self, number: int, generation: Generation) -> None:
-        """Opens a sequence for a generation."""
+    @property
+    def num_given(self) -> int:
+        """The number of sequences that the engine has."""
+        return len(self) - len(self._held)
+
+    @property
+    def held_adapters(self) -> set[str]:
+        """The digests of the adapters of those that the engine does not have yet."""
+        return {one.digest for number in self._held for one in self._generations[number].request.adapters}
+
+    def add(self, number: int, generation: Generation, held: bytes | None = None) -> None:
+        """Opens a sequence for a generation; `held` is the command that is not to be sent before `release_held`."""
         assert generation.request.key not in self._key_to_number, generation
+        if held is not None:
+            self._held[number] = held
         self._generations[number] = generation
         self._key_to_number[generation.request.key] = number
 
@@ -52,6 +87,10 @@ class OpenSequences:
         generation = self._generations[number]
         self._release(number)
         return generation
+
+    def release_held(self, key: str) -> bytes | None:
+        """Returns the command that gives the engine a sequence that was held back; None for any other."""
+        return self._held.pop(self._key_to_number.get(key, -1), None)
 
     def start(self, numbers: list[int], now: float) -> None:
         """Notes which sequences got a lane."""
@@ -109,8 +148,10 @@ class OpenSequences:
         Returns the generations that have now ended too many engines; the others stay open for the next engine. If the
         engine had started none of them, it died of one that nobody has started yet."""
         self._is_engine_lost = True
+        held = set(self._held)
         self._releasing.clear()
-        new = {number for number, generation in self._generations.items() if generation.started_at is None}
+        self._held.clear()
+        new = {number for number, generation in self._generations.items() if generation.started_at is None} - held
         # `_started` is about this engine; `started_at` may be of an earlier one
         for number in self._started or new:
             self._generations[number].crashes += attribution.may_be_caused_by(replica, number)
@@ -125,12 +166,14 @@ class OpenSequences:
         self._generations.clear()
         self._key_to_number.clear()
         self._started.clear()
+        self._held.clear()
         self._releasing.clear()
         return generations
 
     def _release(self, number: int) -> None:
+        is_held = self._held.pop(number, None) is not None
         self._remove(number)
-        if not self._is_engine_lost:
+        if not self._is_engine_lost and not is_held:
             self._releasing.add(number)
             self._abort(number)
 

@@ -105,6 +105,7 @@ class Supervisor:
                 await self._prepare(engine)
             self._has_served = True
             self._listener.engine_started(engine, config)
+            engine.report_recovered()
             # after `engine_started`, so that outputs of these streams find the engine set
             if self._dead is not None:
                 engine.take_over(self._dead)

@@ -23,6 +23,8 @@ from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.frontend.adapters import Adapters
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.frontend.settings import FrontendSettings, OnProgress
+from tokenbus.worker.kv_exchange.exchange import KvExchange
+from tokenbus.worker.kv_exchange.nats_transport import Connect
 from tokenbus.worker.streams.request_telemetry import RequestTelemetry
 from tokenbus.worker.streams.streams import Streams
 
@@ -58,7 +60,8 @@ class Frontend:
         self._outbox = Outbox(bus, self._announcer, telemetry)
         self.adapters = Adapters(self._announcer.publish_card)
         self._announcer.adapters = self.adapters.cards
-        self._streams = Streams(self._announcer, self._outbox, telemetry, settings, self.adapters)
+        self._exchange = KvExchange(self._announcer, metrics)
+        self._streams = Streams(self._announcer, self._outbox, telemetry, settings, self._exchange, self.adapters)
         self.drain_requested = asyncio.Event()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._endpoints = Endpoints(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, metrics)
@@ -86,15 +89,22 @@ class Frontend:
         """Changes the settings of streams accepted from now on."""
         self._streams.settings = settings
 
-    async def open(self, incoming: Bus) -> None:
-        """Subscribes to the worker's subjects over `incoming`."""
+    async def open(self, incoming: Bus, connect: Connect | None = None) -> None:
+        """Subscribes to the worker's subjects over `incoming`. `connect` opens a further connection for KV blocks of
+        other workers; without it, none are exchanged."""
         # Parts leave over `incoming`, so that no chunk waits behind one, and the broker's notices come back over it.
         model, worker_id = self._announcer.model, self._announcer.worker_id
         sender = PartsSender(
             incoming, partial(self._names.received, model, worker_id), timeout_s=_PART_TIMEOUT_S, tries=2
         )
         await self._guardians.open(incoming, sender)
+        if connect is not None:
+            await self._exchange.open(incoming, self._names, connect)
         await self._endpoints.open(incoming, sender)
+
+    async def close(self) -> None:
+        """Closes the connection for KV blocks, if there is one."""
+        await self._exchange.close()
 
     async def run(self) -> None:
         """Runs until cancelled. Raises ReplacedError if another frontend takes this one's name."""
@@ -114,6 +124,7 @@ class Frontend:
         bundle = engine.tokenizer_bundle()
         self._streams.set_engine(engine, config)
         self._endpoints.set_engine(engine)
+        self._exchange.set_engine(engine, config)
         self._announcer.engine_started(engine, config, prompt.bundle_digest(bundle) if bundle else None)
         # an engine that restarts while draining must not make the worker ready
         if self._is_draining:
@@ -126,6 +137,7 @@ class Frontend:
         self._has_engine = False
         self._streams.clear_engine()
         self._endpoints.set_engine(None)
+        self._exchange.set_engine(None, None)
         if not self._is_draining:
             self._announcer.engine_died()
 
@@ -137,6 +149,11 @@ class Frontend:
         """Accepts nothing new from now on."""
         self._is_draining = True
         self._announcer.set_state(messages.WorkerState.DRAINING)
+
+    @property
+    def num_leases(self) -> int:
+        """The number of workers that are reading KV blocks here."""
+        return self._exchange.num_leases
 
     @property
     def has_streams(self) -> bool:
@@ -185,6 +202,7 @@ class Frontend:
             if self._check_fence():
                 self._streams.tick()
                 self._guardians.tick(now)
+            self._exchange.tick(now)
             self.on_tick(now, now - ticked_at)
             ticked_at = now
 

@@ -11,6 +11,7 @@ from tokenbus.protocol.telemetry.metrics import (
 )
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
+from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process import ipc
 
 _LABELS = ("model", "worker_id")
@@ -44,6 +45,11 @@ class WorkerMetrics(MetricFamilies):
         self.kv_blocks = gauge(
             "kv_blocks", "Blocks on the device, by state: used, cached (used by no request) or free.", "state"
         )
+        self.kv_expected = gauge(
+            "kv_expected_ratio",
+            "Share of the KV blocks that all requests use or are expected to use, also those that wait.",
+        )
+        self.expected_tokens = gauge("expected_answer_tokens", "Tokens that the next completion is expected to have.")
         self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks that running requests use, from 0 to 1.")
         self.kv_bytes = gauge("kv_bytes", "Device memory for keys and values, in bytes; 0 if unknown.")
         self.step_age = gauge("step_age_seconds", "Time since the step in progress began; 0 while idle.")
@@ -55,7 +61,26 @@ class WorkerMetrics(MetricFamilies):
             "computed_tokens", "Tokens that steps have computed, of prompts and completions."
         )
         self.preemptions = counter("preemptions", "Running sequences that were preempted for lack of KV memory.")
+        self.preempted_tokens = counter(
+            "preempted_tokens",
+            "Tokens that preempted sequences have got back, by kind: restored from the cache, or recomputed.",
+            "kind",
+        )
+        self.transferred = counter(
+            "kv_transferred_bytes",
+            "Keys and values that were copied between device and host memory, by direction: offload or onload.",
+            "direction",
+        )
         self.evicted = counter("evicted_blocks", "Cached blocks that were evicted from the device.")
+        self.recovered_blocks = counter(
+            "host_cache_recovered_blocks", "Blocks of which a new engine found the copy that an earlier one had made."
+        )
+        self.recovered_bytes = counter("host_cache_recovered_bytes", "Bytes of these copies.")
+        self.discarded_slots = counter(
+            "host_cache_discarded_slots",
+            "Slots of the host cache that a new engine could not trust, by reason.",
+            "reason",
+        )
         self.restarts = counter("engine_restarts", "Engine starts after the first.")
         self.unguarded = gauge(
             "streams_unguarded", "Open streams that no router guards, which end together with the worker."
@@ -73,6 +98,11 @@ class WorkerMetrics(MetricFamilies):
         )
         self.tool_calls = counter("tool_calls", "Tool calls in answers, by whether they were complete.", "complete")
         self.reasoning_tokens = counter("reasoning_tokens", "Tokens of completions that belong to the reasoning.")
+        self.kv_fetches = counter("kv_fetches", "Fetches of KV blocks from other workers, by outcome.", "outcome")
+        self.kv_fetched_bytes = counter("kv_fetched_bytes", "Bytes of KV blocks that were fetched from other workers.")
+        self.kv_given_bytes = counter("kv_given_bytes", "Bytes of KV blocks that other workers have read.")
+        self.kv_fetch = histogram("kv_fetch_seconds", "Duration of fetches of KV blocks.", TTFT_BUCKETS)
+        self.kv_leases = gauge("kv_leases", "Workers that are reading KV blocks here.")
         self.embeddings = counter("embeddings", "Inputs that were embedded.")
         self.scored_documents = counter("scored_documents", "Documents that were scored.")
         self.steps = histogram(
@@ -110,8 +140,16 @@ class ReplicaMetrics:
         self._e2e = metrics.e2e.labels(*own)
         self._steps = {kind: metrics.steps.labels(*own, kind) for kind in ipc.StepKind}
         self._inference, self._gap = metrics.inference_seconds.labels(*own), metrics.idle_seconds.labels(*own)
-        self._prompt, self._evicted = metrics.prompt_tokens.labels(*own), metrics.evicted.labels(*own)
-        self._preemptions = metrics.preemptions.labels(*own)
+        self._prompt = metrics.prompt_tokens.labels(*own)
+        self._step_counters = [
+            (metrics.preemptions.labels(*own), "preemptions"),
+            (metrics.preempted_tokens.labels(*own, "restored"), "restored_tokens"),
+            (metrics.preempted_tokens.labels(*own, "recomputed"), "recomputed_tokens"),
+            (metrics.evicted.labels(*own), "evicted_blocks"),
+            (metrics.transferred.labels(*own, "offload"), "offloaded_bytes"),
+            (metrics.transferred.labels(*own, "onload"), "onloaded_bytes"),
+            (metrics.follower_tokens.labels(*own), "follower_tokens"),
+        ]
         self._last_load = messages.Load()
         self._load_counters = [
             (metrics.generation_tokens.labels(*own), "generated_tokens"),
@@ -119,7 +157,7 @@ class ReplicaMetrics:
             (metrics.cache_queries.labels(*own), "prompt_tokens"),
             (metrics.cache_hits.labels(*own), "cached_tokens"),
         ]
-        self._compile, self._followers = metrics.compile.labels(*own), metrics.follower_tokens.labels(*own)
+        self._compile = metrics.compile.labels(*own)
         for kind in contract.ConstraintKind:
             metrics.constrained.labels(*own, kind)
         for is_complete in ("true", "false"):
@@ -127,10 +165,13 @@ class ReplicaMetrics:
         metrics.reasoning_tokens.labels(*own)
         for family in (
             metrics.restarts,
-            metrics.preemptions,
+            metrics.recovered_blocks,
+            metrics.recovered_bytes,
             metrics.embeddings,
             metrics.scored_documents,
             metrics.clients_gone,
+            metrics.kv_fetched_bytes,
+            metrics.kv_given_bytes,
         ):
             family.labels(*own)
         for reason in messages.FinishReason:  # export 0, or the first increase of each would go unseen
@@ -142,16 +183,13 @@ class ReplicaMetrics:
         return f"<ReplicaMetrics of {self._own_labels[1]}>"
 
     def observe_step(self, stats: ipc.StepStats) -> None:
-        """A step was computed; `stats.evicted_blocks` and `stats.preemptions` are since the one before."""
+        """A step was computed."""
         self._steps[stats.kind].observe(stats.seconds)
         self._inference.inc(stats.seconds)
         self._gap.inc(stats.gap_s)
-        if stats.evicted_blocks:
-            self._evicted.inc(stats.evicted_blocks)
-        if stats.preemptions:
-            self._preemptions.inc(stats.preemptions)
-        if stats.follower_tokens:
-            self._followers.inc(stats.follower_tokens)
+        for child, name in self._step_counters:
+            if count := getattr(stats, name):
+                child.inc(count)
 
     def constraint_compiled(self, seconds: float) -> None:
         """A request's constraint was compiled, or could not be."""
@@ -187,6 +225,7 @@ class ReplicaMetrics:
         *,
         is_ready: bool,
         num_unguarded: int,
+        num_leases: int,
         num_adapters: int = 0,
     ) -> None:
         """Sets every gauge."""
@@ -201,11 +240,14 @@ class ReplicaMetrics:
         blocks = {"used": load.used_blocks, "cached": load.cached_blocks, "free": load.free_blocks}
         for state, count in blocks.items():
             metrics.kv_blocks.labels(*who, state).set(count)
+        metrics.kv_expected.labels(*who).set(load.expected_blocks / max(1, config.total_kv_blocks))
+        metrics.expected_tokens.labels(*who).set(load.expected_answer_tokens)
         metrics.kv_usage.labels(*who).set(load.used_blocks / max(1, config.total_kv_blocks))
         metrics.kv_bytes.labels(*who).set(config.kv_bytes)
         metrics.step_age.labels(*who).set(load.step_age_ms / 1e3)
         metrics.unguarded.labels(*who).set(num_unguarded)
         metrics.adapters.labels(*who).set(num_adapters)
+        metrics.kv_leases.labels(*who).set(num_leases)
 
     def forget(self) -> None:
         """Stops exporting the replica's metrics."""
@@ -229,9 +271,27 @@ class ReplicaMetrics:
         """A request is cancelled because nobody listens to its stream any more."""
         self._metrics.clients_gone.labels(*self._own_labels).inc()
 
+    def blocks_fetched(self, outcome: str, num_bytes: int, seconds: float) -> None:
+        """A fetch of KV blocks has ended."""
+        metrics, own = self._metrics, self._own_labels
+        metrics.kv_fetches.labels(*own, outcome).inc()
+        metrics.kv_fetched_bytes.labels(*own).inc(num_bytes)
+        metrics.kv_fetch.labels(*own).observe(seconds)
+
+    def blocks_given(self, num_bytes: int) -> None:
+        """Other workers have read so many bytes of KV blocks."""
+        self._metrics.kv_given_bytes.labels(*self._own_labels).inc(num_bytes)
+
     def request_refused(self, code: str) -> None:
         """A run was refused."""
         self._metrics.refused.labels(*self._own_labels, code).inc()
+
+    def copies_recovered(self, recovery: Recovery) -> None:
+        """A new engine has found copies of an earlier one."""
+        self._metrics.recovered_blocks.labels(*self._own_labels).inc(recovery.blocks)
+        self._metrics.recovered_bytes.labels(*self._own_labels).inc(recovery.num_bytes)
+        for reason, count in recovery.discarded.items():
+            self._metrics.discarded_slots.labels(*self._own_labels, reason).inc(count)
 
     def engine_restarted(self) -> None:
         """An engine serves that is not the first."""

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal, subjects
 from tokenbus.worker import contract
+from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.sim import faults
@@ -22,6 +25,7 @@ from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import Supervisor
+from tokenbus.worker.frontend import host_memory
 from tokenbus.worker.frontend.adapter_folder import AdapterFolder
 from tokenbus.worker.frontend.adapter_settings import split_tenants
 from tokenbus.worker.frontend.frontend import Frontend
@@ -43,6 +47,7 @@ class Replica(EngineListener):
         process: EngineProcess,
         metrics: WorkerMetrics,
         tracer: tracing.Tracer,
+        host_cache_file: str = "",
     ) -> None:
         self.worker_id = worker_id
         self.served_name = model.served_name
@@ -58,6 +63,8 @@ class Replica(EngineListener):
         self._model = model
         self._engine = engine
         self._process = process
+        self._host_cache_file = host_cache_file
+        self._memory_fd: int | None = None
         self._metrics = ReplicaMetrics(metrics, model.served_name, worker_id)
         self._tracer = tracer
         self._config: contract.EngineConfig | None = None
@@ -102,6 +109,7 @@ class Replica(EngineListener):
             # asked to leave while it was connecting: its card was never published
             if self._drain_requested.is_set():
                 return
+            await self._open_memory(connections)
             frontend.adapters.want(self._model.adapters)
             supervisor = Supervisor(
                 self._make_engine,
@@ -112,8 +120,15 @@ class Replica(EngineListener):
             )
             self._supervisor = supervisor
             frontend.on_tick = self._tick
-            await frontend.open(incoming)
+            connections.push_async_callback(frontend.close)
+            await frontend.open(incoming, partial(nats.connect, self._settings.broker, f"worker {self.worker_id} kv"))
             await self._serve((connection, incoming), supervisor, frontend)
+
+    async def _open_memory(self, connections: contextlib.AsyncExitStack) -> None:
+        """Opens the file for copies of blocks, which the replica's engines use in turn. Raises EngineStartError."""
+        path = self._host_cache_file
+        fd = self._memory_fd = await host_memory.open_file(path) if path else host_memory.open_memory()
+        connections.callback(os.close, fd)
 
     async def _connect(self, connections: contextlib.AsyncExitStack, name: str) -> nats.Connection:
         connection = await shutdown.unless_stopped(
@@ -138,6 +153,7 @@ class Replica(EngineListener):
                 is_ready=not self.unready_reason,
                 num_unguarded=self.frontend.num_unguarded,
                 num_adapters=len(self.frontend.adapters),
+                num_leases=self.frontend.num_leases,
             )
 
     def loading(self, fraction: float) -> None:
@@ -158,6 +174,17 @@ class Replica(EngineListener):
         self.frontend.engine_started(engine, config)
         if not self.started.done():
             self.started.set_result(config)
+
+    def copies_recovered(self, recovery: Recovery) -> None:
+        """Logs and counts what an engine has found of an earlier one."""
+        self._metrics.copies_recovered(recovery)
+        if recovery.blocks or recovery.discarded:
+            self._log.info(
+                "host_cache_recovered",
+                blocks=recovery.blocks,
+                bytes=recovery.num_bytes,
+                discarded=dict(recovery.discarded),
+            )
 
     def engine_died(self) -> None:
         """Announces that there is no engine for now."""
@@ -183,7 +210,7 @@ class Replica(EngineListener):
 
     def _make_engine(self) -> EngineClient:
         settings = self._engine
-        return EngineClient(lambda: self._process.open(settings), self._settings.max_waiting)
+        return EngineClient(lambda: self._process.open(settings, self._memory_fd), self._settings.max_waiting)
 
     def _tick(self, now: float, gap_s: float) -> None:
         assert self._supervisor is not None

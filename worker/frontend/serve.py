@@ -168,7 +168,17 @@ class Worker:
         alone = self._is_single and self._last_number == 1
         worker_id = self._name if alone else f"{self._name}-{self._last_number}"
         engine = msgspec.structs.replace(model.engine, kv_limit_bytes=self._kv_share_bytes(coming))
-        replica = Replica(self._settings, model, worker_id, engine, self._process, self._metrics, self._tracer)
+        file = self._settings.host_cache_file
+        replica = Replica(
+            self._settings,
+            model,
+            worker_id,
+            engine,
+            self._process,
+            self._metrics,
+            self._tracer,
+            file if alone or not file else f"{file}-{self._last_number}",
+        )
         replica.on_load = self.load
         life = self._replicas[replica] = asyncio.create_task(replica.run())
         life.add_done_callback(lambda _: self._ended.put_nowait(replica))

@@ -58,6 +58,9 @@ class WorkerSettings:
     """Collector that spans are sent to; none if empty."""
     vllm_metrics: bool = False
     """Export metrics under vLLM's names too."""
+    host_cache_file: str = ""
+    """File for copies of blocks, which outlive the worker in it; with several replicas, the beginning of the names of
+    several files. If it is empty, copies are in memory and outlive only the engine."""
     kv_budget_bytes: int = 0
     """KV memory that all replicas together may take; 0 leaves it to each replica's own settings."""
     max_waiting: int = 64

@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.worker import contract
+from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
 
@@ -77,6 +78,8 @@ class Stream:
         """The account of its first token, if that token was sampled here."""
         self.first_token_sent = False
         """Whether a token that was sampled here is in a chunk."""
+        self.fetch: Fetch | None = None
+        """The fetch of blocks for its prompt, once that has ended."""
         self.terminal: messages.Chunk | None = None
         """The last chunk; once it is made, the stream accepts no more outputs."""
         self.cancel_error: errors.Error | None = None
@@ -313,10 +316,32 @@ class Stream:
             model=self._model,
             created=self.created,
             usage=codec.unset_if_none(output.usage),
-            timings=codec.unset_if_none(output.timings),
+            timings=self._timings(output),
             stop_match=codec.unset_if_none(output.stop_match),
             error=codec.unset_if_none(error),
             routing=codec.unset_if_none(self.run.routing),
+        )
+
+    def _timings(self, output: contract.Output) -> messages.Timings | UnsetType:
+        if output.timings is None or self.fetch is None:
+            return codec.unset_if_none(output.timings)
+        cached = output.usage.cached_tokens if output.usage is not None else 0
+        return codec.replace(
+            output.timings,
+            fetched_tokens=min(cached, self.fetch.num_tokens),
+            fetch_ms=round(self.fetch.seconds * 1e3, 3),
+        )
+
+    def fetched(self, fetch: Fetch) -> internal.Fetched:
+        """Notes that blocks were fetched, and returns what routers must learn of it."""
+        assert self.run.fetch_from is not None
+        self.fetch = fetch
+        return internal.Fetched(
+            stream_no=self.stream_no,
+            worker_id=self.run.fetch_from.worker_id,
+            fetched_tokens=fetch.num_tokens,
+            fetched_bytes=fetch.num_bytes,
+            fetch_ms=fetch.seconds * 1e3,
         )
 
     def _to_first_token(self, found: contract.FirstToken) -> internal.FirstToken:

@@ -13,13 +13,15 @@ from functools import partial
 
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.ttl_cache import TTLCache
-from tokenbus.protocol.wire import block_hash, errors, internal, limits, messages, subjects
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.frontend.adapters import Adapters
 from tokenbus.worker.frontend.settings import FrontendSettings
+from tokenbus.worker.kv_exchange.exchange import KvExchange
+from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.streams.early_cancels import EarlyCancels
 from tokenbus.worker.streams.engine_request import to_engine_request
 from tokenbus.worker.streams.liveness import ClientLiveness
@@ -39,6 +41,7 @@ class Streams:
         outbox: Outbox,
         telemetry: RequestTelemetry,
         settings: FrontendSettings,
+        exchange: KvExchange,
         adapters: Adapters | None = None,
     ) -> None:
         self._announcer = announcer
@@ -46,6 +49,7 @@ class Streams:
         self._telemetry = telemetry
         self.settings = settings
         self._adapters = Adapters() if adapters is None else adapters
+        self._exchange = exchange
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
         self._chat: ChatRules | None = None
@@ -246,6 +250,8 @@ class Streams:
         assert self._config is not None
         adapters = self._adapters.of_run(run)
         request = to_engine_request(run, self._config, self.settings.max_new_tokens, self._chat, adapters)
+        if self._exchange.may_fetch(run):
+            request = codec.replace(request, is_held=True)
         now = time.monotonic()
         announcer = self._announcer
         gone = announcer.gone_subject(run.request_id)
@@ -279,7 +285,15 @@ class Streams:
         # until its constraint is compiled, it may still end with a terminal alone
         if request.constraint is None:
             self._outbox.put_head(stream, now)
+        if request.is_held:
+            self._exchange.start_fetch(run, request, partial(self._fetched, stream))
         self._outbox.flush()
+
+    def _fetched(self, stream: Stream, fetch: Fetch) -> None:
+        """Has a stream computed whose blocks have been fetched, as many as could be."""
+        if self._streams.get(stream.key) is stream and self._engine is not None:
+            self._announcer.blocks_fetched(stream.fetched(fetch))
+            self._engine.release(stream.key)
 
     def _refusal(self, run: internal.Run, error: errors.Error) -> internal.RunReply:
         live = self._streams.get(run.request_id)
@@ -348,6 +362,7 @@ class Streams:
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.key]
+        self._exchange.cancel(stream.key)
         if not self._streams:
             self._none_open.set()
         self._liveness.forget(stream.key)

@@ -60,17 +60,14 @@ class ParsedCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
         """Returns an error of a router or worker with OpenAI's name of the field at fault."""
-        if error.param is None or not error.param.startswith("token_ids"):
-            return error
-        message = error.message.replace("token_ids", "prompt", 1)
-        return error._replace(param=error.param.replace("token_ids", "prompt", 1), message=message)
+        return http_errors.renamed(error, http_errors.by_field({"token_ids": "prompt"}))
 
 
-def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedCompletionRequest:
+def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedCompletionRequest:
     """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
     fault."""
     asked = _decoder.decode(body, codec.Encoding.JSON)
-    model, prompts = checked_model(asked.model), _prompts_of(asked.prompt)
+    model, prompts = checked_model(asked.model, default_model), _prompts_of(asked.prompt)
     n = 1 if asked.n is None else asked.n
     _check(asked, len(prompts), n)
     session = conversation.session_of(headers)
@@ -79,13 +76,9 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str) -> ParsedCom
         for number, prompt in enumerate(prompts)
     ]
     for number, request in enumerate(requests):
-        try:
+        place = "prompt" if len(requests) == 1 else f"prompt[{number}]"
+        with http_errors.renaming(http_errors.by_field(asked.renamed | {"prompt": place, "token_ids": place})):
             validation.check_request(request)
-        except errors.RequestError as refused:
-            place = "prompt" if len(requests) == 1 else f"prompt[{number}]"
-            raise errors.RequestError(
-                http_errors.with_names(refused.error, {"prompt": place, "token_ids": place})
-            ) from refused
     return ParsedCompletionRequest(
         model=model,
         requests=requests,

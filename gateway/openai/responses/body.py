@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tokenbus.gateway.openai.sampling_fields import CommonFields
 from tokenbus.protocol.wire import messages as wire
 
 
@@ -56,53 +57,28 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     verbosity: str | None = None
 
 
-class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
+class ResponsesBody(CommonFields, frozen=True, kw_only=True):
     """The body of a request. Unknown fields are ignored, as OpenAI's clients expect."""
 
-    model: str | None = None
     input: str | list[InputItem] | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    """Names the conversation, which is kept on one worker."""
     metadata: dict[str, str] | None = None
     """Comes back as it is."""
-    stream: bool | None = None
     background: bool | None = None
     """This field and the next three are refused: nothing is stored."""
     conversation: str | dict[str, Any] | None = None
     previous_response_id: str | None = None
     prompt: dict[str, Any] | None = None
-    seed: int | None = None
-    """This field and those below are not OpenAI's; they mean what they mean on the wire."""
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str | int, float] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    cache_salt: str | None = None
-    session_id: str | None = None
-    priority: int | None = None
-    timeout_ms: float | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    """Not OpenAI's, but what it is on the wire."""
 
     @property
     def items(self) -> list[InputItem]:

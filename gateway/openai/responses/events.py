@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokenbus.gateway.generation.answer_events import AnswerEnded, AnswerEvent, Part, PartGrew, PartKind, PartStarted
+from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import schemas
 from tokenbus.gateway.openai.responses import response as responses
@@ -96,7 +97,7 @@ class ResponseEncoder:
         """Returns the failed response."""
         self._begin()
         cut = [] if self._open is None else [self._items.whole(self._open.part, is_cut=True)]
-        failed = responses.failed(self._response, self._output + cut, self._names.rename_response(error))
+        failed = responses.failed(self._response, self._output + cut, http_errors.renamed(error, self._names.of))
         self._add("response.failed", response=failed)
         return self._taken()
 

@@ -1,13 +1,9 @@
-"""Gives errors of the wire OpenAI's names of the fields at fault; pure."""
+"""Translates names of fields of the wire into those of the Responses API; pure."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import msgspec
-
-from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai.responses.input_items import MessagePath
-from tokenbus.protocol.wire import errors
 
 _RENAMED = {
     "messages": "input",
@@ -26,35 +22,16 @@ _TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)")
 class FieldNames:
     """The names of the fields of one request."""
 
-    def __init__(
-        self, messages: Sequence[MessagePath], tools: Sequence[str], *, session_is_cache_key: bool = False
-    ) -> None:
+    def __init__(self, messages: Sequence[MessagePath], tools: Sequence[str], renamed: Mapping[str, str]) -> None:
         self._messages = messages
         self._tools = tools
-        self._renamed = _RENAMED | ({"session_id": "prompt_cache_key"} if session_is_cache_key else {})
+        self._renamed = {**_RENAMED, **renamed}
 
     def __repr__(self) -> str:
         return f"<FieldNames of {len(self._messages)} messages, {len(self._tools)} tools>"
 
-    def rename(self, error: errors.Error) -> errors.Error:
-        """Returns the error with OpenAI's name of its field."""
-        param, message = self._renamed_in(error.param, error.message)
-        return msgspec.structs.replace(error, param=param, message=message)
-
-    def rename_response(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns the error response with OpenAI's name of its field."""
-        param, message = self._renamed_in(error.param, error.message)
-        return error._replace(param=param, message=message)
-
-    def _renamed_in(self, param: str | None, message: str) -> tuple[str | None, str]:
-        if param is None:
-            return None, message
-        theirs = self._name(param)
-        # Messages of validation begin with the field's name.
-        problem = message.removeprefix(param)
-        return theirs, message if problem == message else f"{theirs}{problem}"
-
-    def _name(self, param: str) -> str:
+    def of(self, param: str) -> str:
+        """Returns OpenAI's name of a field."""
         if (found := _MESSAGE.fullmatch(param)) and int(found[1]) < len(self._messages):
             return _in_message(self._messages[int(found[1])], found[2] or "")
         if (found := _TOOL.fullmatch(param)) and int(found[1]) < len(self._tools):

@@ -8,6 +8,7 @@ from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.generation.model_names import checked_model
+from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai.responses import response
 from tokenbus.gateway.openai.responses.body import ResponsesBody
@@ -21,27 +22,6 @@ from tokenbus.protocol.wire import messages as wire
 
 _STORED = ("previous_response_id", "conversation", "prompt")
 """Fields that name what a server would have stored."""
-SAME_ON_THE_WIRE = (
-    "temperature",
-    "top_p",
-    "parallel_tool_calls",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "regex",
-    "choice",
-    "grammar",
-    "cache_salt",
-    "timeout_ms",
-    "ignore_eos",
-    "min_tokens",
-    "stop_token_ids",
-)
 _WITH_LOGPROBS = "message.output_text.logprobs"
 _WITH_ENCRYPTED_CONTENT = "reasoning.encrypted_content"
 _decoder = codec.Decoder(ResponsesBody)
@@ -79,7 +59,7 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
         """Returns an error of a router or worker with OpenAI's name of the field at fault."""
-        return self.names.rename_response(error)
+        return http_errors.renamed(error, self.names.of)
 
     def _begun(self, head: ResponseHead) -> response.Response:
         return response.begun(head, self.body, self.tools)
@@ -89,23 +69,21 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         return OutputItems(head.request_id, self.tools, with_encrypted_content=is_wanted)
 
 
-def parse(payload: bytes, headers: Mapping[str, str], request_id: str) -> ParsedResponsesRequest:
+def parse(
+    payload: bytes, headers: Mapping[str, str], request_id: str, default_model: str = ""
+) -> ParsedResponsesRequest:
     """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
     fault."""
     body = _decoder.decode(payload, codec.Encoding.JSON)
-    model = checked_model(body.model)
+    model = checked_model(body.model, default_model)
     _check(body)
     tools, items = OfferedTools(body.offered, body.tool_choice), conversation_of(body)
     messages = conversation.normalized(items.messages)
-    is_cache_key = body.session_id is None and body.prompt_cache_key is not None
     paths = items.paths[len(items.messages) - len(messages) :]  # without those of system messages that were joined
-    names = FieldNames(paths, tools.paths, session_is_cache_key=is_cache_key)
-    session = body.session_id or body.prompt_cache_key or conversation.session_of(headers)
-    request = _to_wire(body, messages, tools, session, request_id)
-    try:
+    names = FieldNames(paths, tools.paths, body.renamed)
+    request = _to_wire(body, messages, tools, conversation.session_of(headers), request_id)
+    with http_errors.renaming(names.of):
         validation.check_request(request)
-    except errors.RequestError as refused:
-        raise errors.RequestError(names.rename(refused.error)) from refused
     return ParsedResponsesRequest(model=model, request=request, body=body, tools=tools, names=names)
 
 
@@ -125,7 +103,6 @@ def _check(body: ResponsesBody) -> None:
 def _to_wire(
     body: ResponsesBody, messages: list[wire.ChatMessage], tools: OfferedTools, session: str | None, request_id: str
 ) -> wire.GenerateRequest:
-    """Converts to a wire request, which is streamed in any case, so that a worker notices if this gateway dies."""
     wants_logprobs = bool(body.top_logprobs) or _WITH_LOGPROBS in (body.include or [])
     effort = None if body.reasoning is None else body.reasoning.effort
     return wire.GenerateRequest(
@@ -136,8 +113,7 @@ def _to_wire(
         response_format=body.format,
         tools=tools.functions or None,
         tool_choice=tools.choice,
-        session_id=session,
-        priority=conversation.priority_of(body.service_tier) if body.priority is None else body.priority,
+        parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=conversation.template_arguments(effort, body.chat_template_kwargs),
-        **{name: getattr(body, name) for name in SAME_ON_THE_WIRE},
+        **body.to_wire(session),
     )

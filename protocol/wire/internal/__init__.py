@@ -1,6 +1,8 @@
 """The internal messages between routers and workers, always in MessagePack."""
 
+from tokenbus.protocol.wire.internal.blocks import BlockLease, BlockLeaseRequest, BlockPart, BlockRead
 from tokenbus.protocol.wire.internal.calls import (
+    AbortCall,
     Detokenize,
     DetokenizeResult,
     Embed,
@@ -14,6 +16,7 @@ from tokenbus.protocol.wire.internal.calls import (
 from tokenbus.protocol.wire.internal.event_log import (
     BlockRun,
     Events,
+    Fetched,
     FirstToken,
     RunningRequest,
     Seal,
@@ -24,6 +27,7 @@ from tokenbus.protocol.wire.internal.event_log import (
 from tokenbus.protocol.wire.internal.runs import (
     Control,
     ControlReply,
+    FetchSource,
     Guard,
     GuardCheck,
     GuardReply,
@@ -37,6 +41,11 @@ from tokenbus.protocol.wire.internal.runs import (
 )
 
 __all__ = [
+    "AbortCall",
+    "BlockLease",
+    "BlockLeaseRequest",
+    "BlockPart",
+    "BlockRead",
     "BlockRun",
     "Control",
     "ControlReply",
@@ -45,6 +54,8 @@ __all__ = [
     "Embed",
     "EmbedResult",
     "Events",
+    "FetchSource",
+    "Fetched",
     "FirstToken",
     "Guard",
     "GuardCheck",

@@ -62,6 +62,8 @@ class Embed(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the vectors are scaled to unit length."""
     remaining_ms: Annotated[float, REMAINING_MS]
     """Time left of the request's `timeout_ms`."""
+    call_id: str | None = None
+    """Names this message, so that an `abort` can take it back."""
 
 
 class EmbedResult(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -84,6 +86,8 @@ class Rerank(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The documents."""
     remaining_ms: Annotated[float, REMAINING_MS]
     """Time left of the request's `timeout_ms`."""
+    call_id: str | None = None
+    """Names this message, so that an `abort` can take it back."""
 
 
 class RerankResult(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -95,6 +99,12 @@ class RerankResult(public.Message, frozen=True, kw_only=True, omit_defaults=True
     """Tokens of all documents, each with the query."""
     error: errors.Error | None = None
     """Why there are no scores."""
+
+
+class AbortCall(public.Message, frozen=True, kw_only=True):
+    """Takes back an `embed` or a `rerank`: the worker computes no more of its inputs, and does not reply to it."""
+
+    call_id: str
 
 
 class TokenizerPart(public.Message, frozen=True, kw_only=True):

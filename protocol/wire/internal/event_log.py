@@ -35,6 +35,21 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens that the stream may have: what its request asks for, or less if the worker's limits allow less."""
 
 
+class Fetched(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tells how the fetch that a run asked for has ended; not sent if the stream ended first."""
+
+    stream_no: int
+    """Number of the stream."""
+    worker_id: str
+    """The worker from which blocks were fetched."""
+    fetched_tokens: int = 0
+    """Tokens of the blocks that came and were accepted; 0 if none did, whatever the reason."""
+    fetched_bytes: int = 0
+    """Bytes of these blocks."""
+    fetch_ms: float = 0.0
+    """Time from the accept to the end of the fetch."""
+
+
 class BlockRun(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive blocks of one hash chain."""
 
@@ -73,6 +88,8 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Log probabilities of these tokens by stream number, for requests that ask for them. Only workers read them."""
     first_tokens: list[FirstToken] = []
     """Streams whose first token is among `token_ids`."""
+    fetches: list[Fetched] = []
+    """Fetches of blocks that have ended."""
     finished: list[str] = []
     """Keys of requests that have ended, sent after their terminal."""
     taken: list[str] = []

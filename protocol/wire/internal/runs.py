@@ -37,6 +37,15 @@ class RunAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """Factor by which its weights are multiplied."""
 
 
+class FetchSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker of the same model that holds more of the prompt's KV blocks than the one that gets the run."""
+
+    worker_id: str
+    """The worker."""
+    epoch: str
+    """Its epoch; in any other epoch it has nothing to give."""
+
+
 class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """A request that a router has placed on a worker."""
 
@@ -70,6 +79,8 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Engines that have died in a step with this request in it."""
     resume_from: RunResume | None = None
     """The completion so far, if the run continues a stream."""
+    fetch_from: FetchSource | None = None
+    """Where blocks of the prompt may be fetched that would have to be computed otherwise; no failure ends the run."""
     routing: public.RoutingReport | None = None
     """The routing report for the terminal, if the client asked for it."""
     routing_options: public.RoutingOptions | None = None

@@ -1,10 +1,11 @@
 """One request for embeddings or ranked documents."""
 
+import asyncio
 import time
 from typing import Generic, NamedTuple, TypeVar
 
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import codec, internal, messages, subjects
+from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 
 BodyT = TypeVar("BodyT", messages.EmbedRequest, messages.RerankRequest)
 WorkT = TypeVar("WorkT", internal.Embed, internal.Rerank)
@@ -20,7 +21,13 @@ class PoolingRequest(NamedTuple, Generic[BodyT, WorkT]):
     reply: str
     encoding: codec.Encoding
     received_at: float
+    end: "asyncio.Future[errors.Code]"
+    """Ends the request before there is a result, with this code."""
     span: tracing.Span = tracing.NOOP_SPAN
+
+    @property
+    def key(self) -> str:
+        return subjects.request_key(self.address.tenant, self.request_id)
 
     @property
     def remaining_s(self) -> float:

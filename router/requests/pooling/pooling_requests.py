@@ -4,15 +4,17 @@ Workers keep no state for them, so a request may be sent again without asking wh
 (embeddings.py) and reranks (reranks.py) differ in their messages only."""
 
 import asyncio
+import contextlib
 import random
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import structlog
 
-from tokenbus.protocol.bus.bus import NoRespondersError, PayloadTooLargeError
+from tokenbus.protocol.bus.bus import NoRespondersError, OutboundBufferLimitError, PayloadTooLargeError
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.telemetry import metrics, tracing
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
@@ -25,6 +27,7 @@ from tokenbus.router.requests.worker_client import Headers, Operation, WorkerCli
 _MAX_OPEN = 1_024
 """Requests of one kind that one router holds at a time."""
 _MAX_TRIES = 3
+_ABORT = "abort"
 
 ResultT = TypeVar("ResultT", internal.EmbedResult, internal.RerankResult)
 Reply = messages.EmbedReply | messages.RerankReply
@@ -61,7 +64,9 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
         self._tracer = tracer
         self._open: Counter[subjects.WorkerAddress] = Counter()
         """Requests of this router that each worker is working on."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], PoolingRequest[BodyT, WorkT]] = {}
+        self._by_key: dict[str, list[PoolingRequest[BodyT, WorkT]]] = {}
+        """The same requests. Clients may use an id for several at a time."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -100,9 +105,18 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
         self._log_received(request_id, model)
         known = {tracing.MODEL: model, tracing.OPERATION: self.otel_operation, tracing.REQUEST_ID: request_id}
         span = tracing.start_span(self._tracer, "route", "server", headers, known, request.received_at)
-        task = asyncio.get_running_loop().create_task(self._carry(request._replace(span=span)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        request = request._replace(span=span)
+        task = asyncio.get_running_loop().create_task(self._carry(request))
+        self._tasks[task] = request
+        self._by_key.setdefault(request.key, []).append(request)
+        task.add_done_callback(self._forget)
+
+    def cancel(self, key: str) -> bool:
+        """Ends the requests of a client with this id, and returns whether there were any."""
+        found = self._by_key.get(key, ())
+        for request in found:
+            _end(request, errors.Code.CANCELLED)
+        return bool(found)
 
     async def drain(self) -> None:
         """Returns when every request was answered."""
@@ -111,9 +125,16 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
 
     async def shut_down(self) -> None:
         """Answers the open requests with an error."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for request in self._tasks.values():
+            _end(request, errors.Code.SHUTTING_DOWN)
+        await asyncio.gather(*self._tasks)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        request = self._tasks.pop(task)
+        same_id = self._by_key[request.key]
+        same_id.remove(request)
+        if not same_id:
+            del self._by_key[request.key]
 
     def send_reply(self, subject: str, encoding: codec.Encoding, reply: Reply) -> None:
         """Publishes a reply, or an error in its place if it is too large for the broker."""
@@ -135,8 +156,6 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
                 reply = self._make_reply(request, await self._try_workers(request))
             except errors.RequestError as error:
                 reply = self.make_refusal(request.request_id, error.error)
-            except asyncio.CancelledError:  # only `shut_down` cancels
-                reply = self.make_refusal(request.request_id, errors.make_error(errors.Code.SHUTTING_DOWN))
             except Exception:  # outermost frame of a request: whatever went wrong, the client gets a reply
                 self._log.exception("request_failed", request_id=request.request_id)
                 reply = self.make_refusal(request.request_id, errors.make_error(errors.Code.INTERNAL))
@@ -150,17 +169,20 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
         self._log_finished(request.request_id, code, tokens, total_ms)
 
     async def _try_workers(self, request: PoolingRequest[BodyT, WorkT]) -> ResultT:
-        """Returns the first result. Raises RequestError with the last refusal if there is none."""
+        """Returns the first result. Raises RequestError with the last refusal if there is none, and when the request is
+        ended."""
         refused: dict[str, errors.Error] = {}
         tries = 0
         while tries < _MAX_TRIES:
+            if request.end.done():
+                raise errors.request_error(request.end.result())
             worker = self._choose(request.address.model, refused)
             if worker is None:
                 if not self._may_come_back(request.address.model, refused):
                     break
                 if request.remaining_s <= limits.TICK_S:
                     raise errors.request_error(errors.Code.DEADLINE_EXCEEDED)
-                await asyncio.sleep(limits.TICK_S)
+                await asyncio.wait({request.end}, timeout=limits.TICK_S)
                 continue
             worker_id, address = worker.card.worker_id, worker.card.address
             self._open[address] += 1
@@ -172,6 +194,8 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
                 self._open += Counter()  # drops entries that are not above 0
             if not isinstance(result, errors.Error):
                 return result
+            if request.end.done():
+                raise errors.RequestError(result)
             if not result.retryable or result.code is errors.Code.DEADLINE_EXCEEDED:
                 raise errors.RequestError(result)
             refused[worker_id] = result
@@ -203,15 +227,21 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
     async def _ask(
         self, card: messages.Card, request: PoolingRequest[BodyT, WorkT], headers: Headers
     ) -> ResultT | errors.Error:
-        """Returns a worker's result, or an error if it refuses, is lost meanwhile, or does not reply in time."""
+        """Returns a worker's result, or an error if it refuses, is lost meanwhile, or does not reply in time. A request
+        that is ended is taken back from the worker."""
         remaining_s = request.remaining_s
         if remaining_s <= 0:
             return errors.make_error(errors.Code.DEADLINE_EXCEEDED)
-        work = codec.replace(request.work, remaining_ms=remaining_s * 1e3)
+        call_id = secrets.token_hex(8)
+        work = codec.replace(request.work, remaining_ms=remaining_s * 1e3, call_id=call_id)
         call = asyncio.ensure_future(self._workers.call(card, self._operation, work, remaining_s, headers))
+        either: set[asyncio.Future[Any]] = {call, request.end}
         try:
             while not call.done():
-                await asyncio.wait({call}, timeout=limits.TICK_S)
+                await asyncio.wait(either, timeout=limits.TICK_S, return_when=asyncio.FIRST_COMPLETED)
+                if request.end.done() and not call.done():
+                    self._take_back(card, call_id)
+                    return errors.make_error(request.end.result())
                 if self._fleet.is_lost(card) and not call.done():
                     return errors.make_error(errors.Code.WORKER_LOST)
             result: ResultT = call.result()
@@ -232,3 +262,13 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
             return errors.make_error(errors.Code.DEADLINE_EXCEEDED)
         finally:
             call.cancel()
+
+    def _take_back(self, card: messages.Card, call_id: str) -> None:
+        """Tells a worker that nobody waits for its result. The call went out before on this connection, or never."""
+        with contextlib.suppress(OutboundBufferLimitError, ConnectionError):  # the worker then computes for nobody
+            self._workers.publish(card, _ABORT, internal.AbortCall(call_id=call_id))
+
+
+def _end(request: PoolingRequest[BodyT, WorkT], code: errors.Code) -> None:
+    if not request.end.done():
+        request.end.set_result(code)

@@ -33,7 +33,7 @@ class QueuedRequest(NamedTuple):
     tenant: str
     arrived_at: float
     tokens: int
-    """The request's cost to its tenant: prompt tokens plus the tokens that it may generate."""
+    """The request's cost to its tenant: prompt tokens plus the tokens that it is expected to generate."""
     priority: int = 0
     """Lower numbers leave first."""
 

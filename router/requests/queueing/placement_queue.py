@@ -19,10 +19,6 @@ from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.queueing.fair_queue import FairQueue, QueuedRequest
 
 _NO_ROUTING = messages.RoutingOptions()
-_DEFAULT_MAX_TOKENS = 256
-"""Tokens that a request without `max_tokens` is assumed to generate."""
-_LARGEST_MAX_TOKENS = 1 << 16
-"""`max_tokens` counts no further than this: a request may ask for more than any context holds."""
 
 
 class PolicySettings(NamedTuple):
@@ -143,7 +139,7 @@ class PlacementQueue:
         if flight.model not in self._queues:
             self._queues[flight.model] = FairQueue(max_requests, max_tokens, priority_s=priority_s)
         queue, request = self._queues[flight.model], flight.request
-        tokens = flight.num_prompt_tokens + min(request.max_tokens or _DEFAULT_MAX_TOKENS, _LARGEST_MAX_TOKENS)
+        tokens = flight.num_prompt_tokens + self._fleet.expected_answer_tokens(flight.model, request.max_tokens)
         queued = QueuedRequest(flight.key, flight.tenant, flight.received_at, tokens, request.priority or 0)
         if flight.has_begun:
             queue.put_begun(queued)
@@ -198,8 +194,9 @@ class PlacementQueue:
         if isinstance(placement, Placement):
             self._metrics.placements.labels(flight.model, placement.policy).inc()
             self._metrics.prompt_tokens.labels(flight.model).inc(flight.num_prompt_tokens)
-            overlap_tokens = placement.overlap_blocks * (placement.worker.card.kv_block_size or 0)
-            self._metrics.overlap_tokens.labels(flight.model).inc(overlap_tokens)
+            block_size = placement.worker.card.kv_block_size or 0
+            self._metrics.overlap_tokens.labels(flight.model).inc(placement.overlap_blocks * block_size)
+            self._metrics.fetch_tokens.labels(flight.model).inc(placement.fetch_blocks * block_size)
         return placement
 
     def _bind_adapters(self, flight: Flight) -> None:
@@ -214,9 +211,10 @@ class PlacementQueue:
         scheme, request = self._fleet.hash_scheme_of(flight.model), flight.request
         session = f"{flight.tenant} {request.session_id}" if request.session_id else ""
         num_tokens = flight.num_prompt_tokens + len(flight.completion)
+        answer_tokens = self._fleet.expected_answer_tokens(flight.model, request.max_tokens)
         if scheme is None or request.cache_prompt is False:
-            return PlacementRequest(flight.key, num_tokens, session=session)
+            return PlacementRequest(flight.key, num_tokens, session=session, answer_tokens=answer_tokens)
         # whoever continues a completion computes it like a prompt, unless its blocks are cached
         token_ids = flight.prompt_ids + block_hash.pack_token_ids(flight.completion.token_ids)
         hashes = scheme.hashes(token_ids, flight.tenant, request.cache_salt or "", flight.adapters)
-        return PlacementRequest(flight.key, num_tokens, hashes, session)
+        return PlacementRequest(flight.key, num_tokens, hashes, session, answer_tokens)

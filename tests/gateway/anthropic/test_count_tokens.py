@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tokenbus.gateway.anthropic import count_tokens, messages_request
+from tokenbus.gateway.http import http_errors
 from tokenbus.protocol.wire import errors, messages
 
 ASKED = {
@@ -35,3 +36,9 @@ def test_what_is_wrong_names_the_field_as_the_client_called_it() -> None:
     with pytest.raises(errors.RequestError) as raised:
         count_tokens.parse(json.dumps(ASKED | {"messages": [image]}).encode(), {}, "r-1")
     assert raised.value.error.param == "messages.0.content.0.type"
+
+
+def test_an_error_of_a_router_names_the_field_as_the_client_called_it() -> None:
+    counted = count_tokens.parse(json.dumps(ASKED).encode(), {}, "r-1")
+    shown = counted.named(http_errors.from_error(errors.invalid_field("messages[1].content", "no").error))
+    assert (shown.param, shown.message) == ("messages.0.content", "messages.0.content: no")

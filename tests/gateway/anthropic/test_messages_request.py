@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.refusals import refusal_of
 from tokenbus.gateway.anthropic import messages_request
 from tokenbus.protocol.wire import errors, messages
 
@@ -21,9 +22,7 @@ def read(**fields: object) -> messages_request.ParsedMessagesRequest:
 
 
 def refusal(**fields: object) -> errors.Error:
-    with pytest.raises(errors.RequestError) as raised:
-        read(**fields)
-    return raised.value.error
+    return refusal_of(lambda: read(**fields))
 
 
 def test_every_field_becomes_that_of_the_wire() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tokenbus.gateway.http import http_errors
-from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire import codec, errors, messages
 
 NAMES = {"token_ids": "tokens", "input": "documents"}
 
@@ -50,5 +50,25 @@ def test_a_wrong_key_says_how_a_key_is_given() -> None:
 def test_a_field_has_the_apis_name_in_the_parameter_and_at_the_beginning_of_the_message(
     param: str | None, message: str, theirs: str | None, shown: str
 ) -> None:
-    found = http_errors.with_names(errors.make_error(errors.Code.INVALID_REQUEST, message, param=param), NAMES)
-    assert (found.param, found.message) == (theirs, shown)
+    error = errors.make_error(errors.Code.INVALID_REQUEST, message, param=param)
+    name_of = http_errors.by_field(NAMES)
+    found, response = http_errors.renamed(error, name_of), http_errors.renamed(http_errors.from_error(error), name_of)
+    assert (found.param, found.message) == (response.param, response.message) == (theirs, shown)
+
+
+def test_an_error_that_gets_an_apis_name_of_its_field_keeps_all_else() -> None:
+    error = errors.Error(
+        code=errors.Code.PROMPT_TOO_LONG,
+        message="token_ids: too many",
+        retryable=True,
+        param="token_ids",
+        retry_after_ms=5.0,
+        prompt_tokens=9,
+        context_length=8,
+    )
+    expected = codec.replace(error, message="tokens: too many", param="tokens")
+    name_of = http_errors.by_field(NAMES)
+    assert http_errors.renamed(http_errors.from_error(error), name_of) == http_errors.from_error(expected)
+    with pytest.raises(errors.RequestError) as raised, http_errors.renaming(name_of):
+        raise errors.RequestError(error)
+    assert raised.value.error == expected

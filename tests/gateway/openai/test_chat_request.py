@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.support.refusals import refusal_of
+from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai import chat_request
 from tokenbus.protocol.wire import errors, messages
 
@@ -15,9 +17,7 @@ def read(**fields: object) -> chat_request.ParsedChatRequest:
 
 
 def refusal(**fields: object) -> errors.Error:
-    with pytest.raises(errors.RequestError) as raised:
-        read(**fields)
-    return raised.value.error
+    return refusal_of(lambda: read(**fields))
 
 
 def test_every_field_becomes_that_of_the_wire() -> None:
@@ -109,6 +109,8 @@ def test_logprobs_are_a_switch_and_their_number_a_field_of_its_own(
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs: must be at least 0 and at most 20"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"n": 0}, "n", "must be 1 to 128"),
+        ({"prompt_cache_key": "x" * 257}, "prompt_cache_key", "prompt_cache_key: must have at most 256 bytes"),
+        ({"prompt_cache_key": "x", "session_id": "x" * 257}, "session_id", "session_id: must have at most 256 bytes"),
         ({"n": 129}, "n", "must be 1 to 128"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
@@ -137,6 +139,30 @@ def test_what_is_wrong_names_the_field_as_the_client_called_it(
 def test_what_is_not_served_is_unsupported(fields: dict[str, object], param: str) -> None:
     error = refusal(**fields)
     assert (error.code, error.param) == (errors.Code.UNSUPPORTED, param)
+
+
+@pytest.mark.parametrize("num_leading", range(4))
+def test_a_message_at_fault_has_its_place_in_the_clients_list(num_leading: int) -> None:
+    system = [{"role": "system", "content": "be brief"}] * num_leading
+    theirs = f"messages[{num_leading + 1}].content"
+    error = refusal(messages=[*system, *HELLO, {"role": "user"}])
+    assert (error.param, error.message) == (theirs, f"{theirs}: is required")
+    of_wire = f"messages[{min(num_leading, 1) + 1}].content"
+    parsed = read(messages=[*system, *HELLO, *HELLO])
+    shown = parsed.named(http_errors.from_error(errors.invalid_field(of_wire, "too strange").error))
+    assert (shown.param, shown.message) == (theirs, f"{theirs}: too strange")
+
+
+def test_system_messages_that_were_joined_have_the_place_of_the_first() -> None:
+    parsed = read(messages=[{"role": "system", "content": "be brief"}] * 2 + HELLO)
+    assert parsed.named(http_errors.from_error(errors.invalid_field("messages[0]", "no").error)).param == "messages[0]"
+
+
+def test_an_error_of_a_worker_names_the_field_as_the_client_called_it() -> None:
+    refused = errors.invalid_field("max_tokens", "at most 5")
+    shown = read(max_completion_tokens=6).named(http_errors.from_error(refused.error))
+    assert (shown.param, shown.message) == ("max_completion_tokens", "max_completion_tokens: at most 5")
+    assert read(max_tokens=6).named(http_errors.from_error(refused.error)).param == "max_tokens"
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b'{"model": "demo"', b"\xff\xfe", b"[" * 100_000])

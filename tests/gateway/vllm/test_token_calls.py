@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.vllm import token_calls
 from tokenbus.protocol.wire import errors, messages
 
@@ -57,3 +58,23 @@ def test_replies_become_vllms() -> None:
     back = token_calls.parse_detokenize(b'{"model": "m", "tokens": [5, 6]}', {}, "r")
     assert back.request == messages.DetokenizeRequest(id="r", token_ids=[5, 6])
     assert json.loads(back.encode(messages.DetokenizeReply(id="r", model="m", text="x"))) == {"prompt": "x"}
+
+
+def test_a_message_at_fault_has_its_place_in_the_clients_list() -> None:
+    system = [{"role": "system", "content": "be brief"}] * 2
+    with pytest.raises(errors.RequestError) as refused:
+        parse(messages=[*system, {"role": "user"}])
+    assert refused.value.error.param == "messages[2].content"
+    body = json.dumps({"model": "m", "messages": [*system, {"role": "user", "content": "hello"}]}).encode()
+    call = token_calls.parse_tokenize(body, {}, "r")
+    shown = call.named(http_errors.from_error(errors.invalid_field("messages[1].content", "no").error))
+    assert (shown.param, shown.message) == ("messages[2].content", "messages[2].content: no")
+
+
+def test_tokens_at_fault_have_vllms_name() -> None:
+    with pytest.raises(errors.RequestError) as refused:
+        token_calls.parse_detokenize(b'{"model": "m", "tokens": [-1]}', {}, "r")
+    assert refused.value.error.param == "tokens[0]"
+    call = token_calls.parse_detokenize(b'{"model": "m", "tokens": [5]}', {}, "r")
+    shown = call.named(http_errors.from_error(errors.invalid_field("token_ids[0]", "no").error))
+    assert (shown.param, shown.message) == ("tokens[0]", "tokens[0]: no")

@@ -1,8 +1,10 @@
 """A chat template may want all the time and memory there is: it gets little, and nobody else notices."""
 
 import contextlib
+import itertools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -116,6 +118,33 @@ def test_when_its_process_is_killed_the_conversation_gets_another_and_the_log_sa
         assert of.render(said("hello"), None) == ["user: hello", 2]
     assert [line["event"] for line in lines] == ["renderer_died"]
     assert "status -9" in lines[0]["error"]
+
+
+def test_when_its_process_is_frozen_the_conversation_gets_another(
+    renderers: list[Renderer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, of = children(), make(renderers, PLAIN)
+    of.start()
+    (pid,) = children() - before
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    cpu_s = itertools.count()
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: 0.0 if clock == ~pid << 3 | 2 else float(next(cpu_s)))
+    monkeypatch.setattr(limits, "RENDER_STALL_S", 0.05)
+    with capture_logs() as lines:
+        assert of.render(said("hello"), None) == ["user: hello", 2]
+    assert [line["error"] for line in lines] == ["the renderer process got no CPU time for 0.05 s"]
+
+
+def test_cpu_time_is_counted_over_all_its_processes(renderers: list[Renderer]) -> None:
+    of = make(renderers, GREED.replace("(greed)", GREEDY["for ever"]), cpu_s=0.5)
+    assert of.cpu_s == 0.0
+    with pytest.raises(errors.RequestError):
+        of.render(said("greed"), None)
+    used_s = of.cpu_s
+    assert used_s >= 0.5
+    of.render(said("hello"), None)
+    assert of.cpu_s > used_s
 
 
 def test_nothing_is_left_of_one_that_is_closed_or_forgotten() -> None:

@@ -218,6 +218,19 @@ def test_no_number_that_is_not_finite_passes_beside_one_that_is_read_leniently()
     refusal_of(lambda: GENERATE.decode(msgspec.msgpack.encode(request)))
 
 
+@pytest.mark.parametrize("max_tokens", [1, 1.0])
+def test_only_fields_that_are_read_and_may_hold_floats_are_searched_for_numbers_that_are_not_finite(
+    max_tokens: float,
+) -> None:
+    request = {"unknown": math.nan, "token_ids": [0xCA7F, 0xCE00] * 8, "max_tokens": max_tokens}
+    assert GENERATE.decode(msgspec.msgpack.encode(request)).max_tokens == 1
+
+
+def test_a_number_that_is_not_finite_is_found_behind_token_ids_that_look_like_one() -> None:
+    request = {"token_ids": [0xCA7F, 0xCE00] * 8, "lora": [{"name": "a", "scale": math.nan}]}
+    refusal_of(lambda: GENERATE.decode(msgspec.msgpack.encode(request)))
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "nan", "inf"])
 @pytest.mark.parametrize("field", ['"temperature":%s', '"max_tokens":%s', '"chat_template_kwargs":{"a":%s}'])
 def test_no_number_that_is_not_finite_passes_in_json(field: str, number: str) -> None:

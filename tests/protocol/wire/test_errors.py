@@ -19,6 +19,7 @@ TABLE = {
     "worker_lost": (502, True),
     "engine_poisoned": (503, True),
     "deadline_exceeded": (504, False),
+    "cancelled": (499, False),
     "shutting_down": (503, True),
     "upload_lost": (503, True),
     "internal": (500, True),

@@ -67,9 +67,10 @@ def test_decisions_are_counted_with_their_rate_hit_rate_and_duration() -> None:
     assert (stats.predicted_hit_rate, stats.decision_percentiles_us()) == (0.0, (0.0, 0.0))
     for second in range(60):
         for _ in range(4):
-            stats.record_placement(100, 25, float(second))
+            stats.record_placement(100, 25, 10, float(second))
     assert stats.decisions == 240
     assert stats.predicted_hit_rate == 0.25
+    assert stats.predicted_fetch_rate == 0.1
     assert stats.decisions_per_s(59.0) == pytest.approx(4.0, rel=0.06)
     assert stats.decisions_per_s(159.0) < 0.01
     for number in range(100):

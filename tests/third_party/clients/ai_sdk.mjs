@@ -58,7 +58,7 @@ await run({
     assert.equal(found.text, "9.9 is larger.");
   },
   async embeddings() {
-    const model = compatible.embeddingModel("demo");
+    const model = compatible.embeddingModel("embedder");
     const found = await embedMany({ model, values: ["a fox", "a river"], maxRetries: 0 });
     assert.equal(found.embeddings[0].length, found.embeddings[1].length);
   },

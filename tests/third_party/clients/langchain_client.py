@@ -68,7 +68,7 @@ def openai_schema() -> None:
 
 def openai_embeddings() -> None:
     embed = OpenAIEmbeddings(
-        model="demo", base_url=os.environ["BASE_URL"], api_key="none", check_embedding_ctx_length=False
+        model="embedder", base_url=os.environ["BASE_URL"], api_key="none", check_embedding_ctx_length=False
     )
     assert len(embed.embed_query("a fox")) > 1
 

@@ -57,7 +57,7 @@ await run({
     assert.equal(found.choices[0].message.content, "9.9 is larger.");
   },
   async embeddings() {
-    const found = await client.embeddings.create({ model: "demo", input: ["a fox", "a river"] });
+    const found = await client.embeddings.create({ model: "embedder", input: ["a fox", "a river"] });
     assert.equal(found.data.length, 2);
     assert.equal(found.data[0].embedding.length, found.data[1].embedding.length);
     assert.ok(found.data[0].embedding.some((number) => number !== 0));

@@ -1,10 +1,15 @@
 """Engines find out at load how their model writes its answers, and have features by it."""
 
+import itertools
+import resource
+import sys
+import time
+
 import pytest
 from structlog.testing import capture_logs
 
 from tokenbus.protocol.prompt import prompt
-from tokenbus.protocol.wire import internal
+from tokenbus.protocol.wire import internal, limits
 from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Reasoning
 from tokenbus.worker.engine.models import chat_formats, features
@@ -35,12 +40,29 @@ def test_a_model_without_a_template_that_shows_one_has_no_format(template: str |
     assert chat_formats.infer(rules(template)) is None
 
 
-def test_a_template_that_takes_all_the_time_there_is_delays_the_load_by_seconds_only() -> None:
+def test_a_template_that_takes_all_the_time_there_is_delays_the_load_by_seconds_of_cpu_time_only() -> None:
     forever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    assert chat_formats.infer(rules(forever)) is None
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 15
+
+
+def test_a_format_is_inferred_however_long_the_machine_takes_to_start_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "RENDER_STALL_S", 0.001)
+    cpu_s = itertools.count(step=1e-6)  # little, but some whenever it is looked at
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: next(cpu_s))
+    found = chat_formats.infer(rules(TEMPLATE))
+    assert found is not None
+    assert found.calls == CALLS
+
+
+def test_a_conversation_that_no_process_renders_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with capture_logs() as logs:
-        assert chat_formats.infer(rules(forever)) is None
-    (line,) = [line for line in logs if line["event"] == "chat_format_inferred"]
-    assert line["duration_ms"] < 30_000
+        assert chat_formats.infer(rules(TEMPLATE)) is None
+    assert "chat_format_not_rendered" in [line["event"] for line in logs]
 
 
 def test_features_follow_from_the_format() -> None:

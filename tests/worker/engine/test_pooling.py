@@ -88,6 +88,20 @@ def test_padding_counts_where_there_is_padding(max_tokens: int, batches: list[li
     assert one.embedder.batches == batches
 
 
+def test_inputs_of_an_aborted_request_that_are_not_yet_computed_never_are() -> None:
+    one = flat(100, max_inputs=1)
+    one.add(1, "aaa", "aa", "a")
+    one.add(2, "aaaa", "aaaaa")
+    one.queue.step()
+    one.queue.abort(1)
+    one.queue.abort(99)
+    one.run()
+    assert one.embedder.batches == [[3], [5], [4]]
+    assert list(one.results) == [2]
+    one.queue.abort(2)
+    assert not one.queue.has_work
+
+
 def test_a_batch_has_no_more_inputs_than_it_may_have() -> None:
     one = flat(100, max_inputs=2)
     one.add(1, "a", "a")

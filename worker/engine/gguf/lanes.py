@@ -1,4 +1,4 @@
-"""Carries out the block pool's operations on llama.cpp's sequences, and keeps the copies that are in host memory.
+"""Carries out the block pool's operations on llama.cpp's sequences, and copies them to host memory and back.
 
 llama.cpp saves and restores whole sequences only. To save part of a lane, that part is first shared with the scratch
 sequence, which costs nothing, and the scratch sequence is saved. Restoring goes the same way back."""
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.gguf import backend
+from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
 from tokenbus.worker.engine.runner import DeviceError
 
@@ -38,10 +39,11 @@ class Lanes:
         self._memory = llama.llama_get_memory(context)
         self._fingerprint = fingerprint
         self._first = first_seq_id
-        self._copies: dict[int, StateBlob] = {}
+        self.copies: SlotStore | None = None
+        """The copies in host memory; None where there can't be any."""
 
     def __repr__(self) -> str:
-        return f"<Lanes, {len(self._copies)} copies>"
+        return f"<Lanes, {self.copies!r}>"
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         """Carries out operations in order. Raises DeviceError if llama.cpp can't save or restore a lane."""
@@ -52,11 +54,11 @@ class Lanes:
                 case Truncate(lane, start, end):
                     self.truncate(lane, start, end)
                 case Offload(number, lane, start, end):
-                    self._copies[number] = self.save(lane, start, end)
+                    self._store.write(number, memoryview(self.save(lane, start, end).data).cast("B"))
                 case Onload(number, lane, start, end):
-                    self.restore(self._copies[number], lane, start, end)
+                    self.restore(self._read(number), lane, start, end)
                 case Discard(number):
-                    del self._copies[number]
+                    self._store.discard(number)
 
     def share(self, lane: int, to: int, start: int, end: int) -> None:
         """Has lane `to` hold the tokens `start` to `end` of another lane too."""
@@ -91,6 +93,15 @@ class Lanes:
     def clear(self) -> None:
         """Empties every lane."""
         llama.llama_memory_clear(self._memory, False)
+
+    @property
+    def _store(self) -> SlotStore:
+        assert self.copies is not None, "there is no host memory to copy to"
+        return self.copies
+
+    def _read(self, number: int) -> StateBlob:
+        data = self._store.read(number)
+        return StateBlob(self._fingerprint, (ctypes.c_uint8 * len(data)).from_buffer(data))
 
     def _clear_scratch(self) -> None:
         llama.llama_memory_seq_rm(self._memory, SCRATCH, -1, -1)

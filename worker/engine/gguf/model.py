@@ -23,6 +23,7 @@ from tokenbus.worker.engine.models.model_files import ModelFiles, source_name
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.models import in_use
 
 _MAX_DEVICES = 128
 """More devices than llama.cpp can use. It reads one share for each device that it finds."""
@@ -63,6 +64,7 @@ class GgufModel:
         self.bundle = bundle.build(self.metadata, self.tokenizer, pretrained) if generates else None
         self.chat_format = chat_formats.infer(self.tokenizer.rules)
         self._adapters: LoadedModels[LoadedAdapter] = LoadedModels()
+        self._held = in_use.hold(files.weights)
 
     def __repr__(self) -> str:
         return f"<GgufModel {self.files.weights}>"
@@ -101,6 +103,7 @@ class GgufModel:
 
     def close(self) -> None:
         """Frees the model's memory. No context may use the model any more."""
+        self._held.close()
         llama.llama_model_free(self.handle)
 
 

@@ -8,13 +8,14 @@ import numpy as np
 import structlog
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine.gguf import backend
+from tokenbus.worker.engine.gguf import backend, state_blob
 from tokenbus.worker.engine.gguf import context as kv
 from tokenbus.worker.engine.gguf.lanes import Lanes
+from tokenbus.worker.engine.gguf.state_blob import StateFormat
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import DeviceError, ModelError
 
-_TOKENS = 16
+TOKENS = 16
 _CLOSE = 0.05
 """The largest difference, as a share of the logits' standard deviation, that counts as the same: a batch of another
 shape rounds differently."""
@@ -27,6 +28,8 @@ class Capabilities(NamedTuple):
     """Whether lanes can share tokens, be truncated, saved and restored."""
     bytes_per_token: int
     """The size of a saved token in host memory; 0 if nothing can be saved."""
+    state_format: StateFormat | None = None
+    """The format in which tokens are saved, if it is one that can be checked."""
 
 
 _NONE = Capabilities(False, 0)
@@ -38,13 +41,13 @@ def capabilities(
     """Computes a few tokens, which also makes llama.cpp allocate what it would allocate for the first request.
 
     Raises ModelError if not even that works."""
-    count = min(_TOKENS, llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)), llama.llama_n_ctx_seq(context))
+    count = min(TOKENS, llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)), llama.llama_n_ctx_seq(context))
     tokens = list(range(count))
     if _decode(context, tokens, 0, kv.first_seq_id(model, settings)) is None:
         raise ModelError(f"llama.cpp can't compute a first step: {backend.last_error()}")
     reason = kv.no_sharing_reason(model, settings)
     found = _NONE
-    if reason is None and count == _TOKENS:
+    if reason is None and count == TOKENS:
         found = _try_lanes(context, lanes, tokens)
         reason = None if found.can_share else "its lanes could not be shared or saved exactly"
     if reason is not None:
@@ -72,7 +75,8 @@ def _try_lanes(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) 
     spread = float(truth.std()) * _CLOSE
     same = bool(np.abs(truth - shared).max() <= spread and np.abs(truth - restored).max() <= spread)
     # Rounded up, so that the number of host blocks is not too large.
-    return Capabilities(same, -(-len(blob.data) // len(tokens)))
+    state_format = state_blob.learn(bytes(blob.data), 0, len(tokens))
+    return Capabilities(same, -(-len(blob.data) // len(tokens)), state_format)
 
 
 def _decode(

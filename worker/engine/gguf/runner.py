@@ -2,7 +2,6 @@
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
-import os
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
@@ -20,6 +19,9 @@ from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.lora.adapters import ContextAdapters
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
 from tokenbus.worker.engine.gguf.pooling import pooler
+from tokenbus.worker.engine.host_cache import sizing
+from tokenbus.worker.engine.host_cache.slot_store import SlotStore
+from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.models.model_files import ModelFiles
@@ -37,12 +39,9 @@ from tokenbus.worker.engine.runner import (
 from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
-
-_MAX_HOST_BLOCKS = 65_536
-"""The prefix tree takes about 1 kB of memory for each block."""
-_DEFAULT_HOST_BYTES = 1 << 30
-_DEFAULT_HOST_SHARE = 8
-"""Without a setting, at most one in so many bytes of the machine's memory is used for copies."""
+from tokenbus.worker.models import find
+from tokenbus.worker.models.convert import converted
+from tokenbus.worker.models.convert.layout import SafetensorsLayout
 
 
 def load(
@@ -53,7 +52,7 @@ def load(
     Raises ModelError if the file can't be served, or for settings that the model can't meet."""
     backend.init()
     settings_resolution.validate(settings)  # before a long download
-    files = ModelFiles.from_paths(settings.files) or GgufLayout().find(settings.model, progress)
+    files = ModelFiles.from_paths(settings.files) or _find(settings, progress)
     models = models or LoadedModels()
     model = models.acquire(model_key(files, settings), lambda: GgufModel(files, settings, progress))
     try:
@@ -62,6 +61,17 @@ def load(
     except BaseException:
         models.release(model)
         raise
+
+
+def _find(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFiles:
+    """Finds the GGUF of a model, and makes it if the model is published as safetensors."""
+    files = find.find(settings.model, (GgufLayout(), SafetensorsLayout()), progress)
+    if converted.is_convertible(files):
+        kind = settings.quantize or converted.DEFAULT_TYPE
+        return converted.convert(settings.model, files, kind, settings.threads, progress)
+    if settings.quantize:
+        raise ModelError(f"{files.weights}: is a GGUF file already; leave --quantize out, or pass its safetensors")
+    return files
 
 
 class GgufRunner:
@@ -79,6 +89,7 @@ class GgufRunner:
         self.end_token_ids = self._tokenizer.end_token_ids | model.generation_config.end_token_ids
         self.token_bytes = self._tokenizer.token_bytes
         self.bundle = model.bundle
+        self.copies: SlotStore | None = None
         self.embedder: Embedder | None = None
         self.reranker: Reranker | None = None
         try:
@@ -99,11 +110,12 @@ class GgufRunner:
         first_seq_id = context.first_seq_id(handle, settings)
         self._batch = Batch(settings.max_num_batched_tokens, first_seq_id)
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
-        identity = f"{metadata.fingerprint}:{settings.cache_type_k}:{settings.cache_type_v}:{llama_cpp.__version__}"
-        self.lanes = Lanes(self._context, identity, first_seq_id)
+        self.lanes = Lanes(self._context, metadata.fingerprint, first_seq_id)
         capabilities = probe.capabilities(handle, self._context, self.lanes, settings)
         self.adapters = self._adapters = self._model.adapters_of(self._context)
         self.num_lanes = context.num_lanes(handle, settings)
+        self.kv_identity = _identity(metadata.fingerprint, settings, capabilities)
+        self.copies = self.lanes.copies = _make_store(self.kv_identity, settings, capabilities)
         self.config = self._describe(settings, capabilities)
         if settings.context_length > self.config.context_length:
             raise ModelError(
@@ -188,6 +200,8 @@ class GgufRunner:
         longest = context.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
         # With per-stream memory one sequence has only its share of the context.
         fits = llama.llama_n_ctx_seq(self._context) // block_size * block_size
+        state_format = capabilities.state_format
+        can_exchange = self.copies is not None and state_format is not None
         offered = features.with_sampler(
             chat=self._tokenizer.supports_chat,
             ends=bool(self.end_token_ids),
@@ -200,19 +214,38 @@ class GgufRunner:
             max_num_seqs=settings.max_num_seqs,
             kv_block_size=block_size,
             total_kv_blocks=llama.llama_n_ctx(self._context) // block_size,
-            host_kv_blocks=_host_blocks(settings, capabilities),
+            host_kv_blocks=0 if self.copies is None else self.copies.layout.num_slots,
+            kv_identity=self.kv_identity if can_exchange else "",
+            kv_format=state_format.block_format(block_size) if can_exchange and state_format else None,
+            writes_through=_writes_through(settings),
             prefix_cache=capabilities.can_share,
             chat_format=self._model.chat_format,
             kv_bytes=llama.llama_n_ctx(self._context) * kv_memory.bytes_per_token(self._model.metadata, settings),
         )
 
 
-def _host_blocks(settings: EngineSettings, capabilities: probe.Capabilities) -> int:
-    """Returns how many blocks may be offloaded to host memory."""
+def _identity(fingerprint: str, settings: EngineSettings, capabilities: probe.Capabilities) -> str:
+    """Returns the identity of a context's keys and values. `auto` settings can have another outcome on another machine,
+    which the form of a block shows."""
+    types, layout = f"{settings.cache_type_k},{settings.cache_type_v}", capabilities.state_format
+    form = f"flash-{settings.flash_attention}" if layout is None else layout.digest
+    types = f"{types},{form}"
+    return kv_identity(fingerprint, types, f"llama.cpp {llama_cpp.__version__}", settings.kv_block_size)
+
+
+def _make_store(identity: str, settings: EngineSettings, capabilities: probe.Capabilities) -> SlotStore | None:
+    """Returns a store for copies of blocks, or None if there can't be any or should be none."""
     if not capabilities.can_share or not capabilities.bytes_per_token:
-        return 0
-    budget = settings.host_cache_mib << 20
-    if settings.host_cache_mib < 0:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        budget = min(_DEFAULT_HOST_BYTES, memory // _DEFAULT_HOST_SHARE)
-    return min(_MAX_HOST_BLOCKS, budget // (capabilities.bytes_per_token * settings.kv_block_size))
+        return None
+    layout, block_size = capabilities.state_format, settings.kv_block_size
+    if layout is None:  # copies are not restored by another engine, since they can't be checked
+        size = capabilities.bytes_per_token * max(block_size, probe.TOKENS)
+        return sizing.make_store(identity, block_size, size, settings.host_cache_mib, lambda *_: "framing")
+    return sizing.make_store(identity, block_size, layout.size(block_size), settings.host_cache_mib, layout.problem)
+
+
+def _writes_through(settings: EngineSettings) -> bool:
+    """Whether blocks are copied as soon as they are complete. By default they are, where copying takes no device."""
+    if settings.host_cache_policy != "auto":
+        return settings.host_cache_policy == "write-through"
+    return not settings.gpu_layers or not llama.llama_supports_gpu_offload()

@@ -6,10 +6,11 @@ import llama_cpp
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.models.generation_config import GenerationConfig
-from tokenbus.worker.engine.models.settings_resolution import AUTO, Rule, common_rules, require
+from tokenbus.worker.engine.models.settings_resolution import Rule, common_rules, require
 from tokenbus.worker.engine.models.settings_resolution import resolve as resolve_common
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.models.convert import converted
 
 CACHE_TYPES = {
     "f32": llama_cpp.GGML_TYPE_F32,
@@ -63,8 +64,8 @@ def _rules(settings: EngineSettings) -> Iterator[Rule]:
     yield Rule("--context-length", context, context == 0 or context >= 2, "at least 2, or 0 to have it chosen")
     yield Rule("--kv-tokens", kv, kv == 0 or kv >= least_kv, f"one block and one context at least ({least_kv})")
     yield Rule("--ubatch-tokens", settings.ubatch_tokens, settings.ubatch_tokens >= 1, "at least 1")
-    yield Rule("--host-cache-mib", settings.host_cache_mib, settings.host_cache_mib >= AUTO, "0 or more")
     for flag, value, known in (
+        ("--quantize", settings.quantize or converted.DEFAULT_TYPE, converted.TYPES),
         ("--kv-layout", settings.kv_layout, KV_LAYOUTS),
         ("--cache-type-k", settings.cache_type_k, CACHE_TYPES),
         ("--cache-type-v", settings.cache_type_v, CACHE_TYPES),

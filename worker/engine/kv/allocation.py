@@ -2,8 +2,8 @@
 
 Its tokens lie in shared blocks first, which the prefix tree knows, then in private ones:
 
-    |-- shared --|-- shared --|-- private --|-- private --|-- reserved --|-- reserved --|
-       path[0]      path[1]   ^ node.end                  ^ num_blocks                  ^ max_blocks
+    |-- shared --|-- shared --|-- private --|-- private --|
+       path[0]      path[1]   ^ node.end                  ^ num_blocks
 
 A block is private until it is complete; then others can find it. The sequence's lane carries all of it.
 """
@@ -19,12 +19,11 @@ from tokenbus.worker.engine.kv.prefix_tree import Block, Root
 class Allocation:
     """The shared and private blocks of a sequence. `root` is None where it neither uses nor leaves cached blocks."""
 
-    __slots__ = ("_cache", "lane", "max_blocks", "num_private", "path", "root")
+    __slots__ = ("_cache", "lane", "num_private", "path", "root")
 
-    def __init__(self, cache: PrefixCache, root: Root | None, max_blocks: int) -> None:
+    def __init__(self, cache: PrefixCache, root: Root | None) -> None:
         self._cache = cache
         self.root = root
-        self.max_blocks = max_blocks
         self.path: list[Block] = []
         self.num_private = 0
         if root is not None:
@@ -63,7 +62,6 @@ class Allocation:
         needed = self._cache.num_blocks(num_tokens) - self.num_blocks
         if needed <= 0:
             return True
-        assert self.num_blocks + needed <= self.max_blocks, (self, num_tokens)
         if not self._cache.make_room(needed):
             return False
         self._add_private(needed)
@@ -164,7 +162,7 @@ class Allocation:
         cache, node = self._cache, self.node
         wanted = token_ids[node.end : min(node.end + cache.block_size, len(token_ids) - 1)]
         found = node.longest_match(block_hash.pack_token_ids(wanted))
-        if found is None or self.num_blocks == self.max_blocks:
+        if found is None:
             return 0
         block, count = found
         if not block.lanes and not cache.can_onload(block):

@@ -2,13 +2,16 @@
 
 A copy outlives the block's return to the device, so that evicting it again costs nothing. The scheduler limits how many
 blocks are copied in each direction before a step, since a step waits for them.
+
+Copies outlive the engine too, each with a label that says which block it is of (worker/engine/host_cache). So blocks
+may be copied as soon as they are complete, and not only when they have to leave the device.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
 
 from tokenbus.worker.engine.kv.ops import Discard, Onload, OpQueue
-from tokenbus.worker.engine.kv.prefix_tree import Block
+from tokenbus.worker.engine.kv.prefix_tree import Block, BlockLabel
 
 
 class HostCopies:
@@ -18,9 +21,15 @@ class HostCopies:
         self.capacity = capacity
         self._ops = ops
         self._copies: OrderedDict[Block, None] = OrderedDict()
+        self._unlabelled: dict[Block, None] = {}
+        """Blocks whose copies were made since the labels were taken."""
         self._last_id = 0
         self._offloads_left = 0
         self._onloads_left = 0
+        self.offloaded_blocks = 0
+        """Blocks that were copied to host memory, in all."""
+        self.onloaded_blocks = 0
+        """Blocks that were copied back, in all."""
 
     def __repr__(self) -> str:
         return f"<HostCopies {len(self)} of {self.capacity}>"
@@ -55,16 +64,28 @@ class HostCopies:
         assert self.can_offload, self
         assert not self.is_full, self
         self._offloads_left -= 1
+        self.offloaded_blocks += 1
         self._last_id += 1
         block.host_copy = self._last_id
-        self._copies[block] = None
+        self._copies[block] = self._unlabelled[block] = None
         self._ops.offload(block.host_copy, lane, block.start, block.end)
+
+    def adopt(self, block: Block) -> int:
+        """Notes a copy that comes from elsewhere, for which there must be room; returns its id. The runner gets its
+        content from whoever calls this, before any op can name the id."""
+        assert block.host_copy is None, block
+        assert not self.is_full, self
+        self._last_id += 1
+        block.host_copy = self._last_id
+        self._copies[block] = self._unlabelled[block] = None
+        return self._last_id
 
     def onload(self, block: Block, lane: int, end: int) -> None:
         """Copies the tokens of a block up to `end` back to a lane."""
         assert block.host_copy is not None, block
         assert self.can_onload, self
         self._onloads_left -= 1
+        self.onloaded_blocks += 1
         self._ops.add(Onload(block.host_copy, lane, block.start, end))
 
     def touch(self, block: Block) -> None:
@@ -75,8 +96,21 @@ class HostCopies:
     def discard(self, block: Block) -> None:
         assert block.host_copy is not None, block
         del self._copies[block]
+        self._unlabelled.pop(block, None)
         self._ops.add(Discard(block.host_copy))
         block.host_copy = None
+
+    def recover(self, block: Block, copy_id: int) -> None:
+        """Takes a copy that an earlier engine has made of a block."""
+        assert block.host_copy is None, block
+        block.host_copy = copy_id
+        self._copies[block] = None
+        self._last_id = max(self._last_id, copy_id)
+
+    def take_labels(self) -> list[tuple[int, BlockLabel]]:
+        """Returns the ids and labels of the copies that were made since the last time, and are still wanted."""
+        blocks, self._unlabelled = self._unlabelled, {}
+        return [(block.host_copy, block.label()) for block in blocks if block.host_copy is not None]
 
     def check_counts(self) -> None:
         assert len(self._copies) <= self.capacity, self

@@ -1,17 +1,19 @@
-"""The block pool: reserves the device's KV memory, counted in blocks, for sequences.
+"""The block pool: gives sequences the device's KV memory, counted in blocks.
 
     total_blocks
-    |-----------------------------------------------|
-    |     used      |    evictable    |    free     |
-                    |<------ reserved, not used yet ------>|
+    |---------------------------------------------------|
+    |     used      |      evictable      |    free     |
+                    |<-- reserved -->|
 
-A sequence starts when everything it may ever need can be reserved. What is reserved and not used yet may be evictable
-blocks, which go when it is needed; with over-commitment it may be more than there is.
+A sequence starts if there is room for what it is expected to use, beside what the scheduler has reserved for those that
+run. Evictable blocks count as room: they go when it is needed. A reservation is an expectation and no limit; whoever
+needs more takes blocks as long as there are any.
 """
 
 from array import array
 from collections import Counter
 
+from tokenbus.worker.engine.kv import exchange
 from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
 from tokenbus.worker.engine.kv.prefix_tree import Domain
@@ -32,38 +34,34 @@ class BlockPool:
         fingerprint: str = "",
         can_share: bool = True,
         host_blocks: int = 0,
-        overcommit: float = 1.0,
+        writes_through: bool = False,
     ) -> None:
-        assert overcommit >= 1, overcommit
-        self._reservable_blocks = int(total_blocks * overcommit)
         self._can_share = can_share
-        self.cache = PrefixCache(total_blocks, block_size, num_lanes, host_blocks, fingerprint)
+        self.cache = PrefixCache(
+            total_blocks, block_size, num_lanes, host_blocks, fingerprint, writes_through=writes_through
+        )
         self._allocations: set[Allocation] = set()
 
     def __repr__(self) -> str:
-        return f"<BlockPool {self.reserved_blocks} reserved, {self.cache!r}>"
-
-    @property
-    def reserved_blocks(self) -> int:
-        """Blocks that are reserved and not used yet."""
-        return sum(allocation.max_blocks - allocation.num_blocks for allocation in self._allocations)
+        return f"<BlockPool of {len(self._allocations)} sequences, {self.cache!r}>"
 
     def can_ever_allocate(self, num_tokens: int) -> bool:
         return self.cache.num_blocks(num_tokens) <= self.cache.total_blocks
 
-    def can_allocate(self, domain: Domain | None, token_ids: "array[int]", max_tokens: int, *, fully: bool) -> bool:
-        """Whether a sequence can be started; `fully` rules out over-commitment."""
+    def can_allocate(
+        self, domain: Domain | None, token_ids: "array[int]", num_tokens: int, reserved_blocks: int = 0
+    ) -> bool:
+        """Whether there is room for `num_tokens` of a sequence beside blocks that are reserved for others."""
         # Blocks that it would share need no room, but those that are evictable now would be in use then.
         shared = self.cache.tree.resident_path(domain, token_ids) if domain is not None else []
         pinned = sum(not block.ref_count for block in shared)
-        needed = self.cache.num_blocks(max_tokens) - len(shared)
-        limit = self.cache.total_blocks if fully else self._reservable_blocks
-        return self.cache.used_blocks + pinned + self.reserved_blocks + needed <= limit
+        needed = self.cache.num_blocks(num_tokens) - len(shared)
+        return self.cache.used_blocks + pinned + reserved_blocks + needed <= self.cache.total_blocks
 
-    def allocate(self, domain: Domain | None, max_tokens: int) -> Allocation:
-        """Reserves room for `max_tokens` for a sequence; without a domain it neither uses nor leaves cached blocks."""
+    def allocate(self, domain: Domain | None) -> Allocation:
+        """Gives a sequence a lane; without a domain it neither uses nor leaves cached blocks."""
         root = self.cache.tree.make_root(domain) if domain is not None and self._can_share else None
-        allocation = Allocation(self.cache, root, self.cache.num_blocks(max_tokens))
+        allocation = Allocation(self.cache, root)
         self._allocations.add(allocation)
         return allocation
 
@@ -72,13 +70,23 @@ class BlockPool:
         self._allocations.remove(allocation)
         allocation.free(token_ids, num_computed)
 
+    def export(self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int) -> tuple[int, list[int]]:
+        """Returns how many blocks of a prefix are cached, and the copies of up to `max_blocks` from block `first` on.
+        Blocks without a copy get one, by ops that have to be applied before the copies are read."""
+        return exchange.export(self.cache, domain, token_ids, first, max_blocks)
+
+    def put(self, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int) -> list[int | None]:
+        """Adds blocks of a prefix, from block `first` on, as copies whose content the caller has. Returns the id of the
+        copy for each, None for a block that is known; the list ends early where there is no room or no block before."""
+        return exchange.put(self.cache, domain, token_ids, first, num_blocks) if self._can_share else []
+
     def check_counts(self) -> None:
         """Asserts what counters and lanes say of each other, in time proportional to the number of lanes."""
         allocations = self._allocations
         lanes = {allocation.lane for allocation in allocations}
         assert len(lanes) == len(allocations)
         for allocation in allocations:
-            assert 0 <= allocation.num_private <= allocation.num_blocks <= allocation.max_blocks, allocation
+            assert 0 <= allocation.num_private <= allocation.num_blocks, allocation
             assert not allocation.path or allocation.path[-1].lanes >> allocation.lane & 1, allocation
         assert self.cache.num_private == sum(allocation.num_private for allocation in allocations)
         assert allocations or not self.cache.used_blocks, self  # nothing is used without a user

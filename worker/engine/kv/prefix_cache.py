@@ -23,17 +23,30 @@ that block: it is the last one of an idle lane, and evicting it shortens the lan
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence as Listing
 
 from tokenbus.worker.engine.kv.host_copies import HostCopies
 from tokenbus.worker.engine.kv.lane_map import LaneMap
 from tokenbus.worker.engine.kv.ops import OpQueue
-from tokenbus.worker.engine.kv.prefix_tree import Block, PrefixTree
+from tokenbus.worker.engine.kv.prefix_tree import Block, BlockLabel, PrefixTree, Root
+
+_MAX_PASSED_OVER = 64
+"""Copies of blocks in use that are passed over in the search for one to discard."""
 
 
 class PrefixCache:
     """The prefix tree with the lanes and copies of its blocks, and the order in which they are evicted."""
 
-    def __init__(self, total_blocks: int, block_size: int, num_lanes: int, host_blocks: int, fingerprint: str) -> None:
+    def __init__(
+        self,
+        total_blocks: int,
+        block_size: int,
+        num_lanes: int,
+        host_blocks: int,
+        fingerprint: str,
+        *,
+        writes_through: bool = False,
+    ) -> None:
         assert total_blocks > 0, total_blocks
         assert block_size > 0, block_size
         self.total_blocks = total_blocks
@@ -46,6 +59,9 @@ class PrefixCache:
         self.host = HostCopies(host_blocks, self.ops)
         self._evictable: OrderedDict[Block, None] = OrderedDict()
         """Resident blocks that no sequence uses, the least recently used first."""
+        self._writes_through = writes_through and host_blocks > 0
+        self._unsaved: dict[Block, None] = {}
+        """Full resident blocks that are to be copied to host memory although they need not leave the device."""
         self.evicted_blocks = 0
         """Blocks that had to leave the device, in all."""
 
@@ -86,9 +102,11 @@ class PrefixCache:
     def insert(self, parent: Block, tokens: bytes, lane: int) -> Block:
         """Adds a block that one lane has computed. Partial blocks whose tokens it begins with are of no more use."""
         for partial in parent.proper_prefixes(tokens):
-            self._remove_partial(partial)
+            self.remove_partial(partial)
         block = self.tree.insert(parent, tokens)
         self.lanes.add(lane, block)
+        if self._writes_through and self.tree.is_full(block):
+            self._unsaved[block] = None
         return block
 
     def pin(self, block: Block) -> bool:
@@ -117,11 +135,48 @@ class PrefixCache:
         while len(self._evictable) > max_evictable and (self.host.can_offload or not self.host.capacity):
             self._evict(next(iter(self._evictable)))
 
+    def write_through(self) -> None:
+        """Copies new blocks to host memory, so that they outlive the engine, as far as there is time and room."""
+        while self._unsaved and self.host.can_offload:
+            block = next(iter(self._unsaved))
+            del self._unsaved[block]
+            if block.host_copy is None and self._make_room_for_copy():
+                self.host.offload(block, block.any_lane)
+
+    def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
+        """Takes over copies that an earlier engine has made, given by id and in the order in which they were made.
+
+        Returns the ids of those whose labels make no sense, with the reason: of these nothing is kept."""
+        blocks: dict[int, Block] = {}
+        by_digest: dict[bytes, Block] = {}
+        rejected: dict[int, str] = {}
+        for copy_id, label in sorted(copies, key=lambda one: one[1].start):  # parents first
+            parent = by_digest.get(label.parent_digest)
+            if label.start == 0 and label.parent_digest == label.root_digest:
+                parent = self.tree.recover_root(label.root_hash, label.root_digest)
+            if parent is None:
+                rejected[copy_id] = "orphan"
+            elif parent.end != label.start or not 0 < len(label.tokens) <= 4 * self.block_size:
+                rejected[copy_id] = "misplaced"
+            elif label.tokens in parent.children:
+                rejected[copy_id] = "duplicate"
+            else:
+                block = blocks[copy_id] = self.tree.insert(parent, label.tokens)
+                if self.tree.is_full(block):
+                    by_digest[block.digest] = block
+                continue
+            if isinstance(parent, Root):
+                self.tree.prune(parent)
+        for copy_id, _ in copies:
+            if copy_id in blocks:
+                self.host.recover(blocks[copy_id], copy_id)
+        return rejected
+
     def clear(self) -> None:
         """Removes all copies and every block that no sequence uses."""
         self.host.set_limits(offloads=0, onloads=0)
         while len(self.host):
-            self._discard_oldest_copy()
+            self.discard_oldest_copy()
         while self._evictable:
             self._evict(next(iter(self._evictable)))
 
@@ -144,6 +199,7 @@ class PrefixCache:
         for block in self._evictable:  # nothing behind a block stays longer than the block
             assert all(not child.lanes or child in gone for child in block.children.values()), block
             gone.add(block)
+        assert all(block.lanes for block in self._unsaved), self._unsaved
         for block in blocks:
             assert block.lanes or block.host_copy is not None, block
             assert block.parent is not None
@@ -156,7 +212,7 @@ class PrefixCache:
         assert lane is not None, block
         if block.host_copy is None and self.host.can_offload:
             while self.host.is_full:
-                self._discard_oldest_copy()
+                self.discard_oldest_copy()
             self.host.offload(block, lane)
         self._remove_from_device(block)
         self.evicted_blocks += 1
@@ -164,17 +220,33 @@ class PrefixCache:
             self._remove(block)
 
     def _remove_from_device(self, block: Block) -> None:
+        self._unsaved.pop(block, None)
         del self._evictable[block]
         self.lanes.remove_end(block)
 
-    def _remove_partial(self, partial: Block) -> None:
+    def remove_partial(self, partial: Block) -> None:
+        """Removes a partial block, of which nothing is left."""
         if partial.host_copy is not None:
             self.host.discard(partial)
         if partial.lanes:
             self._remove_from_device(partial)
         self.tree.remove(partial)
 
-    def _discard_oldest_copy(self) -> None:
+    def _make_room_for_copy(self) -> bool:
+        """Discards the oldest copy of a block that no sequence uses; returns whether there is room.
+
+        The beginning of a long stream must not go for its end: without the one, the other can't be recovered."""
+        for _ in range(_MAX_PASSED_OVER):
+            if not self.host.is_full:
+                break
+            if self.host.oldest.ref_count:
+                self.host.touch(self.host.oldest)
+            else:
+                self.discard_oldest_copy()
+        return not self.host.is_full
+
+    def discard_oldest_copy(self) -> None:
+        """Makes room for a copy; a block of which nothing else is left goes with it."""
         block = self.host.oldest
         self.host.discard(block)
         if not block.lanes:

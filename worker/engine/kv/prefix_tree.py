@@ -9,6 +9,8 @@ The tree also notes which full blocks came and went, since that is what routers 
 """
 
 import bisect
+import hashlib
+import itertools
 from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,6 +18,7 @@ from typing import NamedTuple
 from tokenbus.protocol.wire import block_hash
 
 _TOKEN_BYTES = 4
+DIGEST_BYTES = 16
 
 
 class Domain(NamedTuple):
@@ -33,6 +36,20 @@ class StoredBlock(NamedTuple):
     hash: int
 
 
+class BlockLabel(NamedTuple):
+    """Says which block a copy is of, to an engine that does not have the block: its tokens and all before them.
+
+    Digests are cryptographic, unlike the hashes on the wire: no choice of prompts makes two blocks look alike."""
+
+    root_hash: int
+    root_digest: bytes
+    """A digest of the domain: a label does not tell tenants or cache salts."""
+    parent_digest: bytes
+    """The digest of the block before, or of the root."""
+    start: int
+    tokens: bytes
+
+
 class KvEvents(NamedTuple):
     """Full blocks that came and went, in the order in which a router must apply them: `removed`, then `stored`."""
 
@@ -44,6 +61,7 @@ class Block:
     """A node of the tree. `tokens` are its token ids as bytes, `start` and `end` their positions in the sequence."""
 
     __slots__ = (
+        "_digest",
         "_keys",
         "children",
         "end",
@@ -64,6 +82,7 @@ class Block:
         self.end = start + len(tokens) // _TOKEN_BYTES
         self.hash = name
         """The chained hash; 0 for a partial block, which has none."""
+        self._digest = b""
         self.children: dict[bytes, Block] = {}
         self._keys: list[bytes] = []
         """The tokens of the children, sorted."""
@@ -85,6 +104,22 @@ class Block:
         """One of the lanes that carry it."""
         assert self.lanes, self
         return (self.lanes & -self.lanes).bit_length() - 1  # x & -x is the lowest bit of x
+
+    @property
+    def digest(self) -> bytes:
+        """A digest of all tokens up to its end, and of the domain; computed when it is first wanted."""
+        for block in reversed(list(itertools.takewhile(lambda one: not one._digest, self.path()))):
+            assert block.parent is not None
+            block._digest = _digest(block.parent._digest + block.tokens)
+        return self._digest
+
+    def label(self) -> BlockLabel:
+        """Returns what another engine must know to find the block."""
+        assert self.parent is not None, self
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return BlockLabel(node.hash, node.digest, self.parent.digest, self.start, self.tokens)
 
     def longest_match(self, tokens: bytes) -> "tuple[Block, int] | None":
         """The child with the most leading tokens in common with `tokens`, and their number; None if there is none.
@@ -119,13 +154,16 @@ class Block:
 
 
 class Root(Block):
-    """The node before the first block of a domain."""
+    """The node before the first block of a domain.
+
+    `domain` is None while it is only known by its hash and digest, from labels of an earlier engine's copies."""
 
     __slots__ = ("domain",)
 
-    def __init__(self, domain: Domain, name: int) -> None:
+    def __init__(self, domain: Domain | None, name: int, digest: bytes) -> None:
         super().__init__(None, b"", 0, name)
         self.domain = domain
+        self._digest = digest
 
 
 class PrefixTree:
@@ -136,6 +174,8 @@ class PrefixTree:
         self._width = block_size * _TOKEN_BYTES
         self._fingerprint = fingerprint
         self._roots: dict[Domain, Root] = {}
+        self._recovered_roots: dict[tuple[int, bytes], Root] = {}
+        """Roots whose domains are not known yet, by hash and digest."""
         self._stored: dict[int, StoredBlock] = {}
         self._removed: list[int] = []
 
@@ -147,8 +187,16 @@ class PrefixTree:
         root = self._roots.get(domain)
         if root is None:
             named = block_hash.PrefixDomain(self._fingerprint, domain.adapters, domain.tenant, domain.cache_salt)
-            root = self._roots[domain] = Root(domain, block_hash.root_hash(named))
+            name, digest = block_hash.root_hash(named), _digest(repr(named).encode(errors="surrogatepass"))
+            root = self._recovered_roots.pop((name, digest), None) or Root(domain, name, digest)
+            root.domain = domain
+            self._roots[domain] = root
         return root
+
+    def recover_root(self, name: int, digest: bytes) -> Root:
+        """The root that labels name, made if there is none; `make_root` finds it by its domain."""
+        key = name, digest
+        return self._recovered_roots.setdefault(key, Root(None, name, digest))
 
     def resident_path(self, domain: Domain, token_ids: "array[int]") -> list[Block]:
         """The resident blocks with which a prompt of a domain begins; its last token is in none of them."""
@@ -161,9 +209,25 @@ class PrefixTree:
             path.append(block)
         return path
 
+    def known_path(self, domain: Domain, token_ids: "array[int]") -> list[Block]:
+        """The full blocks with which a run of tokens begins, resident or not."""
+        path: list[Block] = []
+        root = self.make_root(domain)  # there may be a recovered one
+        block: Block | None = root
+        while block is not None and (end := block.end + self._block_size) <= len(token_ids):
+            block = block.children.get(block_hash.pack_token_ids(token_ids[block.end : end]))
+            if block is not None:
+                path.append(block)
+        self.prune(root)
+        return path
+
     def prune(self, root: Root) -> None:
         """Removes a root that has no blocks and no users."""
-        if not root.children and not root.ref_count:
+        if root.children or root.ref_count:
+            return
+        if root.domain is None:
+            self._recovered_roots.pop((root.hash, root.digest), None)
+        else:
             self._roots.pop(root.domain, None)
 
     def insert(self, parent: Block, tokens: bytes) -> Block:
@@ -199,8 +263,12 @@ class PrefixTree:
         return len(block.tokens) == self._width
 
     def all_blocks(self) -> Iterator[Block]:
-        for root in self._roots.values():
+        for root in (*self._roots.values(), *self._recovered_roots.values()):
             yield from root.descendants()
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def num_common_tokens(one: bytes, other: bytes) -> int:

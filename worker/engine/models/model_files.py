@@ -5,13 +5,14 @@ make up a model differs by engine, so each engine subclasses `Layout` (gguf/layo
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
 from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.models import transfer
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _WEIGHTS_SUFFIXES = (".gguf", ".onnx")
@@ -89,8 +90,8 @@ class Layout(ABC):
     def complete(self, weights: Path) -> Path:
         """Returns the file to load. Raises ModelError if a file of the weights is missing."""
 
-    def choose(self, names: Iterable[str], variant: str, where: str) -> str:
-        """Returns the weights to load out of the files of a folder or repository.
+    def choose(self, names: Iterable[str], variant: str, where: str, sizes: Mapping[str, int] | None = None) -> str:
+        """Returns the weights to load out of the files of a folder or repository. `sizes` are for the messages.
 
         Raises ModelError if there are none, none of the variant that was asked for, or several with no rule to decide
         between them."""
@@ -104,26 +105,39 @@ class Layout(ABC):
             for known, name in by_variant.items():
                 if known.lower() == variant.lower():
                     return name
-            known_names = ", ".join(known or "full precision" for known in sorted(by_variant))
-            raise ModelError(f"{where}: there is no {variant}, only {known_names}")
+            raise ModelError(f"{where}: there is no {variant}, only {self._listed(by_variant, sizes)}")
         if len(weights) == 1:
             return weights[0]
         for preferred in self.preferred:
             if preferred in by_variant:
                 return by_variant[preferred]
+        if sizes is not None:
+            first = sorted(by_variant)[0]
+            problem = f"there are several models: {self._listed(by_variant, sizes)}"
+            raise ModelError(f"{where}: {problem}; choose one, such as {where}:{first}")
         raise ModelError(f"{where}: there are several models ({', '.join(weights)}); pass --model one of them")
 
-    def select(self, names: list[str], variant: str, where: str) -> list[str]:
-        """Returns the files of a repository to download, the one to load first. Raises ModelError as `choose` does."""
-        return self.parts_of(self.choose(names, variant, where), names)
+    def _listed(self, by_variant: Mapping[str, str], sizes: Mapping[str, int] | None) -> str:
+        """Returns the variants, with the sizes of all their files if these are known."""
+        known = {variant or "full precision": name for variant, name in sorted(by_variant.items())}
+        if sizes is None:
+            return ", ".join(known)
+        size_of = {name: sum(sizes.get(part, 0) for part in self.parts_of(name, sizes)) for name in known.values()}
+        return ", ".join(f"{variant} ({transfer.size(size_of[name])})" for variant, name in known.items())
 
-    def find(self, model: str, progress: Callable[[float], None]) -> ModelFiles:
-        """Finds a model, downloading it if it is on the Hub. Raises ModelError, saying what to do, if it can't."""
-        if is_hub_name(model):
-            from tokenbus.worker.engine.models import hub  # takes a while to import, and local models don't need it
+    def select(self, sizes: Mapping[str, int], variant: str, where: str) -> list[str]:
+        """Returns the files of a repository to download, the one to load first, out of their sizes by name.
 
-            return ModelFiles(*hub.fetch(model, progress, self.select, self.sidecars))
-        path = Path(model)
+        Raises ModelError as `choose` does."""
+        return self.parts_of(self.choose(sizes, variant, where, sizes), sizes)
+
+    def recognises(self, path: Path) -> bool:
+        """Whether a file is of this layout, or a folder has weights of it."""
+        names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
+        return any(map(self.is_weights, names))
+
+    def find(self, path: Path) -> ModelFiles:
+        """Finds a model on this machine. Raises ModelError, saying what to do, if it can't."""
         folder = path if path.is_dir() else self.folder_of(path)
         weights = folder / self.in_folder(folder) if path.is_dir() else path
         sidecars = {name: folder / name for name in self.sidecars if (folder / name).is_file()}

@@ -20,10 +20,11 @@ def without_special_tokens(tokenizer_json: bytes) -> str | None:
     try:
         document = msgspec.json.decode(tokenizer_json, type=dict[str, Any])
         added = [token for token in document.get("added_tokens") or [] if not token["special"]]
+        model = _with_ids(document.get("model"), added)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
         return None
-    plain = {"truncation": None, "padding": None, "post_processor": None, "added_tokens": added}
-    return msgspec.json.encode(document | plain | {"model": _with_ids(document.get("model"), added)}).decode()
+    plain = {"truncation": None, "padding": None, "post_processor": None, "added_tokens": added, "model": model}
+    return msgspec.json.encode(document | plain).decode()
 
 
 def _with_ids(model: Any, added: list[dict[str, Any]]) -> Any:

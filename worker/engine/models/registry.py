@@ -6,6 +6,8 @@ from pathlib import Path
 from tokenbus.worker.engine.gguf.layout import GgufLayout, stem_of
 from tokenbus.worker.engine.models.model_files import Layout, ModelFiles, is_hub_name
 from tokenbus.worker.engine.onnx.layout import OnnxLayout, is_onnx_model, model_folder
+from tokenbus.worker.models.convert.layout import SafetensorsLayout
+from tokenbus.worker.models.find import find as find_model
 
 
 def engine_of(model: str) -> str:
@@ -13,10 +15,16 @@ def engine_of(model: str) -> str:
     return "onnx" if is_onnx_model(model) else "gguf"
 
 
+def layouts(engine: str) -> tuple[Layout, ...]:
+    """Returns the layouts of the models that an engine serves, the first one for a model that none recognises.
+
+    `auto` is GGUF, since names on the Hub are taken for that."""
+    return (OnnxLayout(),) if engine == "onnx" else (GgufLayout(), SafetensorsLayout())
+
+
 def find(model: str, progress: Callable[[float], None]) -> ModelFiles:
     """Finds a model as the engine that serves it on a CPU would. Raises ModelError, saying what to do, if it can't."""
-    layout: Layout = OnnxLayout() if is_onnx_model(model) else GgufLayout()
-    return layout.find(model, progress)
+    return find_model(model, layouts(engine_of(model)), progress)
 
 
 def served_name(model: str) -> str:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.models.generation_config import GenerationConfig
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
@@ -62,6 +63,9 @@ def common_rules(settings: EngineSettings, *, max_num_seqs: int) -> Iterator[Rul
     yield Rule("--kv-block-size", block_size, block_size == AUTO or block_size >= 1, "at least 1")
     yield Rule("--max-num-batched-tokens", batched, batched > least, f"above --max-num-seqs ({least})")
     yield Rule("--threads", settings.threads, settings.threads >= 0, "0 or more")
-    yield Rule("--kv-overcommit", scheduler.overcommit, 1 <= scheduler.overcommit <= 100, "1 to 100")
+    yield Rule("--expected-tokens", scheduler.expected_tokens, scheduler.expected_tokens >= 0, "0 or more")
     yield Rule("--priority-s", scheduler.priority_s, 0 <= scheduler.priority_s <= 3_600, "0 to 3,600")
+    yield Rule("--host-cache-mib", settings.host_cache_mib, settings.host_cache_mib >= AUTO, "0 or more")
+    policy, policies = settings.host_cache_policy, sizing.POLICIES
+    yield Rule("--host-cache-policy", policy, policy in policies, f"one of {', '.join(policies)}")
     yield Rule("--max-cached-blocks", blocks, blocks is None or blocks >= 0, "0 or more")

@@ -21,6 +21,7 @@ from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import Embedder
+from tokenbus.worker.models import in_use
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4_096
@@ -60,6 +61,7 @@ class OnnxModel:
         structlog.get_logger().info(
             "onnx_loaded", provider=device.kind, gqa=self.graph.uses_gqa, last_logits_only=last_logits_only
         )
+        self._held = in_use.hold(files.weights)
 
     def __repr__(self) -> str:
         return f"<OnnxModel {self.files.weights}>"
@@ -92,6 +94,7 @@ class OnnxModel:
 
     def close(self) -> None:
         """Frees the session's memory, which onnxruntime does when the last reference to it goes."""
+        self._held.close()
         del self.graph_runner
 
     def _edit(self, model: onnx.ModelProto) -> bool:

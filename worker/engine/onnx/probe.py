@@ -5,10 +5,9 @@ from array import array
 import numpy as np
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.kv.ops import Share
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache.kv_cache import KvCache
-from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
+from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneLengths
 from tokenbus.worker.engine.runner import DeviceError, InsufficientMemoryError, ModelError
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 from tokenbus.worker.engine.scheduling.sequence import Sequence
@@ -40,7 +39,8 @@ def batches_agree(cache: KvCache, lanes: LaneLengths, vocab_size: int, where: st
         truth = _prompt(cache, lanes, whole, _WHOLE)
         _prompt(cache, lanes, longer, TOKENS - _STEPS)
         _prompt(cache, lanes, equal, _SHARED)
-        cache.apply(lanes.resolve([Share(whole.seq_no, shared.seq_no, 0, _SHARED)]))
+        cache.apply([Copy(whole.seq_no, shared.seq_no, 0, _SHARED)])
+        lanes.grow(shared.seq_no, 0, _SHARED)
         for _ in range(_STEPS):
             batch = (shared, longer, equal)
             parts = [ScheduledTokens(sequence, lanes.lengths[sequence.seq_no], 1) for sequence in batch]

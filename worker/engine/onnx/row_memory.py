@@ -8,6 +8,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
+from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, Device
 from tokenbus.worker.engine.onnx.graphs.graph import KvTensor
 
@@ -25,6 +26,10 @@ class RowMemory(Protocol):
         """Copies the tokens `start` to `end` of a row to another; the tokens after them may change there too."""
         ...
 
+    def view(self, row: int) -> Array:
+        """Returns a row's memory, which must be in the host's."""
+        ...
+
 
 class HostRows:
     """Rows in the host's memory, which the system takes only as they are written."""
@@ -38,6 +43,10 @@ class HostRows:
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         self.array[target, :, start:end] = self.array[source, :, start:end]
+
+    def view(self, row: int) -> Array:
+        tokens: Array = self.array[row]
+        return tokens
 
 
 class DeviceRows:
@@ -61,6 +70,9 @@ class DeviceRows:
         binding.bind_input("x", *place, self.address(source))
         binding.bind_output("y", *place, self.address(target))
         self._copier.run_with_iobinding(binding)
+
+    def view(self, row: int) -> Array:
+        raise AssertionError("the rows are in a GPU's memory, of which nothing is copied to the host")
 
 
 def allocate_rows(kv: tuple[KvTensor, ...], num_rows: int, row_tokens: int, device: Device) -> list[RowMemory]:

@@ -4,15 +4,20 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 import numpy as np
+import onnxruntime
 import structlog
 
-from tokenbus.protocol.wire import internal
+from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import contract
+from tokenbus.worker.engine.host_cache import sizing
+from tokenbus.worker.engine.host_cache.slot_store import SlotStore
+from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp, Truncate
 from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.models.model_files import ModelFiles
-from tokenbus.worker.engine.onnx import device, embedder, probe, row_memory, settings_resolution
+from tokenbus.worker.engine.onnx import device, embedder, host_moves, probe, row_memory, settings_resolution
 from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.cache import saved_tokens
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeResult, KvCache
 from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths, Shrink
@@ -34,6 +39,7 @@ from tokenbus.worker.engine.runner import (
 from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.models import find
 
 
 def load(settings: EngineSettings, progress: Callable[[float], None], models: LoadedModels[OnnxModel]) -> Runner:
@@ -43,7 +49,7 @@ def load(settings: EngineSettings, progress: Callable[[float], None], models: Lo
     settings_resolution.validate(settings)
     chosen = device.choose(settings)
     layout = OnnxLayout(on_gpu=chosen.kind != "cpu")
-    files = ModelFiles.from_paths(settings.files) or layout.find(settings.model, progress)
+    files = ModelFiles.from_paths(settings.files) or find.find(settings.model, (layout,), progress)
     model = models.acquire(model_key(files, settings, chosen), lambda: OnnxModel(files, settings, chosen))
     try:
         make = embedder.make_runner if model.graph.logits is None else OnnxRunner
@@ -82,7 +88,14 @@ class OnnxRunner:
             fim=self._tokenizer.supports_fim,
             chat_format=model.chat_format,
         )
-        self.config = model.describe(settings, size, offered, self.embedder)
+        self.kv_identity = _identity(model, size)
+        self.copies = self._make_store(settings, size)
+        self.config = codec.replace(
+            model.describe(settings, size, offered, self.embedder),
+            host_kv_blocks=0 if self.copies is None else self.copies.layout.num_slots,
+            writes_through=settings.host_cache_policy != "write-back",
+            idle_blocks_cost=False,
+        )
 
     def __repr__(self) -> str:
         return f"<OnnxRunner {self.config.source} {self._cache!r}>"
@@ -95,7 +108,7 @@ class OnnxRunner:
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         try:
-            self._cache.apply(self._lanes.resolve(kv_ops))
+            host_moves.apply(self._lanes.resolve(kv_ops), self._cache, self.copies)
         except InsufficientMemoryError as error:  # some of the changes are done, and it is unknown which
             raise DeviceError(str(error)) from error
 
@@ -194,6 +207,18 @@ class OnnxRunner:
             "axis and attention_mask, or take its GGUF"
         )
 
+    def _make_store(self, settings: EngineSettings, size: CacheSize) -> SlotStore | None:
+        """Returns a store for copies of blocks, or None if the cache is not in the host's memory or none is wanted."""
+        if self._model.device.kind != "cpu":
+            return None
+        token_bytes = saved_tokens.bytes_per_token(self._model.graph.kv)
+
+        def find_problem(data: memoryview, start: int, count: int) -> str:
+            return "" if len(data) == count * token_bytes else "size"
+
+        block_bytes = size.block_size * token_bytes
+        return sizing.make_store(self.kv_identity, size.block_size, block_bytes, settings.host_cache_mib, find_problem)
+
     def _make_static_cache(self, lanes: LaneLengths, context_length: int) -> StaticCache:
         num_rows = len(lanes.lengths) + 1  # one is the spare row
         try:
@@ -204,6 +229,12 @@ class OnnxRunner:
                 f"there is no memory for a cache of {size} bytes: pass a smaller --context-length or --max-num-seqs"
             ) from error
         return StaticCache(self._model.graph_runner, memory, lanes)
+
+
+def _identity(model: OnnxModel, size: CacheSize) -> str:
+    """Returns the identity of a model's keys and values, which both kinds of cache save in the same way."""
+    types = ",".join(sorted({one.dtype.name for one in model.graph.kv}))
+    return kv_identity(model.fingerprint, types, f"onnxruntime {onnxruntime.__version__}", size.block_size)
 
 
 def _is_decode(part: ScheduledTokens) -> bool:

@@ -26,7 +26,6 @@ _GGUF_ONLY = (
     "split_mode",
     "tensor_split",
     "ubatch_tokens",
-    "host_cache_mib",
 )
 """Settings that mean nothing here. They are refused, so that nobody relies on them."""
 

@@ -14,13 +14,14 @@ import msgspec
 
 from tokenbus.protocol.wire import block_hash, errors, internal, messages
 from tokenbus.worker import contract
+from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """Far above the largest real frame, a vocabulary; a larger length means that the stream is corrupt."""
-_MAX_SOCKETS_AT_ONCE = 64
+_MAX_DESCRIPTORS_AT_ONCE = 128
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -76,6 +77,13 @@ class RerankCall(Message, frozen=True):
     request: internal.Rerank
 
 
+class AbortPooling(Message, frozen=True):
+    """Frontend to engine: drop the inputs of an `EmbedCall` or `RerankCall` that are not yet computed. Nothing is
+    reported."""
+
+    call_id: int
+
+
 class ClearCache(Message, frozen=True):
     """Frontend to engine: drop every cached block that no sequence uses."""
 
@@ -93,11 +101,30 @@ class UnloadAdapter(Message, frozen=True):
     digest: str
 
 
+class ExportBlocks(Message, frozen=True):
+    """Frontend to engine: send the contents of cached blocks. The `ExportedBlocks` has the same call id."""
+
+    call_id: int
+    prefix: contract.CachedPrefix
+    first: int
+    max_blocks: int
+
+
+class PutBlocks(Message, frozen=True):
+    """Frontend to engine: cache blocks that another engine has computed."""
+
+    prefix: contract.CachedPrefix
+    first: int
+    blocks: list[bytes]
+
+
 class OpenReplica(Message, frozen=True):
     """Frontend to engine process, with a socket beside it: run a replica that is served over that socket."""
 
     number: int
     settings: EngineSettings
+    has_memory: bool = False
+    """Whether there is a file beside it too, for copies of blocks."""
 
 
 class ReplicaClosed(Message, frozen=True):
@@ -112,7 +139,19 @@ class ExitReason(Message, frozen=True):
     text: str
 
 
-Command = Add | Abort | TokenizeCall | EmbedCall | RerankCall | ClearCache | LoadAdapter | UnloadAdapter
+Command = (
+    Add
+    | Abort
+    | TokenizeCall
+    | EmbedCall
+    | RerankCall
+    | AbortPooling
+    | ClearCache
+    | LoadAdapter
+    | UnloadAdapter
+    | ExportBlocks
+    | PutBlocks
+)
 
 
 class Loading(Message, frozen=True):
@@ -133,6 +172,10 @@ class Ready(Message, frozen=True):
     config: contract.EngineConfig
     token_bytes: list[bytes]
     bundle: bytes | None
+    recovery: Recovery = Recovery()
+    """The copies of an earlier engine that this one has found."""
+    stored: list[tuple[int, int]] = []
+    """The blocks that are cached from the start, as in a `StepReport`."""
 
 
 class StepIsolated(Message, frozen=True):
@@ -176,10 +219,18 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
     gap_s: float
     """The time since the step before, if there was work all the while; else 0."""
-    preemptions: int = 0
-    evicted_blocks: int = 0
     follower_tokens: int = 0
     """Tokens that followed from sampled ones for certain."""
+    preemptions: int = 0
+    restored_tokens: int = 0
+    """Tokens that preempted sequences got back from the cache."""
+    recomputed_tokens: int = 0
+    """Tokens that preempted sequences had to compute again."""
+    evicted_blocks: int = 0
+    offloaded_bytes: int = 0
+    """Keys and values that were copied to host memory."""
+    onloaded_bytes: int = 0
+    """Keys and values that were copied back."""
 
 
 class ConstraintCompiled(Message, frozen=True):
@@ -213,6 +264,22 @@ class TokenizeResult(Message, frozen=True):
     error: errors.Error | None
 
 
+class AdapterResult(Message, frozen=True):
+    """Engine to frontend: the digest of a loaded adapter; empty with an error."""
+
+    call_id: int
+    digest: str
+    error: errors.Error | None
+
+
+class ExportedBlocks(Message, frozen=True):
+    """Engine to frontend: the answer to an `ExportBlocks`. `num_cached` are the blocks of the prefix that it has."""
+
+    call_id: int
+    num_cached: int
+    blocks: list[bytes]
+
+
 class PoolResult(Message, frozen=True):
     """Engine to frontend: the answer to an `EmbedCall` or `RerankCall`; empty with an error."""
 
@@ -220,14 +287,6 @@ class PoolResult(Message, frozen=True):
     rows: bytes
     """32-bit little-endian floats."""
     prompt_tokens: int
-    error: errors.Error | None
-
-
-class AdapterResult(Message, frozen=True):
-    """Engine to frontend: the digest of a loaded adapter; empty with an error."""
-
-    call_id: int
-    digest: str
     error: errors.Error | None
 
 
@@ -239,8 +298,9 @@ Report = (
     | ConstraintCompiled
     | StepReport
     | TokenizeResult
-    | PoolResult
     | AdapterResult
+    | ExportedBlocks
+    | PoolResult
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -285,18 +345,21 @@ def receive(sock: socket.socket) -> Iterator[bytes]:
         yield from decoder.feed(data)
 
 
-def receive_with_sockets(sock: socket.socket) -> Iterator[tuple[OpenReplica, socket.socket]]:
-    """Yields `OpenReplica` messages and the sockets beside them, from a blocking socket until its other end closes."""
+def receive_with_sockets(sock: socket.socket) -> Iterator[tuple[OpenReplica, socket.socket, int | None]]:
+    """Yields `OpenReplica` messages with the socket and the file beside each, from a blocking socket until its other
+    end closes."""
     decoder = FrameDecoder()
-    sockets: deque[socket.socket] = deque()
+    received: deque[int] = deque()
     while True:
-        # A socket arrives with the first byte of its message, which may come in pieces; both keep their order.
-        data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, _MAX_SOCKETS_AT_ONCE)
+        # Descriptors arrive with the first byte of their message, which may come in pieces; all keep their order.
+        data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, _MAX_DESCRIPTORS_AT_ONCE)
         if not data:
             return
-        sockets += [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        received += descriptors
         for body in decoder.feed(data):
-            yield open_decoder.decode(body), sockets.popleft()
+            opened = open_decoder.decode(body)
+            theirs = socket.socket(fileno=received.popleft())
+            yield opened, theirs, received.popleft() if opened.has_memory else None
 
 
 def _receive(sock: socket.socket) -> bytes:

@@ -16,6 +16,7 @@ from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.pooling import PoolingJob, PoolingQueue
 from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine.process.block_transfers import BlockTransfers
 from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.process.step_timer import StepTimer
@@ -30,8 +31,21 @@ _CACHED_TOKENS = 256
 every stream: 4,096 tokens by 11 % and 16,384 by 35 %, with four streams of a 0.5B shape. They slow a prompt of 1,000
 tokens too: 1,000 by 13 % and 2,000 by 20 % (decision 0020). Copying 1,000 back takes a few milliseconds."""
 
+_EXPORT_S = 0.005
+"""The time between two steps for blocks that other workers fetch; at least one request for some is served."""
+
 Inbox = queue.SimpleQueue[
-    ipc.Add | ipc.Abort | ipc.ClearCache | ipc.UnloadAdapter | PoolingJob | CompiledConstraint | BaseException | None
+    ipc.Add
+    | ipc.Abort
+    | ipc.AbortPooling
+    | ipc.ClearCache
+    | ipc.ExportBlocks
+    | ipc.PutBlocks
+    | ipc.UnloadAdapter
+    | PoolingJob
+    | CompiledConstraint
+    | BaseException
+    | None
 ]
 """Commands for the loop. None ends it; so does an exception, which the loop raises."""
 
@@ -45,7 +59,7 @@ class StepLoop:
         self,
         runner: Runner,
         inbox: Inbox,
-        report: Callable[[ipc.StepReport | ipc.StepIsolated | ipc.ConstraintCompiled | ipc.PoolResult], None],
+        report: Callable[[ipc.Report], None],
         step_target_s: float,
         scheduler_settings: SchedulerSettings | None = None,
         step_gate: StepGate | None = None,
@@ -56,12 +70,17 @@ class StepLoop:
         self._inbox = inbox
         self._report = report
         self._scheduler = _make_scheduler(runner, scheduler_settings or SchedulerSettings())
+        self._copies = runner.copies
+        if self._copies is not None:
+            self._copies.reject(self._scheduler.recover(self._copies.recovered))
         self._check_when_idle = self._scheduler.check_integrity if debug else self._scheduler.check_counts
         # Each running sequence may decode a token beside the prompts.
         most = runner.config.max_num_batched_tokens - runner.config.max_num_seqs
         self._step_budget = StepBudget(step_target_s, min_tokens=min(32, most), max_tokens=most)
         self._transfer_budget = TransferBudget(step_target_s / 10)
-        self._step_timer = StepTimer(self._scheduler)
+        block_bytes = runner.config.kv_bytes // runner.config.total_kv_blocks
+        self._step_timer = StepTimer(self._scheduler, block_bytes)
+        self._block_transfers = BlockTransfers(runner, self._scheduler, report, _EXPORT_S)
         self._pooling = PoolingQueue(lambda call_id, result: report(ipc.PoolResult(call_id, *result)))
         self._constraints = CompileThread(
             lambda: ConstraintCompiler(runner.token_bytes, runner.end_token_ids, runner.encode), inbox.put
@@ -80,6 +99,10 @@ class StepLoop:
     def __repr__(self) -> str:
         return f"<StepLoop {self._scheduler!r}>"
 
+    def take_recovered(self) -> list[tuple[int, int]]:
+        """Returns the cached blocks that it begins with, as a `StepReport` says what is stored."""
+        return [(new.parent, new.hash) for new in self._scheduler.take_kv_events().stored]
+
     def run(self) -> None:
         """Steps until the inbox holds None. Raises an exception that the inbox holds, and DeviceError."""
         try:
@@ -91,6 +114,7 @@ class StepLoop:
                     failed = self._start(plan)
                     step_results, stats = self._step(plan, failed)
                     self._pooling.step()
+                self._block_transfers.step()
                 self._report_results([*results, *failed, *step_results], stats)
                 self._unload_adapters()
                 if self._scheduler.isolated is None:
@@ -103,7 +127,7 @@ class StepLoop:
 
         Returns the results of aborts, or None when the loop is to end."""
         results: list[StepResult] = []
-        while not self._inbox.empty() or not (self._scheduler.has_work or results or self._pooling.has_work):
+        while not self._inbox.empty() or not (results or self._has_work):
             if self._inbox.empty():
                 self._step_timer.reset()
             command = self._inbox.get()
@@ -114,6 +138,8 @@ class StepLoop:
                     raise command
                 case PoolingJob():
                     self._pooling.add(command)
+                case ipc.AbortPooling(call_id):
+                    self._pooling.abort(call_id)
                 case ipc.Add(constraint=None):
                     self._add_sequence(command, None)
                 case ipc.Add():
@@ -127,13 +153,28 @@ class StepLoop:
                 case ipc.Abort(seq_no):
                     result = self._scheduler.abort(seq_no)
                     results += [result] if result is not None else []
-                case ipc.ClearCache():
-                    self._scheduler.clear_cache()
+                case ipc.ExportBlocks():
+                    self._block_transfers.add(command)
+                case ipc.PutBlocks():
+                    self._block_transfers.put(command)
                     self._report_results([], None)
                 case ipc.UnloadAdapter(digest):
                     self._unloading.append(digest)
                     self._unload_adapters()
+                case ipc.ClearCache():
+                    self._clear_cache()
         return results
+
+    @property
+    def _has_work(self) -> bool:
+        return self._scheduler.has_work or self._pooling.has_work or self._block_transfers.has_work
+
+    def _clear_cache(self) -> None:
+        """Drops what no sequence uses, and leaves nothing of it in host memory."""
+        self._runner.apply(self._scheduler.clear_cache())
+        if self._copies is not None:
+            self._copies.zero()
+        self._report_results([], None)
 
     def _unload_adapters(self) -> None:
         """Unloads the adapters that are not wanted any more and that no sequence uses."""
@@ -210,11 +251,15 @@ class StepLoop:
         if plan.started:  # reported before anything is done with them, so that a crash is known to be theirs
             started = [sequence.seq_no for sequence in plan.started]
             self._report(ipc.StepReport(started, [], self._scheduler.load()))
+        for one in plan.preempted:
+            self._log.info("sequence_preempted", seq_no=one.seq_no, tokens=one.num_tokens, preemptions=one.preemptions)
         failed = [sequence for sequence in plan.started if not self._add_to_runner(sequence)]
         if plan.kv_ops:
             began = time.monotonic()
             self._runner.apply(plan.kv_ops)
             self._transfer_budget.observe(plan.kv_ops, time.monotonic() - began)
+        if self._copies is not None:
+            self._copies.seal(plan.labels)
         return [self._scheduler.finish(sequence, EngineFinishReason.FAILED) for sequence in failed]
 
     def _add_to_runner(self, sequence: Sequence) -> bool:
@@ -292,7 +337,7 @@ class StepLoop:
 def _make_scheduler(runner: Runner, settings: SchedulerSettings) -> Scheduler:
     config = runner.config
     max_cached_blocks = settings.max_cached_blocks
-    if max_cached_blocks is None and config.host_kv_blocks:
+    if max_cached_blocks is None and config.host_kv_blocks and config.idle_blocks_cost:
         max_cached_blocks = _CACHED_TOKENS // config.kv_block_size
     pool = BlockPool(
         config.total_kv_blocks,
@@ -301,7 +346,7 @@ def _make_scheduler(runner: Runner, settings: SchedulerSettings) -> Scheduler:
         fingerprint=config.fingerprint,
         can_share=config.prefix_cache,
         host_blocks=config.host_kv_blocks,
-        overcommit=settings.overcommit,
+        writes_through=config.writes_through,
     )
     return Scheduler(
         pool,
@@ -309,4 +354,5 @@ def _make_scheduler(runner: Runner, settings: SchedulerSettings) -> Scheduler:
         max_step_tokens=config.max_num_batched_tokens,
         priority_s=settings.priority_s,
         max_cached_blocks=max_cached_blocks,
+        expected_tokens=settings.expected_tokens,
     )

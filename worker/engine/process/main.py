@@ -49,13 +49,13 @@ class ReplicaServer:
 
     def run(self) -> None:
         """Opens replicas as the frontend asks, until it closes the control socket."""
-        for opened, sock in ipc.receive_with_sockets(self._control):
+        for opened, sock, memory_fd in ipc.receive_with_sockets(self._control):
             with self._lock:
                 self._num_replicas += 1
             name = f"replica {opened.number}"
-            threading.Thread(target=self._serve, args=(opened, sock), name=name, daemon=True).start()
+            threading.Thread(target=self._serve, args=(opened, sock, memory_fd), name=name, daemon=True).start()
 
-    def _serve(self, opened: ipc.OpenReplica, sock: socket.socket) -> None:
+    def _serve(self, opened: ipc.OpenReplica, sock: socket.socket, memory_fd: int | None) -> None:
         """Runs a replica; the outermost frame of its thread."""
         settings = opened.settings
 
@@ -66,7 +66,15 @@ class ReplicaServer:
         try:
             with contextlib.suppress(ConnectionError):  # the frontend has closed this replica's socket
                 target_s = settings.step_target_ms / 1e3
-                replica.serve(sock, load, target_s, settings.scheduler, self._step_gate, debug=settings.debug)
+                replica.serve(
+                    sock,
+                    load,
+                    target_s,
+                    settings.scheduler,
+                    self._step_gate,
+                    debug=settings.debug,
+                    memory_fd=memory_fd,
+                )
             sock.close()
             with self._lock:
                 self._num_replicas -= 1

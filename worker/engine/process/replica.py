@@ -1,6 +1,7 @@
 """One replica of a model: a step loop on this thread, which takes its commands from a socket."""
 
 import contextlib
+import os
 import queue
 import socket
 import threading
@@ -13,6 +14,7 @@ import structlog
 
 from tokenbus.protocol.wire import block_hash, codec, errors
 from tokenbus.worker.engine import pooling
+from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import Inbox, StepLoop
 from tokenbus.worker.engine.process.settings import SchedulerSettings
@@ -33,8 +35,10 @@ def serve(
     step_gate: StepGate | None = None,
     *,
     debug: bool = False,
+    memory_fd: int | None = None,
 ) -> None:
-    """Loads a runner, reports it, and steps until the socket's other end closes.
+    """Loads a runner, reports it, and steps until the socket's other end closes. `memory_fd` is a file for copies of
+    blocks, in which those of an earlier engine may be.
 
     A model that can't be loaded is reported to the frontend. Raises DeviceError when the device fails, and any
     unexpected exception of any of its threads."""
@@ -46,6 +50,7 @@ def serve(
 
     try:
         runner = load(lambda fraction: send(ipc.Loading(fraction)))
+        _open_copies(runner, memory_fd)
     except ModelError as error:
         send(ipc.LoadFailed(str(error)))
         return
@@ -53,15 +58,27 @@ def serve(
     reader = threading.Thread(target=_read, args=(sock, runner, inbox, send), name="commands", daemon=True)
     reader.start()
     config = codec.replace(runner.config, end_token_ids=tuple(sorted(runner.end_token_ids)))
-    send(ipc.Ready(config, runner.token_bytes, runner.bundle))
     try:
-        StepLoop(runner, inbox, send, step_target_s, scheduler_settings, step_gate, debug=debug).run()
+        loop = StepLoop(runner, inbox, send, step_target_s, scheduler_settings, step_gate, debug=debug)
+        recovery = Recovery() if runner.copies is None else runner.copies.recovery
+        send(ipc.Ready(config, runner.token_bytes, runner.bundle, recovery, loop.take_recovered()))
+        loop.run()
     finally:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
         reader.join(_TOKENIZE_GRACE_S)
         if not reader.is_alive():  # else a text is still being tokenized, with what would be closed
             runner.close()
+            if runner.copies is not None:
+                runner.copies.close()
+
+
+def _open_copies(runner: Runner, memory_fd: int | None) -> None:
+    """Opens the runner's copies in a file, if it makes any. Raises ModelError if the file can't be used."""
+    if runner.copies is not None:
+        runner.copies.open(memory_fd)
+    elif memory_fd is not None:
+        os.close(memory_fd)
 
 
 def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None:
@@ -69,6 +86,7 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None
 
     Any error ends the loop: a replica that takes no more commands must not seem alive."""
     texts, inputs = ThreadPoolExecutor(1, "tokenize"), ThreadPoolExecutor(1, "embed")
+    aborted: set[int] = set()
     end: Exception | None = None
     try:
         for body in ipc.receive(sock):
@@ -77,9 +95,14 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None
                 case ipc.TokenizeCall():
                     _end_loop_on_error(texts.submit(_tokenize, runner, command, send), inbox)
                 case ipc.EmbedCall() | ipc.RerankCall():
-                    _end_loop_on_error(inputs.submit(_prepare, runner, command, time.monotonic(), inbox, send), inbox)
+                    _end_loop_on_error(
+                        inputs.submit(_prepare, runner, command, time.monotonic(), aborted, inbox, send), inbox
+                    )
                 case ipc.LoadAdapter():
                     _end_loop_on_error(inputs.submit(_load_adapter, runner, command, send), inbox)
+                case ipc.AbortPooling(call_id):
+                    aborted.add(call_id)
+                    inputs.submit(_abort, command, aborted, inbox)  # behind the call, which may still be there
                 case _:
                     inbox.put(command)
     except Exception as error:  # outermost frame
@@ -123,13 +146,30 @@ def _load_adapter(runner: Runner, call: ipc.LoadAdapter, send: Send) -> None:
         send(result)
 
 
-def _prepare(runner: Runner, call: ipc.EmbedCall | ipc.RerankCall, arrived_at: float, inbox: Inbox, send: Send) -> None:
+def _prepare(
+    runner: Runner,
+    call: ipc.EmbedCall | ipc.RerankCall,
+    arrived_at: float,
+    aborted: set[int],
+    inbox: Inbox,
+    send: Send,
+) -> None:
     """Gives the loop the token ids of inputs to pool, or answers with the reason why there are none."""
+    if call.call_id in aborted:
+        return
     try:
-        inbox.put(_make_job(runner, call, arrived_at))
+        job = _make_job(runner, call, arrived_at)
+        if call.call_id not in aborted:
+            inbox.put(job)
     except Exception as error:  # outermost frame: every call gets a result
         with contextlib.suppress(OSError):  # the frontend has gone
             send(ipc.PoolResult(call.call_id, b"", 0, _error_for(error)))
+
+
+def _abort(command: ipc.AbortPooling, aborted: set[int], inbox: Inbox) -> None:
+    """Drops a call that the loop has; what has yet to be tokenized never reaches it."""
+    inbox.put(command)
+    aborted.discard(command.call_id)
 
 
 def _make_job(runner: Runner, call: ipc.EmbedCall | ipc.RerankCall, arrived_at: float) -> pooling.PoolingJob:

@@ -6,9 +6,10 @@ import msgspec
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Who gets KV memory when there is not enough for all."""
 
-    overcommit: float = 1.0
-    """The blocks may be reserved so many times over. Above 1 more sequences run at once, and one may have to be
-    preempted: it continues later, and computes again what is not cached by then."""
+    expected_tokens: int = 0
+    """The tokens that an answer is expected to have, for which there must be room before it starts; 0 learns it from
+    recent answers. An answer may use its `max_tokens` all the same: then another may be preempted, and continue later.
+    With a number above every `max_tokens`, none ever is."""
     priority_s: float = 1.0
     """The seconds of waiting that one step of priority is worth."""
     max_cached_blocks: int | None = None
@@ -41,9 +42,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one replica. 0 means that the engine chooses."""
 
     model: str
-    """A GGUF or ONNX file, a directory with one, or a name on the Hub."""
+    """A GGUF or ONNX file, a directory with one or with safetensors, or a name on the Hub."""
     files: dict[str, str] = {}
     """The files that an earlier engine found: a restart does not search again, so it can't find another model."""
+    quantize: str = ""
+    """The type to which a model in safetensors is converted, such as `q8_0`; empty means `f16`."""
     engine: str = "auto"
     """`gguf`, `onnx`, or `sim`, a simulator whose model is the name of a timing. `auto` is `onnx` for a file or folder
     of that kind, else `gguf`."""
@@ -96,3 +99,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     host_cache_mib: int = -1
     """The MiB of host memory for prefixes that no sequence uses; -1 means 1,024, or an eighth of the machine's memory
     if that is less. 0 keeps only what there is room for on the device."""
+    host_cache_policy: str = "auto"
+    """`write-through` copies blocks to host memory as soon as they are complete, so that they outlive the engine;
+    `write-back` only those that have to leave the device. `auto` is `write-through` where the device is the CPU."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 
@@ -39,6 +40,10 @@ class StepPlan(NamedTuple):
     """Sequences that have just got their first lane."""
     kv_ops: tuple[KvOp, ...] = ()
     """Changes to the lanes that come first."""
+    preempted: tuple[Sequence, ...] = ()
+    """Sequences that have lost their lane since the plan before."""
+    labels: tuple[tuple[int, BlockLabel], ...] = ()
+    """Says of which blocks the copies are that these changes make, by their ids."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +57,20 @@ class StepPlan(NamedTuple):
         for one in self.scheduled:
             groups.setdefault(one.sequence.adapters, []).append(one)
         return list(groups.values())
+
+
+class SchedulerCounts(NamedTuple):
+    """Counts of a scheduler, all since it was made."""
+
+    preemptions: int = 0
+    restored_tokens: int = 0
+    """Tokens that preempted sequences got back from the cache."""
+    recomputed_tokens: int = 0
+    """Tokens that preempted sequences had to compute again."""
+    evicted_blocks: int = 0
+    """Cached blocks that had to leave the device."""
+    offloaded_blocks: int = 0
+    onloaded_blocks: int = 0
 
 
 class SampledToken(NamedTuple):

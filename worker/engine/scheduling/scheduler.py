@@ -4,23 +4,46 @@ Prompts are computed in chunks under a token budget, so that a step stays short 
 get their share of the budget and keep their memory in the order of their priority keys: a priority of n counts like
 having come n times `priority_s` seconds later. The order of two never changes, and whoever waits is overtaken for a
 bounded time only.
+
+A sequence starts when there is room for what it and those that run are expected to use. Where that was too little, the
+last in the order is preempted: it waits again at its place in the order, and its blocks go to host memory like all that
+is cached. Each time it expects twice as much of itself and of all beside whom it starts, up to their `max_tokens`. Then
+nobody can outgrow what is reserved any more, so that only sequences that come before it and after it, by their
+priority, can preempt it again:
+
+    preemptions       0        1        2        3        4
+    reserved for all  100      200      400      800      1,000 = max_tokens
+
+Nor does it wait until the memory is full: where answers turn out so much longer that those that run are expected to use
+more than twice the memory, the last are preempted at once. Many rows beside a full memory are slower than few beside
+each other, and those that are preempted late have filled memory for nothing.
 """
 
 import bisect
+from array import array
 from collections.abc import Sequence as Listing
 
 from tokenbus.protocol.wire import messages
+from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.kv.prefix_tree import KvEvents
-from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan, StepResult
+from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain, KvEvents
+from tokenbus.worker.engine.scheduling.expectation import Expectation
+from tokenbus.worker.engine.scheduling.plan import (
+    SampledToken,
+    ScheduledTokens,
+    SchedulerCounts,
+    StepPlan,
+    StepResult,
+)
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 
 class Scheduler:
-    """All sequences of one engine: those that wait, and those that run, with a lane and reserved blocks.
+    """All sequences of one engine: those that wait, and those that run, with a lane and blocks.
 
     One step of priority is worth `priority_s` seconds of waiting. At most `max_cached_blocks` blocks that no sequence
-    uses stay on the device. A step has at most `max_step_tokens` tokens."""
+    uses stay on the device. A step has at most `max_step_tokens` tokens. An answer is expected to have
+    `expected_tokens`; 0 learns it from those that have ended."""
 
     def __init__(
         self,
@@ -30,6 +53,7 @@ class Scheduler:
         max_step_tokens: int = 1 << 30,
         priority_s: float = 1.0,
         max_cached_blocks: int | None = None,
+        expected_tokens: int = 0,
     ) -> None:
         assert 0 < max_num_seqs < max_step_tokens, (max_num_seqs, max_step_tokens)
         self._pool = pool
@@ -38,6 +62,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._priority_s = priority_s
         self._max_cached_blocks = self._cache.total_blocks if max_cached_blocks is None else max_cached_blocks
+        self._expectation = Expectation(expected_tokens, self._cache.num_blocks)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         """Both in the order of their priority keys."""
@@ -45,9 +70,13 @@ class Scheduler:
         self._num_computed = 0
         self._num_prompt = 0
         self._num_cached = 0
-        self.preemptions = 0
+        self._preemptions = 0
+        self._restored_tokens = 0
+        self._recomputed_tokens = 0
+        self._preempted: list[Sequence] = []
+        """Those that were preempted since the last plan."""
         self._under_pressure = False
-        """The device had less room than was reserved: none is started until one has ended."""
+        """The device had less room than the pool counts: none is started until one has ended."""
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, {self._pool!r}>"
@@ -57,9 +86,15 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
-    def evicted_blocks(self) -> int:
-        """Cached blocks that had to leave the device, in all."""
-        return self._cache.evicted_blocks
+    def counts(self) -> SchedulerCounts:
+        return SchedulerCounts(
+            self._preemptions,
+            self._restored_tokens,
+            self._recomputed_tokens,
+            self._cache.evicted_blocks,
+            self._cache.host.offloaded_blocks,
+            self._cache.host.onloaded_blocks,
+        )
 
     @property
     def running(self) -> Listing[Sequence]:
@@ -99,6 +134,9 @@ class Scheduler:
     def finish(self, sequence: Sequence, finish_reason: EngineFinishReason) -> StepResult:
         """Ends a running sequence; what it has computed stays cached."""
         self._free(sequence)
+        if sequence.num_sampled:
+            was_cut = finish_reason not in (EngineFinishReason.STOP_TOKEN, EngineFinishReason.ABORTED)
+            self._expectation.record(sequence, was_cut=was_cut)
         self._under_pressure = False
         return StepResult(sequence, None, finish_reason)
 
@@ -107,10 +145,14 @@ class Scheduler:
 
         Before it, at most `transfer_blocks` blocks go to host memory, and as many come back."""
         self._cache.host.set_limits(offloads=transfer_blocks, onloads=transfer_blocks)
+        self._expectation.observe((*self._running, *self._waiting))
+        self._preempt_excess()
         started = self._start_waiting()
         for sequence in self._running:
             if not sequence.is_decoding:
-                sequence.reuse_prefix(sequence.kv.reuse_prefix(sequence.token_ids, sequence.num_computed))
+                before = sequence.num_computed
+                sequence.reuse_prefix(sequence.kv.reuse_prefix(sequence.token_ids, before))
+                self._restored_tokens += sequence.num_regained(before)
         isolated = self.isolated
         # A copy: a sequence that is preempted for another leaves the list of those that run.
         sequences = list(self._running) if isolated is None else [isolated]
@@ -118,8 +160,11 @@ class Scheduler:
         planned = {one.sequence.seq_no for one in decodes}
         left = self._max_step_tokens - sum(one.num_tokens for one in decodes)
         prompts = self._schedule_prompts(sequences, min(prefill_tokens, left), planned)
+        self._cache.write_through()
         self._cache.trim(self._max_cached_blocks)
-        return StepPlan((*decodes, *prompts), tuple(started), tuple(self._cache.ops.take()))
+        preempted, self._preempted = self._preempted, []
+        ops, labels = tuple(self._cache.ops.take()), tuple(self._cache.host.take_labels())
+        return StepPlan((*decodes, *prompts), tuple(started), ops, tuple(preempted), labels)
 
     def update(self, plan: StepPlan, sampled: Listing[SampledToken | EngineFinishReason]) -> list[StepResult]:
         """Notes that a plan was computed.
@@ -131,6 +176,7 @@ class Scheduler:
             sequence, samples = scheduled.sequence, scheduled.samples  # before it has one more token
             sequence.num_computed += scheduled.num_tokens
             self._num_computed += scheduled.num_tokens
+            self._recomputed_tokens += sequence.num_regained(scheduled.start)
             sequence.kv.cache_blocks(sequence.token_ids, sequence.num_computed)
             if samples:
                 results.append(self._append(sequence, next(outcomes)))
@@ -138,7 +184,7 @@ class Scheduler:
         return results
 
     def reclaim_memory(self) -> StepResult | None:
-        """Makes room where the device has less than was reserved: evicts the cache, then preempts the last sequence.
+        """Makes room where the device has less than it said: evicts the cache, then preempts the last sequence.
 
         A lone sequence that still has no room ends."""
         if self._cache.evictable_blocks:
@@ -151,16 +197,37 @@ class Scheduler:
         self._under_pressure = True
         return None
 
-    def clear_cache(self) -> None:
-        """Drops every cached block that no sequence uses."""
+    def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
+        """Adopts copies of an earlier engine; returns the ids of those that are of no use, with the reason."""
+        return self._cache.recover(copies)
+
+    def clear_cache(self) -> list[KvOp]:
+        """Drops every cached block that no sequence uses; returns the KV ops that this takes."""
         self._cache.clear()
+        return self._cache.ops.take()
+
+    def export_blocks(
+        self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int
+    ) -> tuple[int, list[int], list[KvOp]]:
+        """Returns how many blocks of a prefix are cached, the copies of up to `max_blocks` from block `first` on, and
+        the ops to be applied before they are read: also those that were queued before."""
+        num_cached, copies = self._pool.export(domain, token_ids, first, max_blocks)
+        return num_cached, copies, self._cache.ops.take()
+
+    def put_blocks(
+        self, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int
+    ) -> tuple[list[int | None], list[KvOp]]:
+        """Caches blocks whose contents the caller has; returns their copies as the pool does, and the ops to be applied
+        before they are written: also those that were queued before."""
+        return self._pool.put(domain, token_ids, first, num_blocks), self._cache.ops.take()
 
     def take_kv_events(self) -> KvEvents:
         """Returns which cached blocks came and went since the last time."""
         return self._cache.tree.take_events()
 
     def load(self) -> messages.Load:
-        waiting_tokens = sum(sequence.num_uncomputed for sequence in self._waiting)
+        # One that was preempted gets most of its tokens back from the cache.
+        waiting_tokens = sum(one.num_uncomputed for one in self._waiting if not one.preemptions)
         prefill_tokens = sum(one.num_uncomputed for one in self._running if not one.is_decoding)
         return messages.Load(
             running=len(self._running),
@@ -169,6 +236,8 @@ class Scheduler:
             used_blocks=self._cache.used_blocks,
             cached_blocks=self._cache.evictable_blocks,
             free_blocks=self._cache.free_blocks,
+            expected_blocks=self._expected_blocks(),
+            expected_answer_tokens=self._expectation.answer_tokens,
             generated_tokens=self._num_generated,
             computed_tokens=self._num_computed,
             prompt_tokens=self._num_prompt,
@@ -204,8 +273,19 @@ class Scheduler:
         """Takes a sequence's memory; it waits again, and then computes again what is not cached by then."""
         self._free(sequence)
         sequence.preempt()
-        self.preemptions += 1
+        self._preemptions += 1
+        self._preempted.append(sequence)
         bisect.insort(self._waiting, sequence, key=self._priority_key)
+
+    def _preempt_excess(self) -> None:
+        """Preempts the last until those that run are expected to fit, where they are expected to use twice the memory.
+
+        Less than that is no reason: expectations vary, and answers that run together do not all end at once."""
+        total = self._cache.total_blocks
+        if self.isolated is not None or self._expected_of_running() <= 2 * total:
+            return
+        while len(self._running) > 1 and self._expected_of_running() > total:
+            self._preempt(self._running[-1])
 
     def _append(self, sequence: Sequence, outcome: SampledToken | EngineFinishReason) -> StepResult:
         if isinstance(outcome, EngineFinishReason):
@@ -230,16 +310,29 @@ class Scheduler:
             return started
         while self._waiting and len(self._running) < self._max_num_seqs:
             first = self._waiting[0]
-            # One that was preempted has paid for over-commitment once: it gets a full reservation.
-            fully = first.preemptions > 0
-            if not self._pool.can_allocate(first.domain, first.token_ids, first.max_num_tokens, fully=fully):
+            if not self._has_room_for(first):
                 break
             del self._waiting[0]
-            first.start(self._pool.allocate(first.domain, first.max_num_tokens))
+            first.start(self._pool.allocate(first.domain))
             bisect.insort(self._running, first, key=self._priority_key)
             if not first.preemptions:
                 started.append(first)
         return started
+
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        """Whether a sequence has room to start: the more often it was preempted, the more is reserved for all."""
+        doublings = sequence.preemptions
+        reserved = sum(self._expectation.reserved_blocks(one, doublings) for one in self._running)
+        expected = self._expectation.tokens(sequence, doublings)
+        return self._pool.can_allocate(sequence.domain, sequence.token_ids, expected, reserved)
+
+    def _expected_blocks(self) -> int:
+        """The blocks that all sequences use and are expected to use, also those that wait."""
+        return self._expected_of_running() + sum(self._expectation.blocks(one) for one in self._waiting)
+
+    def _expected_of_running(self) -> int:
+        """The blocks that running sequences use and are expected to use."""
+        return self._cache.used_blocks + sum(self._expectation.reserved_blocks(one) for one in self._running)
 
     def _schedule_decodes(self, sequences: list[Sequence]) -> list[ScheduledTokens]:
         """All new tokens of each sequence, as long as there is room in the step for one token of each behind it."""

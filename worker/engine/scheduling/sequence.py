@@ -22,7 +22,7 @@ class EngineFinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORTED = "aborted"
     INSUFFICIENT_MEMORY = "insufficient_memory"
-    """The device had less KV memory than was reserved."""
+    """The device had less KV memory than it said, too little for the sequence alone."""
     BAD_LOGITS = "bad_logits"
     """The model computed NaN or infinite logits."""
     FAILED = "failed"
@@ -74,6 +74,7 @@ class Sequence:
         "matcher",
         "num_cached",
         "num_computed",
+        "num_lost",
         "num_prompt",
         "preemptions",
         "priority",
@@ -115,6 +116,8 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0
         """Tokens of the prompt that did not have to be computed."""
+        self.num_lost = 0
+        """Tokens that were computed when it was preempted last."""
         self.preemptions = 0
         self.lane: int | None = None
         """None while it waits."""
@@ -148,7 +151,7 @@ class Sequence:
 
     @property
     def max_num_tokens(self) -> int:
-        """The tokens it may ever have: the size of the reservation it needs."""
+        """The tokens it may ever have."""
         return self.num_prompt + self.sampling.max_tokens
 
     @property
@@ -170,9 +173,14 @@ class Sequence:
     def preempt(self) -> None:
         """Notes the loss of its KV memory: all tokens are to be computed again, and none sampled again."""
         self.preemptions += 1
+        self.num_lost = max(self.num_lost, self.num_computed)
         self.num_computed = 0
         self.num_cached = self.num_cached if self.num_sampled else 0  # reported with the first token
         self.lane = None
+
+    def num_regained(self, since: int) -> int:
+        """Returns how many of the tokens behind the first `since` it has got back that it had when it was preempted."""
+        return max(0, min(self.num_computed, self.num_lost) - since)
 
     def append(self, token_ids: Listing[int]) -> EngineFinishReason | None:
         """Adds a sampled token and those that follow it, up to the one with which the sequence ends; returns the finish

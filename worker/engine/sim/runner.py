@@ -1,6 +1,7 @@
 """Executes step plans by waiting as long as a device would take. Every token of text says that it is simulated."""
 
 import os
+import struct
 import threading
 import time
 from collections.abc import Sequence as Listing
@@ -10,7 +11,9 @@ import xxhash
 from tokenbus.protocol.wire import errors, internal, validation
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
-from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.host_cache.slot_store import SlotStore
+from tokenbus.worker.engine.host_cache.slots import SlotLayout
+from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import Adapters, Embedder, ModelError, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
@@ -28,6 +31,9 @@ _DEFAULT_CONTEXT = 32_768
 _DEFAULT_KV_TOKENS = 131_072
 _DEFAULT_NUM_SEQS = 64
 _DEFAULT_BLOCK_SIZE = 16
+_TOKEN_BYTES = 64
+"""The size of a token in a copy."""
+_MAX_HOST_BLOCKS = 65_536
 
 
 class SimRunner:
@@ -57,6 +63,7 @@ class SimRunner:
         self.reranker: Reranker | None = None
         self.adapters: Adapters | None = None
         self.config = _config(preset, settings)
+        self.copies = _make_store(self.config)
         self.num_lanes = self.config.max_num_seqs + self.config.total_kv_blocks
 
     def __repr__(self) -> str:
@@ -69,7 +76,15 @@ class SimRunner:
         self._samplings.pop(seq_no, None)
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
-        """Does nothing: lanes have no content."""
+        """Keeps copies, which say only where their tokens are: lanes have no content."""
+        for op in kv_ops:
+            match op:
+                case Offload(number, _, start, end):
+                    assert self.copies is not None
+                    self.copies.write(number, struct.pack("<I", start) + bytes(_TOKEN_BYTES * (end - start)))
+                case Discard(number):
+                    assert self.copies is not None
+                    self.copies.discard(number)
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
         capacity = self.config.total_kv_blocks * self.config.kv_block_size
@@ -131,6 +146,7 @@ def _config(preset: str, settings: EngineSettings) -> contract.EngineConfig:
     context = settings.context_length or _DEFAULT_CONTEXT
     kv_tokens = settings.kv_tokens or max(context, _DEFAULT_KV_TOKENS)
     num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else _DEFAULT_NUM_SEQS
+    host_blocks = min(_MAX_HOST_BLOCKS, max(0, settings.host_cache_mib << 20) // (_TOKEN_BYTES * block_size))
     if kv_tokens < block_size:
         raise ModelError(f"--kv-tokens must be at least a block ({block_size}), got {kv_tokens}")
     if settings.max_num_batched_tokens <= num_seqs:
@@ -145,11 +161,27 @@ def _config(preset: str, settings: EngineSettings) -> contract.EngineConfig:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         kv_block_size=block_size,
         total_kv_blocks=kv_tokens // block_size,
-        host_kv_blocks=0,
+        host_kv_blocks=host_blocks,
         prefix_cache=True,
         vocab_size=VOCAB_SIZE,
         features=_FEATURES,
         defaults=SamplingParams(),
         versions={},
         pid=os.getpid(),
+        kv_identity=f"sim-{preset}:{block_size}" if host_blocks else "",
+        kv_format=contract.KvBlockFormat(num_bytes=4 + _TOKEN_BYTES * block_size) if host_blocks else None,
     )
+
+
+def _make_store(config: contract.EngineConfig) -> SlotStore | None:
+    """Returns a store for copies of blocks, or None if the engine has none."""
+    if config.kv_format is None:
+        return None
+    layout = SlotLayout(config.kv_block_size, config.kv_format.num_bytes, config.host_kv_blocks)
+    return SlotStore(config.kv_identity, layout, _find_problem)
+
+
+def _find_problem(data: memoryview, start: int, count: int) -> str:
+    if len(data) != 4 + _TOKEN_BYTES * count:
+        return "size"
+    return "" if struct.unpack_from("<I", data) == (start,) else "positions"

@@ -73,6 +73,8 @@ def test_an_empty_suffix_is_none() -> None:
         ({"model": None}, "invalid_request", "model"),
         ({"max_tokens": 0}, "invalid_request", "max_tokens"),
         ({"n": 0}, "invalid_request", "n"),
+        ({"prompt_cache_key": "x" * 257}, "invalid_request", "prompt_cache_key"),
+        ({"prompt_cache_key": "x", "session_id": "x" * 257}, "invalid_request", "session_id"),
         ({"logprobs": 21}, "invalid_request", "logprobs"),
         ({"best_of": 2}, "unsupported", "best_of"),
         ({"best_of": 1, "n": 2}, "unsupported", "best_of"),

@@ -1,4 +1,4 @@
-"""The input of a custom tool is read out of arguments as they grow."""
+"""The input of a custom tool is read out of the arguments of a call while these grow."""
 
 import json
 

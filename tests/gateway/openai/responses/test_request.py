@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.refusals import refusal_of
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai import error_bodies
 from tokenbus.gateway.openai.responses import request
+from tokenbus.gateway.openai.sampling_fields import CommonFields
 from tokenbus.protocol.prompt import history
 from tokenbus.protocol.wire import errors, messages
 
@@ -22,9 +24,7 @@ def read(headers: dict[str, str] | None = None, **fields: object) -> request.Par
 
 
 def refusal(**fields: object) -> errors.Error:
-    with pytest.raises(errors.RequestError) as raised:
-        read(**fields)
-    return raised.value.error
+    return refusal_of(lambda: read(**fields))
 
 
 def test_every_field_becomes_that_of_the_wire() -> None:
@@ -49,7 +49,7 @@ def test_every_field_becomes_that_of_the_wire() -> None:
         "min_tokens": 2,
         "stop_token_ids": [5],
     }
-    assert same.keys() == set(request.SAME_ON_THE_WIRE)
+    assert same.keys() | {"session_id", "priority"} == CommonFields().to_wire(None).keys() | {"parallel_tool_calls"}
     wanted = read(max_output_tokens=9, session_id="session", priority=3, **same)
     assert (wanted.model, wanted.n, wanted.stream) == ("demo", 1, False)
     assert wanted.request == messages.GenerateRequest(

@@ -109,7 +109,7 @@ async def test_greedy_answers_do_not_depend_on_what_the_cache_did(make: Make) ->
     assert all(cached(answer) > 100 for answer in running[1:])
 
     small = await make(  # type: ignore[misc]
-        kv_tokens=512, context_length=256, scheduler=SchedulerSettings(overcommit=4.0), host_cache_mib=0
+        kv_tokens=512, context_length=256, scheduler=SchedulerSettings(expected_tokens=1), host_cache_mib=0
     )
     squeezed = [await small.start(STORY[:330] + question, salt=question, max_tokens=100) for question in QUESTIONS]
     roomy = [await plain.start(STORY[:330] + question, salt="", cache=False, max_tokens=100) for question in QUESTIONS]
@@ -135,7 +135,10 @@ def test_a_state_of_another_model_is_refused_by_its_fingerprint() -> None:
         foreign = StateBlob("another model", (ctypes.c_uint8 * 64)())
         with pytest.raises(ForeignStateError, match="another model"):
             runner.lanes.restore(foreign, 1, 0, 1)
+        assert runner.copies is not None
+        runner.copies.open()
         runner.apply([Offload(1, 0, 0, 0), Onload(1, 1, 0, 0)])
+        runner.copies.close()
     finally:
         runner.close()
 

@@ -18,7 +18,7 @@ def files(folder: Path, *names: str) -> Path:
 
 
 def found(model: Path) -> ModelFiles:
-    return GgufLayout().find(str(model), lambda share: None)
+    return GgufLayout().find(model)
 
 
 def test_a_file_is_itself_with_the_small_files_beside_it(tmp_path: Path) -> None:

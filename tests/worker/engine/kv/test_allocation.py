@@ -110,7 +110,7 @@ def test_a_half_computed_block_is_dropped_for_the_whole_one() -> None:
 
 def test_a_reused_start_needs_a_free_block() -> None:
     for total_blocks, found in ((2, 0), (3, 2)):
-        cache = Cache(total_blocks=total_blocks, overcommit=4.0)
+        cache = Cache(total_blocks=total_blocks)
         cache.allocate(1, "aaaa" + "bbbb")
         cache.compute(1, 8)
         assert cache.reused("aaxxx") == found

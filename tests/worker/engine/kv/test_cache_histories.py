@@ -51,25 +51,57 @@ class CacheHistory(RuleBasedStateMachine):
         lanes=st.integers(0, 5),
         host=st.sampled_from([0, 1, 3, 40]),
         kind=st.sampled_from(KINDS),
-        overcommit=st.sampled_from([1.0, 1.5, 4.0]),
+        expected=st.sampled_from([0, 1, 3]),
         max_cached=st.sampled_from([None, 0, 2]),
+        writes_through=st.booleans(),
     )
-    def begin(self, total: int, lanes: int, host: int, kind: str, overcommit: float, max_cached: int | None) -> None:
-        host = host if kind == "shared" else 0
+    def begin(
+        self,
+        total: int,
+        lanes: int,
+        host: int,
+        kind: str,
+        expected: int,
+        max_cached: int | None,
+        writes_through: bool,
+    ) -> None:
         self.config = make_config(
-            max_num_seqs=3, kv_block_size=BLOCK, total_kv_blocks=total, host_kv_blocks=host, max_num_batched_tokens=99
+            max_num_seqs=3,
+            kv_block_size=BLOCK,
+            total_kv_blocks=total,
+            host_kv_blocks=host,
+            max_num_batched_tokens=99,
+            writes_through=writes_through,
         )
-        self.runner: ArithmeticRunner = ArithmeticRunner(self.config, num_lanes=3 + lanes)
-        if kind != "shared":
-            self.runner = EchoRunner(self.config, 3 + lanes, kind=kind)
-        self.pool = BlockPool(total, BLOCK, 3 + lanes, host_blocks=host, overcommit=overcommit)
-        self.scheduler = Scheduler(self.pool, 3, priority_s=1.0, max_cached_blocks=max_cached)
+        self.num_lanes, self.kind, self.expected, self.max_cached = 3 + lanes, kind, expected, max_cached
+        self.memory_fd = os.memfd_create("slots")
+        self.start_engine()
         self.mirror = Mirror()
         self.roots = {self.root(domain) for domain in DOMAINS if domain is not None}
         self.open: dict[int, Sequence] = {}
         self.told: dict[int, list[int]] = {}
         self.number = 0
         self.now = 0.0
+
+    def start_engine(self) -> None:
+        """Makes an engine, which finds what the one before it has left in host memory."""
+        config, lanes = self.config, self.num_lanes
+        self.runner: ArithmeticRunner = ArithmeticRunner(config, num_lanes=lanes)
+        if self.kind != "shared":
+            self.runner = EchoRunner(config, lanes, kind=self.kind)
+        self.pool = BlockPool(
+            config.total_kv_blocks,
+            BLOCK,
+            lanes,
+            host_blocks=config.host_kv_blocks,
+            writes_through=config.writes_through,
+        )
+        self.scheduler = Scheduler(
+            self.pool, 3, priority_s=1.0, max_cached_blocks=self.max_cached, expected_tokens=self.expected
+        )
+        if self.runner.copies is not None:
+            self.runner.copies.open(os.dup(self.memory_fd))
+            self.runner.copies.reject(self.scheduler.recover(self.runner.copies.recovered))
 
     @rule(
         family=st.integers(0, 2),
@@ -124,9 +156,74 @@ class CacheHistory(RuleBasedStateMachine):
         assert result is not None
         self.take([result])
 
+    @rule(
+        family=st.integers(0, 2),
+        blocks=st.integers(1, 7),
+        first=st.integers(0, 3),
+        domain=st.sampled_from(DOMAINS[:3]),
+    )
+    def put(self, family: int, blocks: int, first: int, domain: Domain) -> None:
+        """Blocks come from another engine."""
+        if self.config.host_kv_blocks:
+            tokens = [1 + (family + place) % 7 for place in range(BLOCK * (first + blocks))]
+            copies, kv_ops = self.scheduler.put_blocks(domain, array("I", tokens), first, blocks)
+            self.runner.apply(kv_ops)
+            for place, copy in enumerate(copies):
+                start = BLOCK * (first + place)
+                if copy is not None:
+                    content = self.runner.saved({at: tokens[at] for at in range(start, start + BLOCK)})
+                    self.runner.opened_copies().write(copy, content)
+
+    @rule(
+        family=st.integers(0, 2),
+        blocks=st.integers(1, 7),
+        first=st.integers(0, 3),
+        domain=st.sampled_from(DOMAINS[:3]),
+    )
+    def export(self, family: int, blocks: int, first: int, domain: Domain) -> None:
+        """Another engine gets blocks, each with the tokens that it must have."""
+        if self.config.host_kv_blocks:
+            tokens = [1 + (family + place) % 7 for place in range(BLOCK * (first + blocks))]
+            num_cached, copies, kv_ops = self.scheduler.export_blocks(domain, array("I", tokens), first, blocks)
+            assert len(copies) <= max(0, min(blocks, num_cached - first))
+            self.runner.apply(kv_ops)
+            for place, copy in enumerate(copies):
+                start = BLOCK * (first + place)
+                content = self.runner.opened_copies().read(copy)
+                assert content == self.runner.saved({at: tokens[at] for at in range(start, start + BLOCK)})
+
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        """The engine dies, somewhere among the changes of its next step. Another one continues all sequences."""
+        known = set(self.pool.cache.tree.all_blocks())
+        plan = self.scheduler.schedule(40, 50)
+        self.runner.apply(plan.kv_ops[: data.draw(st.integers(0, len(plan.kv_ops)))])
+        known |= set(self.pool.cache.tree.all_blocks())
+        if self.runner.copies is not None:
+            self.runner.copies.close()
+        opened, self.open = self.open, {}
+        self.start_engine()
+        self.mirror.parents.clear()
+        recovered = {block.hash for block in self.pool.cache.tree.all_blocks() if block.hash}
+        assert recovered <= {block.hash for block in known}, "a block that never was"
+        for number, sequence in opened.items():
+            token_ids = sequence.token_ids
+            self.open[number] = again = Sequence(
+                number,
+                token_ids,
+                sequence.sampling,
+                frozenset({END_TOKEN}),
+                domain=sequence.domain,
+                priority=sequence.priority,
+                arrived_at=sequence.arrived_at,
+                num_sampled=sequence.num_sampled,
+                isolated=True,
+            )
+            self.scheduler.add(again)
+
     @rule()
     def clear(self) -> None:
-        self.scheduler.clear_cache()
+        self.runner.apply(self.scheduler.clear_cache())
         assert self.pool.cache.evictable_blocks == len(self.pool.cache.host) == 0
 
     @rule()
@@ -156,18 +253,23 @@ class CacheHistory(RuleBasedStateMachine):
             self.one_step(40, 50)
             self.everything_adds_up()
         assert not self.open, f"never ended: {self.open}"
-        self.scheduler.clear_cache()
+        self.runner.apply(self.scheduler.clear_cache())
         self.everything_adds_up()
         assert (self.pool.cache.used_blocks, self.pool.cache.free_blocks) == (0, self.pool.cache.total_blocks)
         assert not self.mirror.parents
         self.runner.apply(self.pool.cache.ops.take())
         assert self.runner.is_empty()
+        if self.runner.copies is not None:
+            self.runner.copies.close()
+        os.close(self.memory_fd)
 
     def one_step(self, budget: int, transfer: int) -> None:
         plan = self.scheduler.schedule(budget, transfer)
         for sequence in plan.started:
             self.runner.add_sequence(sequence.seq_no, sequence.sampling)
         self.runner.apply(plan.kv_ops)
+        if self.runner.copies is not None and self.runner.copies.is_open:
+            self.runner.copies.seal(plan.labels)
         decodes = [part for part in plan.scheduled if part.num_tokens == 1]
         assert sum(part.num_tokens for part in plan.scheduled) <= budget + len(decodes)
         assert plan.scheduled or plan.kv_ops or not self.scheduler.load().running or transfer == 0

@@ -14,7 +14,7 @@ def test_the_least_recently_used_block_is_evicted_first_and_of_a_path_its_end() 
     cache.kv_ops()
     cache.events()
     (a, b), (c, d) = hashes("aaaabbbb"), hashes("ccccdddd")
-    cache.allocate(101, "", max_tokens=16, domain=None)
+    cache.allocate(101, "", domain=None)
     for num_blocks, gone, cut in (
         (1, b, Truncate(0, 4)),
         (2, a, Truncate(0, 0)),
@@ -47,7 +47,7 @@ def test_several_truncations_of_one_lane_are_one_op() -> None:
 
 
 def test_blocks_that_sequences_use_are_never_evicted() -> None:
-    cache = Cache(total_blocks=3, overcommit=2.0)
+    cache = Cache(total_blocks=3)
     cache.allocate(1, "aaaabbbb")
     cache.compute(1, 8)
     cache.allocate(2, "cccccccc")

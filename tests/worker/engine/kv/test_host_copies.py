@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.block_cache import Cache, hashes, ids, offloaded_cache
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Truncate
-from tokenbus.worker.engine.kv.prefix_tree import KvEvents
+from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain, KvEvents
 
 
 def test_evicted_blocks_are_offloaded_and_onloaded_again() -> None:
@@ -156,7 +156,7 @@ def test_a_copy_that_would_complete_the_prompt_is_not_awaited() -> None:
 
 def test_nothing_is_onloaded_without_room_for_it() -> None:
     cache = offloaded_cache(total_blocks=3)
-    cache.allocate(1, "aaaabbbbc", max_tokens=9)
+    cache.allocate(1, "aaaabbbbc")
     cache.kv_ops()
     assert cache.reuse_prefix(1) == 0
     assert cache.kv_ops() == []
@@ -172,3 +172,115 @@ def test_a_partial_block_is_offloaded_and_onloaded_like_a_full_one() -> None:
     cache.kv_ops()
     assert cache.reused("aaaabbcc") == 6
     assert cache.kv_ops() == [Onload(2, 1, 0, 4), Onload(1, 1, 4, 6)]
+
+
+def written_through(host_blocks: int = 8, text: str = "aaaabbbbcc") -> Cache:
+    """A cache that copies what is complete, with a sequence that has computed a text."""
+    cache = Cache(host_blocks=host_blocks, writes_through=True)
+    cache.allocate(1, text)
+    cache.compute(1, len(text))
+    cache.pool.cache.host.set_limits(offloads=99, onloads=99)
+    cache.kv_ops()
+    return cache
+
+
+def test_complete_blocks_are_copied_while_their_sequence_runs() -> None:
+    cache = written_through()
+    cache.pool.cache.write_through()
+    assert cache.kv_ops() == [Offload(1, 0, 0, 4), Offload(2, 0, 4, 8)]
+    cache.pool.cache.write_through()
+    assert cache.kv_ops() == []
+
+
+def test_no_more_are_copied_than_the_limit_and_the_rest_follows() -> None:
+    cache = written_through()
+    cache.pool.cache.host.set_limits(offloads=1, onloads=0)
+    cache.pool.cache.write_through()
+    assert cache.kv_ops() == [Offload(1, 0, 0, 4)]
+    cache.pool.cache.host.set_limits(offloads=1, onloads=0)
+    cache.pool.cache.write_through()
+    assert cache.kv_ops() == [Offload(2, 0, 4, 8)]
+
+
+def test_a_block_that_is_gone_before_it_could_be_copied_is_forgotten() -> None:
+    cache = written_through()
+    cache.free(1)
+    cache.pool.cache.clear()
+    cache.kv_ops()
+    cache.pool.cache.host.set_limits(offloads=99, onloads=99)
+    cache.pool.cache.write_through()
+    assert cache.kv_ops() == []
+
+
+def test_the_beginning_of_a_running_stream_does_not_go_for_its_end() -> None:
+    cache = written_through(host_blocks=2, text="aaaabbbbccccdddd")
+    cache.pool.cache.write_through()
+    assert cache.kv_ops() == [Offload(1, 0, 0, 4), Offload(2, 0, 4, 8)]
+
+
+def test_copies_that_nobody_uses_go_for_those_of_running_streams() -> None:
+    cache = written_through(host_blocks=2)
+    cache.pool.cache.write_through()
+    cache.free(1)
+    cache.kv_ops()
+    cache.allocate(2, "xxxxyyyyz")
+    cache.compute(2, 9)
+    cache.pool.cache.write_through()
+    assert [op for op in cache.kv_ops() if isinstance(op, Offload | Discard)] == [
+        Discard(2),
+        Offload(3, 1, 0, 4),
+        Discard(1),
+        Offload(4, 1, 4, 8),
+    ]
+
+
+def recovered(labels: list[tuple[int, BlockLabel]], host_blocks: int = 8) -> tuple[Cache, dict[int, str]]:
+    """An empty cache that has been given copies of another one."""
+    cache = Cache(host_blocks=host_blocks)
+    rejected = cache.pool.cache.recover(labels)
+    cache.pool.check_integrity()
+    cache.pool.cache.host.set_limits(offloads=99, onloads=99)
+    return cache, rejected
+
+
+def labels_of(text: str = "aaaabbbbcc") -> list[tuple[int, BlockLabel]]:
+    cache = written_through(text=text)
+    cache.pool.cache.write_through()
+    return cache.pool.cache.host.take_labels()
+
+
+def test_recovered_copies_are_reused_and_reported_like_others() -> None:
+    cache, rejected = recovered(labels_of())
+    assert not rejected
+    assert [stored.hash for stored in cache.events().stored] == hashes("aaaabbbb")
+    assert cache.reused("aaaabbbbcccc") == 8
+    assert cache.kv_ops() == [Onload(1, 0, 0, 4), Onload(2, 0, 4, 8)]
+
+
+def test_recovered_copies_are_not_reused_in_another_domain() -> None:
+    cache, _ = recovered(labels_of())
+    cache.allocate(1, "aaaabbbbcccc", domain=Domain("acme", "salt"))
+    assert cache.reuse_prefix(1) == 0
+    cache.allocate(2, "aaaabbbbcccc", domain=Domain("other"))
+    assert cache.reuse_prefix(2) == 0
+
+
+def test_a_copy_without_the_one_before_is_rejected() -> None:
+    (_, second) = labels_of()
+    cache, rejected = recovered([second])
+    assert rejected == {2: "orphan"}
+    assert not cache.events().stored
+
+
+def test_copies_of_the_same_block_and_those_at_the_wrong_place_are_rejected() -> None:
+    (_, first), (_, second) = labels_of()
+    cache, rejected = recovered([(1, first), (2, first), (3, second._replace(start=8)), (4, second)])
+    assert rejected == {2: "duplicate", 3: "misplaced"}
+    assert cache.reused("aaaabbbbcccc") == 8
+    assert cache.kv_ops() == [Onload(1, 0, 0, 4), Onload(4, 0, 4, 8)]
+
+
+def test_the_copy_that_was_made_first_goes_first() -> None:
+    one, two = labels_of("aaaabbbbcc")
+    cache, _ = recovered([one, two], host_blocks=2)
+    assert cache.pool.cache.host.oldest.hash == hashes("aaaabbbb")[0]

@@ -39,7 +39,7 @@ def lay(folder: Path, *names: str) -> Path:
 
 
 def find(model: Path, *, on_gpu: bool = False) -> ModelFiles:
-    return OnnxLayout(on_gpu=on_gpu).find(str(model), lambda share: None)
+    return OnnxLayout(on_gpu=on_gpu).find(model)
 
 
 def choose(names: list[str], quant: str = "", *, on_gpu: bool = False) -> str:

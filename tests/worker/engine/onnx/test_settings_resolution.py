@@ -42,8 +42,8 @@ def shape(
         {"context_length": 0, "kv_tokens": 0, "threads": 0},
         {"max_num_seqs": 8, "max_num_batched_tokens": 9},
         {"max_num_batched_tokens": 2},
-        {"scheduler": SchedulerSettings(overcommit=1, priority_s=0, max_cached_blocks=0)},
-        {"scheduler": SchedulerSettings(overcommit=100, priority_s=3_600)},
+        {"scheduler": SchedulerSettings(expected_tokens=0, priority_s=0, max_cached_blocks=0)},
+        {"scheduler": SchedulerSettings(expected_tokens=1_000_000, priority_s=3_600)},
     ],
 )
 def test_settings_at_their_limits_are_met(met: dict[str, Any]) -> None:
@@ -70,8 +70,7 @@ def test_settings_at_their_limits_are_met(met: dict[str, Any]) -> None:
         ),
         (r"--max-num-batched-tokens must be above --max-num-seqs \(1\), got 1", {"max_num_batched_tokens": 1}),
         ("--threads must be 0 or more, got -1", {"threads": -1}),
-        ("--kv-overcommit must be 1 to 100, got 0.9", {"scheduler": SchedulerSettings(overcommit=0.9)}),
-        ("--kv-overcommit must be 1 to 100, got 101", {"scheduler": SchedulerSettings(overcommit=101)}),
+        ("--expected-tokens must be 0 or more, got -1", {"scheduler": SchedulerSettings(expected_tokens=-1)}),
         ("--priority-s must be 0 to 3,600, got -1", {"scheduler": SchedulerSettings(priority_s=-1)}),
         ("--priority-s must be 0 to 3,600, got 3601", {"scheduler": SchedulerSettings(priority_s=3_601)}),
         ("--max-cached-blocks must be 0 or more, got -1", {"scheduler": SchedulerSettings(max_cached_blocks=-1)}),
@@ -94,7 +93,6 @@ def test_a_setting_one_past_its_limit_is_refused_by_its_flag(message: str, wrong
         ("--split-mode", "row"),
         ("--tensor-split", (1.0, 2.0)),
         ("--ubatch-tokens", 128),
-        ("--host-cache-mib", 0),
     ],
 )
 def test_a_setting_that_only_the_other_engine_has_is_refused_by_its_flag(flag: str, given_value: object) -> None:

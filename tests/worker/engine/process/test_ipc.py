@@ -60,6 +60,9 @@ COMMANDS: list[ipc.Command] = [
     ipc.UnloadAdapter("d"),
     ipc.Abort(2**40),
     ipc.ClearCache(),
+    ipc.AbortPooling(3),
+    ipc.ExportBlocks(5, contract.CachedPrefix("acme", "salt", (block_hash.Adapter("a1", 0.5),), b"\x01\0\0\0"), 3, 8),
+    ipc.PutBlocks(contract.CachedPrefix("acme", "", (), b"\x01\0\0\0"), 0, [b"\0block", b""]),
     ipc.EmbedCall(3, internal.Embed(inputs=["x", [1, 2]], dimensions=4, remaining_ms=100.0)),
     ipc.RerankCall(4, internal.Rerank(query="q", documents=["a"], remaining_ms=5.0)),
     ipc.TokenizeCall(1, internal.Tokenize(text="a\0é")),
@@ -92,6 +95,7 @@ REPORTS: list[ipc.Report] = [
     ipc.StepIsolated(3),
     ipc.ConstraintCompiled(9, 0.25),
     ipc.ConstraintCompiled(9, 0.25, errors.make_error(errors.Code.INVALID_REQUEST, "regex: (", param="regex")),
+    ipc.ExportedBlocks(5, 2, [b"\0block"]),
     ipc.PoolResult(3, b"\x00" * 8, 2, None),
     ipc.AdapterResult(5, "d", None),
     ipc.AdapterResult(5, "", errors.make_error(errors.Code.INVALID_REQUEST, "no such file", param="path")),
@@ -133,10 +137,10 @@ def test_the_sockets_of_replicas_come_beside_their_messages_in_order() -> None:
         socket.send_fds(frontend, [ipc.encode(opened)], [theirs.fileno()])
     frontend.close()
     received = list(ipc.receive_with_sockets(process))
-    assert [(opened.number, opened.settings.model) for opened, _ in received] == [
+    assert [(opened.number, opened.settings.model) for opened, _, _ in received] == [
         (number, f"model-{number}") for number in range(3)
     ]
-    for number, ((ours, theirs), (_, passed)) in enumerate(zip(pairs, received, strict=True)):
+    for number, ((ours, theirs), (_, passed, _)) in enumerate(zip(pairs, received, strict=True)):
         ours.sendall(bytes([number]))
         assert passed.recv(1) == bytes([number])
         for one in (ours, theirs, passed):

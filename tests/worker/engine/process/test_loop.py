@@ -16,6 +16,7 @@ from tokenbus.protocol.wire import block_hash
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import StepLoop
+from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.runner import DeviceError, InsufficientMemoryError
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -81,6 +82,7 @@ def run(
     *commands: Command,
     runner: ArithmeticRunner | None = None,
     then: Callable[[ipc.StepReport, Inbox], None] = lambda report, inbox: None,
+    settings: SchedulerSettings | None = None,
 ) -> Story:
     """Runs a loop in this thread until it is idle; `then` is called after each report and may send commands."""
     story = Story([], Inbox(*commands), [])
@@ -92,7 +94,7 @@ def run(
         story.reports.append(said)
         then(said, story.inbox)
 
-    StepLoop(runner or ArithmeticRunner(), story.inbox, report, step_target_s=0.05, debug=True).run()
+    StepLoop(runner or ArithmeticRunner(), story.inbox, report, 0.05, settings, debug=True).run()
     return story
 
 
@@ -107,6 +109,18 @@ def test_every_report_carries_the_load_after_it() -> None:
     story = run(add(1, max_tokens=2))
     assert [report.load.running for report in story.reports] == [1, 1, 0]
     assert (story.reports[-1].load.used_blocks, story.reports[-1].load.free_blocks) == (0, 64)
+
+
+def test_the_stats_of_steps_count_preemptions_and_what_moves_between_device_and_host_memory() -> None:
+    """Two sequences of which one token is expected use four blocks each, of 100 bytes; there are four."""
+    config = make_config(kv_block_size=4, total_kv_blocks=4, host_kv_blocks=4, kv_bytes=400)
+    commands = [msgspec.structs.replace(add(number, 7, 9), domain=("acme", "")) for number in (1, 2)]
+    story = run(*commands, runner=ArithmeticRunner(config), settings=SchedulerSettings(expected_tokens=1))
+    stats = [report.stats for report in story.reports if report.stats is not None]
+    assert sum(one.preemptions for one in stats) == 1
+    assert (sum(one.restored_tokens for one in stats), sum(one.recomputed_tokens for one in stats)) == (8, 0)
+    assert (sum(one.offloaded_bytes for one in stats), sum(one.onloaded_bytes for one in stats)) == (600, 200)
+    assert set(story.ends().values()) == {EngineFinishReason.LENGTH}
 
 
 def test_an_inbox_that_says_none_ends_the_loop_at_once() -> None:

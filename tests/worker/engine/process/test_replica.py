@@ -109,6 +109,19 @@ def rerank(call_id: int, *documents: str) -> ipc.RerankCall:
     return ipc.RerankCall(call_id, internal.Rerank(query="q", documents=list(documents), remaining_ms=9_000))
 
 
+@pytest.mark.parametrize("ask", [embed(7, "a", "b"), rerank(7, "a", "b")])
+def test_a_call_that_is_aborted_while_its_texts_are_tokenized_is_never_answered(one: Replica, ask: ipc.Command) -> None:
+    one.runner.gate.clear()
+    one.send(ask)
+    assert one.runner.is_asked.wait(10)
+    one.send(ipc.AbortPooling(7))
+    one.send(embed(8, "a"))
+    one.runner.gate.set()
+    answered = one.until(lambda report: isinstance(report, ipc.PoolResult))
+    assert isinstance(answered, ipc.PoolResult)
+    assert answered.call_id == 8
+
+
 ASKS = [embed(7, "a", "b"), rerank(7, "a", "b"), ipc.TokenizeCall(7, internal.Tokenize(text="a"))]
 
 

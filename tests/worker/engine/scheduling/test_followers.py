@@ -130,7 +130,7 @@ def test_answers_are_the_same_with_and_without_them_also_under_preemption(
     asked: list[tuple[str, int]], total_blocks: int, max_step_tokens: int, budget: int
 ) -> None:
     executed = ExecutedScheduler(
-        total_blocks, overcommit=3.0, max_step_tokens=max_step_tokens, make_runner=FollowingRunner
+        total_blocks, expected_tokens=1, max_step_tokens=max_step_tokens, make_runner=FollowingRunner
     )
     sequences = [executed.add(n, text, most) for n, (text, most) in enumerate(asked, start=1)]
     while executed.scheduler.has_work:

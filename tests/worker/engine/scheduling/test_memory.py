@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.support.executed_scheduler import ExecutedScheduler, generated, sizes
 from tokenbus.worker.engine.kv.ops import Offload, Onload, Share, Truncate
-from tokenbus.worker.engine.scheduling.plan import ScheduledTokens, StepPlan
+from tokenbus.worker.engine.scheduling.plan import ScheduledTokens, SchedulerCounts, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
 
@@ -96,40 +96,41 @@ def test_exactly_the_tokens_that_were_not_cached_are_computed(
         executed.step(budget, transfer_blocks=2)
     while executed.scheduler.has_work:
         executed.step(budget, transfer_blocks=2)
-    assert executed.scheduler.preemptions == 0
+    assert executed.scheduler.counts.preemptions == 0
     every = executed.sequences.values()
     computed = sum(one.num_prompt - one.num_cached + one.num_sampled - 1 for one in every)
     assert executed.runner.num_evaluated == executed.scheduler.load().computed_tokens == computed
 
 
-# over-commitment
+# sequences that use more than was expected
 
 
-def overcommitted() -> ExecutedScheduler:
-    """Reserves four blocks twice over: for two sequences that will use three each."""
-    executed = ExecutedScheduler(total_blocks=4, overcommit=2.0)
-    executed.add(1, "aaaaaaaa", max_tokens=4)
-    executed.add(2, "bbbbbbbb", max_tokens=4)
+def outgrowing() -> ExecutedScheduler:
+    """Two sequences of which one token is expected, so that two of four blocks do for each; both will use three."""
+    executed = ExecutedScheduler(total_blocks=4, expected_tokens=1)
+    executed.add(1, "aaaaaaa", max_tokens=5)
+    executed.add(2, "bbbbbbb", max_tokens=5)
     return executed
 
 
-def test_with_overcommitment_the_last_sequence_is_preempted_and_keeps_what_it_sampled() -> None:
-    executed = overcommitted()
-    assert sizes(executed.step()) == [(1, 0, 8), (2, 0, 8)]
-    (first,) = generated(executed.sequences[2])
-    plan = executed.step()
-    assert sizes(plan) == [(1, 8, 1)]
+def test_the_last_sequence_is_preempted_for_one_that_outgrows_what_was_expected_and_keeps_what_it_sampled() -> None:
+    executed = outgrowing()
+    assert [sizes(executed.step()) for _ in range(2)] == [[(1, 0, 7), (2, 0, 7)], [(1, 7, 1), (2, 7, 1)]]
+    sampled = generated(executed.sequences[2])
     two = executed.sequences[2]
-    assert (two.lane, two.num_computed, two.preemptions, generated(two)) == (None, 0, 1, [first])
-    assert executed.scheduler.preemptions == 1
+    plan = executed.step()
+    assert (sizes(plan), plan.preempted) == ([(1, 8, 1)], (two,))
+    assert (two.lane, two.num_computed, two.preemptions, generated(two)) == (None, 0, 1, sampled)
+    assert executed.scheduler.counts.preemptions == 1
     executed.run()
     assert executed.ends == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.LENGTH}
-    assert generated(two) == executed.answer("bbbbbbbb")
-    assert generated(executed.sequences[1]) == executed.answer("aaaaaaaa")
+    assert generated(two) == executed.answer("bbbbbbb", 5)
+    assert generated(executed.sequences[1]) == executed.answer("aaaaaaa", 5)
 
 
-def test_a_preempted_sequence_comes_back_with_a_full_reservation_and_is_not_started_twice() -> None:
-    executed = overcommitted()
+def test_a_preempted_sequence_waits_for_all_the_room_it_expects_and_is_not_reported_as_started_again() -> None:
+    executed = outgrowing()
+    executed.step()
     executed.step()
     running = []
     while 1 not in executed.ends:
@@ -142,37 +143,64 @@ def test_a_preempted_sequence_comes_back_with_a_full_reservation_and_is_not_star
 
 
 def test_a_preempted_sequence_reuses_its_own_cached_blocks() -> None:
-    executed = overcommitted()
+    executed = outgrowing()
     while 1 not in executed.ends:
         executed.step()
     (part,) = executed.step().scheduled
     assert (part.start, part.num_tokens) == (4, 5)
     executed.run()
     assert executed.sequences[2].num_cached == 0
-    assert executed.runner.num_evaluated == executed.scheduler.load().computed_tokens == 2 * (8 + 3) + 4
+    assert executed.runner.num_evaluated == executed.scheduler.load().computed_tokens == 2 * (7 + 4) + 4
+    counts = executed.scheduler.counts
+    assert (counts.preemptions, counts.restored_tokens, counts.recomputed_tokens) == (1, 4, 4)
+
+
+def test_a_preempted_sequence_moves_to_host_memory_and_back_and_computes_nothing_again() -> None:
+    executed = ExecutedScheduler(total_blocks=4, expected_tokens=1, host_blocks=4)
+    executed.add(1, "aaaaaaa", max_tokens=9)
+    executed.add(2, "bbbbbbb", max_tokens=9)
+    onloads = 0
+    while executed.scheduler.has_work:
+        onloads += count(executed.step(transfer_blocks=9), Onload)
+    assert (executed.sequences[2].preemptions, onloads) == (1, 2)
+    assert executed.scheduler.counts == SchedulerCounts(
+        preemptions=1, restored_tokens=8, evicted_blocks=6, offloaded_blocks=6, onloaded_blocks=2
+    )
+    assert executed.runner.num_evaluated == 2 * (7 + 8)
+    assert generated(executed.sequences[2]) == executed.answer("bbbbbbb", 9)
+
+
+def test_the_load_does_not_count_the_tokens_of_preempted_sequences_as_prompts_to_be_computed() -> None:
+    executed = outgrowing()
+    while not executed.scheduler.counts.preemptions:
+        executed.step()
+    assert executed.scheduler.load().queued_prefill_tokens == 0
 
 
 def test_a_prompt_is_preempted_for_those_before_it_and_never_for_those_behind() -> None:
-    executed = ExecutedScheduler(total_blocks=4, overcommit=2.0)
-    executed.add(1, "aaaa", max_tokens=4)
-    executed.add(2, "b" * 15, max_tokens=1)
-    assert sizes(executed.step(budget=14)) == [(1, 0, 4), (2, 0, 10)]
-    assert sizes(executed.step()) == [(1, 4, 1)]
+    executed = ExecutedScheduler(total_blocks=5, expected_tokens=1)
+    executed.add(1, "aaaa", max_tokens=8)
+    executed.add(2, "b" * 11, max_tokens=1)
+    assert sizes(executed.step(budget=13)) == [(1, 0, 4), (2, 0, 9)]
+    for place in range(4, 9):
+        assert executed.scheduler.counts.preemptions == 0
+        assert sizes(executed.step(budget=0)) == [(1, place, 1)]
     executed.run()
     assert executed.ends == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.LENGTH}
     assert [one.preemptions for one in executed.sequences.values()] == [0, 1]
-    assert generated(executed.sequences[2]) == executed.answer("b" * 15, 1)
+    assert generated(executed.sequences[2]) == executed.answer("b" * 11, 1)
 
 
 def test_one_that_decodes_in_this_step_already_is_not_preempted_for_a_prompt_before_it() -> None:
-    executed = ExecutedScheduler(total_blocks=4, overcommit=2.0)
-    executed.add(1, "a" * 12, max_tokens=1)
-    executed.add(2, "bbbb", max_tokens=5)
-    assert sizes(executed.step(budget=8)) == [(1, 0, 4), (2, 0, 4)]
-    assert sizes(executed.step(budget=8)) == [(2, 4, 1)]
+    executed = ExecutedScheduler(total_blocks=6, expected_tokens=1)
+    executed.add(1, "a" * 18, max_tokens=1)
+    executed.add(2, "bbb", max_tokens=20)
+    assert sizes(executed.step(budget=7)) == [(1, 0, 4), (2, 0, 3)]
+    plans = [sizes(executed.step(budget=4)) for _ in range(4)]
+    assert plans == [[(2, 3, 1), (1, 4, 4)], [(2, 4, 1), (1, 8, 4)], [(2, 5, 1), (1, 12, 4)], [(2, 6, 1)]]
+    assert executed.scheduler.counts.preemptions == 0
     executed.run()
     assert executed.ends == {1: EngineFinishReason.LENGTH, 2: EngineFinishReason.LENGTH}
-    assert executed.scheduler.preemptions == 0
 
 
 # where the device has less room than it said

@@ -21,11 +21,11 @@ def scheduler(
     total_blocks: int = 100,
     block_size: int = 4,
     max_num_seqs: int = 8,
-    overcommit: float = 1.0,
+    expected_tokens: int = 0,
     priority_s: float = 1.0,
 ) -> Scheduler:
-    pool = BlockPool(total_blocks, block_size, max_num_seqs, overcommit=overcommit)
-    return Scheduler(pool, max_num_seqs, priority_s=priority_s)
+    pool = BlockPool(total_blocks, block_size, max_num_seqs)
+    return Scheduler(pool, max_num_seqs, priority_s=priority_s, expected_tokens=expected_tokens)
 
 
 def sequence(
@@ -214,7 +214,7 @@ def test_an_aborted_sequence_frees_its_lane_and_blocks_for_the_next() -> None:
     result = one.abort(1)
     assert result is not None
     assert (result.sequence.lane, result.finish_reason) == (0, EngineFinishReason.ABORTED)
-    assert load_now(one) == messages.Load(free_blocks=4)
+    assert load_now(one) == messages.Load(free_blocks=4, expected_answer_tokens=64)
     one.add(sequence(2, 8, max_tokens=8))
     assert [part.lane for part in one.schedule(100).scheduled] == [0]
 
@@ -268,7 +268,13 @@ def test_the_load_counts_prompt_tokens_that_are_not_computed_yet_and_no_decodes(
     loaded.add(sequence(3, 7, max_tokens=5))
     step(loaded, budget=4)
     assert load_now(loaded) == messages.Load(
-        running=2, waiting=1, queued_prefill_tokens=6 + 7, used_blocks=2, free_blocks=18
+        running=2,
+        waiting=1,
+        queued_prefill_tokens=6 + 7,
+        used_blocks=2,
+        free_blocks=18,
+        expected_blocks=2 + 3 + 3,
+        expected_answer_tokens=256,
     )
 
 
@@ -343,7 +349,7 @@ def test_isolated_sequences_take_their_steps_one_after_the_other() -> None:
 
 
 def test_an_isolated_sequence_takes_the_room_it_needs_from_those_before_it() -> None:
-    one = scheduler(total_blocks=4, block_size=4, overcommit=2.0)
+    one = scheduler(total_blocks=4, block_size=4, expected_tokens=1)
     one.add(sequence(1, 8, max_tokens=4))
     step(one)
     step(one)

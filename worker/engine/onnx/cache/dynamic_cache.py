@@ -13,6 +13,7 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.cache import saved_tokens
 from tokenbus.worker.engine.onnx.cache.batch import LEFT, Batch, bucket_by_length
 from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeResult
 from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneChange, Shrink, Transfer
@@ -46,6 +47,14 @@ class DynamicCache:
                     self._shrink(to, end)
                 case Shrink(lane, end):
                     self._shrink(lane, end)
+
+    def save(self, lane: int, start: int, end: int) -> bytes:
+        sources, row, columns = self._tokens_of(lane)
+        return saved_tokens.pack([source[row][:, columns[start:end]] for source in sources])
+
+    def load(self, lane: int, data: bytes | bytearray, start: int, end: int) -> None:
+        saved = saved_tokens.unpack(self._graph_runner.graph.kv, data)
+        self._append(lane, [array[:, : end - start] for array in saved], end - start)
 
     def decode(self, parts: Listing[ScheduledTokens]) -> DecodeResult:
         by_lane = {part.lane: part for part in parts}
@@ -117,15 +126,20 @@ class DynamicCache:
 
     def _copy(self, lane: int, to: int, start: int, end: int) -> None:
         """Appends tokens of one lane to another, which gets a batch of its own."""
-        batch = self._batch_of([to])
+        self._batch_of([to])  # packed first: that may move the other lane's row
         sources, at, columns = self._tokens_of(lane)
         taken = columns[start:end]
-        width = batch.columns + len(taken)
+        self._append(to, [source[at][:, taken] for source in sources], len(taken))
+
+    def _append(self, lane: int, tokens: Listing[Array], count: int) -> None:
+        """Appends `count` tokens, of (heads, tokens, width) for each tensor, to a lane in a batch of its own."""
+        batch = self._batch_of([lane])
+        width = batch.columns + count
         batch.reserve(width)
-        for target, old, source in zip(batch.targets(width), batch.arrays(), sources, strict=True):
+        for target, old, added in zip(batch.targets(width), batch.arrays(), tokens, strict=True):
             target[:, :, : batch.columns] = old
-            target[0, :, batch.columns :] = source[at][:, taken]
-        batch.commit(np.concatenate([batch.mask, np.ones((1, len(taken)), np.int64)], axis=1))
+            target[0, :, batch.columns :] = added
+        batch.commit(np.concatenate([batch.mask, np.ones((1, count), np.int64)], axis=1))
 
     def _shrink(self, lane: int, end: int) -> None:
         batch = self._batches.get(lane)

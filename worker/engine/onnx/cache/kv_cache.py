@@ -25,6 +25,15 @@ class KvCache(Protocol):
         """Carries out changes in order."""
         ...
 
+    def save(self, lane: int, start: int, end: int) -> bytes:
+        """Returns the tokens `start` to `end` of a lane: of each tensor (heads, tokens, width), one after another."""
+        ...
+
+    def load(self, lane: int, data: bytes | bytearray, start: int, end: int) -> None:
+        """Appends the tokens `start` to `end` to a lane that holds `start`. The data may hold more after them. Raises
+        InsufficientMemoryError."""
+        ...
+
     def decode(self, parts: Listing[ScheduledTokens]) -> DecodeResult:
         """Computes parts of one token each."""
         ...

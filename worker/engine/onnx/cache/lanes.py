@@ -6,7 +6,7 @@ that shares is emptied right after: then its memory changes hands. Tokens that a
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
-from tokenbus.worker.engine.kv.ops import KvOp, Share, Truncate
+from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
 
 
 class Copy(NamedTuple):
@@ -34,6 +34,8 @@ class Shrink(NamedTuple):
 
 
 LaneChange = Copy | Transfer | Shrink
+HostMove = Offload | Onload | Discard
+"""Changes that concern copies in host memory."""
 
 
 class LaneLengths:
@@ -50,9 +52,9 @@ class LaneLengths:
         assert start <= self.lengths[lane], (self.lengths[lane], start)
         self.lengths[lane] = end
 
-    def resolve(self, kv_ops: Listing[KvOp]) -> list[LaneChange]:
+    def resolve(self, kv_ops: Listing[KvOp]) -> list[LaneChange | HostMove]:
         """Returns the changes that the operations amount to, in order. The lengths are updated as if they were done."""
-        found: list[LaneChange] = []
+        found: list[LaneChange | HostMove] = []
         for place, op in enumerate(kv_ops):
             match op:
                 case Share(lane, to, start, end) if end > self.lengths[to]:
@@ -67,10 +69,17 @@ class LaneLengths:
                 case Truncate(lane, start, None) if start < self.lengths[lane]:
                     self.lengths[lane] = start
                     found.append(Shrink(lane, start))
-                case Share() | Truncate():
+                case Offload(_, lane, _, end):
+                    assert end <= self.lengths[lane], (op, self.lengths)
+                    found.append(op)
+                case Onload(_, lane, start, end) if end > self.lengths[lane]:
+                    assert start == self.lengths[lane], (op, self.lengths)
+                    self.lengths[lane] = end
+                    found.append(op)
+                case Discard():
+                    found.append(op)
+                case Share() | Truncate() | Onload():
                     pass  # the lane holds these tokens, or equal ones that would replace them
-                case _:
-                    raise AssertionError(f"there is no host memory to move to: {op}")
         return found
 
 
@@ -81,5 +90,7 @@ def _empties_next(kv_ops: Listing[KvOp], lane: int) -> bool:
             case Truncate(truncated, start, None) if truncated == lane:
                 return start == 0
             case Share(source, to, _, _) if lane in (source, to):
+                return False
+            case Offload(_, used, _, _) | Onload(_, used, _, _) if used == lane:
                 return False
     return False

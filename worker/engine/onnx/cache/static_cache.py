@@ -9,6 +9,7 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.cache import saved_tokens
 from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeResult
 from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneChange, LaneLengths, Shrink, Transfer
 from tokenbus.worker.engine.onnx.cache.rows import RowTable
@@ -40,6 +41,15 @@ class StaticCache:
                     self._rows.swap(lane, to)
                 case Shrink():
                     pass  # nothing reads what lies after a lane's length
+
+    def save(self, lane: int, start: int, end: int) -> bytes:
+        row = self._rows.row_of(lane)
+        return saved_tokens.pack([memory.view(row)[:, start:end] for memory in self._memory])
+
+    def load(self, lane: int, data: bytes | bytearray, start: int, end: int) -> None:
+        row = self._rows.row_of(lane)
+        for memory, saved in zip(self._memory, saved_tokens.unpack(self._graph_runner.graph.kv, data), strict=True):
+            memory.view(row)[:, start:end] = saved[:, : end - start]
 
     def decode(self, parts: Listing[ScheduledTokens]) -> DecodeResult:
         for copy in self._rows.gather([part.lane for part in parts]):

@@ -1,0 +1,11 @@
+"""The command line of a benchmark."""
+
+import argparse
+
+
+def parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """Returns a parser that shows the module's docstring, with a flag for each number, which is its default."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in numbers.items():
+        made.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    return made

@@ -1,0 +1,195 @@
+"""Measures what a router costs: the CPU time that a request takes, and the latency that it adds.
+
+Run: .venv/bin/python -m bench.router.router_cost [--requests 1000] [--at-once 16] [--rounds 7]
+
+The demo model serves behind a real router and broker. Prompts have 1,000 tokens, all cached, and one token is
+generated; each round sends token ids, then the same prompt as text. The router's CPU time is that of its process, less
+what it spends idle; that of a text is compared with `tokenizers` encoding the same text in this process. The latency is
+measured to the first message, and compared with a bare exchange of the same bytes over three hops (client, forwarder,
+responder, client)."""
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import nats
+from nats.aio.client import Client as Nats
+from nats.aio.msg import Msg
+from tokenizers import Tokenizer
+
+from bench.system import card, cpu_seconds, start
+from tokenbus.cli import nats_server
+from tokenbus.client import Client
+from tokenbus.demo import MODEL_PATH
+from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.wire import codec, internal, subjects
+
+_TOKENS = 1_000
+_WORKER = "bench"
+_STORY = "Once upon a time there was a fox who lived by the river . 12 + 30 = 42 ."
+_parts = codec.Decoder(internal.TokenizerPart)
+_HOPS = """
+import asyncio, sys, nats
+async def main(url):
+    connection = await nats.connect(url)
+    async def forward(message): await connection.publish("second", message.data, reply=message.reply)
+    async def respond(message): await connection.publish(message.reply, message.data[:200])
+    await connection.subscribe(sys.argv[2], cb={"first": forward, "second": respond}[sys.argv[2]])
+    await asyncio.Event().wait()
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+class Wire:
+    """A bare client that times the first message of each answer and waits for its end."""
+
+    def __init__(self, connection: Nats) -> None:
+        self._nats = connection
+
+    async def first_s(self, subject: str, payload: bytes) -> float:
+        """Returns the seconds to the first message, when the last one has arrived."""
+        inbox, times, done = self._nats.new_inbox(), list[float](), asyncio.Event()
+
+        async def take(message: Msg) -> None:
+            times.append(time.perf_counter())
+            if b'"finish_reason":null' not in message.data:
+                done.set()
+
+        subscription = await self._nats.subscribe(inbox, cb=take)
+        began = time.perf_counter()
+        await self._nats.publish(subject, payload, reply=inbox)
+        async with asyncio.timeout(10):
+            await done.wait()
+        await subscription.unsubscribe()
+        return times[0] - began
+
+
+async def _cpu_us(ask: Callable[[], Awaitable[float]], count: int, at_once: int, pid: int, idle: float) -> float:
+    """Returns the CPU microseconds that a process spends on each request, with `at_once` of them in flight."""
+
+    async def some() -> None:
+        for _ in range(count // at_once):
+            await ask()
+
+    before, began = cpu_seconds(pid), time.perf_counter()
+    await asyncio.gather(*(some() for _ in range(at_once)))
+    spent = cpu_seconds(pid) - before - idle * (time.perf_counter() - began)
+    return spent / (count // at_once * at_once) * 1e6
+
+
+async def _first_ms(ask: Callable[[], Awaitable[float]], count: int) -> float:
+    """Returns the median milliseconds to the first message, with one request in flight."""
+    return statistics.median([await ask() for _ in range(count)]) * 1e3
+
+
+async def measure(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
+        server = await nats_server.start(0, Path(folder) / "nats.log")
+        router = start(Path(folder) / "router.log", "router", "--nats", server.url)
+        model = ("--model", str(MODEL_PATH), "--served-name", "m", "--threads", "1", "--worker-id", _WORKER)
+        worker = start(Path(folder) / "worker.log", "worker", "--nats", server.url, *model)
+        hops = [
+            await asyncio.create_subprocess_exec(sys.executable, "-c", _HOPS, server.url, name)
+            for name in ("first", "second")
+        ]
+        try:
+            async with await Client.connect(server.url) as client:
+                await card(client)
+            connection = await nats.connect(server.url)
+            tokenizer = await _tokenizer(connection)
+            await _compare(options, Wire(connection), tokenizer, router.pid)
+            await connection.close()
+        finally:
+            for process in (router, worker):
+                process.kill()
+            for hop in hops:
+                hop.kill()
+            server.stop()
+
+
+async def _compare(options: argparse.Namespace, wire: Wire, tokenizer: Tokenizer, pid: int) -> None:
+    text, token_ids = _prompt(tokenizer)
+    subject = subjects.Subjects().generate("m")
+    same = {"max_tokens": 1, "temperature": 0}
+    ids, texts = (json.dumps(one | same).encode() for one in ({"token_ids": token_ids}, {"prompt": text}))
+    for payload in (ids, texts):
+        await wire.first_s(subject, payload)
+    before = cpu_seconds(pid)
+    await asyncio.sleep(5)
+    idle = (cpu_seconds(pid) - before) / 5
+    rows: list[tuple[float, ...]] = []
+    for _ in range(options.rounds):
+        asks = (lambda: wire.first_s(subject, ids)), (lambda: wire.first_s(subject, texts))
+        cpu = [await _cpu_us(ask, options.requests, options.at_once, pid, idle) for ask in asks]
+        alone = await _cpu_us(asks[0], options.requests // 4, 1, pid, idle)
+        bare = await _first_ms(lambda: wire.first_s("first", ids), options.requests // 4)
+        first = [await _first_ms(ask, options.requests // 4) for ask in asks]
+        rows.append((cpu[0], alone, cpu[1], _encode_us(tokenizer, text), bare, *first))
+    _show(rows, idle)
+
+
+async def _tokenizer(connection: Nats) -> Tokenizer:
+    """Fetches the model's tokenizer from the worker, as a router does."""
+    names, inbox, parts = subjects.Subjects(), connection.new_inbox(), list[internal.TokenizerPart]()
+    subscription = await connection.subscribe(inbox)
+    await connection.publish(names.worker("m", _WORKER, "tokenizer"), b"", reply=inbox)
+    while not parts or len(parts) < parts[0].parts:
+        parts.append(_parts.decode((await subscription.next_msg(timeout=5)).data))
+    await subscription.unsubscribe()
+    return Tokenizer.from_str(prompt.from_parts(parts, parts[0].digest).tokenizer_json)
+
+
+def _prompt(tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """Returns a text of about `_TOKENS` tokens, and its token ids."""
+    words = itertools.cycle(_STORY.split())
+    text = ""
+    while len(tokenizer.encode(text, add_special_tokens=False).ids) < _TOKENS:
+        text += " " + " ".join(itertools.islice(words, 20))
+    ids = tokenizer.encode(text, add_special_tokens=False).ids[:_TOKENS]
+    return tokenizer.decode(ids), ids
+
+
+def _encode_us(tokenizer: Tokenizer, text: str, count: int = 200) -> float:
+    began = time.process_time()
+    for _ in range(count):
+        tokenizer.encode(text, add_special_tokens=False)
+    return (time.process_time() - began) / count * 1e6
+
+
+def _show(rows: list[tuple[float, ...]], idle: float) -> None:
+    ids, alone, text, encode, bare, ids_ms, text_ms = zip(*rows, strict=True)
+    beyond = [one - other for one, other in zip(text, encode, strict=True)]
+    added = [one - other for one, other in zip(ids_ms, bare, strict=True)]
+    added_text = [one - other - spent / 1e3 for one, other, spent in zip(text_ms, bare, encode, strict=True)]
+    print(f"idle router: {idle * 100:.1f} % of a core")
+    for name, values, unit in (
+        ("CPU of a request of token ids", ids, "µs"),
+        ("the same, one at a time", alone, "µs"),
+        ("CPU of one of text", text, "µs"),
+        ("tokenizers' encode alone", encode, "µs"),
+        ("CPU of text beyond that", beyond, "µs"),
+        ("bare three hops, p50", bare, "ms"),
+        ("added p50, ids", added, "ms"),
+        ("added p50, text, beyond encode", added_text, "ms"),
+    ):
+        low, middle, high = statistics.quantiles(values, n=4)
+        print(f"{name:34}{middle:10.2f} {unit} ({low:.2f} to {high:.2f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--requests", type=int, default=1_000)
+    parser.add_argument("--at-once", type=int, default=16, help="requests under way while CPU time is measured")
+    parser.add_argument("--rounds", type=int, default=7)
+    asyncio.run(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Measures how long streams pause when their engine is killed, with and without copies that outlive it.
+
+Run: .venv/bin/python -m bench.serving.engine_kill [--model FILE.gguf] [--streams 8] [--prompt 1000] [--pairs 1]
+
+Once every stream has a token, the engine gets SIGKILL. The next one continues all streams; the pause of a stream is the
+longest time between two of its tokens from then on."""
+
+import argparse
+import asyncio
+import itertools
+import os
+import signal
+import statistics
+import time
+from pathlib import Path
+
+from bench import streams, system
+from bench.models import benchmark_model
+
+_AFTER = 24
+"""The tokens of an answer that are still to come when the first stream begins to wait for the last one."""
+_serials = itertools.count()
+
+
+class _Stream:
+    """One stream, and when its tokens arrived."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.has_token = asyncio.Event()
+
+    def on_token(self) -> None:
+        self.times.append(time.perf_counter())
+        self.has_token.set()
+
+    def pause_s(self, killed_at: float) -> float:
+        before = max(at for at in self.times if at <= killed_at)
+        after = [before, *(at for at in self.times if at > killed_at)]
+        return max(second - first for first, second in itertools.pairwise(after))
+
+
+async def longest_pause_s(model: Path, count: int, prompt_tokens: int, flags: tuple[str, ...]) -> float:
+    async with system.running(model, *flags) as client:
+        engine = (await system.card(client)).pids.engine
+        running = [_Stream() for _ in range(count)]
+        # Every stream must outlast the prompts of all others, or it would have ended by then.
+        tasks = []
+        for one in running:
+            serial = next(_serials)
+            prompt = [
+                10 + (serial * 37 + place * place) % (benchmark_model.VOCABULARY - 10) for place in range(prompt_tokens)
+            ]
+            tokens = _AFTER + 16 * (count + prompt_tokens // 16)
+            tasks.append(asyncio.create_task(streams.complete(client, prompt, tokens, one.on_token)))
+        for one in running:
+            await one.has_token.wait()
+        killed_at = time.perf_counter()
+        before = [len(one.times) for one in running]
+        os.kill(engine, signal.SIGKILL)
+        for one, had in zip(running, before, strict=True):
+            while len(one.times) < had + 3:
+                one.has_token.clear()
+                await one.has_token.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return max(one.pause_s(killed_at) for one in running)
+
+
+async def measure(model: Path, count: int, prompt_tokens: int, pairs: int, flags: list[str]) -> None:
+    common = ("--context-length", "4096", "--kv-tokens", "16384", "--threads", "2", *flags)
+    seen = []
+    for number in range(pairs):
+        off = await longest_pause_s(model, count, prompt_tokens, (*common, "--host-cache-mib", "0"))
+        on = await longest_pause_s(model, count, prompt_tokens, common)
+        seen.append((off, on))
+        print(f"  pair {number + 1}: {off:.1f} s without copies, {on:.2f} s with: {on / off:.3f}", flush=True)
+    print(f"{model.name}, {count} streams of {prompt_tokens} tokens, longest pause, median of {pairs} pairs")
+    print(f"  without copies  {statistics.median(off for off, _ in seen):6.2f} s")
+    print(f"  with copies     {statistics.median(on for _, on in seen):6.2f} s")
+    print(f"  ratio           {statistics.median(on / off for off, on in seen):6.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=1_000)
+    parser.add_argument("--pairs", type=int, default=1)
+    options, flags = parser.parse_known_args()
+    with benchmark_model.model(options.model) as model:
+        asyncio.run(measure(model, options.streams, options.prompt, options.pairs, flags))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Measures how much sooner the first token comes if a prompt's KV blocks are fetched from another worker.
+
+Run: .venv/bin/python -m bench.serving.fetched_blocks [--model FILE.gguf] [--tokens 512] [--pairs 7] [--threads 2]
+
+Two workers over NATS on this machine. In each pair one computes a prompt of its own, and the other fetches it. With
+`--gaps`, four streams run at the second worker, and the gaps between their tokens are compared with and without blocks
+on their way."""
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import nats
+
+from bench import system
+from bench.models import benchmark_model
+from bench.paired import quartiles
+from bench.run_sender import RunSender, Streamed
+from tokenbus.cli import nats_server
+from tokenbus.protocol.wire import codec, internal, messages
+
+_STREAMS = 4
+
+
+@asynccontextmanager
+async def _workers(model: Path, threads: int) -> AsyncIterator[RunSender]:
+    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
+        broker = await nats_server.start(0, Path(name) / "nats.log")
+        served: tuple[str, ...] = ("worker", "--nats", broker.url, "--model", str(model), "--served-name", "demo")
+        served += ("--threads", str(threads), "--kv-tokens", "8192", "--context-length", "4096")
+        logs = {worker: Path(name) / f"{worker}.log" for worker in ("a", "b")}
+        processes = [system.start(log, *served, "--worker-id", worker) for worker, log in logs.items()]
+        client = await nats.connect(broker.url)
+        try:
+            sender = RunSender(client)
+            await sender.open("a", "b")
+            yield sender
+        finally:
+            await client.close()
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait(timeout=30)
+            broker.stop()
+
+
+def _prompt(number: int, tokens: int) -> list[int]:
+    rng = random.Random(number)
+    return [rng.randrange(10, benchmark_model.VOCABULARY) for _ in range(tokens + 1)]
+
+
+def _timings(streamed: Streamed) -> messages.Timings:
+    timings = streamed.terminals[0].timings
+    assert isinstance(timings, messages.Timings)
+    return timings
+
+
+async def measure(model: Path, tokens: int, pairs: int, threads: int) -> None:
+    async with _workers(model, threads) as sender:
+        ratios, rates = [], []
+        for number in range(pairs):
+            prompt = _prompt(number, tokens)
+            computed = _timings(await sender.ask("a", prompt, max_tokens=2))
+            fetched = _timings(await sender.ask("b", prompt, max_tokens=2, fetch_from=sender.source("a")))
+            told = await sender.until_fetched(number + 1)
+            ratios.append(computed.ttft_ms / fetched.ttft_ms)
+            rates.append(told.fetched_bytes / told.fetch_ms / 1e3 if told.fetch_ms else 0.0)
+            print(
+                f"  pair {number + 1}: computed {computed.ttft_ms:.0f} ms, fetched {fetched.fetched_tokens} tokens in "
+                f"{fetched.fetch_ms:.0f} ms, first token after {fetched.ttft_ms:.0f} ms",
+                flush=True,
+            )
+    print(f"{tokens} tokens, {threads} threads, {pairs} pairs: time to first token, computed / fetched")
+    print(f"  {quartiles(ratios)}; {statistics.median(rates):.0f} MB/s")
+
+
+async def measure_gaps(model: Path, tokens: int, pairs: int, threads: int) -> None:
+    """Streams of one worker, half of the time beside fetches that follow each other."""
+    async with _workers(model, threads) as sender:
+        prompt = _prompt(1_000, tokens)
+        await sender.ask("a", prompt, max_tokens=1)
+        ratios = []
+        for number in range(pairs):
+            gaps = []
+            for moves in (False, True) if number % 2 else (True, False):
+                streams = [await sender.run("b", _prompt(place, 31), max_tokens=64) for place in range(_STREAMS)]
+                moving = asyncio.create_task(_move(sender, prompt)) if moves else None
+                for stream in streams:
+                    await stream.terminal()
+                if moving is not None:
+                    moving.cancel()
+                    await asyncio.gather(moving, return_exceptions=True)
+                gaps.append((moves, _p99(streams)))
+            found = dict(gaps)
+            ratios.append(found[True] / found[False])
+            print(f"  pair {number + 1}: {1e3 * found[False]:.0f} ms, {1e3 * found[True]:.0f} ms beside", flush=True)
+        moved = sum(one.fetched_bytes for one in sender.fetches)
+        seconds = sum(one.fetch_ms for one in sender.fetches) / 1e3
+    print(
+        f"p99 gap of {_STREAMS} streams, beside fetches / alone: {quartiles(ratios)}; {moved / seconds / 1e6:.0f} MB/s"
+    )
+
+
+async def _move(sender: RunSender, prompt: list[int]) -> None:
+    control = f"tokenbus.v1.worker.{sender.model}.b.control"
+    while True:
+        await sender.nats.request(control, codec.encode(internal.Control(op="clear_cache")), timeout=5)
+        await sender.ask("b", prompt, max_tokens=1, fetch_from=sender.source("a"))
+
+
+def _p99(streams: list[Streamed]) -> float:
+    gaps = [after - before for one in streams for before, after in itertools.pairwise(one.arrived_at)]
+    return statistics.quantiles(gaps, n=100)[98]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--gaps", action="store_true")
+    options = parser.parse_args()
+    with benchmark_model.model(options.model) as model:
+        run = measure_gaps if options.gaps else measure
+        asyncio.run(run(model, options.tokens, options.pairs, options.threads))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The commands that get models, load them in running workers, and let them go."""

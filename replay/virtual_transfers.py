@@ -1,0 +1,95 @@
+"""Moves KV blocks between the pools of workers in virtual time; pure.
+
+A worker sends blocks one after the other, and so it receives them. A transfer begins when both ends are free and takes
+as long as its bytes take; both compute meanwhile. What is to be sent is copied when the transfer is asked for, so that
+it may be evicted then."""
+
+from array import array
+from typing import NamedTuple
+
+from tokenbus.replay.settings import ReplaySettings
+from tokenbus.worker.engine.kv.pool import BlockPool
+from tokenbus.worker.engine.kv.prefix_tree import Domain
+
+MAX_TRANSFERS = 2
+"""Transfers of a worker in each direction; one more is refused."""
+_MAX_FETCH_S = 5.0
+_MAX_COMPUTING_SHARE = 0.5
+"""A receiver waits for at most this share of the time in which it could compute the blocks."""
+_MAX_SILENCE_S = 1.0
+"""It also gives up if no block comes for so long."""
+
+
+class Prefix(NamedTuple):
+    """The blocks that may be moved: those of a prompt, in its domain."""
+
+    domain: Domain
+    token_ids: "array[int]"
+
+
+class Transfer(NamedTuple):
+    """Blocks on their way to a receiver, which holds the first `start` tokens of the prefix already."""
+
+    prefix: Prefix
+    start: int
+    end: int
+    began_at: float
+    ends_at: float
+
+
+class TransferLink:
+    """One worker's pool and its connection to all others."""
+
+    def __init__(self, pool: BlockPool, settings: ReplaySettings) -> None:
+        self._pool = pool
+        self._block_size = settings.block_size
+        self._block_s = settings.block_size * settings.kv_token_bytes / settings.transfer_mb_per_s / 1e6
+        self._sends_until = self._receives_until = 0.0
+        self._num_sent = self._num_received = 0
+
+    def __repr__(self) -> str:
+        return f"<TransferLink gives {self._num_sent}, receives {self._num_received}>"
+
+    def num_missing(self, prefix: Prefix) -> int:
+        """Returns how many tokens of a prefix this worker would have to compute."""
+        return len(prefix.token_ids) - self._num_held(prefix)
+
+    def begin(self, source: "TransferLink", prefix: Prefix, compute_s: float, now: float) -> Transfer | None:
+        """Begins to fetch what another worker holds of a prefix and this one lacks; None if nothing would come.
+
+        `compute_s` is the time in which this worker would compute it."""
+        start, end = self._num_held(prefix), source._num_held(prefix)
+        if end <= start or self._num_received >= MAX_TRANSFERS or source._num_sent >= MAX_TRANSFERS:
+            return None
+        limit_s = min(_MAX_FETCH_S, _MAX_COMPUTING_SHARE * compute_s)
+        began_at = max(now, self._receives_until, source._sends_until)
+        count = min((end - start) // self._block_size, int((now + limit_s - began_at) / self._block_s))
+        if count <= 0 or began_at + self._block_s - now > _MAX_SILENCE_S:
+            return None
+        end = start + count * self._block_size
+        self._num_received += 1
+        source._num_sent += 1
+        ends_at = self._receives_until = source._sends_until = began_at + count * self._block_s
+        return Transfer(prefix, start, end, now, ends_at)
+
+    def finish_sending(self) -> None:
+        """Makes room for another transfer."""
+        self._num_sent -= 1
+
+    def finish_receiving(self, transfer: Transfer) -> None:
+        """Caches the blocks that have come, if there is room for them."""
+        self._num_received -= 1
+        domain, token_ids, end = transfer.prefix.domain, transfer.prefix.token_ids, transfer.end
+        if not self._pool.can_allocate(domain, token_ids[: end + 1], end):
+            return
+        allocation = self._pool.allocate(domain)
+        held = allocation.reuse_prefix(token_ids[: end + 1], 0)
+        # if blocks were evicted meanwhile that the others follow, the others are of no use
+        if held >= transfer.start and allocation.allocate_blocks(end):
+            allocation.cache_blocks(token_ids[:end], end)
+            held = end
+        self._pool.free(allocation, token_ids[:end], held)
+
+    def _num_held(self, prefix: Prefix) -> int:
+        path = self._pool.cache.tree.resident_path(prefix.domain, prefix.token_ids)
+        return path[-1].end if path else 0

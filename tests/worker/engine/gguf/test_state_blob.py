@@ -1,0 +1,102 @@
+"""What llama.cpp would assert on is noticed before it sees a byte of it."""
+
+import random
+import struct
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from tests.support.engines import DEMO, gguf_runner
+from tokenbus.worker.engine.gguf import probe, state_blob
+from tokenbus.worker.engine.gguf.runner import GgufRunner
+from tokenbus.worker.engine.gguf.state_blob import StateFormat
+
+MUTATIONS = 10_000
+
+
+@pytest.fixture(scope="module", params=[("on", "f16"), ("off", "f16"), ("on", "q8_0")], ids=str)
+def runner(request: pytest.FixtureRequest) -> Iterator[GgufRunner]:
+    """A runner whose lane 0 holds 40 tokens."""
+    flash, cache_type = request.param
+    changes = {"flash_attention": flash, "cache_type_k": cache_type, "cache_type_v": cache_type}
+    one = gguf_runner(msgspec.structs.replace(DEMO, **changes))
+    assert one._context is not None
+    assert probe._decode(one._context, list(range(40)), 0, 1) is not None
+    yield one
+    one.close()
+
+
+def blob_of(runner: GgufRunner, start: int, end: int) -> bytes:
+    return bytes(runner.lanes.save(0, start, end).data)
+
+
+def format_of(runner: GgufRunner) -> StateFormat:
+    found = state_blob.learn(blob_of(runner, 0, 16), 0, 16)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 16), (16, 32), (5, 40), (39, 40)])
+def test_a_blob_of_its_own_is_fine_wherever_it_begins_and_however_long_it_is(
+    runner: GgufRunner, start: int, end: int
+) -> None:
+    blob, known = blob_of(runner, start, end), format_of(runner)
+    assert known.size(end - start) == len(blob)
+    assert known.problem(blob, start, end - start) == ""
+    assert known.problem(memoryview(blob), start, end - start) == ""
+
+
+def test_a_blob_at_another_place_or_of_another_length_is_noticed(runner: GgufRunner) -> None:
+    blob, known = blob_of(runner, 16, 32), format_of(runner)
+    assert known.problem(blob, 17, 16) == "positions"
+    assert known.problem(blob, 0, 16) == "positions"
+    assert known.problem(blob, 16, 15) == "size"
+    assert known.problem(blob[:-1], 16, 16) == "size"
+    assert known.problem(blob + b"\0", 16, 16) == "size"
+    assert known.problem(b"", 16, 16) == "size"
+
+
+def test_cells_may_lie_in_any_order(runner: GgufRunner) -> None:
+    blob, known = bytearray(blob_of(runner, 0, 16)), format_of(runner)
+    blob[16:28], blob[28:40] = blob[28:40], blob[16:28]
+    assert known.problem(bytes(blob), 0, 16) == ""
+    blob[16:28] = blob[28:40]
+    assert known.problem(bytes(blob), 0, 16) == "positions"
+
+
+def framing(known: StateFormat, count: int) -> list[int]:
+    """The places of all bytes that are no tensor's data."""
+    places = list(range(16 + 12 * count + 8))
+    offset = len(places)
+    for tensor in known.tensors:
+        places += range(offset, offset + len(tensor.framing))
+        offset += len(tensor.framing) + tensor.bytes_per_token * count
+    return places
+
+
+def test_every_changed_byte_of_the_framing_is_noticed(runner: GgufRunner) -> None:
+    blob, known = blob_of(runner, 16, 32), format_of(runner)
+    places = framing(known, 16)
+    choose = random.Random(3)
+    for number in range(MUTATIONS):
+        changed = bytearray(blob)
+        place = places[number % len(places)]
+        changed[place] ^= choose.randint(1, 255)
+        assert known.problem(bytes(changed), 16, 16), place
+
+
+def test_noise_and_pieces_of_blobs_are_noticed(runner: GgufRunner) -> None:
+    blob, known = blob_of(runner, 0, 16), format_of(runner)
+    choose = random.Random(5)
+    for _ in range(1_000):
+        cut = choose.randrange(1, len(blob))
+        assert known.problem(blob[:cut], 0, 16)
+        assert known.problem(blob[cut:] + blob[:cut], 0, 16)
+        assert known.problem(choose.randbytes(len(blob)), 0, 16)
+
+
+def test_an_unknown_format_is_not_learned() -> None:
+    assert state_blob.learn(b"", 0, 1) is None
+    assert state_blob.learn(bytes(200), 0, 16) is None
+    assert state_blob.learn(struct.pack("<8sII", b"", 1, 0) + bytes(20), 0, 0) is None

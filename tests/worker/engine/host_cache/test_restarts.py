@@ -1,0 +1,179 @@
+"""The next engine, and the next worker, begin with the blocks that the last one has computed."""
+
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.engines import DEMO, ONNX, Recorder, gqa_demo
+from tokenbus.worker import contract
+from tokenbus.worker.engine.host_cache.recovery import Recovery
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine_client.client import EngineClient
+from tokenbus.worker.engine_client.engine_process import EngineProcess
+from tokenbus.worker.engine_client.listener import EngineListener
+from tokenbus.worker.frontend import host_memory
+
+PROMPT = [10 + number * number % 200 for number in range(300)]
+TOKENS = 20
+
+
+def settings_of(kind: str) -> EngineSettings:
+    match kind:
+        case "gguf":
+            return DEMO
+        case "gguf without flash attention":
+            return msgspec.structs.replace(DEMO, flash_attention="off")
+        case "onnx":
+            return ONNX
+    return msgspec.structs.replace(ONNX, model=str(gqa_demo()))
+
+
+class Engines(EngineListener):
+    """Engines one after another in one region."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.recovery = Recovery()
+        self.reported: list[tuple[int, int]] = []
+        self._process = EngineProcess()
+        self._numbers = itertools.count()
+        self._client: EngineClient | None = None
+        self._pid = 0
+
+    def copies_recovered(self, recovery: Recovery) -> None:
+        self.recovery = recovery
+
+    async def start(self, settings: EngineSettings) -> None:
+        self._client = EngineClient(lambda: self._process.open(settings, self.fd), max_waiting=64)
+        self._client.listener = self
+        config = await self._client.start("w")
+        self._pid = config.pid
+        self.reported = []
+        self._client.on_kv_events = lambda removed, stored: self.reported.extend(stored)
+        self._client.report_recovered()
+        self._client.on_kv_events = lambda removed, stored: None
+
+    async def kill(self) -> None:
+        assert self._client is not None
+        os.kill(self._pid, signal.SIGKILL)
+        await self._client.died()
+        await self._client.close()
+
+    async def ask(self, salt: str = "") -> tuple[list[int], int]:
+        """Returns the tokens of a completion, and how many of its prompt's tokens were cached."""
+        assert self._client is not None
+        recorder = Recorder()
+        sampling = contract.Sampling(max_tokens=TOKENS, ignore_eos=True)
+        request = contract.EngineRequest(
+            key=str(next(self._numbers)), token_ids=PROMPT, sampling=sampling, cache_salt=salt
+        )
+        self._client.generate(request, recorder)
+        terminal = await recorder.terminal()
+        assert terminal.usage is not None
+        return recorder.token_ids, terminal.usage.cached_tokens or 0
+
+    async def clear(self) -> None:
+        assert self._client is not None
+        self._client.clear_cache()
+        await self.ask("salt")  # commands are carried out in order
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.cleanup()
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[Engines]:
+    fd = host_memory.open_memory()
+    one = Engines(fd)
+    yield one
+    await one.close()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("kind", ["gguf", "gguf without flash attention", "onnx", "onnx with rows"])
+async def test_after_a_kill_a_known_prompt_computes_one_block_and_gets_the_same_tokens(
+    engines: Engines, kind: str
+) -> None:
+    settings = msgspec.structs.replace(settings_of(kind), host_cache_mib=16)
+    await engines.start(settings)
+    undisturbed, cached = await engines.ask()
+    assert cached == 0
+    assert not engines.reported
+    await engines.kill()
+    await engines.start(settings)
+    assert engines.recovery.blocks == len(engines.reported) == (len(PROMPT) + TOKENS - 1) // 16
+    assert not engines.recovery.discarded
+    tokens, cached = await engines.ask()
+    assert tokens == undisturbed
+    assert cached >= len(PROMPT) - 16
+    tokens, cached = await engines.ask("another salt")
+    assert tokens == undisturbed
+    assert cached == 0
+
+
+async def test_an_engine_of_another_kind_takes_nothing_of_what_is_there(engines: Engines) -> None:
+    await engines.start(DEMO)
+    await engines.ask()
+    await engines.kill()
+    await engines.start(msgspec.structs.replace(DEMO, cache_type_k="q8_0", cache_type_v="q8_0"))
+    assert engines.recovery == Recovery()
+    _, cached = await engines.ask()
+    assert cached == 0
+
+
+async def test_with_write_back_only_what_has_left_the_device_is_found(engines: Engines) -> None:
+    settings = msgspec.structs.replace(DEMO, host_cache_policy="write-back")
+    await engines.start(settings)
+    await engines.ask()
+    await engines.kill()
+    await engines.start(settings)
+    assert engines.recovery.blocks <= 4  # 16 stay on the device
+
+
+async def test_a_cleared_cache_leaves_nothing_in_the_region(engines: Engines) -> None:
+    settings = msgspec.structs.replace(DEMO, host_cache_mib=4, host_cache_policy="write-back", kv_tokens=1_024)
+    await engines.start(settings)
+    await engines.ask()
+    await engines.ask("salt")
+    settings_size = os.fstat(engines.fd).st_size
+    await engines.clear()
+    await engines.kill()
+    assert os.fstat(engines.fd).st_size == settings_size
+    prompt = b"".join(token.to_bytes(4, "little") for token in PROMPT[:16])
+    await engines.start(settings)
+    assert engines.recovery.blocks <= 20
+    assert os.pread(engines.fd, settings_size, 0).count(prompt) <= 1  # of the request behind the clearing
+
+
+async def test_a_file_outlives_the_worker(tmp_path: Path) -> None:
+    path = str(tmp_path / "cache")
+    settings = msgspec.structs.replace(DEMO, host_cache_mib=16)
+    first = Engines(await host_memory.open_file(path))
+    await first.start(settings)
+    undisturbed, _ = await first.ask()
+    await first.kill()
+    os.close(first.fd)
+    second = Engines(await host_memory.open_file(path))
+    await second.start(settings)
+    tokens, cached = await second.ask()
+    assert tokens == undisturbed
+    assert cached >= len(PROMPT) - 16
+    await second.close()
+    os.close(second.fd)
+
+
+async def test_a_file_of_something_else_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("something else")
+    (tmp_path / "cache").chmod(0o600)
+    fd = await host_memory.open_file(str(tmp_path / "cache"))
+    engines = Engines(fd)
+    with pytest.raises(contract.EngineStartError, match="not a cache of Tokenbus"):
+        await engines.start(DEMO)
+    await engines.close()
+    os.close(fd)

@@ -1,0 +1,38 @@
+"""What a step's stats say is counted in the metrics of its replica."""
+
+from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
+
+COUNTED = {
+    "preemptions": ("tokenbus_worker_preemptions_total", {}),
+    "restored_tokens": ("tokenbus_worker_preempted_tokens_total", {"kind": "restored"}),
+    "recomputed_tokens": ("tokenbus_worker_preempted_tokens_total", {"kind": "recomputed"}),
+    "evicted_blocks": ("tokenbus_worker_evicted_blocks_total", {}),
+    "offloaded_bytes": ("tokenbus_worker_kv_transferred_bytes_total", {"direction": "offload"}),
+    "onloaded_bytes": ("tokenbus_worker_kv_transferred_bytes_total", {"direction": "onload"}),
+    "follower_tokens": ("tokenbus_worker_follower_tokens_total", {}),
+}
+
+
+def samples(metrics: WorkerMetrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in metrics.families()
+        for metric in family.collect()
+        for sample in metric.samples
+    }
+
+
+def test_every_count_of_a_step_is_added_to_a_counter_that_is_exported_from_the_start() -> None:
+    metrics = WorkerMetrics()
+    replica = ReplicaMetrics(metrics, "m", "w1")
+    names = list(COUNTED)
+    for expected in (dict.fromkeys(names, 0), {name: 2 * count for count, name in enumerate(names, 1)}):
+        if any(expected.values()):
+            counts = {name: count for count, name in enumerate(names, 1)}
+            for _ in range(2):
+                replica.observe_step(ipc.StepStats(ipc.StepKind.DECODE, 0.1, 0.0, **counts))
+        found = samples(metrics)
+        for name, (metric, labels) in COUNTED.items():
+            own = frozenset(({"model": "m", "worker_id": "w1"} | labels).items())
+            assert found[metric, own] == expected[name], name

@@ -1,0 +1,130 @@
+"""A fetch takes what is right, gives up in time, and never fails the request."""
+
+import asyncio
+import random
+
+import pytest
+
+from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, SIZE, SOURCE, StubEngine, StubTransport, block, prefix
+from tokenbus.worker import contract
+from tokenbus.worker.kv_exchange import fetcher
+from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
+from tokenbus.worker.kv_exchange.transport import TransferError
+
+
+async def real(number: int, num_bytes: int) -> bytes:
+    return block(number)
+
+
+async def never(number: int, num_bytes: int) -> bytes:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def fetch(transport: StubTransport, engine: StubEngine, num_blocks: int, first: int = 0) -> Fetch:
+    return await Fetcher(transport).fetch(SOURCE, prefix(num_blocks), first, engine, CONFIG)  # type: ignore[arg-type]
+
+
+async def test_blocks_come_in_order_and_only_those_that_are_missing() -> None:
+    transport, engine = StubTransport(7, real), StubEngine()
+    ended = await fetch(transport, engine, 10, first=3)
+    assert (ended.outcome, ended.num_tokens) == ("complete", 7 * SIZE)
+    assert sorted(engine.blocks) == list(range(3, 10))
+    assert ended.num_bytes == 7 * len(block(0))
+    assert transport.num_closed == 1
+    (request,) = transport.requests
+    assert (request.tenant, request.cache_salt, request.first, request.epoch) == ("acme", "salt", 3, "1-x")
+    assert [(one.digest, one.scale) for one in request.adapters] == list(ADAPTERS)
+    assert len(request.token_ids) == 4 * SIZE * 10
+
+
+@pytest.mark.parametrize("promised", [1, 4, 2**31 - 1])
+async def test_a_holder_that_promises_more_or_less_is_asked_for_no_more_than_the_prompt_has(promised: int) -> None:
+    engine = StubEngine()
+    await fetch(StubTransport(promised, real), engine, 5)
+    assert sorted(engine.blocks) == list(range(min(promised, 5)))
+
+
+async def test_a_holder_with_nothing_is_no_error() -> None:
+    assert (await fetch(StubTransport(0, real), StubEngine(), 5)).outcome == "nothing"
+
+
+@pytest.mark.parametrize("at", [0, 1, 6])
+async def test_what_came_before_a_failure_is_kept(at: int) -> None:
+    async def evicted(number: int, num_bytes: int) -> bytes:
+        if number >= at:
+            raise TransferError("evicted", "gone")
+        return block(number)
+
+    engine = StubEngine()
+    ended = await fetch(StubTransport(9, evicted), engine, 9)
+    assert ended.outcome == ("partial" if at else "evicted")
+    assert sorted(engine.blocks) == list(range(at))
+
+
+async def test_a_holder_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher, "STALL_S", 0.02)
+    transport, engine = StubTransport(9, never), StubEngine()
+    assert (await fetch(transport, engine, 9)).outcome == "timeout"
+    assert (engine.blocks, transport.num_closed) == ({}, 1)
+
+
+async def test_a_fetch_takes_at_most_half_the_time_of_computing() -> None:
+    engine = StubEngine()
+    engine.prefill_tokens_per_s = 9 * SIZE / 0.1
+    ended = await fetch(StubTransport(9, never), engine, 9)
+    assert ended.outcome == "timeout"
+    assert 0.05 <= ended.seconds < fetcher.STALL_S
+
+
+async def test_a_bug_in_a_transport_is_no_error_of_the_request() -> None:
+    async def broken(number: int, num_bytes: int) -> bytes:
+        raise KeyError(number)
+
+    assert (await fetch(StubTransport(9, broken), StubEngine(), 9)).outcome == "failed"
+
+
+async def test_a_fetch_that_is_cancelled_ends_its_lease_and_its_reads() -> None:
+    transport, engine = StubTransport(9, never), StubEngine()
+    fetches = Fetcher(transport)
+    task = asyncio.create_task(fetches.fetch(SOURCE, prefix(9), 0, engine, CONFIG))  # type: ignore[arg-type]
+    while not transport.requests:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (transport.num_closed, fetches.num_running, len(asyncio.all_tasks())) == (1, 0, 1)
+
+
+async def test_of_ten_thousand_hostile_answers_none_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher, "STALL_S", 60.0)  # however busy the machine is
+    monkeypatch.setattr(fetcher, "MAX_FETCH_S", 60.0)
+    rng = random.Random(3)
+    for _ in range(10_000):
+        bad_at = rng.randrange(4)
+
+        async def hostile(number: int, num_bytes: int, bad_at: int = bad_at) -> bytes:
+            content = block(number)
+            if number != bad_at:
+                return content
+            match rng.randrange(5):
+                case 0:
+                    return content[: rng.randrange(len(content))]
+                case 1:
+                    return content + rng.randbytes(8)
+                case 2:
+                    return block(number + rng.choice((-1, 1, 1 << 20)) if number else 1)
+                case 3:
+                    return rng.randbytes(len(content))
+                case _:
+                    raise TransferError(rng.choice(("corrupt", "lost")), "bad")
+
+        engine = StubEngine()  # fails for a block that is wrong
+        ended = await fetch(StubTransport(4, hostile), engine, 4)
+        assert sorted(engine.blocks) == list(range(bad_at))
+        assert ended.num_tokens == bad_at * SIZE
+
+
+def test_a_prompt_of_whole_blocks_leaves_its_last_one_to_be_computed() -> None:
+    whole = contract.CachedPrefix("acme", "", (), prefix(3).token_ids[: 4 * SIZE * 3])
+    assert fetcher._Fetching(whole, 0, StubEngine(), CONFIG).num_wanted == 2  # type: ignore[arg-type]

@@ -1,0 +1,220 @@
+"""Whatever happens to a stream while its blocks come, it has exactly one terminal or, if it is dropped, none."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bench.run_sender import RunSender, Streamed
+from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
+from tests.support.engines import thread_engine
+from tokenbus.cli import nats_server
+from tokenbus.protocol.bus import connection
+from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.wire import codec, internal, messages, subjects
+from tokenbus.worker import contract
+from tokenbus.worker.engine_client.client import EngineClient
+from tokenbus.worker.engine_client.listener import EngineListener
+from tokenbus.worker.engine_client.supervisor import Supervisor
+from tokenbus.worker.frontend.frontend import Frontend
+from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
+from tokenbus.worker.frontend.settings import FrontendSettings
+from tokenbus.worker.kv_exchange import fetcher
+
+SIZE = 16
+NAMES = subjects.Subjects()
+
+
+class Worker(EngineListener):
+    """A frontend with an engine in a thread."""
+
+    def __init__(self, name: str, url: str) -> None:
+        self.name = name
+        self._url = url
+
+    async def start(self) -> None:
+        self.bus, self.incoming = await self._connect(), await self._connect()
+        metrics = ReplicaMetrics(WorkerMetrics(), "demo", self.name)
+        settings = FrontendSettings(debug=True)
+        self.frontend = Frontend(self.bus, NAMES, "demo", self.name, settings, metrics, tracing.NoopTracer())
+        await self.frontend.open(self.incoming, self._connect)
+        self.supervisor = Supervisor(self._make_engine, self.name, self, step_timeout_s=30.0)
+        self._tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.frontend.run())]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.frontend.close()
+        await self.supervisor.cleanup()
+        for bus in (self.bus, self.incoming):
+            await bus.close()
+
+    @property
+    def engine(self) -> EngineClient:
+        assert self.supervisor.engine is not None
+        return self.supervisor.engine
+
+    def stand_still(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Has the engine give no block any more: whoever fetches, waits."""
+
+        async def never(*_: object) -> tuple[int, list[bytes]]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        monkeypatch.setattr(self.engine, "export_blocks", never)
+
+    async def _connect(self) -> Bus:
+        return await connection.connect(connection.Settings(url=self._url), self.name)
+
+    def _make_engine(self) -> EngineClient:
+        return thread_engine(lambda _: ArithmeticRunner(exchanging(make_config())))
+
+    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
+        self.frontend.engine_started(engine, config)
+
+    def engine_died(self) -> None:
+        self.frontend.engine_died()
+
+    def step_done(self) -> None:
+        self.frontend.step_done()
+
+
+class Fleet:
+    """Workers a and b, and a sender of runs."""
+
+    def __init__(self, a: Worker, b: Worker, sender: RunSender) -> None:
+        self.a = a
+        self.b = b
+        self.sender = sender
+
+    async def fetching(self, token_ids: list[int], **params: object) -> Streamed:
+        """A stream of b, which asks a for blocks."""
+        streamed = await self.sender.run("b", token_ids, fetch_from=self.sender.source("a"), **params)  # type: ignore[arg-type]
+        async with asyncio.timeout(10):
+            while not streamed.chunks:
+                await asyncio.sleep(0.01)
+        return streamed
+
+    async def settled(self) -> None:
+        """Asserts that b holds nothing of earlier streams."""
+        async with asyncio.timeout(10):
+            await self.b.engine.drain()
+        assert not self.b.frontend.has_streams
+        assert not self.b.frontend._exchange._fetches
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    broker = await nats_server.start(0, tmp_path / "nats.log")
+    workers = [Worker(name, broker.url) for name in ("a", "b")]
+    for worker in workers:
+        await worker.start()
+    client = await RunSender.connect(broker.url)
+    sender = RunSender(client)
+    await sender.open("a", "b")
+    yield Fleet(workers[0], workers[1], sender)
+    await client.close()
+    for worker in workers:
+        await worker.stop()
+    broker.stop()
+
+
+def prompt(number: int, length: int = 100) -> list[int]:
+    return [7 + (31 * number + 13 * place + place * place) % 90 for place in range(length)]
+
+
+async def test_blocks_are_fetched_and_the_answer_is_the_same(fleet: Fleet) -> None:
+    first = await fleet.sender.ask("a", prompt(1))
+    second = await fleet.sender.ask("b", prompt(1), fetch_from=fleet.sender.source("a"))
+    assert second.token_ids == first.token_ids
+    usage = second.terminals[0].usage
+    assert isinstance(usage, messages.Usage)
+    assert usage.cached_tokens == 96
+    told = await fleet.sender.until_fetched(1)
+    assert (told.worker_id, told.fetched_tokens, told.fetched_bytes) == ("a", 96, 6 * 8 * SIZE)
+    await fleet.settled()
+
+
+async def test_a_stream_that_is_cancelled_has_one_terminal(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fleet.sender.ask("a", prompt(2))
+    fleet.a.stand_still(monkeypatch)
+    streamed = await fleet.fetching(prompt(2))
+    await fleet.sender.nats.request("tokenbus.v1.cancel.r-1", b"{}", timeout=5)
+    assert (await streamed.terminal()).finish_reason == "cancelled"
+    await fleet.settled()
+    assert len(streamed.terminals) == 1
+
+
+async def test_a_stream_whose_time_is_over_has_one_terminal(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fleet.sender.ask("a", prompt(3))
+    fleet.a.stand_still(monkeypatch)
+    streamed = await fleet.sender.run("b", prompt(3), fetch_from=fleet.sender.source("a"), remaining_ms=50.0)
+    terminal = await streamed.terminal()
+    assert terminal.error
+    assert terminal.error.code == "deadline_exceeded"
+    await fleet.settled()
+
+
+async def test_a_stream_that_is_dropped_has_no_terminal(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fleet.sender.ask("a", prompt(4))
+    fleet.a.stand_still(monkeypatch)
+    streamed = await fleet.fetching(prompt(4))
+    drop = internal.Control(op="drop", request_id="default:r-1", attempt=1)
+    await fleet.sender.nats.request(NAMES.worker("demo", "b", "control"), codec.encode(drop), timeout=5)
+    await fleet.settled()
+    assert not streamed.terminals
+
+
+async def test_a_stream_is_taken_while_its_blocks_come(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fleet.sender.ask("a", prompt(5))
+    fleet.a.stand_still(monkeypatch)
+    streamed = await fleet.fetching(prompt(5))
+    fleet.b.frontend.start_draining()
+    fleet.b.frontend.start_leaving()
+    take = internal.Take(request_id="default:r-1", attempt=1, router_id="test")
+    reply = await fleet.sender.nats.request(NAMES.worker("demo", "b", "take"), codec.encode(take), timeout=5)
+    taken = codec.Decoder(internal.TakeReply).decode(reply.data)
+    assert (taken.ok, taken.num_tokens) == (True, 0)
+    await fleet.settled()
+    assert not streamed.terminals
+
+
+async def test_an_engine_that_dies_is_followed_by_one_that_computes(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await fleet.sender.ask("a", prompt(6))
+    fleet.a.stand_still(monkeypatch)
+    streamed = await fleet.fetching(prompt(6))
+    assert fleet.b.engine._link is not None
+    fleet.b.engine._link.kill()
+    assert (await streamed.terminal()).finish_reason == "length"
+    assert streamed.token_ids == expected.token_ids
+    await fleet.settled()
+
+
+async def test_a_holder_that_gives_nothing_costs_a_second(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = await fleet.sender.ask("a", prompt(7))
+    fleet.a.stand_still(monkeypatch)
+    streamed = await fleet.fetching(prompt(7))
+    await streamed.terminal()
+    assert streamed.token_ids == expected.token_ids
+    assert (await fleet.sender.until_fetched(1)).fetched_tokens == 0
+
+
+async def test_a_third_fetch_is_computed_at_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher, "MAX_FETCHES", 0)
+    await fleet.sender.ask("a", prompt(8))
+    answer = await fleet.sender.ask("b", prompt(8), fetch_from=fleet.sender.source("a"))
+    assert answer.terminals[0].finish_reason == "length"
+    assert fleet.sender.fetches == []
+
+
+async def test_a_leaving_worker_still_gives_blocks(fleet: Fleet) -> None:
+    await fleet.sender.ask("a", prompt(9))
+    fleet.a.frontend.start_draining()
+    fleet.a.frontend.start_leaving()
+    await fleet.sender.ask("b", prompt(9), fetch_from=fleet.sender.source("a"))
+    assert (await fleet.sender.until_fetched(1)).fetched_tokens == 96

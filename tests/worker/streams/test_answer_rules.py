@@ -1,0 +1,156 @@
+"""The prompt's end, the tools and the constraints of a request decide how its answer is parsed and what it may be."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_vocabulary import compiler
+from tests.worker.engine_client.test_parsed_generation import CALL, FORMAT, HELLO, PIECES, RULES, TURN
+from tokenbus.protocol.wire import codec, errors, internal, messages
+from tokenbus.protocol.wire.params import GenerationParams, JsonSchema
+from tokenbus.worker import contract
+from tokenbus.worker.chat_format.chat_format import ChatFormat
+from tokenbus.worker.chat_format.chat_rules import ChatRules
+from tokenbus.worker.engine.constraints.grammar import ConstraintError, to_problem
+from tokenbus.worker.streams.answer_rules import AnswerRules, answer_rules, to_constraint
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "g"}},
+]
+THINKING = ChatRules(FORMAT, [*PIECES, b"<think>"])
+
+
+def rules_for(
+    prompt: list[int], chat: ChatRules | None = RULES, *, is_chat: bool = True, can_constrain: bool = True, **asked: Any
+) -> AnswerRules:
+    run = internal.Run(
+        request_id="default:r",
+        attempt=1,
+        epoch="e",
+        router_id="r",
+        reply="_INBOX.a",
+        encoding=codec.Encoding.JSON,
+        token_ids=b"",
+        params=GenerationParams(**asked),
+        is_chat=is_chat,
+    )
+    return answer_rules(run, prompt, chat, can_constrain=can_constrain)
+
+
+def test_the_answer_to_a_prompt_is_not_parsed() -> None:
+    assert rules_for([TURN], is_chat=False) == AnswerRules(None, None)
+    assert rules_for([TURN], None) == AnswerRules(None, None)
+
+
+def test_the_answer_to_a_conversation_is_parsed_unless_its_client_wants_the_text_as_it_is() -> None:
+    assert rules_for([TURN]).parsing == contract.OutputParsing(generation_prompt="")
+    assert rules_for([TURN], parse_output=False).parsing is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"), [([HELLO, TURN], ""), ([TURN, HELLO], "Hello"), ([TURN, HELLO, TURN], ""), ([HELLO], "")]
+)
+def test_the_generation_prompt_is_what_follows_the_last_beginning_of_a_turn(prompt: list[int], expected: str) -> None:
+    parsing = rules_for(prompt).parsing
+    assert parsing is not None
+    assert parsing.generation_prompt == expected
+
+
+def test_text_that_spells_the_beginning_of_a_turn_begins_none() -> None:
+    spelled = ChatRules(FORMAT, [*PIECES, b"<|assistant|>"])
+    assert spelled.generation_prompt([TURN, HELLO, len(PIECES)]) == "Hello<|assistant|>"
+
+
+def test_a_constraint_begins_behind_reasoning_that_the_prompt_has_opened() -> None:
+    for prompt, is_open in (([TURN, len(PIECES)], True), ([TURN], False)):
+        constraint = rules_for(prompt, THINKING, regex="a").constraint
+        assert constraint is not None
+        start = next(line for line in constraint.preamble.splitlines() if line.startswith("start:"))
+        assert ("<think>" not in start) is is_open
+        assert start.endswith("@body")
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [(None, ["f", "g"]), ("required", ["f", "g"]), ({"type": "function", "function": {"name": "g"}}, ["g"])],
+)
+def test_only_tools_that_may_be_called_are_looked_for(choice: Any, names: list[str]) -> None:
+    found = rules_for([TURN], tools=TOOLS, tool_choice=choice)
+    assert found.parsing is not None
+    assert list(found.parsing.tools or ()) == names
+    assert found.constraint is not None
+    assert found.constraint.kind is contract.ConstraintKind.LARK
+    assert ('"const": "f"' in found.constraint.source) is ("f" in names)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "bad"}}])
+def test_a_tool_whose_schema_cant_be_compiled_is_named(choice: Any) -> None:
+    bad = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"a": {"type": "poem"}}}}}
+    constraint = rules_for([TURN], tools=[*TOOLS, bad], tool_choice=choice).constraint
+    assert constraint is not None
+    with pytest.raises(ConstraintError) as caught:
+        compiler().compile(constraint)
+    error = to_problem(caught.value, constraint)
+    assert error.param == "tools[2].function.parameters"
+    assert error.message == "tools[2].function.parameters: failed to compile JSON schema: Invalid type: poem"
+
+
+def test_a_response_format_beside_tools_that_cant_be_compiled_is_named() -> None:
+    wanted = messages.ResponseFormat(type="json_schema", json_schema=JsonSchema(schema={"type": "poem"}))
+    constraint = rules_for([TURN], tools=TOOLS, response_format=wanted).constraint
+    assert constraint is not None
+    with pytest.raises(ConstraintError) as caught:
+        compiler().compile(constraint)
+    assert to_problem(caught.value, constraint).param == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"regex": "(a"}, 'regex: invalid regex "(a" (in regex): unclosed group'),
+        ({"grammar": "start: a\na: none"}, 'grammar: at 2(4): unknown name: "none"'),
+    ],
+)
+def test_a_place_is_named_only_in_a_grammar_that_the_client_has_written(asked: dict[str, str], message: str) -> None:
+    constraint = to_constraint(GenerationParams(**asked))  # type: ignore[arg-type]
+    assert constraint is not None
+    with pytest.raises(ConstraintError) as caught:
+        compiler().compile(constraint)
+    assert to_problem(caught.value, constraint).message == message
+
+
+def test_with_none_the_token_that_opens_a_call_is_forbidden() -> None:
+    found = rules_for([TURN], tools=TOOLS, tool_choice="none")
+    assert (found.constraint, found.forbidden) == (None, (CALL,))
+    assert found.parsing is not None
+    assert found.parsing.tools is None
+
+
+def test_a_whole_answer_has_complete_calls_only() -> None:
+    parsing = rules_for([TURN], tools=TOOLS, stream=False).parsing
+    assert parsing is not None
+    assert parsing.hold_calls
+
+
+def test_an_engine_that_constrains_nothing_serves_what_needs_no_constraint() -> None:
+    assert rules_for([TURN], can_constrain=False, tools=TOOLS).constraint is None
+    with pytest.raises(errors.RequestError) as caught:
+        rules_for([TURN], can_constrain=False, tools=TOOLS, tool_choice="required")
+    assert (caught.value.error.code, caught.value.error.param) == (errors.Code.UNSUPPORTED, "tool_choice")
+
+
+def test_a_format_without_calls_refuses_tools() -> None:
+    with pytest.raises(errors.RequestError) as caught:
+        rules_for([TURN], ChatRules(ChatFormat(), PIECES), tools=TOOLS, tool_choice="required")
+    assert (caught.value.error.code, caught.value.error.param) == (errors.Code.UNSUPPORTED, "tools")
+
+
+def test_a_response_format_is_about_the_answer_without_calls() -> None:
+    wanted = messages.ResponseFormat(type="json_object")
+    source = rules_for([TURN], tools=TOOLS, response_format=wanted).constraint
+    assert source is not None
+    content = next(line for line in source.source.splitlines() if line.startswith("content:"))
+    assert content.startswith("content: %json")
+    assert "| <[1]>" in content

@@ -1,0 +1,26 @@
+"""Decides how many copies of blocks a host's memory may hold."""
+
+import os
+
+from tokenbus.worker.engine.host_cache.slot_store import FindProblem, SlotStore
+from tokenbus.worker.engine.host_cache.slots import SlotLayout
+
+POLICIES = ("auto", "write-through", "write-back")
+_MAX_SLOTS = 65_536
+"""The prefix tree takes about 1 kB of memory for each block."""
+_DEFAULT_BYTES = 1 << 30
+_DEFAULT_SHARE = 8
+"""Without a setting, at most one in so many bytes of the machine's memory is used for copies."""
+
+
+def make_store(
+    identity: str, block_size: int, block_bytes: int, host_cache_mib: int, find_problem: FindProblem
+) -> SlotStore | None:
+    """Returns a store of as many slots as the setting allows, or None if it allows none."""
+    budget = host_cache_mib << 20
+    if host_cache_mib < 0:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        budget = min(_DEFAULT_BYTES, memory // _DEFAULT_SHARE)
+    layout = SlotLayout(block_size, block_bytes, 0)
+    count = min(_MAX_SLOTS, budget // layout.slot_bytes)
+    return SlotStore(identity, layout._replace(num_slots=count), find_problem) if count else None

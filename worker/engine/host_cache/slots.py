@@ -1,0 +1,125 @@
+"""The slots in which copies of blocks lie: how a region is divided, and how a slot says what it holds; pure.
+
+    region    | region header, 4,096 bytes | slot 0 | slot 1 | ... |
+    slot      | slot header | token ids, as many as a block has | data, as much as a block has |
+    header    | checksum | data's checksum | number | start | tokens | bytes | root's hash | digests |
+
+A slot is empty while its checksum is 0. Whoever writes a slot empties it first and writes the header last, so that at
+any moment a slot is empty, whole or torn; the checksums tell a torn one. The last block of a path may have fewer tokens
+than a block, and then less data.
+"""
+
+import struct
+from typing import NamedTuple
+
+import xxhash
+
+from tokenbus.worker.engine.kv.prefix_tree import DIGEST_BYTES, BlockLabel
+
+REGION_HEADER_BYTES = 4_096
+_REGION_MAGIC = b"tokenbus kv slots "
+_REGION_VERSION = b"1\n"
+_HEADER = struct.Struct(f"<QQQIIIIQ{DIGEST_BYTES}s{DIGEST_BYTES}s")
+_CHECKSUM = struct.Struct("<Q")
+_TOKEN_BYTES = 4
+_ALIGNMENT = 64
+EMPTY = _CHECKSUM.pack(0)
+"""Over the beginning of a slot's header, makes it empty."""
+
+
+class SlotError(ValueError):
+    """A slot does not hold a block. The message is a short reason, for metrics."""
+
+
+class SlotHeader(NamedTuple):
+    """The block that a slot holds, and its data."""
+
+    number: int
+    """Rises with every copy that is made, so that copies can be ordered by age."""
+    label: BlockLabel
+    num_bytes: int
+    data_checksum: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.label.tokens) // _TOKEN_BYTES
+
+
+class SlotLayout(NamedTuple):
+    """The sizes of a region and its slots."""
+
+    block_size: int
+    block_bytes: int
+    """The bytes of a whole block's data."""
+    num_slots: int
+
+    @property
+    def header_bytes(self) -> int:
+        return _aligned(_HEADER.size + _TOKEN_BYTES * self.block_size)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.header_bytes + _aligned(self.block_bytes)
+
+    @property
+    def region_bytes(self) -> int:
+        return REGION_HEADER_BYTES + self.num_slots * self.slot_bytes
+
+    def offset(self, slot: int) -> int:
+        """The place of a slot in the region."""
+        return REGION_HEADER_BYTES + slot * self.slot_bytes
+
+    def region_header(self, identity: str) -> bytes:
+        """Returns the beginning of a region for keys and values of an identity; only equal ones can be read."""
+        sizes = f"{self.block_size} {self.block_bytes} {self.num_slots}\n"
+        header = _REGION_MAGIC + _REGION_VERSION + sizes.encode() + identity.encode()
+        assert len(header) <= REGION_HEADER_BYTES, identity
+        return header.ljust(REGION_HEADER_BYTES, b"\0")
+
+    def pack(self, header: SlotHeader) -> bytes:
+        """Returns a slot's header and token ids."""
+        label = header.label
+        fields = _HEADER.pack(
+            0,
+            header.data_checksum,
+            header.number,
+            label.start,
+            header.num_tokens,
+            header.num_bytes,
+            0,
+            label.root_hash,
+            label.root_digest,
+            label.parent_digest,
+        )
+        body = (fields + label.tokens).ljust(self.header_bytes, b"\0")[_CHECKSUM.size :]
+        return _CHECKSUM.pack(checksum(body)) + body
+
+    def unpack(self, data: bytes) -> SlotHeader | None:
+        """Returns the header of a slot, or None if the slot is empty. Raises SlotError."""
+        if len(data) < self.header_bytes:
+            raise SlotError("truncated")
+        if data[: _CHECKSUM.size] == EMPTY:
+            return None
+        found, data_checksum, number, start, num_tokens, num_bytes, _, root_hash, root, parent = _HEADER.unpack_from(
+            data
+        )
+        if found != checksum(data[_CHECKSUM.size : self.header_bytes]):
+            raise SlotError("torn")
+        if not 0 < num_tokens <= self.block_size or not 0 < num_bytes <= self.block_bytes:
+            raise SlotError("size")
+        tokens = data[_HEADER.size : _HEADER.size + _TOKEN_BYTES * num_tokens]
+        return SlotHeader(number, BlockLabel(root_hash, root, parent, start, tokens), num_bytes, data_checksum)
+
+
+def checksum(data: bytes | memoryview) -> int:
+    """Returns a checksum that is never 0."""
+    return xxhash.xxh3_64_intdigest(data) or 1
+
+
+def is_region(header: bytes) -> bool:
+    """Whether a file begins like a region of any version, or like one that was never finished: with nothing."""
+    return header.startswith(_REGION_MAGIC) or not any(header)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

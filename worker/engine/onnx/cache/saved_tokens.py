@@ -1,0 +1,28 @@
+"""Saved tokens of a lane: for each tensor of the cache an array of (heads, tokens, width), one after another."""
+
+from collections.abc import Sequence as Listing
+
+import numpy as np
+
+from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.graphs.graph import KvTensor
+
+
+def bytes_per_token(tensors: Listing[KvTensor]) -> int:
+    return sum(one.heads * one.width * one.dtype.itemsize for one in tensors)
+
+
+def pack(arrays: Listing[Array]) -> bytes:
+    return b"".join(array.tobytes() for array in arrays)
+
+
+def unpack(tensors: Listing[KvTensor], data: bytes | bytearray) -> list[Array]:
+    """Returns an array for each tensor, with as many tokens as there are data for."""
+    count = len(data) // bytes_per_token(tensors)
+    arrays, offset = [], 0
+    for one in tensors:
+        size = one.heads * count * one.width
+        arrays.append(np.frombuffer(data, one.dtype, size, offset).reshape(one.heads, count, one.width))
+        offset += size * one.dtype.itemsize
+    assert offset == len(data), (offset, len(data))
+    return arrays

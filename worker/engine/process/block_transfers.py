@@ -1,0 +1,77 @@
+"""Blocks that a replica gives to other workers and takes from them, between two steps of its loop."""
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+
+from tokenbus.worker import contract
+from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine.runner import Copies, Runner
+from tokenbus.worker.engine.scheduling.scheduler import Scheduler
+
+
+class BlockTransfers:
+    """Serves the exports that wait for at most `budget_s` between two steps, so that no stream waits long for them."""
+
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, report: Callable[[ipc.ExportedBlocks], None], budget_s: float
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._report = report
+        self._budget_s = budget_s
+        self._exports: deque[ipc.ExportBlocks] = deque()
+
+    def __repr__(self) -> str:
+        return f"<BlockTransfers {len(self._exports)} waiting>"
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._exports)
+
+    def add(self, command: ipc.ExportBlocks) -> None:
+        """Adds an export for the next time between two steps."""
+        self._exports.append(command)
+
+    def put(self, command: ipc.PutBlocks) -> None:
+        """Caches blocks at once, so that the sequence for which they came finds them."""
+        domain, token_ids = _unpack(command.prefix)
+        copies, kv_ops = self._scheduler.put_blocks(domain, token_ids, command.first, len(command.blocks))
+        self._apply(kv_ops)
+        for copy_id, block in zip(copies, command.blocks, strict=False):
+            if copy_id is not None:
+                self._copies.write(copy_id, block)
+
+    def step(self) -> None:
+        """Serves the exports that wait: one, and more until the budget is used. Raises DeviceError."""
+        began = time.monotonic()
+        while self._exports:
+            self._export(self._exports.popleft())
+            if time.monotonic() - began >= self._budget_s:
+                return
+
+    def _export(self, command: ipc.ExportBlocks) -> None:
+        domain, token_ids = _unpack(command.prefix)
+        num_cached, copies, kv_ops = self._scheduler.export_blocks(domain, token_ids, command.first, command.max_blocks)
+        self._apply(kv_ops)
+        blocks = [bytes(self._copies.read(copy_id)) for copy_id in copies]
+        self._report(ipc.ExportedBlocks(command.call_id, num_cached, blocks))
+
+    def _apply(self, kv_ops: Listing[KvOp]) -> None:
+        if kv_ops:
+            self._runner.apply(kv_ops)
+
+    @property
+    def _copies(self) -> Copies:
+        assert self._runner.copies is not None, "an engine without copies exchanges no blocks"
+        return self._runner.copies
+
+
+def _unpack(prefix: contract.CachedPrefix) -> tuple[Domain, "array[int]"]:
+    token_ids = array("I")
+    token_ids.frombytes(prefix.token_ids)
+    return Domain(prefix.tenant, prefix.cache_salt, prefix.adapters), token_ids

@@ -1,0 +1,21 @@
+"""Checks blocks that come from another worker before the engine sees them; pure.
+
+What can't be checked is whether the numbers are those that the model computes: workers of a model trust each other in
+that. Everything else is compared, since an engine may abort at a block of another form."""
+
+import struct
+
+from tokenbus.worker.contract import KvBlockFormat
+
+
+def problem(block_format: KvBlockFormat, block: bytes, start: int) -> str:
+    """Returns why these bytes can't be the block whose first token is at position `start`; empty if they can."""
+    if len(block) != block_format.num_bytes:
+        return f"it has {len(block)} bytes, a block has {block_format.num_bytes}"
+    for offset, expected in block_format.fixed:
+        if block[offset : offset + len(expected)] != expected:
+            return f"it differs in what all blocks have at byte {offset}"
+    positions = [struct.unpack_from("<i", block, offset)[0] for offset in block_format.positions]
+    if sorted(positions) != list(range(start, start + len(positions))):
+        return f"its tokens are not those from {start} on"
+    return ""

@@ -1,0 +1,131 @@
+"""The exchange of KV blocks between this worker and others: fetches for its own requests, and blocks that it gives."""
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.wire import block_hash, internal, subjects
+from tokenbus.worker import contract
+from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.frontend.metrics import ReplicaMetrics
+from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
+from tokenbus.worker.kv_exchange.holder import Holder
+from tokenbus.worker.kv_exchange.nats_transport import Connect, NatsTransport
+
+
+class KvExchange:
+    """The exchange of one worker. It is idle while there is no engine, and if its engine exchanges no blocks."""
+
+    def __init__(self, announcer: Announcer, metrics: ReplicaMetrics) -> None:
+        self._announcer = announcer
+        self._metrics = metrics
+        self._holder = Holder(lambda epoch: epoch == announcer.epoch)
+        self._transport: NatsTransport | None = None
+        self._fetcher: Fetcher | None = None
+        self._engine: contract.Engine | None = None
+        self._config: contract.EngineConfig | None = None
+        self._fetches: dict[str, asyncio.Task[None]] = {}
+        self._counted_bytes = 0
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<KvExchange {len(self._fetches)} fetching, {self._holder!r}>"
+
+    @property
+    def num_leases(self) -> int:
+        """Other workers that are reading blocks here."""
+        return self._holder.num_leases
+
+    async def open(self, incoming: Bus, names: subjects.Subjects, connect: Connect) -> None:
+        """Takes the questions of other workers, which arrive over `incoming`. `connect` opens a connection for blocks
+        when the first are to move."""
+        model, worker_id = self._announcer.model, self._announcer.worker_id
+        self._transport = NatsTransport(
+            incoming, connect, names, model, worker_id, self._holder, lambda: self._is_computing
+        )
+        self._fetcher = Fetcher(self._transport)
+        await self._transport.open()
+
+    async def close(self) -> None:
+        """Gives and fetches nothing any more."""
+        self.set_engine(None, None)
+        if self._transport is not None:
+            await self._transport.close()
+
+    def set_engine(self, engine: contract.Engine | None, config: contract.EngineConfig | None) -> None:
+        """Sets the engine whose blocks are exchanged. Fetches for an engine that has died end: the next one computes
+        their prompts."""
+        self._engine, self._config = engine, config
+        self._holder.set_engine(engine, config)
+        for key in list(self._fetches):
+            self.cancel(key)
+
+    def may_fetch(self, run: internal.Run) -> bool:
+        """Whether blocks are fetched for a run before it is computed."""
+        return (
+            run.fetch_from is not None
+            and run.fetch_from.worker_id != self._announcer.worker_id
+            and run.params.cache_prompt is not False
+            and self._fetcher is not None
+            and not self._fetcher.is_full
+            and self._config is not None
+            and bool(self._config.kv_identity)
+        )
+
+    def start_fetch(self, run: internal.Run, request: contract.EngineRequest, on_done: Callable[[Fetch], None]) -> None:
+        """Fetches blocks for a request that the engine holds back. Calls `on_done` when that has ended, however it did,
+        unless it is cancelled."""
+        self._fetches[request.key] = asyncio.create_task(self._fetch(run, request, on_done))
+
+    def cancel(self, key: str) -> None:
+        """Ends the fetch for a request, if there is one."""
+        task = self._fetches.pop(key, None)
+        if task is not None:
+            task.cancel()
+
+    def tick(self, now: float) -> None:
+        """Ends what nobody uses any more, and counts what others have read."""
+        self._holder.tick(now)
+        if self._transport is not None:
+            given = self._transport.given_bytes
+            self._metrics.blocks_given(given - self._counted_bytes)
+            self._counted_bytes = given
+            self._transport.close_if_idle(now)
+
+    @property
+    def _is_computing(self) -> bool:
+        return self._engine is not None and self._engine.load().running > 0
+
+    async def _fetch(
+        self, run: internal.Run, request: contract.EngineRequest, on_done: Callable[[Fetch], None]
+    ) -> None:
+        source, engine, config = run.fetch_from, self._engine, self._config
+        assert source is not None
+        assert engine is not None
+        assert config is not None
+        assert self._fetcher is not None
+        token_ids = request.token_ids + (request.resumed.token_ids if request.resumed else [])
+        packed = block_hash.pack_token_ids(token_ids)
+        prefix = contract.CachedPrefix(request.tenant, request.cache_salt, request.adapters, packed)
+        fetch = await self._fetcher.fetch(source, prefix, self._num_held(prefix, config), engine, config)
+        del self._fetches[request.key]
+        self._metrics.blocks_fetched(fetch.outcome, fetch.num_bytes, fetch.seconds)
+        self._log.info(
+            "blocks_fetched",
+            request_id=request.key,
+            worker_id=self._announcer.worker_id,
+            source=source.worker_id,
+            outcome=fetch.outcome,
+            tokens=fetch.num_tokens,
+            bytes=fetch.num_bytes,
+            duration_ms=round(1e3 * fetch.seconds, 1),
+        )
+        on_done(fetch)
+
+    def _num_held(self, prefix: contract.CachedPrefix, config: contract.EngineConfig) -> int:
+        """Returns how many blocks of a prefix this worker has itself."""
+        domain = block_hash.PrefixDomain(config.fingerprint, prefix.adapters, prefix.tenant, prefix.cache_salt)
+        root = block_hash.root_hash(domain)
+        return self._announcer.num_held(block_hash.block_hashes_of_bytes(prefix.token_ids, config.kv_block_size, root))

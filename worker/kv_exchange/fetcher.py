@@ -1,0 +1,181 @@
+"""Fetches the blocks of a prompt from another worker, checks them, and hands them to the engine.
+
+Whatever goes wrong, the prompt is computed from the last block on that has come. A fetch may take half the time that
+computing its blocks would, and never long: then computing would have been as good."""
+
+import asyncio
+import time
+from collections import deque
+from typing import NamedTuple
+
+import structlog
+
+from tokenbus.protocol.wire import codec, internal
+from tokenbus.worker import contract
+from tokenbus.worker.kv_exchange import block_check
+from tokenbus.worker.kv_exchange.pace import Pace
+from tokenbus.worker.kv_exchange.transport import LeasedBlocks, TransferError, Transport
+
+MAX_FETCHES = 2
+MAX_FETCH_S = 5.0
+STALL_S = 1.0
+"""A fetch ends if no block comes for this long."""
+_SHARE = 0.5
+"""The share of the time that computing would take, which a fetch may take."""
+_BLOCKS_AHEAD = 8
+_BATCH_BYTES = 1024 * 1024
+"""The engine gets so many bytes of blocks at a time: between two steps, each batch costs a millisecond or two."""
+_TOKEN_BYTES = 4
+
+
+class Fetch(NamedTuple):
+    """A fetch that has ended."""
+
+    outcome: str
+    """`complete`, `partial` if some blocks came, or a word for the reason why none did."""
+    num_tokens: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Fetcher:
+    """The fetches of one worker."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._pace = Pace()
+        self.num_running = 0
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Fetcher {self.num_running} running>"
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further fetch may begin."""
+        return self.num_running >= MAX_FETCHES
+
+    async def fetch(
+        self,
+        source: internal.FetchSource,
+        prefix: contract.CachedPrefix,
+        first: int,
+        engine: contract.Engine,
+        config: contract.EngineConfig,
+    ) -> Fetch:
+        """Fetches the blocks of a prefix from block `first` on, into an engine. Raises nothing but CancelledError."""
+        began = time.monotonic()
+        fetching = _Fetching(prefix, first, engine, config)
+        self.num_running += 1
+        try:
+            async with asyncio.timeout(_limit_s(fetching.num_wanted * config.kv_block_size, engine)):
+                await self._fetch(source, fetching)
+            outcome = "complete"
+        except TimeoutError:
+            outcome = "timeout"
+        except TransferError as error:
+            outcome = error.outcome
+        except Exception:  # outermost frame of a fetch: the prompt is computed instead
+            self._log.exception("fetch_failed", source=source.worker_id)
+            outcome = "failed"
+        finally:
+            self.num_running -= 1
+        fetching.flush()
+        if fetching.num_fetched and outcome != "complete":
+            outcome = "partial"
+        num_tokens = fetching.num_fetched * config.kv_block_size
+        return Fetch(outcome, num_tokens, fetching.num_bytes, time.monotonic() - began)
+
+    async def _fetch(self, source: internal.FetchSource, fetching: "_Fetching") -> None:
+        prefix, config = fetching.prefix, fetching.config
+        request = internal.BlockLeaseRequest(
+            identity=config.kv_identity,
+            epoch=source.epoch,
+            tenant=prefix.tenant,
+            cache_salt=prefix.cache_salt,
+            adapters=[internal.RunAdapter(digest=one.digest, scale=one.scale) for one in prefix.adapters],
+            token_ids=prefix.token_ids,
+            first=fetching.first,
+        )
+        lease = await self._transport.lease(source.worker_id, request)
+        reads: deque[asyncio.Task[bytes]] = deque()
+        try:
+            await self._read(lease, reads, fetching, source)
+        finally:
+            for read in reads:
+                read.cancel()
+            await asyncio.gather(*reads, return_exceptions=True)
+            lease.close()
+
+    async def _read(
+        self,
+        lease: LeasedBlocks,
+        reads: "deque[asyncio.Task[bytes]]",
+        fetching: "_Fetching",
+        source: internal.FetchSource,
+    ) -> None:
+        """Reads blocks in their order, a few ahead of the one that comes next."""
+        assert fetching.config.kv_format is not None
+        num_bytes = fetching.config.kv_format.num_bytes
+        end = fetching.first + min(lease.num_blocks, fetching.num_wanted)
+        following = fetching.first
+        while reads or following < end:
+            while following < end and len(reads) < _BLOCKS_AHEAD:
+                reads.append(asyncio.create_task(self._read_block(lease, following, num_bytes, fetching.engine)))
+                following += 1
+            async with asyncio.timeout(STALL_S):
+                block = await asyncio.shield(reads[0])
+            reads.popleft()
+            if problem := fetching.take(block):
+                self._log.error("block_refused", source=source.worker_id, problem=problem)
+                raise TransferError("refused", problem)
+
+    async def _read_block(self, lease: LeasedBlocks, block: int, num_bytes: int, engine: contract.Engine) -> bytes:
+        if engine.load().running:
+            await asyncio.sleep(self._pace.delay_s(num_bytes, time.monotonic()))
+        return await lease.read(block, num_bytes)
+
+
+class _Fetching:
+    """The blocks of one fetch on their way into the engine."""
+
+    def __init__(
+        self, prefix: contract.CachedPrefix, first: int, engine: contract.Engine, config: contract.EngineConfig
+    ) -> None:
+        self._size = config.kv_block_size
+        # the last token of a prompt is computed in any case
+        num_blocks = (len(prefix.token_ids) // _TOKEN_BYTES - 1) // self._size
+        self.prefix = codec.replace(prefix, token_ids=prefix.token_ids[: _TOKEN_BYTES * self._size * num_blocks])
+        self.first = first
+        self.engine = engine
+        self.config = config
+        self.num_wanted = max(0, num_blocks - first)
+        self.num_fetched = 0
+        self.num_bytes = 0
+        self._batch: list[bytes] = []
+
+    def take(self, block: bytes) -> str:
+        """Takes the next block, and returns why it can't be one; empty if it can."""
+        assert self.config.kv_format is not None
+        start = (self.first + self.num_fetched) * self._size
+        if problem := block_check.problem(self.config.kv_format, block, start):
+            return problem
+        self._batch.append(block)
+        self.num_fetched += 1
+        self.num_bytes += len(block)
+        if len(self._batch) * len(block) >= _BATCH_BYTES:
+            self.flush()
+        return ""
+
+    def flush(self) -> None:
+        """Hands the blocks that were taken to the engine."""
+        if self._batch:
+            end = self.first + self.num_fetched
+            prefix = codec.replace(self.prefix, token_ids=self.prefix.token_ids[: _TOKEN_BYTES * self._size * end])
+            self.engine.put_blocks(prefix, end - len(self._batch), self._batch)
+            self._batch = []
+
+
+def _limit_s(num_tokens: int, engine: contract.Engine) -> float:
+    speed = engine.prefill_tokens_per_s
+    return MAX_FETCH_S if speed is None else min(MAX_FETCH_S, _SHARE * num_tokens / speed)

@@ -1,0 +1,267 @@
+"""Moves blocks over NATS: the reader asks for one part after another, with a few requests on their way.
+
+    reader                                             holder
+      |-- kv: BlockLeaseRequest (perhaps in parts) ------>|
+      |<------------- BlockLease {lease, num_blocks} -----|
+      |-- kv.read: BlockRead {block, offset, num_bytes} ->|     up to 8 on their way
+      |<------------- BlockPart {data, checksum} ---------|
+      |-- kv.read: BlockRead {num_bytes: 0} ------------->|     the lease ends
+
+Both ends use a connection for this alone, so that no chunk, run or sign of life waits behind blocks. It is opened for
+the first transfer, and closed a minute after the last."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import structlog
+import xxhash
+from nats.aio.msg import Msg
+
+from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, Outgoing, is_no_responders
+from tokenbus.protocol.parts.assembly import UploadLimits
+from tokenbus.protocol.parts.headers import part_bytes
+from tokenbus.protocol.parts.receiver import PartsReceiver
+from tokenbus.protocol.parts.sender import PartsSender
+from tokenbus.protocol.wire import codec, errors, internal, messages, subjects, validation
+from tokenbus.worker.kv_exchange.pace import Pace
+from tokenbus.worker.kv_exchange.transport import BlockHolder, LeasedBlocks, TransferError
+
+_leases = codec.Decoder(internal.BlockLease)
+_lease_requests = codec.Decoder(internal.BlockLeaseRequest)
+_reads = codec.Decoder(internal.BlockRead)
+_parts = codec.Decoder(internal.BlockPart)
+
+MAX_OUTSTANDING = 8
+"""Parts of one lease that may be on their way."""
+ANSWER_S = 1.0
+"""A holder that does not answer for this long gives nothing any more."""
+IDLE_S = 60.0
+"""The connection is closed when it was not used for this long."""
+_MAX_READS = 4 * MAX_OUTSTANDING
+"""Requests of all readers that may be open at a time; honest ones have half as many."""
+_MAX_QUESTION_BYTES = 16 * 1024 * 1024
+
+Connect = Callable[[], Awaitable[Bus]]
+
+
+class NatsTransport:
+    """Both ends of one worker."""
+
+    def __init__(
+        self,
+        incoming: Bus,
+        connect: Connect,
+        names: subjects.Subjects,
+        model: str,
+        worker_id: str,
+        holder: BlockHolder,
+        is_computing: Callable[[], bool],
+    ) -> None:
+        """`incoming` is the connection on which others' questions arrive, `connect` opens the one for blocks. While the
+        worker is computing, its blocks move no faster than a pace."""
+        self._incoming = incoming
+        self._connect = connect
+        self._names = names
+        self._model = model
+        self._holder = holder
+        self._is_computing = is_computing
+        self._own = partial(names.worker, model, worker_id)
+        self._pace = Pace()
+        self._bus: Bus | None = None
+        self._sender: PartsSender | None = None
+        self._opening = asyncio.Lock()
+        self._used_at = time.monotonic()
+        self._asked: dict[str, asyncio.Future[Msg]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        bounds = UploadLimits(_MAX_QUESTION_BYTES, 4 * _MAX_QUESTION_BYTES, 4 * _MAX_QUESTION_BYTES)
+        self._receiver = PartsReceiver(
+            incoming, lambda owner, upload_id: self._own(f"kv.upload.{upload_id}"), bounds, self._may_answer
+        )
+        self.given_bytes = 0
+        """Bytes of blocks that others have read, in all."""
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        state = "open" if self._bus else "closed"
+        return f"<NatsTransport {state}, {len(self._asked)} asked, {len(self._tasks)} being given>"
+
+    async def open(self) -> None:
+        """Takes questions of other workers from now on."""
+        await self._receiver.open(self._incoming)
+        await self._incoming.subscribe(self._own("kv"), self._question)
+
+    async def close(self) -> None:
+        """Closes the connection for blocks."""
+        self._receiver.stop()
+        await self._disconnect()
+
+    def close_if_idle(self, now: float) -> None:
+        """Closes the connection for blocks if nobody uses it."""
+        if self._bus is not None and not self._asked and not self._tasks and now - self._used_at >= IDLE_S:
+            self._start(self._disconnect())
+
+    async def lease(self, worker_id: str, request: internal.BlockLeaseRequest) -> LeasedBlocks:
+        try:
+            bus = await self._open()
+            assert self._sender is not None
+            subject = self._names.worker(self._model, worker_id, "kv")
+            question = await self._sender.stage(Outgoing(subject, codec.encode(request)))
+            message = await self._ask(bus, question.subject, question.payload, question.headers)
+            lease = _leases.decode(message.data)
+        except NoRespondersError as error:
+            raise TransferError("lost", "nobody answers for that worker") from error
+        except (TimeoutError, ConnectionError, OutboundBufferLimitError, errors.RequestError) as error:
+            raise TransferError("lost", str(error)) from error
+        if not lease.lease:
+            raise TransferError("busy" if lease.busy else "nothing", "that worker has no blocks to give now")
+        return _NatsLease(self, bus, self._names.worker(self._model, worker_id, "kv.read"), lease)
+
+    async def _open(self) -> Bus:
+        """Returns the connection for blocks. Raises ConnectionError and TimeoutError if it can't be made."""
+        self._used_at = time.monotonic()
+        async with self._opening:
+            if self._bus is None:
+                bus = await self._connect()
+                await bus.subscribe(self._own("kv.reply.*"), self._answer)
+                await bus.subscribe(self._own("kv.read"), self._read)
+                await bus.flush()  # the broker must know the subjects before another worker is told to use them
+                self._sender = PartsSender(
+                    bus, lambda number: self._own(f"kv.received.{number}"), timeout_s=ANSWER_S, tries=1
+                )
+                self._bus = bus
+            return self._bus
+
+    async def _disconnect(self) -> None:
+        bus, self._bus, self._sender = self._bus, None, None
+        if bus is not None:
+            await bus.close()
+
+    async def _ask(self, bus: Bus, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> Msg:
+        """Raises NoRespondersError, TimeoutError, ConnectionError and OutboundBufferLimitError."""
+        reply = self._own(f"kv.reply.{secrets.token_hex(8)}")
+        answered: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._asked[reply] = answered
+        try:
+            bus.publish(subject, payload, reply, headers)
+            async with asyncio.timeout(ANSWER_S):
+                message = await answered
+        finally:
+            del self._asked[reply]
+            self._used_at = time.monotonic()
+        if is_no_responders(message):
+            raise NoRespondersError(subject)
+        return message
+
+    def _answer(self, message: Msg) -> None:
+        answered = self._asked.get(message.subject)
+        if answered is not None and not answered.done():
+            answered.set_result(message)
+
+    def _question(self, message: Msg) -> None:
+        """Takes another worker's question, a large one once all its parts have come."""
+        if not self._may_answer(message):
+            return
+        try:
+            if not self._receiver.announced(message, "workers", self._question):
+                self._start(self._grant(message))
+        except errors.RequestError as error:
+            self._incoming.publish(message.reply, codec.encode(messages.UploadReply(error=error.error)))
+
+    async def _grant(self, message: Msg) -> None:
+        try:
+            request = _lease_requests.decode(message.data)
+            validation.check_ranges(request)
+        except errors.RequestError:
+            return
+        with contextlib.suppress(TimeoutError, ConnectionError, OutboundBufferLimitError):
+            bus = await self._open()
+            lease = await self._holder.grant(request)
+            bus.publish(message.reply, codec.encode(lease))
+
+    def _read(self, message: Msg) -> None:
+        try:
+            read = _reads.decode(message.data)
+            validation.check_ranges(read)
+        except errors.RequestError:
+            return
+        if not read.num_bytes:
+            self._holder.end(read.lease)
+        elif len(self._tasks) < _MAX_READS and self._may_answer(message):
+            self._start(self._give(read, message.reply))
+
+    async def _give(self, read: internal.BlockRead, reply: str) -> None:
+        block = await self._holder.read(read.lease, read.block)
+        part = internal.BlockPart()
+        if block is not None:
+            data = block[read.offset : read.offset + read.num_bytes]
+            part = internal.BlockPart(data=data, checksum=xxhash.xxh3_64_intdigest(block))
+            if self._is_computing():
+                await asyncio.sleep(self._pace.delay_s(len(data), time.monotonic()))
+            self.given_bytes += len(data)
+        with contextlib.suppress(TimeoutError, ConnectionError, OutboundBufferLimitError, ValueError):
+            (await self._open()).publish(reply, codec.encode(part))
+
+    def _may_answer(self, message: Msg) -> bool:
+        """Whether the reply subject is that of a worker of this model, for blocks."""
+        return self._names.is_kv_reply(message.reply, self._model)
+
+    def _start(self, work: Awaitable[None]) -> None:
+        task = asyncio.create_task(self._guarded(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except Exception:  # outermost frame of the task: the reader gets no answer, and computes
+            self._log.exception("blocks_not_given", model=self._model)
+
+
+class _NatsLease:
+    """Blocks that are read over NATS."""
+
+    def __init__(self, transport: NatsTransport, bus: Bus, subject: str, lease: internal.BlockLease) -> None:
+        self.num_blocks = lease.num_blocks
+        self._transport = transport
+        self._bus = bus
+        self._subject = subject
+        self._name = lease.lease
+        self._turns = asyncio.Semaphore(MAX_OUTSTANDING)
+
+    def __repr__(self) -> str:
+        return f"<_NatsLease of {self.num_blocks} blocks>"
+
+    async def read(self, block: int, num_bytes: int) -> bytes:
+        step = part_bytes(self._bus.max_payload)
+        reads = [
+            internal.BlockRead(lease=self._name, block=block, offset=at, num_bytes=min(step, num_bytes - at))
+            for at in range(0, num_bytes, step)
+        ]
+        parts = await asyncio.gather(*map(self._read, reads))
+        content = b"".join(part.data for part in parts)
+        if any(part.checksum != xxhash.xxh3_64_intdigest(content) for part in parts):
+            raise TransferError("corrupt", "the checksum of a block is wrong")
+        return content
+
+    def close(self) -> None:
+        with contextlib.suppress(ConnectionError, OutboundBufferLimitError):
+            self._bus.publish(self._subject, codec.encode(internal.BlockRead(lease=self._name)))
+
+    async def _read(self, read: internal.BlockRead) -> internal.BlockPart:
+        async with self._turns:
+            try:
+                message = await self._transport._ask(self._bus, self._subject, codec.encode(read))
+                part = _parts.decode(message.data)
+            except NoRespondersError as error:
+                raise TransferError("lost", "the worker that gave the blocks is gone") from error
+            except (TimeoutError, ConnectionError, OutboundBufferLimitError, errors.RequestError) as error:
+                raise TransferError("lost", str(error)) from error
+        if not part.data:
+            raise TransferError("evicted", "the worker that gave the blocks has them no more")
+        if len(part.data) != read.num_bytes:
+            raise TransferError("corrupt", f"{len(part.data)} bytes came where {read.num_bytes} were asked for")
+        return part

@@ -1,0 +1,1 @@
+"""Makes GGUF files of models that are published as safetensors, when they are loaded."""

@@ -1,0 +1,136 @@
+"""The sizes of a model by its `config.json`, checked: what can't be converted exactly is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tokenbus.worker.engine.models.model_files import read_json
+from tokenbus.worker.engine.runner import ModelError
+
+CONVERTER = "llama.cpp's convert_hf_to_gguf.py"
+_SCALINGS = ("default", "linear", "yarn", "llama3")
+Positive = msgspec.Meta(gt=0)
+
+
+class Rope(msgspec.Struct, frozen=True):
+    """The way in which positions become rotations: `rope_scaling` in older files, `rope_parameters` in newer ones."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+    partial_rotary_factor: float | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.rope_type or self.type or "default"
+
+    @property
+    def has_own_factors(self) -> bool:
+        """Whether yarn is to work with other factors than those that llama.cpp derives."""
+        own = (self.mscale, self.mscale_all_dim, self.attention_factor, self.beta_fast, self.beta_slow, self.truncate)
+        return any(one is not None for one in own)
+
+
+class ModelConfig(msgspec.Struct, frozen=True):
+    """The fields of `config.json` that matter here."""
+
+    architectures: list[str] = []
+    hidden_size: int = 0
+    num_hidden_layers: int = 0
+    intermediate_size: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    vocab_size: int = 0
+    max_position_embeddings: int = 0
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    rope_theta: float | None = None
+    rope_scaling: Rope | None = None
+    rope_parameters: Rope | None = None
+    sliding_window: int | None = None
+    use_sliding_window: bool | None = None
+    quantization_config: dict[str, Any] | None = None
+    num_experts: int = 0
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] = []
+    tie_word_embeddings: bool | None = None
+    bos_token_id: int | list[int] | None = None
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def expert_count(self) -> int:
+        """The experts of a layer, which newer versions of transformers call local."""
+        return self.num_experts or self.num_local_experts
+
+    @property
+    def rope(self) -> Rope:
+        return self.rope_parameters or self.rope_scaling or Rope()
+
+    @property
+    def rope_base(self) -> float:
+        return self.rope.rope_theta or self.rope_theta or 10_000.0
+
+    @property
+    def context_length(self) -> int:
+        """The tokens for which the model is exact: llama.cpp attends to all of them, so a window is the limit."""
+        has_window = self.sliding_window is not None and self.use_sliding_window is not False
+        window = self.sliding_window if has_window else None
+        return min(self.max_position_embeddings, window or self.max_position_embeddings)
+
+
+def read(path: Path | None, where: Path) -> ModelConfig:
+    """Raises ModelError if there is no such file, and for what makes a conversion impossible or inexact."""
+    if path is None:
+        raise ModelError(f"{where}: there is no config.json beside the weights; fetch the whole repository")
+    config = read_json(path, ModelConfig)
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"):
+        if getattr(config, name) < 1:
+            raise ModelError(f"{path}: {name} must be at least 1, got {getattr(config, name)}; correct it")
+    if config.quantization_config is not None:
+        method = config.quantization_config.get("quant_method", "an unknown method")
+        raise ModelError(f"{path}: the weights are quantized by {method}; fetch the unquantized ones, or a GGUF")
+    _check_exact(config, path)
+    return config
+
+
+def _check_exact(config: ModelConfig, path: Path) -> None:
+    rope, heads = config.rope, config.num_attention_heads
+    if config.hidden_act not in ("silu", "swish"):
+        raise _refused(path, f"hidden_act {config.hidden_act}")
+    if rope.kind not in _SCALINGS:
+        raise _refused(path, f"rope scaling {rope.kind}")
+    if rope.kind == "yarn" and rope.has_own_factors:
+        raise _refused(path, "yarn scaling with attention factors")
+    if (rope.partial_rotary_factor or 1.0) != 1.0:
+        raise _refused(path, "rotations of parts of heads")
+    if heads % config.kv_heads or config.head_size % 2 or config.head_size < 2:
+        raise ModelError(
+            f"{path}: {heads} heads of {config.head_size} over {config.kv_heads} make no model; correct it"
+        )
+
+
+def _refused(path: Path, what: str) -> ModelError:
+    return ModelError(f"{path}: {what} is not converted here; use {CONVERTER} and pass --model its output")

@@ -1,0 +1,19 @@
+"""Finds a model on this machine or on the Hub, and of which kind it is."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tokenbus.worker.engine.models.model_files import Layout, ModelFiles, is_hub_name
+from tokenbus.worker.models import transfer_log
+
+
+def find(model: str, layouts: Sequence[Layout], progress: Callable[[float], None]) -> ModelFiles:
+    """Finds a model by the first layout that recognises it, and downloads it if it is on the Hub.
+
+    `progress` gets the share that is downloaded. Raises ModelError, saying what to do, if it can't be had."""
+    if is_hub_name(model):
+        from tokenbus.worker.models.hub import fetch  # takes a while to import, and local models don't need it
+
+        return fetch.fetch(model, layouts, transfer_log.LoggedTransfer(model, progress))
+    path = Path(model)
+    return next((layout for layout in layouts if layout.recognises(path)), layouts[0]).find(path)
