@@ -158,9 +158,8 @@ class Fleet(WorkerRegistry):
         placement = self._model(model).place(request, policy, rng, now, options)
         if isinstance(placement, Placement):
             block_size = placement.worker.card.kv_block_size or 0
-            fetch_tokens = placement.fetch_blocks * block_size
-            predicted_tokens = placement.overlap_blocks * block_size + fetch_tokens
-            self.stats.record_placement(request.num_tokens, predicted_tokens, fetch_tokens, now)
+            overlap, fetched = placement.overlap_blocks * block_size, placement.fetch_blocks * block_size
+            self.stats.record_placement(request.num_tokens, overlap + fetched, fetched, now)
         return placement
 
     def book(self, address: WorkerAddress, request: PlacementRequest, now: float) -> None:
