@@ -140,12 +140,8 @@ class Inbox:
             return await self._connection.request(message.subject, message.payload, timeout_s, headers=message.headers)
         answered: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         reply = f"{self._prefix}.answer.{secrets.token_hex(8)}"
-
-        def take(message: Msg) -> None:
-            if not answered.done():
-                answered.set_result(message)
-
-        subscription = await self._connection.subscribe(reply, take)
+        take = answered.set_result
+        subscription = await self._connection.subscribe(reply, lambda one: None if answered.done() else take(one))
         try:
             self._connection.publish(message.subject, message.payload, reply=reply, headers=message.headers)
             async with asyncio.timeout(timeout_s):

@@ -198,11 +198,7 @@ def _engine_of(options: argparse.Namespace, model: str) -> EngineSettings:
     own["model"] = model if model_files.is_hub_name(model) else str(_path_of(model))
     replicas = options.replicas * len(options.model)
     own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // replicas)
-    scheduler = SchedulerSettings(
-        expected_tokens=options.expected_tokens,
-        priority_s=options.priority_s,
-        max_cached_blocks=options.max_cached_blocks,
-    )
+    scheduler = SchedulerSettings(**{name: getattr(options, name) for name in SchedulerSettings.__struct_fields__})
     onnx = OnnxSettings(**{name: getattr(options, name) for name in OnnxSettings.__struct_fields__ if name in options})
     return EngineSettings(**own, scheduler=scheduler, onnx=onnx)
 

@@ -11,7 +11,7 @@ from tests.contracts.cache_rules import long_prompt
 from tests.contracts.driving import prompt, run, settled, start
 from tests.contracts.driving import request as make_request
 from tests.support import adapters
-from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire import block_hash, codec, errors
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import contract
 
@@ -95,7 +95,52 @@ async def refuses_what_is_no_adapter_of_the_model(engine: contract.Engine, confi
     await settled(engine)
 
 
+async def keeps_an_adapter_for_what_is_held_back(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    if "lora" not in config.features:
+        return
+    used = Adapter(await load(engine, 1), 1.0)
+    alone = await run(engine, request(prompt(config, 7), used, cache=False))
+    waiting, cancelled = (codec.replace(request(prompt(config, 7), used, cache=False), is_held=True) for _ in range(2))
+    recorder = start(engine, waiting)
+    start(engine, cancelled)
+    engine.unload_adapter(used.digest)
+    await run(engine, request(prompt(config, 8), max_tokens=2))  # steps in which the engine could unload it
+    engine.abort(cancelled.key)
+    engine.release(waiting.key)
+    await recorder.terminal()
+    assert recorder.token_ids == alone.token_ids
+    await settled(engine)
+
+
+async def gives_blocks_of_adapters_for_these_alone(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    if "lora" not in config.features or not config.kv_identity:
+        return
+    digest = await load(engine, 1)
+    asked, used = long_prompt(config, 92), (Adapter(digest, 0.5),)
+    packed = block_hash.pack_token_ids(asked)
+    full = len(asked) // config.kv_block_size
+    alone = await run(engine, request(asked, *used))
+    await settled(engine)
+    num_cached, blocks = await engine.export_blocks(contract.CachedPrefix("", "", used, packed), 0, 99)
+    assert (num_cached, len(blocks)) == (full, full)
+    others: tuple[tuple[Adapter, ...], ...] = ((), (Adapter(digest, 1.0),), (Adapter("0" * 32, 0.5),))
+    for other in others:
+        assert await engine.export_blocks(contract.CachedPrefix("", "", other, packed), 0, 99) == (0, [])
+    engine.clear_cache()
+    engine.put_blocks(contract.CachedPrefix("", "", used, packed), 0, blocks)
+    for one, expected in (((), 0), (others[1], 0), (used, full * config.kv_block_size)):
+        recorder = await run(engine, request(asked, *one))
+        usage = recorder.outputs[-1].usage
+        assert usage is not None
+        assert usage.cached_tokens == expected, one
+        assert (recorder.token_ids == alone.token_ids) is (one == used)
+    engine.unload_adapter(digest)
+    await settled(engine)
+
+
 RULES = (
+    keeps_an_adapter_for_what_is_held_back,
+    gives_blocks_of_adapters_for_these_alone,
     computes_each_request_with_its_own_adapters,
     shares_no_cache_between_adapters,
     keeps_an_adapter_for_those_that_use_it,
