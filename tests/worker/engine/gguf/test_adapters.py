@@ -12,11 +12,11 @@ import pytest
 from llama_cpp import llama_cpp as llama
 
 from tests.support import adapters
-from tests.support.engines import exact_demo, gguf_runner
+from tests.support.engines import Recorder, exact_demo, gguf_runner, thread_engine
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf import probe
-from tokenbus.worker.engine.gguf.runner import GgufRunner
+from tokenbus.worker.engine.gguf.runner import GgufRunner, load
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.runner import InsufficientMemoryError, ModelError
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
@@ -223,3 +223,54 @@ def test_an_adapter_is_freed_when_it_was_unloaded_as_often_as_loaded(tmp_path: P
     assert not runner._model._adapters._models
     runner.adapters.load(path)
     runner.close()  # frees it, and then the model
+
+
+async def test_answers_are_the_same_when_there_is_no_room_for_the_later_sets_of_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = thread_engine(lambda progress: load(exact_demo(), progress))
+    await engine.start("w")
+    digests = [await engine.load_adapter(str(adapters.write(tmp_path / f"{seed}.gguf", seed))) for seed in (1, 2)]
+    sets: list[tuple[Adapter, ...]] = [(), (Adapter(digests[0], 1.0),), (Adapter(digests[1], 1.0),), ()]
+    recorders: list[Recorder] = []
+    for together in (False, True):
+        for number, (used, prompt) in enumerate(zip(sets, PROMPTS, strict=True)):
+            sampling = contract.Sampling(max_tokens=60, temperature=number % 2, seed=number, ignore_eos=True)
+            recorders.append(Recorder())
+            key = f"{together}-{number}"
+            request = contract.EngineRequest(
+                key=key, token_ids=prompt * 8, sampling=sampling, adapters=used, cache_salt=key
+            )
+            engine.generate(request, recorders[-1])
+            if not together:
+                await recorders[-1].terminal()
+        if not together:
+            failures = _fail_later_sets(monkeypatch)
+    for recorder in recorders:
+        await recorder.terminal()
+    answers = [recorder.token_ids for recorder in recorders]
+    assert answers[4:] == answers[:4]
+    assert next(failures) > 10
+    await engine.cleanup()
+
+
+def _fail_later_sets(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Has every fourth decode of a set that is not the first of its step find no room; counts them."""
+    decode, logits_of = llama.llama_decode, GgufRunner._logits_of
+    later, failures = itertools.count(1), itertools.count()
+    fails = False
+
+    def choose(runner: GgufRunner, groups: object, number: int) -> object:
+        nonlocal fails
+        fails = number > 0 and next(later) % 4 == 0
+        return logits_of(runner, groups, number)  # type: ignore[arg-type]
+
+    def may_fail(context: object, batch: object) -> int:
+        if fails:
+            next(failures)
+            return 1
+        return int(decode(context, batch))
+
+    monkeypatch.setattr(GgufRunner, "_logits_of", choose)
+    monkeypatch.setattr(llama, "llama_decode", may_fail)
+    return failures
