@@ -89,7 +89,7 @@ class RunSender:
         await self.nats.subscribe(f"tokenbus.v1.card.{self.model}.*", cb=take_card)
         await self.nats.subscribe(f"tokenbus.v1.events.{self.model}.*", cb=take_events)
         async with asyncio.timeout(300):
-            while {name for name, card in self.cards.items() if card.state == "ready"} < set(worker_ids):
+            while not set(worker_ids) <= {name for name, card in self.cards.items() if card.state == "ready"}:
                 await self.nats.publish("tokenbus.v1.discover", b"")
                 await asyncio.sleep(0.1)
 
@@ -104,6 +104,7 @@ class RunSender:
         fetch_from: internal.FetchSource | None = None,
         tenant: str = "default",
         remaining_ms: float | None = None,
+        adapters: tuple[block_hash.Adapter, ...] = (),
         **params: object,
     ) -> Streamed:
         streamed = Streamed()
@@ -119,6 +120,7 @@ class RunSender:
             encoding=codec.Encoding.MSGPACK,
             token_ids=block_hash.pack_token_ids(token_ids),
             params=GenerationParams(**asked | params),  # type: ignore[arg-type]
+            adapters=[internal.RunAdapter(digest=one.digest, scale=one.scale) for one in adapters],
             fetch_from=fetch_from,
             remaining_ms=remaining_ms,
         )

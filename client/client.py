@@ -99,8 +99,8 @@ class Client:
     async def for_tenant(self, tenant: str, inbox_prefix: str = "") -> "Client":
         """Makes a client for another tenant that shares this one's connection. Close only the first: that ends both.
 
-        Its streams have reply subjects that begin with `inbox_prefix`, if given. Answers to its `models`, `embed`,
-        `rerank`, `tokenize`, `detokenize` and `cancel` come to the connection's own inbox in any case."""
+        What it asks for has reply subjects that begin with `inbox_prefix`, if given. Only the answer to `cancel` comes
+        to the connection's own inbox in any case."""
         other = Client(self._connection, tenant, self._names.prefix, self._encoding, self._tracer, inbox_prefix)
         await other._inbox.open()
         self._inboxes.append(other._inbox)
@@ -252,7 +252,7 @@ class Client:
         message = bus.Outgoing(subject, payload, headers=codec.content_headers(self._encoding))
         try:
             last = await self._inbox.stage(message)
-            return await self._connection.request(last.subject, last.payload, timeout_s, headers=last.headers)
+            return await self._inbox.request(last, timeout_s)
         except bus.NoRespondersError as error:
             raise errors.request_error(errors.Code.NO_WORKER, "no router listens on this broker") from error
         except (TimeoutError, ConnectionError) as error:

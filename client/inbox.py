@@ -33,6 +33,8 @@ class Inbox:
         self._names = names
         self._tenant = tenant
         self._encoding = encoding
+        self._is_own = bool(prefix)
+        """Whether it is the tenant's, and not the connection's."""
         self._prefix = f"{prefix}.{secrets.token_hex(8)}" if prefix else connection.new_inbox()
         self._parts = PartsSender(connection, lambda token: f"{self._prefix}.part.{token}", encoding)
         self._uploads: dict[str, asyncio.Task[None]] = {}
@@ -129,6 +131,28 @@ class Inbox:
                 reply=f"{self._prefix}.{self._reply_tokens[stream]}{_RESYNC_SUFFIX}",
                 headers=codec.content_headers(self._encoding),
             )
+
+    async def request(self, message: bus.Outgoing, timeout_s: float) -> Msg:
+        """Sends a request with a single answer, and returns it; raises what `Bus.request` does.
+
+        A router answers only into inboxes of the tenant, which the connection's own may not be."""
+        if not self._is_own:
+            return await self._connection.request(message.subject, message.payload, timeout_s, headers=message.headers)
+        answered: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        reply = f"{self._prefix}.answer.{secrets.token_hex(8)}"
+        take = answered.set_result
+        subscription = await self._connection.subscribe(reply, lambda one: None if answered.done() else take(one))
+        try:
+            self._connection.publish(message.subject, message.payload, reply=reply, headers=message.headers)
+            async with asyncio.timeout(timeout_s):
+                answer = await answered
+        except TimeoutError as error:
+            raise TimeoutError(f"no reply on {message.subject} within {timeout_s} s") from error
+        finally:
+            await self._connection.unsubscribe(subscription)
+        if bus.is_no_responders(answer):
+            raise bus.NoRespondersError(message.subject)
+        return answer
 
     def forget(self, stream: Stream) -> None:
         token = self._reply_tokens.pop(stream, None)

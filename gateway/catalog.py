@@ -5,10 +5,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 from msgspec import UNSET
 
 from tokenbus.gateway.openai import schemas
-from tokenbus.protocol.wire import errors, messages, subjects
+from tokenbus.protocol.wire import errors, limits, messages, subjects
 
 _KEEP_S = 1.0
 _MAX_NAME = 128
@@ -61,12 +62,41 @@ class Catalog:
         reply = await self._ask()
         unserved = None if reply.unserved is UNSET else frozenset(reply.unserved)
         features = {served.model: served.features for served in reply.models}
-        return Listing([_model(served) for served in reply.models], unserved, features)
+        return Listing([model for served in reply.models for model in _models(served)], unserved, features)
 
     def _note(self, asked: "asyncio.Future[Listing]") -> None:
         self._answered_at = self._clock()
         if not asked.cancelled():
             asked.exception()  # marks it as retrieved: all callers may have been cancelled
+
+
+class Catalogs:
+    """A catalog for each tenant, since tenants may use different adapters."""
+
+    def __init__(self) -> None:
+        self._by_tenant: dict[str, Catalog] = {}
+
+    def __repr__(self) -> str:
+        return f"<Catalogs of {sorted(self._by_tenant)}>"
+
+    def of(self, tenant: str, ask: Callable[[], Awaitable[messages.ModelsReply]]) -> Catalog:
+        """Returns a tenant's catalog. `ask` sends that tenant's `models` request."""
+        if tenant not in self._by_tenant:
+            self._by_tenant[tenant] = Catalog(ask)
+        return self._by_tenant[tenant]
+
+
+def _models(served: messages.ServedModel) -> list[schemas.Model]:
+    """Returns a model, and behind it the names of the model with each of its adapters."""
+    base = _model(served)
+    names = [f"{served.model}:{adapter}" for adapter in served.adapters]
+    named = [msgspec.structs.replace(base, id=name, parent=base.id) for name in names if _is_name(name)]
+    return [base, *named]
+
+
+def _is_name(name: str) -> bool:
+    """Whether a request can name it: together, two names may be too long."""
+    return len(name.encode()) <= limits.MAX_NAME_BYTES
 
 
 def _model(served: messages.ServedModel) -> schemas.Model:

@@ -25,7 +25,7 @@ from tokenbus.gateway.anthropic import error_bodies as anthropic_errors
 from tokenbus.gateway.calls.dialect import CallDialect
 from tokenbus.gateway.calls.embed import embed
 from tokenbus.gateway.calls.endpoint import CallEndpoint
-from tokenbus.gateway.catalog import Catalog, Listing
+from tokenbus.gateway.catalog import Catalog, Catalogs, Listing
 from tokenbus.gateway.cohere import rerank
 from tokenbus.gateway.generation.dialect import Dialect
 from tokenbus.gateway.generation.endpoint import GenerationEndpoint
@@ -49,9 +49,11 @@ _encoder = msgspec.json.Encoder()
 class Routes:
     """The endpoints that answer in one piece: models and health."""
 
-    def __init__(self, services: Services, catalog: Catalog) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
-        self._catalog = catalog
+        self._catalog = Catalog(services.tenants.gateway_client.models)
+        """The listing by which the gateway itself knows whether a router answers."""
+        self._catalogs = Catalogs()
 
     def __repr__(self) -> str:
         return f"<Routes {self._services!r}>"
@@ -105,8 +107,8 @@ class Routes:
 
     async def listing(self, request: Request) -> Listing:
         """Returns the models that a request may see, and their aliases. Raises ApiError and RequestError."""
-        self._services.tenants.authenticate(request)
-        listing = await self._catalog.listing()
+        name, client = self._services.tenants.authenticate(request)
+        listing = await self._catalogs.of(name, client.models).listing()
         return listing._replace(models=self._services.aliases.listed(listing.models))
 
 

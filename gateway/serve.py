@@ -9,7 +9,6 @@ from collections.abc import Callable
 import structlog
 from starlette.types import ASGIApp
 
-from tokenbus.gateway.catalog import Catalog
 from tokenbus.gateway.http import listen
 from tokenbus.gateway.http.body_memory import BodyMemory
 from tokenbus.gateway.http.closed_connections import ClosedConnections
@@ -53,7 +52,7 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         services = Services(
             limit, tenants, settings.aliases, BodyMemory(settings.max_body_bytes), connection, measured, tracer
         )
-        routes = Routes(services, Catalog(tenants.gateway_client.models))
+        routes = Routes(services)
         app = make_app(services, routes, settings.allowed_origins)
         gateway = Gateway(settings, services, app, max_connections, measured)
         page = metrics.MetricsCollector(measured.families(), gateway.update_gauges)

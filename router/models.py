@@ -5,8 +5,10 @@ import time
 from msgspec import UNSET
 
 from tokenbus.protocol.parts.receiver import PartsReceiver
-from tokenbus.protocol.wire import codec, limits, messages
+from tokenbus.protocol.wire import codec, limits, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.placement.adapters import visible
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 
 _MAX_UNSERVED = 256
@@ -25,15 +27,25 @@ class ModelCatalog:
     def __repr__(self) -> str:
         return f"<ModelCatalog of {self._fleet!r}>"
 
-    def reply(self, encoding: codec.Encoding, max_bytes: int, parts: PartsReceiver) -> bytes:
-        """Returns an encoded reply, without its workers if it would exceed `max_bytes` with them: the largest message
-        of the broker. `parts` receives clients' large requests."""
-        payload = codec.encode(self._reply(max_bytes, parts, with_workers=True), encoding)
+    def with_adapter(self, address: subjects.ModelAddress) -> tuple[subjects.ModelAddress, str | None]:
+        """Returns the model behind a name, and the adapter that the name says behind a colon, if it does: a model whose
+        own name has a colon comes first, and an adapter must be one that the tenant may use."""
+        base, colon, adapter = address.model.rpartition(":")
+        if not colon or self._fleet.workers_of(address.model):
+            return address, None
+        if not any(adapter in visible(worker.card, address.tenant) for worker in self._fleet.workers_of(base)):
+            return address, None
+        return address._replace(model=base), adapter
+
+    def reply(self, encoding: codec.Encoding, max_bytes: int, parts: PartsReceiver, tenant: str) -> bytes:
+        """Returns an encoded reply for a tenant, without its workers if it would exceed `max_bytes` with them: the
+        largest message of the broker. `parts` receives clients' large requests."""
+        payload = codec.encode(self._reply(max_bytes, parts, tenant, with_workers=True), encoding)
         if len(payload) <= max_bytes:
             return payload
-        return codec.encode(self._reply(max_bytes, parts, with_workers=False), encoding)
+        return codec.encode(self._reply(max_bytes, parts, tenant, with_workers=False), encoding)
 
-    def _reply(self, max_bytes: int, parts: PartsReceiver, *, with_workers: bool) -> messages.ModelsReply:
+    def _reply(self, max_bytes: int, parts: PartsReceiver, tenant: str, *, with_workers: bool) -> messages.ModelsReply:
         most = self._max_request_bytes
         server = messages.ServerLimits(
             max_request_bytes=min(most, max_bytes - limits.MESSAGE_RESERVE_BYTES), max_upload_bytes=most
@@ -43,7 +55,8 @@ class ModelCatalog:
                 model=model,
                 context_length=min(worker.card.context_length for worker in workers),
                 features=sorted(set.intersection(*(set(worker.card.features) for worker in workers))),
-                workers=[self._fleet.card_view(worker) for worker in workers] if with_workers else UNSET,
+                adapters=sorted({name for worker in workers for name in visible(worker.card, tenant)}),
+                workers=[self._card(worker, tenant) for worker in workers] if with_workers else UNSET,
             )
             for model, workers in self._fleet.models()
         ]
@@ -55,3 +68,8 @@ class ModelCatalog:
         view = self._fleet.router_view(self._router_id, len(self._queue), now)
         view = codec.replace(view, uploads=parts.num_uploads, upload_bytes=parts.held_bytes)
         return messages.ModelsReply(models=served, limits=server, router=view, unserved=unserved)
+
+    def _card(self, worker: Worker, tenant: str) -> messages.Card:
+        """Returns a worker's card as a tenant sees it."""
+        own = [messages.CardAdapter(name=name, digest=one) for name, one in visible(worker.card, tenant).items()]
+        return codec.replace(self._fleet.card_view(worker), adapters=own)

@@ -10,8 +10,7 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
 4. No output's text splits a character, holds a stop string, or what could still become one.
 5. `abort` ends a request with `cancelled` at once, and its lane and memory are free within a step. Aborting a request
    that is unknown or has ended does nothing.
-6. Equal requests with equal seeds give equal outputs when they run alone; requests that run together do not affect
-   each other.
+6. Equal requests with equal seeds give equal outputs alone; those that run together do not affect each other.
 7. An engine can hold as many requests and tokens at the same time as its `EngineConfig` advertises.
 8. After the last terminal nothing is held: `load()` shows zero running and waiting requests and used blocks. Later
    requests of the same tenant and salt can use what is cached: `usage.cached_tokens` counts the prompt tokens that were
@@ -31,9 +30,12 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
     resumed, and when another engine goes on with it. Once the constraint is compiled, an output without tokens says so
     (`is_constraint_ready`). One that can't be compiled ends with `invalid_request`, which names its `param`, and with
     no output before. Where only an end token may follow, `min_tokens` gives way.
-
 14. An engine with the feature `rerank` returns one score for each document of `rerank`, in their order, whatever runs
     beside it. A document's score does not depend on the others. An engine without the feature refuses.
+15. An engine with the feature `lora` loads LoRA adapters while streams go on. A request is computed with its `adapters`
+    and no others, whatever runs beside it, and shares cached blocks only with requests that have the same. An adapter
+    that is unloaded while requests use it stays until the last of them has ended. A file that is no adapter of the
+    model is refused, and nothing has changed. An engine without the feature refuses every file.
 
 Sinks are called from the event loop, in order. A sink is a plain function and not an async iterator, because waking a
 task for each token and stream costs several times what the token itself does (docs/decisions/0003).
@@ -46,6 +48,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from tokenbus.protocol.wire import errors, internal, messages
+from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker.chat_format.chat_format import ChatFormat
 
@@ -154,6 +157,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it may use what is cached and leave something."""
     priority: int = 0
     """Lower is sooner."""
+    adapters: tuple[Adapter, ...] = ()
+    """The adapters to use, by digest and each at most once. They are loaded, and sorted."""
     return_progress: bool = False
     """Whether to report how far the prompt is computed."""
     resumed: ResumedCompletion | None = None
@@ -167,11 +172,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
-    """A run of tokens whose blocks may be cached, in the cache that requests of one tenant and salt share."""
+    """A run of tokens whose blocks may be cached, in the cache that requests of one tenant, salt and adapters share."""
 
     tenant: str
     """In the form of a subject token."""
     cache_salt: str
+    adapters: tuple[Adapter, ...]
+    """Sorted; they need not be loaded."""
     token_ids: bytes
     """Unsigned 32-bit little-endian integers."""
 
@@ -306,9 +313,8 @@ class Engine(Protocol):
     """Generates tokens; the guarantees are this module's docstring."""
 
     on_kv_events: Callable[[list[int], list[tuple[int, int]]], None]
-    """Called with the hashes of cached blocks that are gone, and the new ones, parents first, each behind the hash of
-    the block before it. The call precedes the outputs of the step in which this happened. It does nothing by
-    default."""
+    """Called with the hashes of cached blocks that are gone, and of the new ones, parents first, each behind that of
+    the block before it; the outputs of that step come later. By default it does nothing."""
 
     @property
     def token_bytes(self) -> Sequence[bytes]:
@@ -337,9 +343,8 @@ class Engine(Protocol):
         ...
 
     def put_blocks(self, prefix: CachedPrefix, first: int, blocks: list[bytes]) -> None:
-        """Caches blocks that another engine with the same identity has computed, from block `first` of a prefix on;
-        requests that follow can reuse them. Blocks behind one that is not cached are dropped, and so are those for
-        which there is no room."""
+        """Caches blocks of another engine with the same identity, from block `first` of a prefix on, for requests that
+        follow. Blocks behind one that is not cached, and those for which there is no room, are dropped."""
         ...
 
     @property
@@ -359,6 +364,15 @@ class Engine(Protocol):
 
     async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
         """Returns the scores of all documents. Raises RequestError."""
+        ...
+
+    async def load_adapter(self, path: str) -> str:
+        """Loads a LoRA adapter for requests from now on; returns the digest by which they name it. A file may be loaded
+        several times. Raises RequestError if the file can't be used."""
+        ...
+
+    def unload_adapter(self, digest: str) -> None:
+        """Reverses one `load_adapter`. Requests that use the adapter keep it."""
         ...
 
     def clear_cache(self) -> None:

@@ -129,6 +129,8 @@ class LocalSystem:
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
         model = ["--model", str(options.model), "--served-name", options.served_name, "--threads", str(threads)]
         model += ["--engine", options.engine, *grace, "--handover-s", str(_HANDOVER_S)]
+        model += [flag for one in options.lora for flag in ("--lora", str(one))]
+        model += ["--lora-dir", options.lora_dir] if options.lora_dir else []
         for number in range(1, options.workers + 1):
             name = f"worker-{number}"
             # On a shared broker other machines run workers of the same numbers.

@@ -12,6 +12,8 @@ from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import subjects
 from tokenbus.worker.engine.models import model_files, registry
 from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings
+from tokenbus.worker.frontend import adapter_settings
+from tokenbus.worker.frontend.adapter_settings import AdapterSettings
 from tokenbus.worker.frontend.settings import FrontendSettings, ServedModel, WorkerSettings
 
 _ENGINE = EngineSettings(model="")
@@ -97,6 +99,20 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="gguf, onnx, or sim, a simulator whose --model is a timing; auto decides by the files (auto)",
     )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads per worker; 0: an equal share of the cores")
+    parser.add_argument(
+        "--lora",
+        type=_adapter,
+        action="append",
+        default=[],
+        metavar="NAME=PATH[@TENANT,...]",
+        help="LoRA adapter of the model, for all tenants or for these; may be repeated",
+    )
+    parser.add_argument(
+        "--lora-dir",
+        default="",
+        metavar="DIR[@TENANT,...]",
+        help="folder whose adapters NAME.gguf are loaded, replaced and unloaded as they come and go",
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +140,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+def _adapter(text: str) -> AdapterSettings:
+    """An adapter, such as `style=style.gguf@acme`."""
+    try:
+        return adapter_settings.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def settings_of(options: argparse.Namespace) -> WorkerSettings:
     """Returns the settings that parsed flags describe. Raises ValueError."""
     if len(options.served_name) > len(options.model):
@@ -132,12 +156,14 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         value = getattr(options, name)
         if not low <= value <= high:
             raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {value:g}")
+    if (options.lora or options.lora_dir) and len(options.model) > 1:
+        raise ValueError("--lora and --lora-dir need a single --model: load the others' adapters with tokenbus load")
     if options.host_cache_file and not options.host_cache_mib:
         raise ValueError("--host-cache-file needs host memory: leave --host-cache-mib at -1, or pass more than 0")
     names = options.served_name + [registry.served_name(model) for model in options.model[len(options.served_name) :]]
     return WorkerSettings(
         models=tuple(
-            ServedModel(name, _engine_of(options, model), options.replicas)
+            ServedModel(name, _engine_of(options, model), options.replicas, tuple(options.lora), options.lora_dir)
             for name, model in zip(names, options.model, strict=True)
         ),
         host_cache_file=options.host_cache_file,
@@ -172,11 +198,7 @@ def _engine_of(options: argparse.Namespace, model: str) -> EngineSettings:
     own["model"] = model if model_files.is_hub_name(model) else str(_path_of(model))
     replicas = options.replicas * len(options.model)
     own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // replicas)
-    scheduler = SchedulerSettings(
-        expected_tokens=options.expected_tokens,
-        priority_s=options.priority_s,
-        max_cached_blocks=options.max_cached_blocks,
-    )
+    scheduler = SchedulerSettings(**{name: getattr(options, name) for name in SchedulerSettings.__struct_fields__})
     onnx = OnnxSettings(**{name: getattr(options, name) for name in OnnxSettings.__struct_fields__ if name in options})
     return EngineSettings(**own, scheduler=scheduler, onnx=onnx)
 

@@ -58,6 +58,13 @@ _REQUESTS = (
         (Query(sum_of(f"{_P}_streams_unguarded", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
+        "LoRA adapters of each worker",
+        "That requests may use. Workers of a model should have the same number. If one has fewer, its log says why "
+        "(`adapter_failed`).",
+        "short",
+        (Query(sum_of(f"{_P}_adapters", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
         "Requests cancelled because their client was gone",
         "Nobody listened to them any more. If there are many, the broker's log says whether it cuts off clients that "
         "read too slowly (`Slow Consumer`); otherwise clients end, or lose their connection, without a cancel.",

@@ -83,8 +83,7 @@ class HardenedClient(handshake.HandshakeClient):
     @property
     def is_stalled(self) -> bool:
         """Whether nats-py has stopped reading or writing although it says that it is connected."""
-        loops = (self._reading_task, self._flusher_task)
-        return any(task is None or task.done() for task in loops)
+        return any(task is None or task.done() for task in (self._reading_task, self._flusher_task))
 
     def ping(self) -> None:
         """Sends a PING behind everything queued; its answer moves `confirmed_at`."""
@@ -109,8 +108,7 @@ class HardenedClient(handshake.HandshakeClient):
 
     def abort(self) -> None:
         """Cuts the connection, so that nothing more of it reaches the broker, and starts to reconnect."""
-        self._pending.clear()
-        self._pending_data_size = 0
+        self._pending, self._pending_data_size = [], 0
         if not self.is_connected:
             return
         if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:

@@ -23,7 +23,10 @@ _BIG_ENDIAN = array("H", [1]).tobytes() == b"\0\1"
 
 
 class Adapter(NamedTuple):
-    name: str
+    """An adapter that a request uses, and how strongly it acts."""
+
+    digest: str
+    """Identity of its weights: whoever replaces its file gets another one."""
     scale: float
 
 
@@ -45,9 +48,9 @@ def scheme_of(fingerprint: str) -> str:
 
 @functools.lru_cache(4_096)
 def root_hash(domain: PrefixDomain) -> int:
-    """Returns the parent of a first block: `xxh3_64` of `fingerprint \\0 name=scale,... \\0 tenant \\0 salt`."""
+    """Returns the parent of a first block: `xxh3_64` of `fingerprint \\0 digest=scale,... \\0 tenant \\0 salt`."""
     adapters = ",".join(
-        f"{subjects.escape(name)}={_shortest_decimal(scale)}" for name, scale in sorted(domain.adapters)
+        f"{subjects.escape(digest)}={_shortest_decimal(scale)}" for digest, scale in sorted(domain.adapters)
     )
     parts = (domain.fingerprint, adapters, subjects.escape(domain.tenant), subjects.escape(domain.cache_salt))
     return xxhash.xxh3_64_intdigest("\0".join(parts).encode())

@@ -88,6 +88,17 @@ class PreviousEpoch(msgspec.Struct, frozen=True, kw_only=True):
     """The last entry of its event log that may have reached the broker; -1 if none has."""
 
 
+class CardAdapter(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A LoRA adapter that a worker has loaded."""
+
+    name: str
+    """The name by which requests ask for it."""
+    digest: str
+    """Digest of its file: workers that have the same name with another digest have another adapter."""
+    tenants: list[str] | None = None
+    """The tenants that may use it; all of them if absent. Only in cards, not in a `models` reply."""
+
+
 class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's description of itself."""
 
@@ -139,8 +150,8 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The epoch before this one, if the same process ended it: its last entries may still be under way."""
     earlier: list[PreviousEpoch] = []
     """The epochs before `previous` that the same process ended, the latest first; at most 15."""
-    adapters: list[str] = []
-    """Names of the adapters that are loaded."""
+    adapters: list[CardAdapter] = []
+    """The LoRA adapters that are loaded; in a `models` reply, those that the asking tenant may use."""
     role: str = "both"
     """`both`: the worker computes prompts and completions."""
     load: Load | None = None
@@ -163,6 +174,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest context length of its workers."""
     features: list[str]
     """Features that all its workers have."""
+    adapters: list[str] = []
+    """Names of the LoRA adapters that its workers have and the asking tenant may use. `<model>:<adapter>` is a name of
+    the model with that adapter."""
     workers: list[Card] | UnsetType = UNSET
     """The workers' cards, with load."""
 

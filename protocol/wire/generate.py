@@ -37,15 +37,6 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """In a message with the role `tool`, the call whose result it is; the first without a result if absent."""
 
 
-class Lora(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A LoRA adapter that is loaded on the model, and how strongly it acts."""
-
-    name: str
-    """Name under which the adapter was loaded."""
-    scale: float = 1.0
-    """Factor by which its weights are multiplied."""
-
-
 class ResumeFrom(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an earlier stream of the same request that the client already has."""
 
@@ -82,8 +73,6 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
     """A prompt that is already tokenized."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, nested at most 64 levels deep."""
-    lora: list[Lora] | None = None
-    """Adapters to use; they must be loaded on the model."""
     timeout_ms: Annotated[float | None, TIMEOUT_MS] = None
     """Time from the router's receipt to the terminal; when it is over, the request ends in `deadline_exceeded`."""
     resume_from: ResumeFrom | None = None

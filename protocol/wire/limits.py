@@ -37,6 +37,9 @@ MAX_CHOICE_BYTES = 64 * 1024
 """All choices together."""
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_GRAMMAR_RULES = 500
+MAX_ADAPTERS = 4
+"""LoRA adapters of one request."""
+MAX_ADAPTER_SCALE = 4.0
 MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_ID = 2**32 - 1
 

@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from tokenbus.protocol.wire import errors, limits
 from tokenbus.protocol.wire.cards import (
     Card,
+    CardAdapter,
     Load,
     ModelsReply,
     Pids,
@@ -33,18 +34,18 @@ from tokenbus.protocol.wire.generate import (
     DetokenizeReply,
     DetokenizeRequest,
     GenerateRequest,
-    Lora,
     ResumeFrom,
     RoutingOptions,
     TokenizeReply,
     TokenizeRequest,
 )
-from tokenbus.protocol.wire.params import TIMEOUT_MS, JsonSchema, Range, ResponseFormat
+from tokenbus.protocol.wire.params import TIMEOUT_MS, JsonSchema, Lora, Range, ResponseFormat
 
 __all__ = [
     "CancelReply",
     "Candidate",
     "Card",
+    "CardAdapter",
     "ChatMessage",
     "Chunk",
     "ContentPart",

@@ -116,6 +116,15 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Holds the schema, if `type` is `json_schema`."""
 
 
+class Lora(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A LoRA adapter that is loaded on the model, and how strongly it acts."""
+
+    name: str
+    """Name under which the adapter was loaded."""
+    scale: Annotated[float, Range(0, limits.MAX_ADAPTER_SCALE)] = 1.0
+    """Factor by which its weights are multiplied, at most 4; 0 makes it act not at all."""
+
+
 class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that a client asks of a completion and that the worker needs to know, except the prompt."""
 
@@ -145,6 +154,8 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     priority: Annotated[int | None, Range(-1_000, 1_000)] = None
     """Lower is served sooner. 0 if absent."""
 
+    lora: list[Lora] | None = None
+    """Adapters to use, at most 4: they must be loaded on the model, for all tenants or for this one."""
     response_format: ResponseFormat | None = None
     """Constrains the output to JSON. At most one of this, `regex`, `choice` and `grammar` may be given, without
     `ignore_eos`."""

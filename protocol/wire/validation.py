@@ -48,6 +48,8 @@ def check_run(run: internal.Run) -> None:
     check_router_id(run.router_id)
     check_ranges(run)
     _check_params(run.params)
+    for index, one in enumerate(run.adapters):
+        check_ranges(one, f"adapters[{index}].")
     if run.resume_from is not None:
         check_ranges(run.resume_from, "resume_from.")
         if not run.resume_from.token_ids:
@@ -153,8 +155,6 @@ def required_features(request: messages.GenerateRequest) -> Iterator[RequiredFea
     yield from required_run_features(request)
     if request.suffix:
         yield RequiredFeature("fim", "suffix")
-    if request.lora:
-        yield RequiredFeature("lora", "lora")
     if request.resume_from is not None:
         yield RequiredFeature("resume", "resume_from")
     if request.routing is not None and request.routing.explain:
@@ -220,6 +220,7 @@ def _check_params(params: GenerationParams) -> None:
     check_free_form(params.tool_choice, "tool_choice")
     check_tools(params.tools or [])
     check_tool_choice(params.tool_choice, params.tools or [])
+    _check_lora(params.lora or [])
     for name in ("cache_salt", "session_id"):
         value = getattr(params, name)
         if value is not None and len(value.encode()) > limits.MAX_SALT_BYTES:
@@ -278,6 +279,15 @@ def _check_token_ids(name: str, token_ids: Sequence[int]) -> None:
     except OverflowError:
         index = next(i for i, token in enumerate(token_ids) if not 0 <= token <= limits.MAX_TOKEN_ID)
         raise invalid_field(f"{name}[{index}]", f"must be a token id from 0 to {limits.MAX_TOKEN_ID}") from None
+
+
+def _check_lora(lora: Sequence[messages.Lora]) -> None:
+    if len(lora) > limits.MAX_ADAPTERS:
+        raise invalid_field("lora", f"at most {limits.MAX_ADAPTERS} adapters are allowed, got {len(lora)}")
+    for index, one in enumerate(lora):
+        if any(one.name == other.name for other in lora[:index]):
+            raise invalid_field(f"lora[{index}].name", "is named twice")
+        check_ranges(one, f"lora[{index}].")
 
 
 def _check_stops(params: GenerationParams) -> None:

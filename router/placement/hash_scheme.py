@@ -14,9 +14,11 @@ class HashScheme(NamedTuple):
     def __str__(self) -> str:
         return f"blocks of {self.block_size} tokens with fingerprint {self.fingerprint!r}"
 
-    def hashes(self, token_ids: bytes, tenant: str, cache_salt: str = "") -> list[int]:
+    def hashes(
+        self, token_ids: bytes, tenant: str, cache_salt: str = "", adapters: tuple[block_hash.Adapter, ...] = ()
+    ) -> list[int]:
         """Returns the hashes of a prompt's full blocks. The token ids are packed as on the wire."""
-        root = block_hash.root_hash(block_hash.PrefixDomain(self.fingerprint, tenant=tenant, cache_salt=cache_salt))
+        root = block_hash.root_hash(block_hash.PrefixDomain(self.fingerprint, adapters, tenant, cache_salt))
         return block_hash.block_hashes_of_bytes(token_ids, self.block_size, root)
 
 

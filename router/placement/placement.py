@@ -6,7 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.placement.adapters import has_all
 from tokenbus.router.placement.policies import View
 
 
@@ -38,16 +40,21 @@ class PlacementOptions(NamedTuple):
     hash_scheme: str = ""
     """The only hash scheme that a chosen worker may have; any if empty."""
 
+    adapters: tuple[Adapter, ...] = ()
+    """Adapters that a chosen worker must have for `tenant`."""
+    tenant: str = ""
+
     @property
     def restricts(self) -> bool:
         """Whether there may be workers that these options don't allow."""
-        return self.only is not None or bool(self.exclude) or bool(self.hash_scheme)
+        return self.only is not None or bool(self.exclude) or bool(self.hash_scheme) or bool(self.adapters)
 
     def allows(self, card: messages.Card) -> bool:
         return (
             card.worker_id not in self.exclude
             and self.only in (None, card.worker_id)
             and self.hash_scheme in ("", card.hash_scheme)
+            and (not self.adapters or has_all(card, self.adapters, self.tenant))
         )
 
 

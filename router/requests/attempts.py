@@ -122,6 +122,7 @@ class Attempts:
             encoding=flight.encoding,
             token_ids=flight.prompt_ids,
             params=_to_params(flight),
+            adapters=[internal.RunAdapter(digest=digest, scale=scale) for digest, scale in flight.adapters],
             is_chat=flight.is_chat,
             remaining_ms=flight.remaining_ms(now),
             age_ms=(now - flight.received_at) * 1e3,

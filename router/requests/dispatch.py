@@ -11,6 +11,7 @@ from tokenbus.protocol.wire import errors, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.metrics import RouterMetrics
+from tokenbus.router.placement.adapters import has_all
 from tokenbus.router.placement.placement import NoWorker, Placement
 from tokenbus.router.requests.attempts import AlreadyStreamingError, Attempts, Revocation
 from tokenbus.router.requests.flight import Flight
@@ -196,13 +197,22 @@ class Dispatcher:
         for worker in self._fleet.workers_of(flight.model):
             card = worker.card
             fits = flight.hash_scheme in ("", card.hash_scheme) and only in (None, "", card.worker_id)
-            if fits and worker.may_recover:
+            if fits and worker.may_recover and has_all(card, flight.adapters, flight.tenant):
                 return True
         return False
 
     def _may_return(self, flight: Flight, refused: Collection[str]) -> bool:
-        """Whether the one worker that the request is pinned to is only temporarily unavailable."""
+        """Whether the one worker that the request is pinned to, or all that have its adapters, are only temporarily
+        unavailable."""
         routing = flight.request.routing
+        if flight.adapters and (routing is None or not routing.worker_id):
+            return any(
+                worker.may_recover
+                and worker.card.worker_id not in refused
+                and worker.card.context_length > flight.num_prompt_tokens
+                and has_all(worker.card, flight.adapters, flight.tenant)
+                for worker in self._fleet.workers_of(flight.model)
+            )
         if routing is None or not routing.worker_id or routing.worker_id in refused:
             return False
         worker = self._fleet.find(subjects.WorkerAddress(flight.model, routing.worker_id))
@@ -224,6 +234,8 @@ def _final_error(flight: Flight, refused: dict[str, errors.Error]) -> errors.Err
     if not refused and routing is not None and routing.worker_id:
         text = f"worker {routing.worker_id} does not serve {flight.model} now"
         return errors.make_error(errors.Code.NO_WORKER, text)
+    if not refused and flight.adapters:
+        return errors.make_error(errors.Code.OVERLOADED, "the workers that have the adapters are busy")
     busy = [error for error in refused.values() if error.code is errors.Code.OVERLOADED]
     if busy:
         return min(busy, key=lambda error: error.retry_after_ms or 0.0)

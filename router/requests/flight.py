@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.wire import codec, messages, subjects, validation
+from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.router.requests.completion import Completion
 
 _TRIM_TO = 0.9
@@ -46,6 +47,8 @@ class Flight:
     is_chat: bool = False
     """Whether the prompt is a conversation."""
     completion: Completion = dataclasses.field(default_factory=Completion)
+    adapters: tuple[Adapter, ...] = ()
+    """The adapters that it is computed with: once a worker has accepted it, always the same."""
     hash_scheme: str = ""
     """The hash scheme of the worker that accepted it first: no other can continue it."""
     stream: tuple[str, int] | None = None

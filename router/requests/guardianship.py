@@ -22,6 +22,7 @@ from tokenbus.protocol.bus.bus import (
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.parts import headers
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects, validation
+from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests.attempts import Attempts
@@ -191,6 +192,7 @@ class Guardianship:
         address = subjects.ModelAddress(model, tenant)
         flight = Flight(request, address, run.reply, run.encoding, now - age_ms / 1e3, is_chat=run.is_chat)
         flight.prompt_ids = run.token_ids
+        flight.adapters = tuple(Adapter(one.digest, one.scale) for one in run.adapters)
         flight.params_bytes = validation.params_bytes(run.params)
         if len(run.token_ids) % 4:
             raise errors.invalid_field("token_ids", "have a length that is no multiple of four")

@@ -139,6 +139,9 @@ class Intake:
             request = _requests.decode(message.data, encoding)
             validation.check_id(request.id)
             request_id = request.id or ""
+            address, adapter = self._models.with_adapter(address)
+            if adapter is not None:
+                request = codec.replace(request, lora=[messages.Lora(name=adapter), *(request.lora or [])])
             validation.check_request(request)
             if request.id is None:
                 request = codec.replace(request, id=secrets.token_urlsafe(16))
@@ -234,7 +237,7 @@ class Intake:
             if self._parts.announced(message, self._names.tenant_token(message.subject), take_whole):
                 return
             self._check_size(message)
-            address, body = self._parse_address(message), read(encoding)
+            (address, _), body = self._models.with_adapter(self._parse_address(message)), read(encoding)
             request_id, size = body.id or secrets.token_urlsafe(16), len(message.data)
             call = TokenizeCall(request_id, address, body, message.reply, encoding, time.monotonic(), size)
             self._tokenizations.start(call, message.headers)
@@ -252,7 +255,11 @@ class Intake:
             encoding = codec.encoding_of(message.headers)
         except codec.MediaTypeError:
             encoding = codec.Encoding.JSON
-        self._replies.send(message.reply, self._models.reply(encoding, self._bus.max_payload, self._parts))
+        try:
+            tenant = subjects.decode_name(self._names.tenant_token(message.subject))
+        except ValueError:
+            return
+        self._replies.send(message.reply, self._models.reply(encoding, self._bus.max_payload, self._parts, tenant))
 
     def _on_cancel(self, message: Msg) -> None:
         if message.reply and not self._may_answer(message):

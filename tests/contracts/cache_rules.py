@@ -129,7 +129,7 @@ async def tells_which_blocks_it_holds(engine: contract.Engine, config: contract.
 
 
 def prefix_of(token_ids: list[int], tenant: str = "", salt: str = "") -> contract.CachedPrefix:
-    return contract.CachedPrefix(tenant, salt, block_hash.pack_token_ids(token_ids))
+    return contract.CachedPrefix(tenant, salt, (), block_hash.pack_token_ids(token_ids))
 
 
 async def gives_blocks_that_another_engine_can_use(engine: contract.Engine, config: contract.EngineConfig) -> None:

@@ -12,13 +12,14 @@ import pytest_asyncio
 
 from bench.models import random_encoder
 from bench.models.random_encoder import EncoderShape
-from tests.contracts import constraint_rules, kit, stream_rules
+from tests.contracts import adapter_rules, constraint_rules, kit, stream_rules
 from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support import encoder
 from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
 from tests.support.engines import DEMO, ONNX, demo_engine, exact_demo, gqa_demo, thread_engine
 from tests.support.hostile_constraints import ALL as ALL_HOSTILE
-from tokenbus.protocol.wire import errors, internal
+from tokenbus.protocol.wire import codec, errors, internal
+from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.settings import EngineSettings, SchedulerSettings
@@ -224,6 +225,9 @@ async def answers(settings: EngineSettings, *, together: bool) -> tuple[list[lis
     ]
     if "structured_output" in config.features:
         asked += [long_constrained(config, number) for number in range(6)]
+    if "lora" in config.features:  # a step is decoded in several parts
+        used = (Adapter(await adapter_rules.load(engine, 1), 1.0),)
+        asked[::2] = [codec.replace(one, adapters=used) for one in asked[::2]]
     recorders = []
     for one in asked:
         recorders.append(start(engine, one))

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 import pytest
 
-from tests.contracts import cache_rules, constraint_rules, driving, kit, resume_rules, stream_rules
+from tests.contracts import adapter_rules, cache_rules, constraint_rules, driving, kit, resume_rules, stream_rules
 from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
 from tests.support.engines import Recorder, demo_engine, thread_engine
 from tokenbus.protocol.wire import errors, internal, messages
@@ -75,6 +75,12 @@ class Honest:
     async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
         return await self.inner.rerank(request)
 
+    async def load_adapter(self, path: str) -> str:
+        return await self.inner.load_adapter(path)
+
+    def unload_adapter(self, digest: str) -> None:
+        self.inner.unload_adapter(digest)
+
     def tokenizer_bundle(self) -> bytes | None:
         return self.inner.tokenizer_bundle()
 
@@ -128,6 +134,11 @@ class MixesScoresUp(Honest):
 class ForgetsADocument(Honest):
     async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
         return await self.inner.rerank(replace(request, documents=request.documents[:1]))
+
+
+class TakesAnyAdapter(Honest):
+    async def load_adapter(self, path: str) -> str:
+        return "digest"
 
 
 class ForgetsAnEmbedding(Honest):
@@ -535,6 +546,7 @@ BROKEN = {
     FailsAbortsOfTheUnknown: stream_rules.ignores_aborts_of_the_unknown,
     MixesEmbeddingsUp: kit.embeds_each_input_by_itself,
     ForgetsAnEmbedding: kit.embeds_each_input_by_itself,
+    TakesAnyAdapter: adapter_rules.computes_each_request_with_its_own_adapters,
     MixesScoresUp: kit.scores_each_document_by_itself,
     ForgetsADocument: kit.scores_each_document_by_itself,
     GivesBlocksToEverySalt: cache_rules.gives_no_blocks_of_others,

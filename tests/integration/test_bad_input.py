@@ -79,7 +79,9 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
     "a tool without a name": (
         b'{"prompt": "x", "tools": [{"type": "function", "function": {}}]}', INVALID, "tools[0].function.name"
     ),
-    "lora": (b'{"prompt": "x", "lora": [{"name": "a"}]}', UNSUPPORTED, "lora"),
+    "lora": (b'{"prompt": "x", "lora": [{"name": "a"}]}', "model_not_found", "lora[0].name"),
+    "a lora twice": (b'{"prompt": "x", "lora": [{"name": "a"}, {"name": "a"}]}', INVALID, "lora[1].name"),
+    "a lora beyond its scale": (b'{"prompt": "x", "lora": [{"name": "a", "scale": 5}]}', INVALID, "lora[0].scale"),
     "no tokens to resume from": (b'{"prompt": "x", "resume_from": {"token_ids": []}}', INVALID, "resume_from.token_ids"),
     "tokens to resume from beyond the vocabulary": (
         b'{"prompt": "x", "resume_from": {"token_ids": [5, 5000]}}', INVALID, "resume_from.token_ids[1]"

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from bench.run_sender import RunSender
+from tests.support import adapters
 from tests.support.system import System
 from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire.block_hash import Adapter
 
 SIZE = 16
 FLAGS = ("--context-length", "2048", "--kv-tokens", "8192")
@@ -82,6 +84,27 @@ async def test_nothing_is_fetched_of_another_tenant_or_salt_or_without_a_cache(s
     answer = await sender.ask("b", token_ids, fetch_from=sender.source("a"), cache_salt="mine", cache_prompt=False)
     assert usage(answer.terminals[0]).cached_tokens == 0
     assert [one.fetched_tokens for one in sender.fetches] == [0, 0, 0]
+
+
+async def test_blocks_of_adapters_are_fetched_for_these_alone(system: System, tmp_path: Path) -> None:
+    path = adapters.write(tmp_path / "style.gguf")
+    for name in ("c", "d"):
+        system.worker(name, *FLAGS, "--lora", f"style={path}")
+    sender = RunSender((await system.connect()).nats)
+    await sender.open("a", "c", "d")
+    (digest,) = [one.digest for one in sender.cards["d"].adapters]
+    lora = [messages.Lora(name="style", scale=0.5)]
+    used = {"adapters": (Adapter(digest, 0.5),), "lora": lora}
+    token_ids, whole = prompt(9), 1_984
+    await sender.ask("d", token_ids)  # blocks of the model alone are no beginning of those with an adapter
+    first = await sender.ask("c", token_ids, **used)
+    louder = {"adapters": (Adapter(digest, 1.0),), "lora": [messages.Lora(name="style")]}
+    for worker_id, options in (("d", louder), ("d", used | {"cache_salt": "other"}), ("a", {})):
+        answer = await sender.ask(worker_id, token_ids, fetch_from=sender.source("c"), **options)
+        assert (usage(answer.terminals[0]).cached_tokens, fetched_tokens(answer.terminals[0])) == (0, 0)
+    second = await sender.ask("d", token_ids, fetch_from=sender.source("c"), **used)
+    assert usage(second.terminals[0]).cached_tokens == fetched_tokens(second.terminals[0]) == whole
+    assert second.token_ids == first.token_ids
 
 
 async def test_a_source_that_is_not_there_costs_nothing_but_computing(sender: RunSender) -> None:

@@ -97,7 +97,7 @@ ONLY_IN = {
     "uvicorn": ("gateway/", "protocol/http/http_server.py"),
     "h11": ("protocol/http/http_parser.py", "protocol/http/http_server.py"),
     "opentelemetry": ("protocol/telemetry/tracing.py", "protocol/telemetry/span_exporter.py"),
-    "torch": ("demo/train.py",),
+    "torch": ("demo/train.py", "demo/train_adapters.py"),
     "gguf": ("demo/", "worker/models/convert/gguf_file.py"),
 }
 FORBIDDEN = {"pickle", "marshal", "shelve"}

@@ -244,6 +244,39 @@ async def test_a_tenant_pays_for_what_answers_are_expected_to_have_and_not_for_a
         task.cancel()
 
 
+async def test_only_a_worker_that_holds_blocks_of_the_very_adapters_is_a_holder() -> None:
+    """Another one holds the whole prompt, computed without them or at another scale."""
+    testbed, now = Testbed(), asyncio.get_running_loop().time()
+    fields = {"kv_block_size": 16, "total_kv_blocks": 100, "kv_identity": "k", "kv_token_bytes": 10_000}
+    style = messages.CardAdapter(name="style", digest="d1")
+    for name in ("w1", "w2", "w3", "w4"):
+        one = codec.replace(card(name, **fields), features=["generate", "lora"], adapters=[style])
+        testbed.fleet.apply_card(one, now)
+    asked = flight("a", received_at=now)
+    asked.request = codec.replace(asked.request, lora=[messages.Lora(name="style", scale=0.5)])
+    asked.prompt_ids, asked.num_prompt_tokens = block_hash.pack_token_ids(range(160)), 160
+    scheme = testbed.fleet.hash_scheme_of("demo")
+    assert scheme is not None
+    for name, seq, used, held in (
+        ("w1", 1, (), 10),
+        ("w2", 0, (block_hash.Adapter("d1", 1.0),), 10),
+        ("w3", 0, (block_hash.Adapter("d1", 0.5),), 9),
+    ):
+        hashes = scheme.hashes(asked.prompt_ids, "default", "", used)[:held]
+        left = events(name, seq, state=messages.WorkerState.LEAVING, stored=stored(hashes))
+        testbed.fleet.apply_events("demo", left, now)
+    for _ in range(10):
+        worker = known(testbed.fleet, "w4")
+        worker.speed.observe(messages.Load(queued_prefill_tokens=999), messages.Load(computed_tokens=25), 0.2)
+    testbed.fleet.apply_events("demo", events("w4"), now)
+    testbed.fleet.sweep(now)
+    placement = await testbed.queue.place(asked, ())
+    assert isinstance(placement, Placement)
+    assert placement.worker.card.worker_id == "w4"
+    assert placement.fetch_from is known(testbed.fleet, "w3")
+    assert placement.fetch_blocks == 9
+
+
 async def test_a_stream_that_a_leaving_worker_gives_up_takes_its_blocks_along() -> None:
     """The prompt has 8 blocks, and 4 were sampled: the leaving worker holds all of them."""
     testbed, now = Testbed(), asyncio.get_running_loop().time()

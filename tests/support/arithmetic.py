@@ -18,7 +18,7 @@ from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
-from tokenbus.worker.engine.runner import BatchLimits, Embedder, Reranker
+from tokenbus.worker.engine.runner import Adapters, BatchLimits, Embedder, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -121,6 +121,7 @@ class ArithmeticRunner:
         self.copies = _make_store(self.config) if self.config.host_kv_blocks else None
         self.embedder: Embedder | None = Sums(self.config)
         self.reranker: Reranker | None = Sums(self.config)
+        self.adapters: Adapters | None = None
         self.num_lanes = num_lanes
         self.num_steps = 0
         self.num_evaluated = 0

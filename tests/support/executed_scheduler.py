@@ -3,6 +3,7 @@
 from array import array
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
+from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
@@ -48,10 +49,18 @@ class ExecutedScheduler:
         self.sequences: dict[int, Sequence] = {}
         self.ends: dict[int, EngineFinishReason] = {}
 
-    def add(self, seq_no: int, text: str, max_tokens: int = 4) -> Sequence:
+    def add(self, seq_no: int, text: str, max_tokens: int = 4, adapters: tuple[Adapter, ...] = ()) -> Sequence:
         sampling = contract.Sampling(max_tokens=max_tokens, ignore_eos=True)
         token_ids = array("I", (ord(letter) % 90 for letter in text))
-        one = Sequence(seq_no, token_ids, sampling, frozenset({EOS}), domain=Domain("acme"), arrived_at=float(seq_no))
+        one = Sequence(
+            seq_no,
+            token_ids,
+            sampling,
+            frozenset({EOS}),
+            adapters=adapters,
+            domain=Domain("acme", adapters=adapters),
+            arrived_at=float(seq_no),
+        )
         self.sequences[seq_no] = one
         self.scheduler.add(one)
         return one

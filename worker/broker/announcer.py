@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import xxhash
@@ -51,6 +51,8 @@ class Announcer:
         self._digest: str | None = None
         self._engine_pid = 0
         self._engine: contract.Engine | None = None
+        self.adapters: Callable[[], list[messages.CardAdapter]] = list
+        """Returns the adapters that the card is to show."""
         self._published_at = 0.0
         self.is_muted = False
         """Nothing is published: the old epoch is over and the new one has no connection yet."""
@@ -240,6 +242,7 @@ class Announcer:
             chat_format_digest=_format_digest(config),
             previous=self._ended_epochs[0] if self._ended_epochs else None,
             earlier=self._ended_epochs[1:],
+            adapters=self.adapters(),
         )
 
 

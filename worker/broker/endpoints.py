@@ -22,19 +22,11 @@ from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.prompt import prompt
-from tokenbus.protocol.wire import (
-    block_hash,
-    codec,
-    errors,
-    internal,
-    limits,
-    messages,
-    subjects,
-    validation,
-)
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects, validation
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.pooling_calls import PoolingCalls
+from tokenbus.worker.frontend.adapters import Adapters
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.frontend.settings import OnProgress
 from tokenbus.worker.streams.streams import Streams
@@ -64,6 +56,7 @@ class WorkerControl(Protocol):
 
     drain_requested: asyncio.Event
     on_load: Callable[[internal.Control, OnProgress], None] | None
+    adapters: Adapters
 
     def replaced(self, reason: str) -> None:
         """A frontend that started later has the same name."""
@@ -183,12 +176,17 @@ class Endpoints:
                 self._answer_operator(message, control, internal.ControlReply(ok=True))
             case internal.Control(op="load", model=str()) if self._worker.on_load is not None:
                 self._worker.on_load(control, lambda reply: self._answer_operator(message, control, reply))
+            case internal.Control(op="load_adapter" | "unload_adapter", adapter=str()):
+                self._start(self._change_adapters(message, control), self._tokenizes)
             case internal.Control(op="drain" | "unload"):
                 self._answer_operator(message, control, internal.ControlReply(ok=True))
                 self._worker.drain_requested.set()
             case _:
                 refusal = errors.make_error(errors.Code.UNSUPPORTED, f"op {control.op!r} with these fields", param="op")
                 self._answer_operator(message, control, internal.ControlReply(ok=False, error=refusal))
+
+    async def _change_adapters(self, message: Msg, control: internal.Control) -> None:
+        self._answer_operator(message, control, await self._worker.adapters.carry_out(control))
 
     def _take(self, message: Msg) -> None:
         try:
@@ -213,6 +211,7 @@ class Endpoints:
                 inbox=message.reply.partition(".")[0][:_MAX_LOGGED_CHARS],
                 op=control.op if control else None,
                 model=(control.model or "")[:_MAX_LOGGED_CHARS] or None if control else None,
+                adapter=(control.adapter or "")[:_MAX_LOGGED_CHARS] or None if control else None,
                 replicas=control.replicas if control and control.op == "load" else None,
                 ok=reply.ok,
                 progress=reply.progress,

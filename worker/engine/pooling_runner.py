@@ -7,7 +7,7 @@ from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
-from tokenbus.worker.engine.runner import Copies, Embedder, Reranker
+from tokenbus.worker.engine.runner import Adapters, Copies, Embedder, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
@@ -33,6 +33,7 @@ class PoolingRunner:
         self.reranker = reranker
         self.end_token_ids: frozenset[int] = frozenset()
         self.num_lanes = 1
+        self.adapters: Adapters | None = None
         self._close = close
 
     def __repr__(self) -> str:

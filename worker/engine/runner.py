@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tokenbus.protocol.wire import internal
@@ -74,6 +75,20 @@ class Reranker(Pooler, Protocol):
         ...
 
 
+class Adapters(Protocol):
+    """The LoRA adapters of a runner, by the digests of their files. `load` may be called from other threads."""
+
+    def __contains__(self, digest: str) -> bool: ...
+
+    def load(self, path: Path) -> str:
+        """Loads an adapter while steps go on; returns its digest. Raises ModelError, and nothing has changed."""
+        ...
+
+    def unload(self, digest: str) -> None:
+        """Reverses one `load`. If it was the last one of this adapter, no sequence uses the adapter."""
+        ...
+
+
 class Copies(Protocol):
     """Copies of blocks in host memory, which the runner's KV ops make and use (host_cache/slot_store.py)."""
 
@@ -124,6 +139,8 @@ class Runner(Protocol):
     """None where the model makes no embeddings."""
     reranker: Reranker | None
     """None where the model scores no documents."""
+    adapters: Adapters | None
+    """None where the engine can't use any."""
     num_lanes: int
     """The number of lanes that running and cached sequences share."""
 

@@ -13,12 +13,13 @@ import structlog
 
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.worker import contract
+from tokenbus.worker.chat_format.answer_reader import AnswerReader
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine_client import admission
+from tokenbus.worker.engine_client import admission, sequences
 from tokenbus.worker.engine_client.admission import CapacityLimit
-from tokenbus.worker.engine_client.answer_reader import AnswerReader
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
+from tokenbus.worker.engine_client.engine_adapters import EngineAdapters
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, Link
 from tokenbus.worker.engine_client.generation import Generation
 from tokenbus.worker.engine_client.listener import EngineListener
@@ -53,6 +54,7 @@ class EngineClient(asyncio.Protocol):
         """Generations that the tokens of their requests complete, until their sinks are told."""
         self._tokenizing: PendingCalls[list[int]] = PendingCalls()
         self._pooling: PendingCalls[ipc.PoolResult] = PendingCalls()
+        self._adapters = EngineAdapters(self._send, lambda: self._sequences.held_adapters)
         self._exporting: PendingCalls[ipc.ExportedBlocks] = PendingCalls()
         self._prefill_speed = PrefillSpeed()
         self._load = messages.Load()
@@ -94,6 +96,7 @@ class EngineClient(asyncio.Protocol):
     def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
         config = self._require_running()
         admission.check(request, config)
+        self._adapters.check(request)
         self.capacity.check(len(self._sequences), config.max_num_seqs)
         reader = AnswerReader(self._chat_rules, request) if request.parsing and self._chat_rules else None
         generation = Generation(request, sink, self.token_bytes, time.monotonic(), reader)
@@ -108,6 +111,7 @@ class EngineClient(asyncio.Protocol):
             self._start_stepping()
             assert self._transport is not None
             self._transport.write(command)
+            self._adapters.send_unloads()
 
     async def export_blocks(
         self, prefix: contract.CachedPrefix, first: int, max_blocks: int
@@ -137,7 +141,10 @@ class EngineClient(asyncio.Protocol):
         generations = dead._sequences.take_all()
         dead._update_idle()
         for generation in generations:
-            self._open(generation)
+            if self._adapters.has_all(generation.request):
+                self._open(generation)
+            else:  # one was unloaded while the request used it, and this engine has never had it
+                generation.fail(errors.Code.WORKER_LOST, time.monotonic())
         if generations:
             self._log.warning("streams_taken_over", count=len(generations))
 
@@ -148,6 +155,7 @@ class EngineClient(asyncio.Protocol):
     def abort(self, key: str) -> None:
         if generation := self._sequences.abort(key):
             generation.cancel(time.monotonic())
+            self._adapters.send_unloads()
             self._update_idle()
 
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
@@ -177,6 +185,13 @@ class EngineClient(asyncio.Protocol):
             return await self._pooling.call(lambda call_id: self._send(make_call(call_id)), self._abort_pooling)
         finally:
             self._update_idle()
+
+    async def load_adapter(self, path: str) -> str:
+        self._require_running()
+        return await self._adapters.load(path)
+
+    def unload_adapter(self, digest: str) -> None:
+        self._adapters.unload(digest)
 
     def _abort_pooling(self, call_id: int) -> None:
         if not self._is_dead:
@@ -251,21 +266,8 @@ class EngineClient(asyncio.Protocol):
     def _open(self, generation: Generation, *, is_held: bool = False) -> None:
         """Opens a sequence that continues a generation, which may have tokens from an engine that died. The engine gets
         it now, or once it is released."""
-        request, number = generation.request, self._sequences.next_number()
-        command = ipc.encode(  # may raise, so nothing is opened before
-            ipc.Add(
-                number,
-                block_hash.pack_token_ids(request.token_ids) + block_hash.pack_token_ids(generation.sampled),
-                request.sampling,
-                (request.tenant, request.cache_salt) if request.cache_prompt else None,
-                request.priority,
-                request.return_progress,
-                num_sampled=len(generation.sampled),
-                isolated=generation.crashes > 0,
-                constraint=request.constraint,
-                tenant=request.tenant,
-            )
-        )
+        number = self._sequences.next_number()
+        command = sequences.add_command(number, generation)  # may raise, so nothing is opened before
         self._sequences.add(number, generation, command if is_held else None)
         self._idle.clear()
         if is_held:
@@ -309,16 +311,14 @@ class EngineClient(asyncio.Protocol):
                 self._take_step(report, self._link.crash_attribution)
             case ipc.ConstraintCompiled() as compiled:
                 self._take_constraint(compiled)
-            case ipc.TokenizeResult(call_id, _, errors.Error() as error):
-                self._tokenizing.reject(call_id, error)
-            case ipc.TokenizeResult(call_id, token_ids):
-                self._tokenizing.resolve(call_id, block_hash.unpack_token_ids(token_ids))
+            case ipc.TokenizeResult(call_id, token_ids, error):
+                self._tokenizing.end(call_id, block_hash.unpack_token_ids(token_ids), error)
+            case ipc.AdapterResult() as loaded:
+                self._adapters.loaded(loaded)
             case ipc.ExportedBlocks(call_id) as exported:
                 self._exporting.resolve(call_id, exported)
-            case ipc.PoolResult(call_id, error=errors.Error() as error):
-                self._pooling.reject(call_id, error)
-            case ipc.PoolResult(call_id) as result:
-                self._pooling.resolve(call_id, result)
+            case ipc.PoolResult(call_id, error=error) as result:
+                self._pooling.end(call_id, result, error)
             case ipc.StepIsolated(number):
                 self._link.crash_attribution.step_isolated(self, number)
             case ipc.Loading(fraction):
@@ -395,5 +395,6 @@ class EngineClient(asyncio.Protocol):
         self._tokenizing.fail_all()
         self._exporting.fail_all()
         self._pooling.fail_all()
+        self._adapters.lose_engine()
         self._update_idle()
         self.listener.step_done()

@@ -13,9 +13,9 @@ from msgspec import UNSET
 
 from tokenbus.protocol.wire import codec, errors, messages
 from tokenbus.worker import contract
+from tokenbus.worker.chat_format.answer_reader import AnswerReader
 from tokenbus.worker.engine.process.ipc import SequenceOutput
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, FinishRule
-from tokenbus.worker.engine_client.answer_reader import AnswerReader
 from tokenbus.worker.engine_client.detokenizer import Detokenizer
 
 _FAILURES = {

@@ -51,6 +51,13 @@ class PendingCalls(Generic[ResultT]):
         if future is not None and not future.done():
             future.set_exception(errors.RequestError(error))
 
+    def end(self, call_id: int, answer: ResultT, error: errors.Error | None) -> None:
+        """Completes a call, or fails it if there is an error."""
+        if error is None:
+            self.resolve(call_id, answer)
+        else:
+            self.reject(call_id, error)
+
     def fail_all(self) -> None:
         """Fails every call with `worker_lost`: no reply will come."""
         for call_id in self._open:

@@ -7,11 +7,32 @@ Both kinds count against the engine's capacity, since the engine frees a lane on
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
 from tokenbus.worker.engine_client.generation import Generation
 
 _MAX_CRASHES = 2
+
+
+def add_command(number: int, generation: Generation) -> bytes:
+    """Returns the command that gives an engine a generation, which may have tokens of an engine that died."""
+    request = generation.request
+    return ipc.encode(
+        ipc.Add(
+            number,
+            block_hash.pack_token_ids(request.token_ids) + block_hash.pack_token_ids(generation.sampled),
+            request.sampling,
+            (request.tenant, request.cache_salt) if request.cache_prompt else None,
+            request.priority,
+            request.return_progress,
+            num_sampled=len(generation.sampled),
+            isolated=generation.crashes > 0,
+            constraint=request.constraint,
+            tenant=request.tenant,
+            adapters=request.adapters,
+        )
+    )
 
 
 class OpenSequences:
@@ -44,6 +65,11 @@ class OpenSequences:
     def num_given(self) -> int:
         """The number of sequences that the engine has."""
         return len(self) - len(self._held)
+
+    @property
+    def held_adapters(self) -> set[str]:
+        """The digests of the adapters of those that the engine does not have yet."""
+        return {one.digest for number in self._held for one in self._generations[number].request.adapters}
 
     def add(self, number: int, generation: Generation, held: bytes | None = None) -> None:
         """Opens a sequence for a generation; `held` is the command that is not to be sent before `release_held`."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -31,12 +31,19 @@ class Supervisor:
     """Runs one engine after another, each made by `make_engine`."""
 
     def __init__(
-        self, make_engine: Callable[[], EngineClient], worker_id: str, listener: EngineListener, step_timeout_s: float
+        self,
+        make_engine: Callable[[], EngineClient],
+        worker_id: str,
+        listener: EngineListener,
+        step_timeout_s: float,
+        prepare: Callable[[EngineClient], Awaitable[None]] | None = None,
     ) -> None:
+        """`prepare` makes a started engine ready to serve, and may raise what its start may raise."""
         self._make_engine = make_engine
         self._worker_id = worker_id
         self._listener = listener
         self._step_timeout_s = step_timeout_s
+        self._prepare = prepare
         self.engine: EngineClient | None = None
         """The engine that starts or serves now, or the last one that did."""
         self._dead: EngineClient | None = None
@@ -94,6 +101,8 @@ class Supervisor:
         reason = ""
         try:
             config = await engine.start(self._worker_id)
+            if self._prepare is not None:
+                await self._prepare(engine)
             self._has_served = True
             self._listener.engine_started(engine, config)
             engine.report_recovered()

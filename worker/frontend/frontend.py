@@ -20,6 +20,7 @@ from tokenbus.worker.broker.endpoints import Endpoints
 from tokenbus.worker.broker.fence import Fence
 from tokenbus.worker.broker.guardians import Guardians
 from tokenbus.worker.broker.outbox import Outbox
+from tokenbus.worker.frontend.adapters import Adapters
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.frontend.settings import FrontendSettings, OnProgress
 from tokenbus.worker.kv_exchange.exchange import KvExchange
@@ -57,8 +58,10 @@ class Frontend:
         self._announcer = Announcer(bus, names, model, worker_id)
         telemetry = RequestTelemetry(metrics, tracer, model, worker_id)
         self._outbox = Outbox(bus, self._announcer, telemetry)
+        self.adapters = Adapters(self._announcer.publish_card)
+        self._announcer.adapters = self.adapters.cards
         self._exchange = KvExchange(self._announcer, metrics)
-        self._streams = Streams(self._announcer, self._outbox, telemetry, settings, self._exchange)
+        self._streams = Streams(self._announcer, self._outbox, telemetry, settings, self._exchange, self.adapters)
         self.drain_requested = asyncio.Event()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._endpoints = Endpoints(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, metrics)

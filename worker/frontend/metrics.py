@@ -85,6 +85,7 @@ class WorkerMetrics(MetricFamilies):
         self.unguarded = gauge(
             "streams_unguarded", "Open streams that no router guards, which end together with the worker."
         )
+        self.adapters = gauge("adapters", "LoRA adapters that requests may use.")
         self.finished = counter("requests", "Requests that have ended, by finish reason.", "finish_reason")
         self.clients_gone = counter("clients_gone", "Requests that were cancelled because nobody listened any more.")
         self.refused = counter("refusals", "Runs that were refused, by error code.", "code")
@@ -218,7 +219,14 @@ class ReplicaMetrics:
         self._last_load = load
 
     def update_gauges(
-        self, load: messages.Load, config: contract.EngineConfig, *, is_ready: bool, num_unguarded: int, num_leases: int
+        self,
+        load: messages.Load,
+        config: contract.EngineConfig,
+        *,
+        is_ready: bool,
+        num_unguarded: int,
+        num_leases: int,
+        num_adapters: int = 0,
     ) -> None:
         """Sets every gauge."""
         metrics, who = self._metrics, self._own_labels
@@ -238,6 +246,7 @@ class ReplicaMetrics:
         metrics.kv_bytes.labels(*who).set(config.kv_bytes)
         metrics.step_age.labels(*who).set(load.step_age_ms / 1e3)
         metrics.unguarded.labels(*who).set(num_unguarded)
+        metrics.adapters.labels(*who).set(num_adapters)
         metrics.kv_leases.labels(*who).set(num_leases)
 
     def forget(self) -> None:

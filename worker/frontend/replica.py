@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -25,9 +26,11 @@ from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import Supervisor
 from tokenbus.worker.frontend import host_memory
+from tokenbus.worker.frontend.adapter_folder import AdapterFolder
+from tokenbus.worker.frontend.adapter_settings import split_tenants
 from tokenbus.worker.frontend.frontend import Frontend
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
-from tokenbus.worker.frontend.settings import OnProgress, WorkerSettings
+from tokenbus.worker.frontend.settings import OnProgress, ServedModel, WorkerSettings
 
 _LOADING_LOG_INTERVAL_S = 2.0
 
@@ -38,7 +41,7 @@ class Replica(EngineListener):
     def __init__(
         self,
         settings: WorkerSettings,
-        served_name: str,
+        model: ServedModel,
         worker_id: str,
         engine: EngineSettings,
         process: EngineProcess,
@@ -47,7 +50,7 @@ class Replica(EngineListener):
         host_cache_file: str = "",
     ) -> None:
         self.worker_id = worker_id
-        self.served_name = served_name
+        self.served_name = model.served_name
         self.load_progress = 0.0
         """The fraction of its model that is loaded, from 0 to 1."""
         self.started: asyncio.Future[contract.EngineConfig] = asyncio.get_running_loop().create_future()
@@ -57,11 +60,12 @@ class Replica(EngineListener):
         """Loads more models beside this one."""
         self._drain_requested = asyncio.Event()
         self._settings = settings
+        self._model = model
         self._engine = engine
         self._process = process
         self._host_cache_file = host_cache_file
         self._memory_fd: int | None = None
-        self._metrics = ReplicaMetrics(metrics, served_name, worker_id)
+        self._metrics = ReplicaMetrics(metrics, model.served_name, worker_id)
         self._tracer = tracer
         self._config: contract.EngineConfig | None = None
         self._supervisor: Supervisor | None = None
@@ -106,7 +110,14 @@ class Replica(EngineListener):
             if self._drain_requested.is_set():
                 return
             await self._open_memory(connections)
-            supervisor = Supervisor(self._make_engine, self.worker_id, self, self._settings.step_timeout_s)
+            frontend.adapters.want(self._model.adapters)
+            supervisor = Supervisor(
+                self._make_engine,
+                self.worker_id,
+                self,
+                self._settings.step_timeout_s,
+                frontend.adapters.load_all,
+            )
             self._supervisor = supervisor
             frontend.on_tick = self._tick
             connections.push_async_callback(frontend.close)
@@ -141,6 +152,7 @@ class Replica(EngineListener):
                 self._config,
                 is_ready=not self.unready_reason,
                 num_unguarded=self.frontend.num_unguarded,
+                num_adapters=len(self.frontend.adapters),
                 num_leases=self.frontend.num_leases,
             )
 
@@ -208,7 +220,10 @@ class Replica(EngineListener):
             self._metrics.count_load(engine.load())
 
     async def _serve(self, buses: Iterable[Bus], supervisor: Supervisor, frontend: Frontend) -> None:
-        lives = (supervisor.run(), frontend.run(), *(bus.wait_closed() for bus in buses))
+        lives = [supervisor.run(), frontend.run(), *(bus.wait_closed() for bus in buses)]
+        if self._model.adapter_folder:
+            path, tenants = split_tenants(self._model.adapter_folder)
+            lives.append(AdapterFolder(Path(path), tenants, frontend.adapters).run())
         tasks: list[asyncio.Task[None]] = [asyncio.create_task(life) for life in lives]
         left = asyncio.create_task(frontend.drain_requested.wait())
         try:

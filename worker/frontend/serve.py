@@ -171,7 +171,7 @@ class Worker:
         file = self._settings.host_cache_file
         replica = Replica(
             self._settings,
-            model.served_name,
+            model,
             worker_id,
             engine,
             self._process,

@@ -7,6 +7,7 @@ from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.telemetry import backoff, logs, status
 from tokenbus.protocol.wire import internal, subjects
 from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.frontend.adapter_settings import AdapterSettings
 
 OnProgress = Callable[[internal.ControlReply], None]
 """Replies to a control message; may be called several times."""
@@ -34,6 +35,10 @@ class ServedModel:
     """Its name on the wire."""
     engine: EngineSettings
     replicas: int = 1
+    adapters: tuple[AdapterSettings, ...] = ()
+    """LoRA adapters that are loaded from the start."""
+    adapter_folder: str = ""
+    """A folder whose adapters are loaded as they come, as `PATH[@TENANT,...]`; none if empty."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,7 +107,8 @@ class KvExchange:
         assert config is not None
         assert self._fetcher is not None
         token_ids = request.token_ids + (request.resumed.token_ids if request.resumed else [])
-        prefix = contract.CachedPrefix(request.tenant, request.cache_salt, block_hash.pack_token_ids(token_ids))
+        packed = block_hash.pack_token_ids(token_ids)
+        prefix = contract.CachedPrefix(request.tenant, request.cache_salt, request.adapters, packed)
         fetch = await self._fetcher.fetch(source, prefix, self._num_held(prefix, config), engine, config)
         del self._fetches[request.key]
         self._metrics.blocks_fetched(fetch.outcome, fetch.num_bytes, fetch.seconds)
@@ -125,6 +126,6 @@ class KvExchange:
 
     def _num_held(self, prefix: contract.CachedPrefix, config: contract.EngineConfig) -> int:
         """Returns how many blocks of a prefix this worker has itself."""
-        domain = block_hash.PrefixDomain(config.fingerprint, (), prefix.tenant, prefix.cache_salt)
+        domain = block_hash.PrefixDomain(config.fingerprint, prefix.adapters, prefix.tenant, prefix.cache_salt)
         root = block_hash.root_hash(domain)
         return self._announcer.num_held(block_hash.block_hashes_of_bytes(prefix.token_ids, config.kv_block_size, root))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import structlog
 
-from tokenbus.protocol.wire import internal
+from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import contract
 from tokenbus.worker.kv_exchange import block_check
 from tokenbus.worker.kv_exchange.pace import Pace
@@ -95,6 +95,7 @@ class Fetcher:
             epoch=source.epoch,
             tenant=prefix.tenant,
             cache_salt=prefix.cache_salt,
+            adapters=[internal.RunAdapter(digest=one.digest, scale=one.scale) for one in prefix.adapters],
             token_ids=prefix.token_ids,
             first=fetching.first,
         )
@@ -146,9 +147,7 @@ class _Fetching:
         self._size = config.kv_block_size
         # the last token of a prompt is computed in any case
         num_blocks = (len(prefix.token_ids) // _TOKEN_BYTES - 1) // self._size
-        self.prefix = contract.CachedPrefix(
-            prefix.tenant, prefix.cache_salt, prefix.token_ids[: _TOKEN_BYTES * self._size * num_blocks]
-        )
+        self.prefix = codec.replace(prefix, token_ids=prefix.token_ids[: _TOKEN_BYTES * self._size * num_blocks])
         self.first = first
         self.engine = engine
         self.config = config
@@ -174,9 +173,7 @@ class _Fetching:
         """Hands the blocks that were taken to the engine."""
         if self._batch:
             end = self.first + self.num_fetched
-            prefix = contract.CachedPrefix(
-                self.prefix.tenant, self.prefix.cache_salt, self.prefix.token_ids[: _TOKEN_BYTES * self._size * end]
-            )
+            prefix = codec.replace(self.prefix, token_ids=self.prefix.token_ids[: _TOKEN_BYTES * self._size * end])
             self.engine.put_blocks(prefix, end - len(self._batch), self._batch)
             self._batch = []
 

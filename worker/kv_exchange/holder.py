@@ -4,7 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from tokenbus.protocol.wire import errors, internal
+from tokenbus.protocol.wire import codec, errors, internal, limits
+from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import contract
 from tokenbus.worker.kv_exchange.leases import MAX_LEASES, Lease, Leases
 
@@ -47,9 +48,7 @@ class _OpenLease:
         start = self._start(number)
         count = min(self._batch_size, self._lease.end - start)
         prefix = self._lease.prefix
-        needed = contract.CachedPrefix(
-            prefix.tenant, prefix.cache_salt, prefix.token_ids[: self._block_bytes * (start + count)]
-        )
+        needed = codec.replace(prefix, token_ids=prefix.token_ids[: self._block_bytes * (start + count)])
         try:
             _, blocks = await self._engine.export_blocks(needed, start, count)
         except errors.RequestError:  # the engine has died
@@ -89,7 +88,8 @@ class Holder:
         self._leases.expire(now)
         if len(self._leases) + self._granting >= MAX_LEASES:
             return internal.BlockLease(busy=True)
-        prefix = contract.CachedPrefix(request.tenant, request.cache_salt, request.token_ids)
+        adapters = tuple(Adapter(one.digest, one.scale) for one in request.adapters)
+        prefix = contract.CachedPrefix(request.tenant, request.cache_salt, adapters, request.token_ids)
         self._granting += 1
         try:
             num_cached, _ = await engine.export_blocks(prefix, request.first, 0)
@@ -126,5 +126,7 @@ class Holder:
 
 def _may_read(request: internal.BlockLeaseRequest, config: contract.EngineConfig) -> bool:
     if not config.kv_identity or request.identity != config.kv_identity:
+        return False
+    if len(request.adapters) > limits.MAX_ADAPTERS:
         return False
     return 0 < len(request.token_ids) <= _TOKEN_BYTES * config.context_length and not len(request.token_ids) % 4

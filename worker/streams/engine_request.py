@@ -15,9 +15,15 @@ _NEVER = -1e9
 
 
 def to_engine_request(
-    run: internal.Run, config: contract.EngineConfig, max_new_tokens: int, chat: ChatRules | None = None
+    run: internal.Run,
+    config: contract.EngineConfig,
+    max_new_tokens: int,
+    chat: ChatRules | None = None,
+    adapters: tuple[block_hash.Adapter, ...] = (),
 ) -> contract.EngineRequest:
-    """Raises RequestError if the prompt is malformed, or this engine can't serve it."""
+    """`adapters` are those of the run.
+
+    Raises RequestError if the prompt is malformed, or this engine can't serve it."""
     token_ids = _unpack_token_ids(run.token_ids, "token_ids")
     if not token_ids:
         raise errors.request_error(errors.Code.INVALID_REQUEST, "the prompt has no tokens", param="token_ids")
@@ -41,6 +47,7 @@ def to_engine_request(
         cache_salt=run.params.cache_salt or "",
         cache_prompt=run.params.cache_prompt is not False,
         priority=run.params.priority or 0,
+        adapters=adapters,
         # a completion that continues has no news of its prompt
         return_progress=bool(run.params.return_progress) and run.params.is_streamed and run.resume_from is None,
         resumed=resumed,

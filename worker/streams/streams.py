@@ -18,6 +18,7 @@ from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.chat_format.chat_rules import ChatRules
+from tokenbus.worker.frontend.adapters import Adapters
 from tokenbus.worker.frontend.settings import FrontendSettings
 from tokenbus.worker.kv_exchange.exchange import KvExchange
 from tokenbus.worker.kv_exchange.fetcher import Fetch
@@ -41,11 +42,13 @@ class Streams:
         telemetry: RequestTelemetry,
         settings: FrontendSettings,
         exchange: KvExchange,
+        adapters: Adapters | None = None,
     ) -> None:
         self._announcer = announcer
         self._outbox = outbox
         self._telemetry = telemetry
         self.settings = settings
+        self._adapters = Adapters() if adapters is None else adapters
         self._exchange = exchange
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
@@ -245,7 +248,8 @@ class Streams:
         self._check_state(run)
         assert self._engine is not None
         assert self._config is not None
-        request = to_engine_request(run, self._config, self.settings.max_new_tokens, self._chat)
+        adapters = self._adapters.of_run(run)
+        request = to_engine_request(run, self._config, self.settings.max_new_tokens, self._chat, adapters)
         if self._exchange.may_fetch(run):
             request = codec.replace(request, is_held=True)
         now = time.monotonic()

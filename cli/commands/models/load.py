@@ -15,6 +15,8 @@ from tokenbus.cli.session import print_error, print_request_error, with_client
 from tokenbus.client import Client
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.wire import codec, errors, internal, subjects
+from tokenbus.worker.frontend import adapter_settings
+from tokenbus.worker.frontend.adapter_settings import AdapterSettings
 
 _FIRST_REPLY_S = 5.0
 _SILENCE_S = 60.0
@@ -25,7 +27,15 @@ _replies = codec.Decoder(internal.ControlReply)
 def add_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("worker_id", metavar="WORKER", help="the worker whose process is to load the model")
-    parser.add_argument("model", metavar="MODEL", help="file, directory or name on the Hub, as that worker sees it")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="file, directory or name on the Hub, as that worker sees it"
+    )
+    parser.add_argument(
+        "--lora",
+        type=_adapter,
+        metavar="NAME=PATH[@TENANT,...]",
+        help="load this LoRA adapter into the worker's own model, and no other model",
+    )
     parser.add_argument("--served-name", metavar="NAME", help="name that clients ask for (the file's name)")
     parser.add_argument(
         "--replicas", type=arguments.at_least(1), default=1, help="replicas sharing its weights (%(default)s)"
@@ -44,6 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def add_unload_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("worker_id", metavar="WORKER", help="the worker to unload")
+    parser.add_argument("--lora", metavar="NAME", help="unload only this LoRA adapter")
     parser.set_defaults(run=lambda options: with_client(options, partial(_unload, options)))
 
 
@@ -58,7 +69,22 @@ def _engine_setting(text: str) -> tuple[str, Any]:
         return name.replace("-", "_"), value
 
 
+def _adapter(text: str) -> AdapterSettings:
+    try:
+        return adapter_settings.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 async def _load(options: argparse.Namespace, client: Client) -> int:
+    if (options.model is None) is (options.lora is None):
+        return print_error("name either a MODEL or an adapter with --lora")
+    if options.lora is not None:
+        adapter, path, tenants = options.lora
+        control = internal.Control(
+            op="load_adapter", adapter=adapter, path=path, tenants=None if tenants is None else list(tenants)
+        )
+        return await _change_adapter(options, client, control, f"{options.worker_id} has the adapter {adapter}")
     control = internal.Control(
         op="load",
         model=options.model,
@@ -78,7 +104,20 @@ async def _load(options: argparse.Namespace, client: Client) -> int:
     return print_error("the worker stopped answering")
 
 
+async def _change_adapter(options: argparse.Namespace, client: Client, control: internal.Control, done: str) -> int:
+    async for reply in _ask(options, client, control, _SILENCE_S):
+        if reply.error is not None:
+            return await print_request_error(client, None, reply.error)
+        print(done)
+        return 0
+    return print_error("the worker does not answer")
+
+
 async def _unload(options: argparse.Namespace, client: Client) -> int:
+    if options.lora is not None:
+        control = internal.Control(op="unload_adapter", adapter=options.lora)
+        done = f"{options.worker_id} takes no new requests for the adapter {options.lora}"
+        return await _change_adapter(options, client, control, done)
     async for reply in _ask(options, client, internal.Control(op="unload")):
         if reply.error is not None:
             return await print_request_error(client, None, reply.error)
@@ -88,7 +127,7 @@ async def _unload(options: argparse.Namespace, client: Client) -> int:
 
 
 async def _ask(
-    options: argparse.Namespace, client: Client, control: internal.Control
+    options: argparse.Namespace, client: Client, control: internal.Control, timeout_s: float = _FIRST_REPLY_S
 ) -> AsyncIterator[internal.ControlReply]:
     """Yields a worker's replies to a control message until it falls silent. Raises RequestError for unknown workers."""
     subject = subjects.Subjects(options.prefix).worker(await _model_of(client, options), options.worker_id, "control")
@@ -103,7 +142,6 @@ async def _ask(
 
         await connection.subscribe(inbox, take)
         connection.publish(subject, codec.encode(control), reply=inbox)
-        timeout_s = _FIRST_REPLY_S
         while True:  # a load reports progress for as long as it takes
             try:
                 async with asyncio.timeout(timeout_s):

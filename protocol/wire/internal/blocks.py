@@ -4,6 +4,7 @@ from typing import Annotated
 
 from tokenbus.protocol.wire import limits
 from tokenbus.protocol.wire import messages as public
+from tokenbus.protocol.wire.internal.runs import RunAdapter
 from tokenbus.protocol.wire.params import COUNT, Range
 
 
@@ -18,6 +19,8 @@ class BlockLeaseRequest(public.Message, frozen=True, kw_only=True, omit_defaults
     """The tenant's name as a subject token. Blocks of one tenant are given for requests of that tenant only."""
     cache_salt: str = ""
     """`cache_salt` of the request."""
+    adapters: list[RunAdapter] = []
+    """The adapters of the run, in the order of their digests: other adapters or scales have other blocks."""
     token_ids: bytes
     """The tokens of the blocks, from the beginning of the prompt, as unsigned 32-bit little-endian integers."""
     first: Annotated[int, COUNT] = 0

@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from tokenbus.protocol.wire import codec, errors
+from tokenbus.protocol.wire import codec, errors, limits
 from tokenbus.protocol.wire import messages as public
 from tokenbus.protocol.wire.internal.event_log import FirstToken
-from tokenbus.protocol.wire.params import COUNT, DURATION_MS, REMAINING_MS, GenerationParams
+from tokenbus.protocol.wire.params import COUNT, DURATION_MS, REMAINING_MS, GenerationParams, Range
 
 
 class RunResume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -26,6 +26,15 @@ class RunResume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Time from the first step to the first token, for `timings`."""
     elapsed_ms: Annotated[float, DURATION_MS] = 0.0
     """Time since the first accept, for `timings`."""
+
+
+class RunAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that a run is to be computed with."""
+
+    digest: str
+    """Digest of its file."""
+    scale: Annotated[float, Range(0, limits.MAX_ADAPTERS * limits.MAX_ADAPTER_SCALE)]
+    """Factor by which its weights are multiplied."""
 
 
 class FetchSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +65,9 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Unsigned 32-bit little-endian integers."""
     params: GenerationParams
     """The generation parameters of the request."""
+    adapters: list[RunAdapter] = []
+    """The adapters behind `lora` in `params`, in the order of their digests: one for each digest, and none whose scale
+    is 0."""
     is_chat: bool = False
     """Whether the prompt is a conversation that was rendered with the chat template, so that its answer may have
     reasoning and tool calls."""
@@ -91,7 +103,7 @@ class RunReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """A command from a router or an operator to a worker."""
 
-    op: Literal["drop", "drain", "clear_cache", "load", "unload"]
+    op: Literal["drop", "drain", "clear_cache", "load", "unload", "load_adapter", "unload_adapter"]
     """The command."""
     request_id: str | None = None
     """The request to `drop`."""
@@ -107,6 +119,12 @@ class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Replicas of the model to `load`."""
     settings: dict[str, Any] = {}
     """Engine settings of the model to `load`, by name, where they differ from the worker's own."""
+    adapter: str | None = None
+    """The name of the adapter to `load_adapter` or `unload_adapter`. An adapter of that name is replaced."""
+    path: str | None = None
+    """The file of the adapter to `load_adapter`, as seen from the worker."""
+    tenants: list[str] | None = None
+    """The tenants that may use the adapter to `load_adapter`; all of them if absent."""
 
 
 class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tokenbus.protocol.wire import block_hash, errors, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
+from tokenbus.router.placement import adapters
 from tokenbus.router.placement.placement import Capacity, NoWorker, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import Policy
 from tokenbus.router.requests.flight import Flight
@@ -91,6 +92,7 @@ class PlacementQueue:
 
         Raises RequestError if too many requests are waiting, or if the deadline passes first."""
         now = time.monotonic()
+        self._bind_adapters(flight)
         owner = self._fleet.owner_of(flight.key, flight.model) if flight.attempt == 0 else None
         if owner is not None:
             # Another router has placed a request with this id there: only that worker can tell whether it is the same.
@@ -170,6 +172,7 @@ class PlacementQueue:
 
     def _place_now(self, flight: Flight, excluded: Collection[str], now: float) -> Placement | NoWorker:
         began = time.perf_counter()
+        self._bind_adapters(flight)
         routing = flight.request.routing or _NO_ROUTING
         policy = self._policy.policies[routing.policy or self._policy.default_policy]
         options = PlacementOptions(
@@ -178,6 +181,8 @@ class PlacementQueue:
             self._policy.temperature,
             bool(routing.explain),
             flight.hash_scheme if flight.has_begun else "",
+            flight.adapters,
+            flight.tenant,
         )
         prompt = self._prompt(flight)
         hashed = time.perf_counter()
@@ -194,6 +199,13 @@ class PlacementQueue:
             self._metrics.fetch_tokens.labels(flight.model).inc(placement.fetch_blocks * block_size)
         return placement
 
+    def _bind_adapters(self, flight: Flight) -> None:
+        """Finds out which adapters a request names, until a worker has accepted it: their files may be replaced while
+        it waits. Raises RequestError if there are none."""
+        if flight.request.lora and flight.first_accepted_at is None:
+            cards = (worker.card for worker in self._fleet.workers_of(flight.model))
+            flight.adapters = adapters.resolve(cards, flight.request.lora, flight.tenant)
+
     def _prompt(self, flight: Flight) -> PlacementRequest:
         assert flight.prompt_ids is not None, flight
         scheme, request = self._fleet.hash_scheme_of(flight.model), flight.request
@@ -204,5 +216,5 @@ class PlacementQueue:
             return PlacementRequest(flight.key, num_tokens, session=session, answer_tokens=answer_tokens)
         # whoever continues a completion computes it like a prompt, unless its blocks are cached
         token_ids = flight.prompt_ids + block_hash.pack_token_ids(flight.completion.token_ids)
-        hashes = scheme.hashes(token_ids, flight.tenant, request.cache_salt or "")
+        hashes = scheme.hashes(token_ids, flight.tenant, request.cache_salt or "", flight.adapters)
         return PlacementRequest(flight.key, num_tokens, hashes, session, answer_tokens)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.placement import adapters
 from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.request_telemetry import RequestTelemetry
 from tokenbus.router.requests.tokenization.fair_executor import FairExecutor
@@ -61,6 +62,9 @@ class PromptTokenizer:
         workers = workers_for(self._fleet, flight.model, time.monotonic())
         self._telemetry.model_found(flight)
         _check_features(flight.request, workers[0])
+        if flight.request.lora:  # an unknown one is found before anything is computed
+            cards = (worker.card for worker in self._fleet.workers_of(flight.model))
+            adapters.resolve(cards, flight.request.lora, flight.tenant)
         validation.check_resume(flight.request, workers[0].card.hash_scheme)
         remaining_ms = flight.remaining_ms(time.monotonic())
         with self._telemetry.tokenizing(flight):

@@ -67,7 +67,7 @@ FULL_CARD = codec.replace(
     chat_format_digest="0f343b0931126a20f133d67c2b018a3b",
     previous=messages.PreviousEpoch(epoch="1750000000000-abcdef", seq=41),
     earlier=[messages.PreviousEpoch(epoch="1740000000000-abcdef", seq=-1)],
-    adapters=["style"],
+    adapters=[messages.CardAdapter(name="style", digest="7bd09cb0", tenants=["acme"])],
     role="decode",
     load=LOAD,
 )
@@ -332,7 +332,9 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             reply="_INBOX_acme.a.b",
             encoding=codec.Encoding.MSGPACK,
             token_ids=block_hash.pack_token_ids([1]),
+            adapters=[internal.RunAdapter(digest="7bd09cb0", scale=0.5)],
             params=GenerationParams(
+                lora=[messages.Lora(name="style", scale=0.5)],
                 max_tokens=64,
                 min_tokens=1,
                 temperature=0.0,
@@ -400,6 +402,11 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             op="load", model="org/repo:Q4_K_M", served_name="chat", replicas=2, settings={"context_length": 4096}
         ),
     ),
+    (
+        "an adapter to load",
+        internal.Control(op="load_adapter", adapter="style", path="/adapters/style.gguf", tenants=["acme"]),
+    ),
+    ("an adapter to unload", internal.Control(op="unload_adapter", adapter="style")),
     ("done", internal.ControlReply(ok=True)),
     ("dropped", internal.ControlReply(ok=True, epoch="1760000000000-abcdef")),
     ("loading", internal.ControlReply(ok=True, progress=0.5)),
@@ -447,6 +454,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             epoch="1760000000000-abcdef",
             tenant="acme=20inc",
             cache_salt="salt",
+            adapters=[internal.RunAdapter(digest="7bd09cb0", scale=0.5)],
             token_ids=block_hash.pack_token_ids([1, 2]),
             first=3,
         ),

@@ -48,7 +48,7 @@ DOMAINS = st.builds(
     adapters=st.lists(
         st.builds(Adapter, NAMES, st.floats(0, 4, allow_subnormal=False)),
         max_size=3,
-        unique_by=lambda adapter: adapter.name,
+        unique_by=lambda adapter: adapter.digest,
     ).map(tuple),
     tenant=st.one_of(st.just(""), NAMES),
     cache_salt=st.one_of(st.just(""), NAMES),
@@ -72,7 +72,7 @@ def token_form(name: str) -> str:
 
 
 def root_by_the_contract(domain: PrefixDomain) -> int:
-    scales = {adapter.name: json.dumps(float(adapter.scale)).removesuffix(".0") for adapter in domain.adapters}
+    scales = {adapter.digest: json.dumps(float(adapter.scale)).removesuffix(".0") for adapter in domain.adapters}
     adapters = ",".join(f"{token_form(name)}={scales[name]}" for name in sorted(scales))
     text = (
         domain.fingerprint + "\0" + adapters + "\0" + token_form(domain.tenant) + "\0" + token_form(domain.cache_salt)

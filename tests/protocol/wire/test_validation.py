@@ -322,7 +322,6 @@ def test_a_schema_or_tool_with_keys_that_json_has_not_is_refused() -> None:
         ("grammar", 'root ::= "a"', "grammar", "grammar"),
         ("tools", [{"type": "function", "function": {"name": "f"}}], "tools", "tools"),
         ("suffix", "x", "fim", "suffix"),
-        ("lora", [Lora(name="a")], "lora", "lora"),
         ("resume_from", ResumeFrom(token_ids=[1]), "resume", "resume_from"),
         ("return_progress", True, "progress", "return_progress"),
         ("routing", RoutingOptions(explain=True), "explain", "routing.explain"),
@@ -397,6 +396,7 @@ def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
         "cache_prompt": False,
         "cache_salt": "salt",
         "session_id": "session",
+        "lora": [Lora(name="style", scale=0.5)],
         "priority": -3,
         "response_format": ResponseFormat(type="json_object"),
         "regex": "a",
@@ -644,3 +644,23 @@ def test_another_constraint_may_be_this_large_and_no_larger(
 
 def test_a_choice_has_a_text() -> None:
     assert refusal(make(choice=["a", ""])).param == "choice[1]"
+
+
+@pytest.mark.parametrize(
+    ("lora", "param"),
+    [
+        ([Lora(name=f"a{number}") for number in range(5)], "lora"),
+        ([Lora(name="a"), Lora(name="b"), Lora(name="a")], "lora[2].name"),
+        ([Lora(name="a", scale=4.001)], "lora[0].scale"),
+        ([Lora(name="a", scale=-0.1)], "lora[0].scale"),
+        ([Lora(name="a", scale=float("nan"))], "lora[0].scale"),
+    ],
+)
+def test_adapters_beyond_their_limits_are_refused(lora: list[Lora], param: str) -> None:
+    with pytest.raises(errors.RequestError) as refusal:
+        validation.check_request(make(lora=lora))
+    assert (refusal.value.error.code, refusal.value.error.param) == (errors.Code.INVALID_REQUEST, param)
+
+
+def test_adapters_at_their_limits_are_allowed() -> None:
+    validation.check_request(make(lora=[Lora(name=f"a{number}", scale=number * 4 / 3) for number in range(4)]))

@@ -12,7 +12,7 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.frontend.metrics import WorkerMetrics
 from tokenbus.worker.frontend.replica import Replica
-from tokenbus.worker.frontend.settings import WorkerSettings
+from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
 
 
 class Part:
@@ -75,7 +75,7 @@ def drain(
     async def run() -> None:
         settings = WorkerSettings(models=(), grace_s=grace_s, handover_s=15.0)
         made_of = (EngineSettings(model="demo"), None, WorkerMetrics(), tracing.NoopTracer())
-        replica = Replica(settings, "demo", "w0", *made_of)  # type: ignore[arg-type]
+        replica = Replica(settings, ServedModel("demo", made_of[0]), "w0", *made_of)  # type: ignore[arg-type]
         await replica._drain(part, part)  # type: ignore[arg-type]
 
     with structlog.testing.capture_logs():

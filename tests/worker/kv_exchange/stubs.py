@@ -12,12 +12,13 @@ from tokenbus.worker.kv_exchange.transport import LeasedBlocks, TransferError
 
 SIZE = 16
 CONFIG = exchanging(make_config(kv_block_size=SIZE, context_length=4_096))
+ADAPTERS = (block_hash.Adapter("a1", 0.5), block_hash.Adapter("b2", 1.0))
 SOURCE = internal.FetchSource(worker_id="a", epoch="1-x")
 
 
 def prefix(num_blocks: int) -> contract.CachedPrefix:
     """A prompt with so many blocks that can be fetched, and a token behind them."""
-    return contract.CachedPrefix("acme", "salt", block_hash.pack_token_ids(range(SIZE * num_blocks + 1)))
+    return contract.CachedPrefix("acme", "salt", ADAPTERS, block_hash.pack_token_ids(range(SIZE * num_blocks + 1)))
 
 
 def block(number: int) -> bytes:
@@ -38,6 +39,7 @@ class StubEngine:
         return messages.Load(running=self.running)
 
     def put_blocks(self, given: contract.CachedPrefix, first: int, blocks: list[bytes]) -> None:
+        assert (given.tenant, given.cache_salt, given.adapters) == ("acme", "salt", ADAPTERS)
         assert len(array("I", given.token_ids)) == SIZE * (first + len(blocks))
         for number, content in enumerate(blocks, start=first):
             assert CONFIG.kv_format is not None
@@ -47,7 +49,7 @@ class StubEngine:
     async def export_blocks(self, asked: contract.CachedPrefix, first: int, max_blocks: int) -> tuple[int, list[bytes]]:
         await self.gate.wait()
         num_asked = len(asked.token_ids) // 4 // SIZE
-        if asked.tenant != "acme" or asked.cache_salt != "salt":
+        if (asked.tenant, asked.cache_salt, asked.adapters) != ("acme", "salt", ADAPTERS):
             return 0, []
         num_cached = 0
         while num_cached < num_asked and num_cached in self.blocks:

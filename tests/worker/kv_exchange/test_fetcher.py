@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.worker.kv_exchange.stubs import CONFIG, SIZE, SOURCE, StubEngine, StubTransport, block, prefix
+from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, SIZE, SOURCE, StubEngine, StubTransport, block, prefix
 from tokenbus.worker import contract
 from tokenbus.worker.kv_exchange import fetcher
 from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
@@ -34,6 +34,7 @@ async def test_blocks_come_in_order_and_only_those_that_are_missing() -> None:
     assert transport.num_closed == 1
     (request,) = transport.requests
     assert (request.tenant, request.cache_salt, request.first, request.epoch) == ("acme", "salt", 3, "1-x")
+    assert [(one.digest, one.scale) for one in request.adapters] == list(ADAPTERS)
     assert len(request.token_ids) == 4 * SIZE * 10
 
 
@@ -132,5 +133,5 @@ async def test_of_ten_thousand_hostile_answers_none_reaches_the_engine(monkeypat
 
 
 def test_a_prompt_of_whole_blocks_leaves_its_last_one_to_be_computed() -> None:
-    whole = contract.CachedPrefix("acme", "", prefix(3).token_ids[: 4 * SIZE * 3])
+    whole = contract.CachedPrefix("acme", "", (), prefix(3).token_ids[: 4 * SIZE * 3])
     assert fetcher._Fetching(whole, 0, StubEngine(), CONFIG).num_wanted == 2  # type: ignore[arg-type]

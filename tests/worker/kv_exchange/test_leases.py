@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenbus.worker.contract import CachedPrefix
 from tokenbus.worker.kv_exchange.leases import LEASE_S, MAX_LEASES, Leases
 
-PREFIX = CachedPrefix("acme", "", b"\1\0\0\0")
+PREFIX = CachedPrefix("acme", "", (), b"\1\0\0\0")
 
 
 def test_a_lease_that_is_never_read_or_released_ends() -> None:

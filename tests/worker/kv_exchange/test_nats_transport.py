@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker.kv_exchange.stubs import CONFIG, StubEngine, block, prefix
+from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, StubEngine, block, prefix
 from tokenbus.cli import nats_server
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.bus import Bus
@@ -18,6 +18,7 @@ from tokenbus.worker.kv_exchange.nats_transport import NatsTransport
 from tokenbus.worker.kv_exchange.transport import TransferError
 
 NAMES = subjects.Subjects()
+ADAPTERS_ASKED = [internal.RunAdapter(digest=one.digest, scale=one.scale) for one in ADAPTERS]
 NUM_BYTES = len(block(0))
 
 
@@ -62,6 +63,7 @@ def request(**changes: object) -> internal.BlockLeaseRequest:
         "epoch": "1-x",
         "tenant": "acme",
         "cache_salt": "salt",
+        "adapters": ADAPTERS_ASKED,
         "token_ids": prefix(40).token_ids[:-4],
     }
     return internal.BlockLeaseRequest(**fields | changes)  # type: ignore[arg-type]
@@ -106,6 +108,12 @@ async def test_a_question_larger_than_a_message_comes_in_parts(ends: tuple[End, 
         {"epoch": "0-x"},
         {"tenant": "globex"},
         {"cache_salt": ""},
+        {"adapters": []},
+        {"adapters": ADAPTERS_ASKED[:1]},
+        {"adapters": [internal.RunAdapter(digest=one.digest, scale=1.0) for one in ADAPTERS_ASKED]},
+        {"adapters": ADAPTERS_ASKED[::-1]},
+        {"adapters": [*ADAPTERS_ASKED, ADAPTERS_ASKED[-1]]},
+        {"adapters": ADAPTERS_ASKED * 3},
         {"first": 40},
         {"first": 2**31 - 1},
         {"token_ids": b""},

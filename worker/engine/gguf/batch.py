@@ -53,7 +53,7 @@ class Batch:
     def __repr__(self) -> str:
         return f"<Batch of {self.struct.n_tokens}>"
 
-    def fill(self, scheduled: tuple[ScheduledTokens, ...]) -> None:
+    def fill(self, scheduled: Listing[ScheduledTokens]) -> None:
         """Lays the tokens of all sequences out one after another."""
         at = 0
         for part in scheduled:

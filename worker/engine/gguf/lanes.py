@@ -64,9 +64,10 @@ class Lanes:
         """Has lane `to` hold the tokens `start` to `end` of another lane too."""
         llama.llama_memory_seq_cp(self._memory, self._first + lane, self._first + to, start, end)
 
-    def truncate(self, lane: int, start: int, end: int | None = None) -> None:
-        """Removes the tokens `start` to `end` from a lane; all from `start` on if there is no end."""
-        llama.llama_memory_seq_rm(self._memory, self._first + lane, start, -1 if end is None else end)
+    def truncate(self, lane: int, start: int, end: int | None = None) -> bool:
+        """Removes the tokens `start` to `end` from a lane; all from `start` on if there is no end. Returns whether
+        llama.cpp can do that."""
+        return bool(llama.llama_memory_seq_rm(self._memory, self._first + lane, start, -1 if end is None else end))
 
     def save(self, lane: int, start: int, end: int) -> StateBlob:
         """Copies the tokens `start` to `end` of a lane to host memory. Raises DeviceError."""

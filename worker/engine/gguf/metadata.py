@@ -7,13 +7,15 @@ little-endian.
 
 import mmap
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import xxhash
 
 from tokenbus.worker.engine.runner import ModelError
 
+ReadT = TypeVar("ReadT")
 Value = bool | int | float | str | list[bool] | list[int] | list[float] | list[str]
 
 _MAGIC = b"GGUF"
@@ -29,6 +31,18 @@ _SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 _MAX_KEYS = 100_000
+
+
+_MAX_DIMENSIONS = 4
+
+
+class Tensor(NamedTuple):
+    """A row of the table of tensors."""
+
+    shape: tuple[int, ...]
+    """The lengths of its dimensions, the innermost first: (inputs, outputs) for a matrix."""
+    type: int
+    """GGUF's number for the type of its values."""
 
 
 class Metadata(NamedTuple):
@@ -76,9 +90,28 @@ class Metadata(NamedTuple):
 
 def read(path: Path) -> Metadata:
     """Raises ModelError, saying what to do, for a file that is missing, truncated or no GGUF."""
+    return _read(path, lambda reader: reader.metadata())
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a file by name. Raises ModelError like `read`."""
+    return _read(path, lambda reader: reader.tensors())
+
+
+def parse(path: Path, data: bytes) -> Metadata:
+    """Does the same as `read` for the contents of a file."""
+    return _parse(path, data, lambda reader: reader.metadata())
+
+
+def parse_tensors(path: Path, data: bytes) -> dict[str, Tensor]:
+    """Does the same as `read_tensors` for the contents of a file."""
+    return _parse(path, data, lambda reader: reader.tensors())
+
+
+def _read(path: Path, parse: Callable[["_Reader"], ReadT]) -> ReadT:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse(path, data)
+            return _parse(path, data, parse)
     except FileNotFoundError as error:
         raise ModelError(f"{path}: there is no such file; pass --model the path of a GGUF file") from error
     except IsADirectoryError as error:
@@ -87,11 +120,11 @@ def read(path: Path) -> Metadata:
         raise ModelError(f"{path}: can't be read: {error}") from error
 
 
-def _parse(path: Path, data: mmap.mmap) -> Metadata:
+def _parse(path: Path, data: mmap.mmap | bytes, parse: Callable[["_Reader"], ReadT]) -> ReadT:
     if data[: len(_MAGIC)] != _MAGIC:
         raise ModelError(f"{path}: not a GGUF file (it begins with {data[:4]!r}); convert the model to GGUF first")
     try:
-        return _Reader(data).metadata()
+        return parse(_Reader(data))
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     except (struct.error, IndexError, UnicodeDecodeError, _CorruptError) as error:
@@ -105,9 +138,21 @@ class _CorruptError(Exception):
 class _Reader:
     """Reads values one after another. Lengths are checked before they are used, since any file may be passed."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data = data
         self._at = len(_MAGIC)
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {}
+        for _ in range(self.metadata().num_tensors):
+            name = self._string()
+            num_dimensions = self._unpack(_U32)
+            if num_dimensions > _MAX_DIMENSIONS:
+                raise _CorruptError(f"a tensor of {num_dimensions} dimensions")
+            shape = tuple(self._unpack(_U64) for _ in range(num_dimensions))
+            found[name] = Tensor(shape, self._unpack(_U32))
+            self._unpack(_U64)  # the place of its values
+        return found
 
     def metadata(self) -> Metadata:
         self._check_version(self._unpack(_U32))

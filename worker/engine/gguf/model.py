@@ -13,11 +13,14 @@ from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker import contract
 from tokenbus.worker.engine.gguf import backend, metadata, settings_resolution
+from tokenbus.worker.engine.gguf.layout import GgufLayout
+from tokenbus.worker.engine.gguf.lora.adapters import ContextAdapters, LoadedAdapter
 from tokenbus.worker.engine.gguf.pooling import pooling_type
 from tokenbus.worker.engine.gguf.tokenizer import bundle
 from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
 from tokenbus.worker.engine.models import chat_formats, generation_config, pretrained_tokenizer
 from tokenbus.worker.engine.models.model_files import ModelFiles, source_name
+from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.models import in_use
@@ -60,6 +63,7 @@ class GgufModel:
         generates = self.pooling is None
         self.bundle = bundle.build(self.metadata, self.tokenizer, pretrained) if generates else None
         self.chat_format = chat_formats.infer(self.tokenizer.rules)
+        self._adapters: LoadedModels[LoadedAdapter] = LoadedModels()
         self._held = in_use.hold(files.weights)
 
     def __repr__(self) -> str:
@@ -87,6 +91,15 @@ class GgufModel:
             pid=os.getpid(),
             files=self.files.to_paths(),
         )
+
+    def adapters_of(self, context: llama.llama_context_p) -> ContextAdapters:
+        """Returns the adapters of a context, which has none yet."""
+        weights = self.files.weights
+        tensors: dict[str, metadata.Tensor] = {}
+        for part in GgufLayout().parts_of(weights.name):
+            tensors |= metadata.read_tensors(weights.with_name(part))
+        architecture = self.metadata.text("general.architecture") or ""
+        return ContextAdapters(self.handle, architecture, tensors, self._adapters, context)
 
     def close(self) -> None:
         """Frees the model's memory. No context may use the model any more."""

@@ -11,10 +11,12 @@ from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import contract
+from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.gguf import backend, context, kv_memory, probe, settings_resolution
 from tokenbus.worker.engine.gguf.batch import Batch
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.gguf.layout import GgufLayout
+from tokenbus.worker.engine.gguf.lora.adapters import ContextAdapters
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
 from tokenbus.worker.engine.gguf.pooling import pooler
 from tokenbus.worker.engine.host_cache import sizing
@@ -25,9 +27,17 @@ from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMemoryError, ModelError, Reranker, Runner
+from tokenbus.worker.engine.runner import (
+    Adapters,
+    DeviceError,
+    Embedder,
+    InsufficientMemoryError,
+    ModelError,
+    Reranker,
+    Runner,
+)
 from tokenbus.worker.engine.sampler import Sampler
-from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
+from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.models import find
 from tokenbus.worker.models.convert import converted
@@ -73,6 +83,8 @@ class GgufRunner:
         self._model = model
         self._release = release
         self._context: llama.llama_context_p | None = None
+        self.adapters: Adapters | None = None
+        self._adapters: ContextAdapters | None = None
         self._tokenizer = model.tokenizer
         self.end_token_ids = self._tokenizer.end_token_ids | model.generation_config.end_token_ids
         self.token_bytes = self._tokenizer.token_bytes
@@ -100,6 +112,7 @@ class GgufRunner:
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
         self.lanes = Lanes(self._context, metadata.fingerprint, first_seq_id)
         capabilities = probe.capabilities(handle, self._context, self.lanes, settings)
+        self.adapters = self._adapters = self._model.adapters_of(self._context)
         self.num_lanes = context.num_lanes(handle, settings)
         self.kv_identity = _identity(metadata.fingerprint, settings, capabilities)
         self.copies = self.lanes.copies = _make_store(self.kv_identity, settings, capabilities)
@@ -120,19 +133,48 @@ class GgufRunner:
         self.lanes.apply(kv_ops)
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+        groups = plan.by_adapters()
+        # Sampling changes the state of sequences, so it waits until every decode of the step has succeeded.
+        logits = [self._logits_of(groups, number) for number in range(len(groups))]
+        sampled: dict[int, SampledToken | EngineFinishReason] = {}
+        for group, rows in zip(groups, logits, strict=True):
+            sequences = [part.sequence for part in group if part.samples]
+            if rows is not None:
+                results = self._sampler.sample(rows, sequences)
+                sampled |= {sequence.seq_no: one for sequence, one in zip(sequences, results, strict=True)}
+        return [sampled[part.sequence.seq_no] for part in plan.scheduled if part.samples]
+
+    def _logits_of(self, groups: Listing[Listing[ScheduledTokens]], number: int) -> Matrix | None:
+        """Computes one group of a step; returns a row for each of its shares that samples, or None if none does."""
+        try:
+            self._decode(groups[number])
+        except InsufficientMemoryError:
+            self._take_back([part for group in groups[:number] for part in group])
+            raise
+        count = sum(part.samples for part in groups[number])
+        if not count:
+            return None
+        # llama.cpp packs the rows of the tokens that want logits, in the order of the batch.
+        rows = np.ctypeslib.as_array(llama.llama_get_logits(self._context), (count, self._tokenizer.size))
+        return rows if number == len(groups) - 1 else rows.copy()  # the next decode overwrites them
+
+    def _decode(self, scheduled: Listing[ScheduledTokens]) -> None:
+        """Computes the shares of sequences that have the same adapters."""
         assert self._context is not None
-        self._batch.fill(plan.scheduled)
+        assert self._adapters is not None
+        self._adapters.activate(scheduled[0].sequence.adapters)
+        self._batch.fill(scheduled)
         status = llama.llama_decode(self._context, self._batch.struct)
         if status == 1:  # no slot in the KV memory; nothing has changed
             raise InsufficientMemoryError
         if status != 0:
             raise DeviceError(f"llama_decode returned {status}: {backend.last_error()}")
-        sequences = [part.sequence for part in plan.scheduled if part.samples]
-        if not sequences:
-            return []
-        # llama.cpp packs the rows of the tokens that want logits, in the order of the batch.
-        shape = (len(sequences), self._tokenizer.size)
-        return self._sampler.sample(np.ctypeslib.as_array(llama.llama_get_logits(self._context), shape), sequences)
+
+    def _take_back(self, decoded: Listing[ScheduledTokens]) -> None:
+        """Removes what earlier decodes of a step have computed, since the step as a whole has failed."""
+        for part in decoded:
+            if not self.lanes.truncate(part.lane, part.start):
+                raise DeviceError("llama.cpp can't take back a part of a step")
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         return self._tokenizer.tokenize(request)
@@ -145,6 +187,9 @@ class GgufRunner:
         self._release()
 
     def _free(self) -> None:
+        if self._adapters is not None:
+            self._adapters.close()
+            self.adapters = self._adapters = None
         if self._context is not None:
             llama.llama_free(self._context)
             self._context = None
@@ -162,6 +207,7 @@ class GgufRunner:
             ends=bool(self.end_token_ids),
             fim=self._tokenizer.supports_fim,
             chat_format=self._model.chat_format,
+            lora=True,
         )
         return codec.replace(
             self._model.describe(settings, min(longest, fits), offered),

@@ -19,11 +19,15 @@ _FEATURES = (
 _CONSTRAINED = ("structured_output", "grammar")
 
 
-def with_sampler(*, chat: bool, ends: bool, fim: bool, chat_format: ChatFormat | None) -> tuple[str, ...]:
+def with_sampler(
+    *, chat: bool, ends: bool, fim: bool, chat_format: ChatFormat | None, lora: bool = False
+) -> tuple[str, ...]:
     """Returns the features; `chat` says whether the model has a chat template, `ends` whether it has an end token,
-    without which a constrained output could not end, and `fim` whether it can fill in the middle."""
+    without which a constrained output could not end, `fim` whether it can fill in the middle, and `lora` whether the
+    engine can load adapters."""
     missing = [*([] if chat else ["chat"]), *([] if fim else ["fim"]), *([] if ends else _CONSTRAINED)]
-    return (*(feature for feature in _FEATURES if feature not in missing), *of_format(chat_format))
+    found = (*_FEATURES, "lora") if lora else _FEATURES
+    return (*(feature for feature in found if feature not in missing), *of_format(chat_format))
 
 
 def of_format(chat_format: ChatFormat | None) -> tuple[str, ...]:

@@ -27,7 +27,15 @@ from tokenbus.worker.engine.onnx.model import OnnxModel, model_key
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import DeviceError, Embedder, InsufficientMemoryError, ModelError, Reranker, Runner
+from tokenbus.worker.engine.runner import (
+    Adapters,
+    DeviceError,
+    Embedder,
+    InsufficientMemoryError,
+    ModelError,
+    Reranker,
+    Runner,
+)
 from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -73,6 +81,7 @@ class OnnxRunner:
         self._cache = self._make_cache(settings, size)
         self.embedder = self._make_embedder(settings, size)
         self.reranker: Reranker | None = None
+        self.adapters: Adapters | None = None
         offered = features.with_sampler(
             chat=self._tokenizer.supports_chat,
             ends=bool(self.end_token_ids),

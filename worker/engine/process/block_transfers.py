@@ -74,4 +74,4 @@ class BlockTransfers:
 def _unpack(prefix: contract.CachedPrefix) -> tuple[Domain, "array[int]"]:
     token_ids = array("I")
     token_ids.frombytes(prefix.token_ids)
-    return Domain(prefix.tenant, prefix.cache_salt), token_ids
+    return Domain(prefix.tenant, prefix.cache_salt, prefix.adapters), token_ids

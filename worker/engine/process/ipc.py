@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tokenbus.protocol.wire import errors, internal, messages
+from tokenbus.protocol.wire import block_hash, errors, internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -46,6 +46,8 @@ class Add(Message, frozen=True):
     """Compiled before the sequence may start. The `ConstraintCompiled` has the same number."""
     tenant: str = ""
     """Tenants take turns where constraints are compiled."""
+    adapters: tuple[block_hash.Adapter, ...] = ()
+    """The adapters with which it is computed, all of them loaded."""
 
 
 class Abort(Message, frozen=True):
@@ -86,6 +88,19 @@ class ClearCache(Message, frozen=True):
     """Frontend to engine: drop every cached block that no sequence uses."""
 
 
+class LoadAdapter(Message, frozen=True):
+    """Frontend to engine: load an adapter while steps go on. The `AdapterResult` has the same call id."""
+
+    call_id: int
+    path: str
+
+
+class UnloadAdapter(Message, frozen=True):
+    """Frontend to engine: reverse one `LoadAdapter`. Sequences that were added before keep the adapter."""
+
+    digest: str
+
+
 class ExportBlocks(Message, frozen=True):
     """Frontend to engine: send the contents of cached blocks. The `ExportedBlocks` has the same call id."""
 
@@ -124,7 +139,19 @@ class ExitReason(Message, frozen=True):
     text: str
 
 
-Command = Add | Abort | TokenizeCall | EmbedCall | RerankCall | AbortPooling | ClearCache | ExportBlocks | PutBlocks
+Command = (
+    Add
+    | Abort
+    | TokenizeCall
+    | EmbedCall
+    | RerankCall
+    | AbortPooling
+    | ClearCache
+    | LoadAdapter
+    | UnloadAdapter
+    | ExportBlocks
+    | PutBlocks
+)
 
 
 class Loading(Message, frozen=True):
@@ -237,6 +264,14 @@ class TokenizeResult(Message, frozen=True):
     error: errors.Error | None
 
 
+class AdapterResult(Message, frozen=True):
+    """Engine to frontend: the digest of a loaded adapter; empty with an error."""
+
+    call_id: int
+    digest: str
+    error: errors.Error | None
+
+
 class ExportedBlocks(Message, frozen=True):
     """Engine to frontend: the answer to an `ExportBlocks`. `num_cached` are the blocks of the prefix that it has."""
 
@@ -263,6 +298,7 @@ Report = (
     | ConstraintCompiled
     | StepReport
     | TokenizeResult
+    | AdapterResult
     | ExportedBlocks
     | PoolResult
 )

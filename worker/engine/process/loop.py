@@ -41,6 +41,7 @@ Inbox = queue.SimpleQueue[
     | ipc.ClearCache
     | ipc.ExportBlocks
     | ipc.PutBlocks
+    | ipc.UnloadAdapter
     | PoolingJob
     | CompiledConstraint
     | BaseException
@@ -86,6 +87,8 @@ class StepLoop:
         )
         self._compiling: dict[int, ipc.Add] = {}
         """Sequences whose constraints are being compiled, or wait for it."""
+        self._unloading: list[str] = []
+        """Adapters to unload once no sequence uses them."""
         self._watched: dict[int, Sequence] = {}
         """Sequences whose clients want to know how far the prompt is computed."""
         self._step_gate = step_gate or StepGate()
@@ -113,6 +116,7 @@ class StepLoop:
                     self._pooling.step()
                 self._block_transfers.step()
                 self._report_results([*results, *failed, *step_results], stats)
+                self._unload_adapters()
                 if self._scheduler.isolated is None:
                     self._isolate(None)
         finally:
@@ -154,6 +158,9 @@ class StepLoop:
                 case ipc.PutBlocks():
                     self._block_transfers.put(command)
                     self._report_results([], None)
+                case ipc.UnloadAdapter(digest):
+                    self._unloading.append(digest)
+                    self._unload_adapters()
                 case ipc.ClearCache():
                     self._clear_cache()
         return results
@@ -168,6 +175,17 @@ class StepLoop:
         if self._copies is not None:
             self._copies.zero()
         self._report_results([], None)
+
+    def _unload_adapters(self) -> None:
+        """Unloads the adapters that are not wanted any more and that no sequence uses."""
+        if not self._unloading:
+            return
+        sets = [one.adapters for one in self._scheduler.sequences] + [one.adapters for one in self._compiling.values()]
+        used = {adapter.digest for adapters in sets for adapter in adapters}
+        for digest in [digest for digest in self._unloading if digest not in used]:
+            assert self._runner.adapters is not None
+            self._runner.adapters.unload(digest)
+            self._unloading.remove(digest)
 
     def _compile_constraint(self, command: ipc.Add) -> None:
         """Has the constraint of a sequence compiled, which comes back as a command."""
@@ -194,12 +212,14 @@ class StepLoop:
         token_ids = array("I")
         try:
             token_ids.frombytes(command.token_ids)
+            self._check_adapters(command)
             sequence = Sequence(
                 command.seq_no,
                 token_ids,
                 command.sampling,
                 self._runner.end_token_ids,
-                domain=None if command.domain is None else Domain(*command.domain),
+                adapters=command.adapters,
+                domain=None if command.domain is None else Domain(*command.domain, command.adapters),
                 priority=command.priority,
                 arrived_at=time.monotonic(),
                 num_sampled=command.num_sampled,
@@ -213,6 +233,11 @@ class StepLoop:
             return
         if command.return_progress:
             self._watched[sequence.seq_no] = sequence
+
+    def _check_adapters(self, command: ipc.Add) -> None:
+        for one in command.adapters:
+            if self._runner.adapters is None or one.digest not in self._runner.adapters:
+                raise LookupError(f"adapter {one.digest} is not loaded")
 
     def _report_end(self, seq_no: int, finish_reason: EngineFinishReason) -> None:
         """Reports the end of a sequence that the scheduler does not have."""

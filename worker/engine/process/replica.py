@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import structlog
 
@@ -97,6 +98,8 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None
                     _end_loop_on_error(
                         inputs.submit(_prepare, runner, command, time.monotonic(), aborted, inbox, send), inbox
                     )
+                case ipc.LoadAdapter():
+                    _end_loop_on_error(inputs.submit(_load_adapter, runner, command, send), inbox)
                 case ipc.AbortPooling(call_id):
                     aborted.add(call_id)
                     inputs.submit(_abort, command, aborted, inbox)  # behind the call, which may still be there
@@ -124,6 +127,21 @@ def _tokenize(runner: Runner, call: ipc.TokenizeCall, send: Send) -> None:
         result = ipc.TokenizeResult(call.call_id, block_hash.pack_token_ids(runner.tokenize(call.request)), None)
     except Exception as error:  # outermost frame: every call gets a result
         result = ipc.TokenizeResult(call.call_id, b"", _error_for(error))
+    with contextlib.suppress(OSError):  # the frontend has gone
+        send(result)
+
+
+def _load_adapter(runner: Runner, call: ipc.LoadAdapter, send: Send) -> None:
+    try:
+        if runner.adapters is None:
+            engine = runner.config.engine
+            raise ModelError(f"{call.path}: LoRA adapters need a gguf engine, and this one is {engine}")
+        result = ipc.AdapterResult(call.call_id, runner.adapters.load(Path(call.path)), None)
+    except ModelError as error:
+        problem = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="path")
+        result = ipc.AdapterResult(call.call_id, "", problem)
+    except Exception as error:  # outermost frame: every call gets a result
+        result = ipc.AdapterResult(call.call_id, "", _error_for(error))
     with contextlib.suppress(OSError):  # the frontend has gone
         send(result)
 

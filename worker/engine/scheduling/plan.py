@@ -3,6 +3,7 @@
 from array import array
 from typing import NamedTuple
 
+from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
@@ -47,6 +48,15 @@ class StepPlan(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return sum(one.num_tokens for one in self.scheduled)
+
+    def by_adapters(self) -> list[list[ScheduledTokens]]:
+        """Returns the shares in groups that can be computed together: one for each set of adapters that sequences have.
+
+        Every group is a part of the step, so that no set waits for another."""
+        groups: dict[tuple[Adapter, ...], list[ScheduledTokens]] = {}
+        for one in self.scheduled:
+            groups.setdefault(one.sequence.adapters, []).append(one)
+        return list(groups.values())
 
 
 class SchedulerCounts(NamedTuple):

@@ -102,6 +102,11 @@ class Scheduler:
         return self._running
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """All sequences, also those that wait."""
+        return [*self._running, *self._waiting]
+
+    @property
     def num_decoding(self) -> int:
         """Sequences whose clients wait for their next token."""
         return sum(sequence.is_decoding for sequence in self._running)

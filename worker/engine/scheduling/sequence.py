@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from typing import TYPE_CHECKING
 
+from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.prefix_tree import Domain
@@ -64,6 +65,7 @@ class Sequence:
     __slots__ = (
         "_finish_rule",
         "_num_new",
+        "adapters",
         "arrived_at",
         "domain",
         "isolated",
@@ -88,6 +90,7 @@ class Sequence:
         sampling: contract.Sampling,
         end_token_ids: Iterable[int],
         *,
+        adapters: tuple[Adapter, ...] = (),
         domain: Domain | None = None,
         priority: int = 0,
         arrived_at: float = 0.0,
@@ -99,6 +102,9 @@ class Sequence:
         assert sampling.max_tokens >= 1, sampling.max_tokens
         self.seq_no = seq_no
         self.sampling = sampling
+        self.adapters = adapters
+        """The adapters with which it is computed; their order is the same in all sequences."""
+        assert domain is None or domain.adapters == adapters, domain
         self.domain = domain
         """Sequences of the same domain share cached blocks; one without a domain neither uses nor leaves any."""
         self.priority = priority

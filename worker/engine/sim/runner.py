@@ -15,7 +15,7 @@ from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import Embedder, ModelError, Reranker
+from tokenbus.worker.engine.runner import Adapters, Embedder, ModelError, Reranker
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine.sim import faults, timing
@@ -61,6 +61,7 @@ class SimRunner:
         self.bundle: bytes | None = None
         self.embedder: Embedder | None = None
         self.reranker: Reranker | None = None
+        self.adapters: Adapters | None = None
         self.config = _config(preset, settings)
         self.copies = _make_store(self.config)
         self.num_lanes = self.config.max_num_seqs + self.config.total_kv_blocks

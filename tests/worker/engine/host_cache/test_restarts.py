@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.engines import DEMO, ONNX, Recorder, gqa_demo
+from tests.support import adapters
+from tests.support.engines import DEMO, ONNX, Recorder, exact_demo, gqa_demo
+from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import contract
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -64,13 +66,17 @@ class Engines(EngineListener):
         await self._client.died()
         await self._client.close()
 
-    async def ask(self, salt: str = "") -> tuple[list[int], int]:
+    async def load_adapter(self, path: Path) -> str:
+        assert self._client is not None
+        return await self._client.load_adapter(str(path))
+
+    async def ask(self, salt: str = "", *used: Adapter) -> tuple[list[int], int]:
         """Returns the tokens of a completion, and how many of its prompt's tokens were cached."""
         assert self._client is not None
         recorder = Recorder()
         sampling = contract.Sampling(max_tokens=TOKENS, ignore_eos=True)
         request = contract.EngineRequest(
-            key=str(next(self._numbers)), token_ids=PROMPT, sampling=sampling, cache_salt=salt
+            key=str(next(self._numbers)), token_ids=PROMPT, sampling=sampling, cache_salt=salt, adapters=used
         )
         self._client.generate(request, recorder)
         terminal = await recorder.terminal()
@@ -115,6 +121,26 @@ async def test_after_a_kill_a_known_prompt_computes_one_block_and_gets_the_same_
     tokens, cached = await engines.ask("another salt")
     assert tokens == undisturbed
     assert cached == 0
+
+
+async def test_after_a_kill_blocks_of_adapters_are_found_for_these_alone(engines: Engines, tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(exact_demo(), host_cache_mib=16)
+    paths = [adapters.write(tmp_path / f"{seed}.gguf", seed) for seed in (1, 2)]
+    await engines.start(settings)
+    one, other = [await engines.load_adapter(path) for path in paths]
+    undisturbed, _ = await engines.ask("", Adapter(one, 0.5))
+    await engines.kill()
+    await engines.start(settings)
+    assert engines.recovery.blocks == (len(PROMPT) + TOKENS - 1) // 16
+    for path in paths:
+        await engines.load_adapter(path)
+    for used in ((), (Adapter(one, 1.0),), (Adapter(other, 0.5),), (Adapter(one, 0.5), Adapter(other, 1.0))):
+        tokens, cached = await engines.ask("", *used)
+        assert cached == 0, used
+        assert tokens != undisturbed, used
+    tokens, cached = await engines.ask("", Adapter(one, 0.5))
+    assert tokens == undisturbed
+    assert cached >= len(PROMPT) - 16
 
 
 async def test_an_engine_of_another_kind_takes_nothing_of_what_is_there(engines: Engines) -> None:

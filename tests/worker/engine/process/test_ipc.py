@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.arithmetic import make_config
-from tokenbus.protocol.wire import errors, internal, messages
+from tokenbus.protocol.wire import block_hash, errors, internal, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -55,11 +55,14 @@ COMMANDS: list[ipc.Command] = [
         contract.Sampling(max_tokens=9),
         constraint=contract.Constraint(kind=contract.ConstraintKind.REGEX, source="a+", param="regex", preamble=""),
     ),
+    ipc.Add(11, b"\x01\0\0\0", contract.Sampling(max_tokens=9), adapters=(block_hash.Adapter("d", 0.5),)),
+    ipc.LoadAdapter(5, "/adapters/é.gguf"),
+    ipc.UnloadAdapter("d"),
     ipc.Abort(2**40),
     ipc.ClearCache(),
     ipc.AbortPooling(3),
-    ipc.ExportBlocks(5, contract.CachedPrefix("acme", "salt", b"\x01\0\0\0"), 3, 8),
-    ipc.PutBlocks(contract.CachedPrefix("acme", "", b"\x01\0\0\0"), 0, [b"\0block", b""]),
+    ipc.ExportBlocks(5, contract.CachedPrefix("acme", "salt", (block_hash.Adapter("a1", 0.5),), b"\x01\0\0\0"), 3, 8),
+    ipc.PutBlocks(contract.CachedPrefix("acme", "", (), b"\x01\0\0\0"), 0, [b"\0block", b""]),
     ipc.EmbedCall(3, internal.Embed(inputs=["x", [1, 2]], dimensions=4, remaining_ms=100.0)),
     ipc.RerankCall(4, internal.Rerank(query="q", documents=["a"], remaining_ms=5.0)),
     ipc.TokenizeCall(1, internal.Tokenize(text="a\0é")),
@@ -94,6 +97,8 @@ REPORTS: list[ipc.Report] = [
     ipc.ConstraintCompiled(9, 0.25, errors.make_error(errors.Code.INVALID_REQUEST, "regex: (", param="regex")),
     ipc.ExportedBlocks(5, 2, [b"\0block"]),
     ipc.PoolResult(3, b"\x00" * 8, 2, None),
+    ipc.AdapterResult(5, "d", None),
+    ipc.AdapterResult(5, "", errors.make_error(errors.Code.INVALID_REQUEST, "no such file", param="path")),
     ipc.TokenizeResult(1, b"\x05\0\0\0", None),
     ipc.TokenizeResult(2, b"", errors.make_error(errors.Code.UNSUPPORTED, "no template", param="messages")),
 ]

@@ -1,0 +1,102 @@
+"""Checks a LoRA adapter against the model that it is for.
+
+llama.cpp checks less and aborts the process in the first step with an adapter that it can't compute, so whatever could
+end there is refused here: matrices of another shape, number of dimensions or type than its graphs expect."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenbus.worker.engine.gguf import metadata
+from tokenbus.worker.engine.gguf.metadata import Metadata, Tensor
+from tokenbus.worker.engine.runner import ModelError
+
+_A, _B = ".lora_a", ".lora_b"
+_TYPES = {0: "F32", 1: "F16", 8: "Q8_0", 30: "BF16"}
+"""The types in which adapters are written, by GGUF's numbers."""
+_EMBEDDING = "token_embd.weight"
+_MAX_RANK = 1_024
+
+
+class _Pair(NamedTuple):
+    """The two matrices that are added to one of the model: `b @ a`."""
+
+    a: Tensor
+    b: Tensor
+
+
+class AdapterFile(NamedTuple):
+    """The contents of a file that is an adapter of the model."""
+
+    digest: str
+    """The name by which the adapter is known everywhere."""
+    data: bytes
+
+
+def read(path: Path, architecture: str, base: Mapping[str, Tensor]) -> AdapterFile:
+    """Reads a file once, since it may be replaced at any time. Raises ModelError, naming what is wrong, unless it is a
+    LoRA adapter of the model with these tensors."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path}: can't be read: {error.strerror}") from error
+    _check_kind(path, metadata.parse(path, data), architecture)
+    try:
+        for name, pair in _pairs(metadata.parse_tensors(path, data)).items():
+            _check_pair(name, pair, base)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from error
+    return AdapterFile(hashlib.blake2b(data, digest_size=16).hexdigest(), data)
+
+
+def _check_kind(path: Path, found: Metadata, architecture: str) -> None:
+    kind, own = found.text("general.type"), found.text("general.architecture")
+    if kind != "adapter" or found.text("adapter.type") != "lora":
+        raise ModelError(
+            f"{path}: is no LoRA adapter (general.type is {kind!r}); convert one with convert_lora_to_gguf"
+        )
+    if own != architecture:
+        raise ModelError(f"{path}: is an adapter for the architecture {own!r}, and the model is a {architecture!r}")
+    if "adapter.alora.invocation_tokens" in found.values:
+        raise ModelError(f"{path}: is an adapter that acts behind its invocation tokens only, which is not served")
+
+
+def _pairs(tensors: Mapping[str, Tensor]) -> Mapping[str, _Pair]:
+    """Returns the matrices of an adapter by the name of the model's tensor. Raises ValueError."""
+    names = {name.removesuffix(_A).removesuffix(_B) for name in tensors}
+    for name in names:
+        for given in (name + _A, name + _B):
+            if given not in tensors:
+                raise ValueError(f"the adapter has no {given}")
+    if len(tensors) != 2 * len(names):
+        raise ValueError("the adapter has tensors that are neither lora_a nor lora_b")
+    if not names:
+        raise ValueError("the adapter has no matrices")
+    return {name: _Pair(tensors[name + _A], tensors[name + _B]) for name in sorted(names)}
+
+
+def _check_pair(name: str, pair: _Pair, base: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for matrices that can't be added to the model's. Shapes are (inputs, outputs), as in files."""
+    if name not in base or name == _EMBEDDING:
+        problem = "can't be changed by an adapter" if name in base else "is no tensor of the model"
+        raise ValueError(f"{name} {problem}: is it an adapter of another base?")
+    shape, (a, b) = base[name].shape, pair
+    if len(shape) < 2:
+        raise ValueError(f"{name} is no matrix")
+    rank = a.shape[1] if len(a.shape) > 1 else 0
+    if not 1 <= rank <= _MAX_RANK:
+        raise ValueError(f"{name} has the rank {rank}; it must be 1 to {_MAX_RANK}")
+    if _padded(a.shape) != _padded((shape[0], rank, *shape[2:])) or _padded(b.shape) != _padded((rank, *shape[1:])):
+        problem = f"{name} has matrices of {a.shape} and {b.shape} for one of {shape}"
+        raise ValueError(f"{problem}: the ranks differ, or it is an adapter of another base")
+    for tensor in pair:
+        if tensor.type not in _TYPES:
+            raise ValueError(f"{name} has the type {tensor.type}; it must be one of {', '.join(_TYPES.values())}")
+
+
+def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a shape without the ones at its end, which change nothing."""
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape

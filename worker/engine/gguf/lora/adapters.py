@@ -1,0 +1,111 @@
+"""The LoRA adapters of one context: loaded beside the model, and set for one decode after another.
+
+llama.cpp sets adapters for a whole context and not for a sequence, so a step is decoded once for each set of adapters
+that its sequences have."""
+
+from __future__ import annotations  # llama_cpp names its handle types for type checkers only
+
+import ctypes
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from llama_cpp import llama_cpp as llama
+
+from tokenbus.protocol.wire.block_hash import Adapter
+from tokenbus.worker.engine.gguf import backend
+from tokenbus.worker.engine.gguf.lora import adapter_file
+from tokenbus.worker.engine.gguf.metadata import Tensor
+from tokenbus.worker.engine.process.loaded_models import LoadedModels
+from tokenbus.worker.engine.runner import DeviceError, ModelError
+
+
+class LoadedAdapter:
+    """The matrices of one adapter in memory. Raises ModelError if llama.cpp can't load it."""
+
+    def __init__(self, model: llama.llama_model_p, path: Path, data: bytes) -> None:
+        self._path = path
+        # Loaded from a copy, so that it is what was checked even if the file is replaced meanwhile.
+        with os.fdopen(os.memfd_create("adapter"), "wb") as copy:
+            copy.write(data)
+            copy.flush()
+            self.handle = llama.llama_adapter_lora_init(model, f"/proc/self/fd/{copy.fileno()}".encode())
+        if not self.handle:
+            raise ModelError(f"{path}: llama.cpp can't load it: {backend.last_error()}")
+
+    def __repr__(self) -> str:
+        return f"<LoadedAdapter {self._path}>"
+
+    def close(self) -> None:
+        """Frees its memory. No context may have it set any more."""
+        llama.llama_adapter_lora_free(self.handle)
+
+
+class ContextAdapters:
+    """The adapters of one replica by digest, with the number of times that each was loaded.
+
+    `load` may be called from any thread; everything else belongs to the thread that steps. `shared` has the adapters
+    of all replicas of the model."""
+
+    def __init__(
+        self,
+        model: llama.llama_model_p,
+        architecture: str,
+        tensors: Mapping[str, Tensor],
+        shared: LoadedModels[LoadedAdapter],
+        context: llama.llama_context_p,
+    ) -> None:
+        self._model = model
+        self._architecture = architecture
+        self._tensors = tensors
+        self._shared = shared
+        self._context = context
+        self._lock = threading.Lock()
+        self._loaded: dict[str, list[LoadedAdapter]] = {}
+        """The same adapter as many times as it was loaded."""
+        self._active: tuple[Adapter, ...] = ()
+        """Those that the context has set."""
+
+    def __repr__(self) -> str:
+        return f"<ContextAdapters {sorted(self._loaded)}>"
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._loaded
+
+    def load(self, path: Path) -> str:
+        """Loads an adapter beside those that there are, and returns its digest. Raises ModelError, and nothing has
+        changed."""
+        digest, data = adapter_file.read(path, self._architecture, self._tensors)
+        adapter = self._shared.acquire(digest, lambda: LoadedAdapter(self._model, path, data))
+        with self._lock:
+            self._loaded.setdefault(digest, []).append(adapter)
+        return digest
+
+    def unload(self, digest: str) -> None:
+        """Reverses one `load`. No sequence may use the adapter if that was the last one."""
+        with self._lock:
+            times = self._loaded[digest]
+            adapter = times.pop()
+            if not times:
+                del self._loaded[digest]
+        if digest not in self._loaded and any(one.digest == digest for one in self._active):
+            self.activate(())
+        self._shared.release(adapter)
+
+    def activate(self, adapters: tuple[Adapter, ...]) -> None:
+        """Sets the adapters of the next decode. Raises DeviceError."""
+        if adapters == self._active:
+            return
+        handles = [self._loaded[one.digest][0].handle for one in adapters]
+        array = (llama.llama_adapter_lora_p_ctypes * len(adapters))(*handles)
+        scales = (ctypes.c_float * len(adapters))(*(one.scale for one in adapters))
+        if llama.llama_set_adapters_lora(self._context, array, len(adapters), scales) != 0:
+            raise DeviceError(f"llama.cpp can't set adapters: {backend.last_error()}")
+        self._active = adapters
+
+    def close(self) -> None:
+        """Frees every adapter that no other replica has. The context must not be used any more."""
+        self.activate(())
+        for digest in [digest for digest, times in self._loaded.items() for _ in times]:
+            self.unload(digest)

@@ -1,0 +1,146 @@
+"""The LoRA adapters of one replica by name: which are wanted, which its engine has, and who may use them."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import structlog
+
+from tokenbus.protocol.wire import errors, internal, limits, messages, subjects
+from tokenbus.protocol.wire.block_hash import Adapter
+from tokenbus.worker import contract
+from tokenbus.worker.engine_client.engine_process import EngineDiedError
+from tokenbus.worker.frontend.adapter_settings import AdapterSettings
+
+MAX_LOADED = 256
+"""Adapters of one replica. All of them are in its card."""
+
+
+class _Loaded(NamedTuple):
+    settings: AdapterSettings
+    digest: str
+
+
+class Adapters:
+    """Has adapters loaded and unloaded, one at a time. `on_changed` is called when others can be used than before."""
+
+    def __init__(self, on_changed: Callable[[], None] = lambda: None) -> None:
+        self._on_changed = on_changed
+        self._wanted: dict[str, AdapterSettings] = {}
+        self._loaded: dict[str, _Loaded] = {}
+        self._engine: contract.Engine | None = None
+        self._changing = asyncio.Lock()
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Adapters {sorted(self._loaded)}>"
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._loaded
+
+    def want(self, adapters: Iterable[AdapterSettings]) -> None:
+        """Sets the adapters of the first engine."""
+        self._wanted = {one.name: one for one in adapters}
+
+    async def load_all(self, engine: contract.Engine) -> None:
+        """Gives a new engine the adapters that are wanted.
+
+        Raises EngineStartError if the first engine can't have one of them, and EngineDiedError if it dies meanwhile. A
+        later engine starts without those that are no longer there."""
+        async with self._changing:
+            is_first, self._engine = self._engine is None, engine
+            loaded: dict[str, _Loaded] = {}
+            for name, settings in list(self._wanted.items()):
+                try:
+                    loaded[name] = _Loaded(settings, await engine.load_adapter(settings.path))
+                except errors.RequestError as error:
+                    if error.error.retryable:
+                        raise EngineDiedError(f"the engine ended while it loaded the adapter {name}") from error
+                    if is_first:
+                        self._engine = None
+                        raise contract.EngineStartError(f"--lora {name}: {error.error.message}") from error
+                    self._log.error("adapter_failed", adapter=name, error=error.error.message)
+                    del self._wanted[name]
+            self._loaded = loaded
+
+    async def load(self, settings: AdapterSettings) -> None:
+        """Loads an adapter, in place of one that has the same name. Raises RequestError, and nothing has changed."""
+        async with self._changing:
+            if settings.name not in self._loaded and len(self._loaded) >= MAX_LOADED:
+                problem = f"at most {MAX_LOADED} adapters may be loaded: unload one first"
+                raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="adapter")
+            engine = self._require_engine()
+            digest = await engine.load_adapter(settings.path)
+            before = self._loaded.get(settings.name)
+            self._wanted[settings.name] = settings
+            self._loaded[settings.name] = _Loaded(settings, digest)
+            if before is not None:
+                engine.unload_adapter(before.digest)
+            self._log.info("adapter_loaded", adapter=settings.name, digest=digest, path=settings.path)
+            self._on_changed()
+
+    async def unload(self, name: str) -> None:
+        """Withdraws an adapter; requests that use it keep it. Raises RequestError for an unknown name."""
+        async with self._changing:
+            before = self._loaded.pop(name, None)
+            if before is None:
+                problem = f"there is no adapter {name[: limits.MAX_NAME_BYTES]!r} here"
+                raise errors.request_error(errors.Code.MODEL_NOT_FOUND, problem, param="adapter")
+            del self._wanted[name]
+            self._require_engine().unload_adapter(before.digest)
+            self._log.info("adapter_unloaded", adapter=name, digest=before.digest)
+            self._on_changed()
+
+    async def carry_out(self, control: internal.Control) -> internal.ControlReply:
+        """Loads or unloads an adapter as an operator commands."""
+        assert control.adapter is not None
+        try:
+            if control.op == "unload_adapter":
+                await self.unload(control.adapter)
+            else:
+                tenants = None if control.tenants is None else tuple(control.tenants)
+                settings = AdapterSettings(control.adapter, control.path or "", tenants)
+                settings.check()
+                await self.load(settings)
+        except ValueError as error:
+            problem = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="adapter")
+            return internal.ControlReply(ok=False, error=problem)
+        except errors.RequestError as error:
+            return internal.ControlReply(ok=False, error=error.error)
+        return internal.ControlReply(ok=True)
+
+    def cards(self) -> list[messages.CardAdapter]:
+        """Returns what the replica's card says of its adapters."""
+        return [
+            messages.CardAdapter(
+                name=name, digest=digest, tenants=None if settings.tenants is None else list(settings.tenants)
+            )
+            for name, (settings, digest) in sorted(self._loaded.items())
+        ]
+
+    def of_run(self, run: internal.Run) -> tuple[Adapter, ...]:
+        """Returns the adapters of a run. Raises RequestError unless all of them are loaded for its tenant.
+
+        The router may not know yet that an adapter was replaced, so that another worker may take the run."""
+        found = tuple(Adapter(one.digest, one.scale) for one in run.adapters)
+        if bool(found) is not any(one.scale for one in run.params.lora or []):
+            raise errors.invalid_field("adapters", "must be those of lora")
+        if list(found) != sorted(set(found)):
+            raise errors.invalid_field("adapters", "must be in the order of their digests")
+        tenant = subjects.key_to_tenant(run.request_id)
+        allowed = {
+            digest
+            for settings, digest in self._loaded.values()
+            if settings.tenants is None or tenant in settings.tenants
+        }
+        if not allowed.issuperset(one.digest for one in found):
+            raise errors.request_error(errors.Code.NO_WORKER, "the worker does not have the adapter", param="lora")
+        return found
+
+    def _require_engine(self) -> contract.Engine:
+        if self._engine is None:
+            raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
+        return self._engine
