@@ -4,7 +4,7 @@ from pathlib import Path
 
 MODEL_PATH = Path(__file__).with_name("demo.gguf")
 ONNX_PATH = Path(__file__).with_name("demo-onnx")
-ADAPTER_PATHS = {name: Path(__file__).with_name(f"{name}.gguf") for name in ("letter", "pirate")}
+ADAPTER_PATHS = {name: Path(__file__).with_name("adapters") / f"{name}.gguf" for name in ("letter", "pirate")}
 """LoRA adapters of the demo model, by name: one answers in letters, the other as a pirate."""
 CORRECT_SUMS_UP_TO = 50
 """Both summands of every sum in the training data are below this."""

@@ -1,4 +1,4 @@
-"""Trains the demo model's two LoRA adapters, demo/letter.gguf and demo/pirate.gguf. Needs what demo/train.py needs.
+"""Trains the demo model's two LoRA adapters, demo/adapters/letter.gguf and pirate.gguf. Needs what demo/train.py needs.
 
 Each learns for about a minute to give the demo model's own answers in another manner: as a letter, or as a pirate."""
 
