@@ -13,6 +13,7 @@ from tokenbus.gateway.openai import chat_request, embeddings, sampling_fields, s
 from tokenbus.gateway.openai.completions import request as completions_request
 from tokenbus.gateway.openai.completions import response as completions_response
 from tokenbus.gateway.openai.responses import body as responses_body
+from tokenbus.gateway.openai.responses import input_tokens
 from tokenbus.gateway.openai.responses import response as responses_response
 from tokenbus.gateway.vllm import token_calls
 from tokenbus.protocol.wire import internal, limits, messages, params
@@ -77,7 +78,9 @@ OPERATIONS: Mapping[str, Operation] = {
         "A response, of which nothing is stored",
         responses_body.ResponsesBody,
         responses_response.Response,
-        ("model", "input"),
+    ),
+    "/v1/responses/input_tokens": Operation(
+        "The number of tokens of a response's input", input_tokens.CountBody, input_tokens.InputTokens
     ),
     "/v1/messages": Operation(
         "A message",
@@ -182,7 +185,8 @@ def _error(kind: type, refs: Mapping[type, Json]) -> Json:
 
 
 def _narrow(schema: Json, required: tuple[str, ...], may_be_empty: tuple[str, ...]) -> None:
-    """Adds what the types of a body do not say: the fields that must be there, and the ranges of numbers."""
+    """Adds what the types of a body do not say: the fields that must be there, the ranges of numbers, and
+    that null stands for nothing in a map too."""
     schema["required"] = list(required)
     properties: Json = schema["properties"]
     for name in required:
@@ -197,6 +201,10 @@ def _narrow(schema: Json, required: tuple[str, ...], may_be_empty: tuple[str, ..
             if kind.get("type") in ("integer", "number"):
                 kind["exclusiveMinimum" if allowed.above else "minimum"] = allowed.low
                 kind["maximum"] = allowed.high
+    for described in properties.values():
+        for kind in described.get(_ANY_OF, ()):
+            if kind.get("additionalProperties"):
+                kind["additionalProperties"] = {_ANY_OF: [kind["additionalProperties"], {"type": "null"}]}
 
 
 def _uniform(schema: Json) -> list[Json]:
