@@ -185,8 +185,8 @@ def _error(kind: type, refs: Mapping[type, Json]) -> Json:
 
 
 def _narrow(schema: Json, required: tuple[str, ...], may_be_empty: tuple[str, ...]) -> None:
-    """Adds what the types of a body do not say: the fields that must be there, the ranges of numbers, and
-    that null stands for nothing in a map too."""
+    """Adds what the types of a body do not say: the fields that must be there, the ranges of numbers, and that
+    null stands for nothing in a map too."""
     schema["required"] = list(required)
     properties: Json = schema["properties"]
     for name in required:
