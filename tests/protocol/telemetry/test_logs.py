@@ -11,6 +11,22 @@ from tokenbus.protocol.telemetry import logs
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
+def test_what_a_client_has_chosen_is_logged_on_one_line_and_controls_no_terminal(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", out)
+    try:
+        logs.configure("test", logs.Settings(form=form))
+        structlog.get_logger().info("request_received", model="a\x1b[2Jb\nc\rd\x07\x9b")
+    finally:
+        structlog.reset_defaults()
+    _, _, written = out.getvalue().partition("model")
+    assert written.count("\n") == 1
+    assert not any(part in written for part in ("\x1b[2J", "\r", "\x07"))
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
 def test_an_exception_is_logged_without_the_values_of_its_variables(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setenv("TOKENBUS_LOG_FORMAT", form)
