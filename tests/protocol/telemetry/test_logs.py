@@ -10,20 +10,20 @@ import structlog
 from tokenbus.protocol.telemetry import logs
 
 
+@pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\x07b", "a\nb", "a\rb"])
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_what_a_client_has_chosen_is_logged_on_one_line_and_controls_no_terminal(
-    form: str, monkeypatch: pytest.MonkeyPatch
+    form: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
     monkeypatch.setattr(sys, "stderr", out)
     try:
         logs.configure("test", logs.Settings(form=form))
-        structlog.get_logger().info("request_received", model="a\x1b[2Jb\nc\rd\x07\x9b")
+        structlog.get_logger().info("request_received", model=name)
     finally:
         structlog.reset_defaults()
-    _, _, written = out.getvalue().partition("model")
-    assert written.count("\n") == 1
-    assert not any(part in written for part in ("\x1b[2J", "\r", "\x07"))
+    assert out.getvalue().count("\n") == 1
+    assert name not in out.getvalue()
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
