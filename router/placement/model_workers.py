@@ -160,7 +160,8 @@ class ModelWorkers:
             self._exchange.begin(holder.row, worker.row, now)
         report = None
         if options.explain:
-            report = explain(worker, policy.name, self._workers_at(rows), view, costs.tolist(), source)
+            fetched = np.zeros(len(rows)) if offer is None else offer.tokens
+            report = explain(worker, policy.name, self._workers_at(rows), view, costs.tolist(), fetched, source)
         self.book(worker, request, now, overlap_blocks, fetch_blocks)
         return Placement(worker, policy.name, overlap_blocks, report, source, fetch_blocks)
 
