@@ -113,11 +113,11 @@ class EngineClient(asyncio.Protocol):
             self._adapters.send_unloads()
 
     async def export_blocks(
-        self, prefix: contract.CachedPrefix, first: int, max_blocks: int
+        self, prefix: contract.CachedPrefix, first: int, max_blocks: int, *, is_last: bool = False
     ) -> tuple[int, list[bytes]]:
         self._require_running()
         found = await self._exporting.call(
-            lambda call_id: self._send(ipc.ExportBlocks(call_id, prefix, first, max_blocks))
+            lambda call_id: self._send(ipc.ExportBlocks(call_id, prefix, first, max_blocks, is_last))
         )
         return found.num_cached, found.blocks
 

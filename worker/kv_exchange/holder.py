@@ -50,7 +50,8 @@ class _OpenLease:
         prefix = self._lease.prefix
         needed = codec.replace(prefix, token_ids=prefix.token_ids[: self._block_bytes * (start + count)])
         try:
-            _, blocks = await self._engine.export_blocks(needed, start, count)
+            is_last = start + count == self._lease.end
+            _, blocks = await self._engine.export_blocks(needed, start, count, is_last=is_last)
         except errors.RequestError:  # the engine has died
             return []
         return blocks

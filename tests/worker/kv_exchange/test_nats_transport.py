@@ -89,6 +89,7 @@ async def test_blocks_arrive_as_they_were_sent_over_connections_that_are_opened_
     assert lease.num_blocks == 37
     contents = await asyncio.gather(*(lease.read(number, NUM_BYTES) for number in range(3, 40)))
     assert contents == [block(number) for number in range(3, 40)]
+    assert (a.engine.last_exports.count(True), len(a.engine.last_exports)) == (1, 2), "the lease, and one batch"
     assert a.transport.given_bytes == 37 * NUM_BYTES
     lease.close()
     while a.holder.num_leases:

@@ -60,7 +60,7 @@ class Worker(EngineListener):
     def stand_still(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Has the engine give no block any more: whoever fetches, waits."""
 
-        async def never(*_: object) -> tuple[int, list[bytes]]:
+        async def never(*_: object, **__: object) -> tuple[int, list[bytes]]:
             await asyncio.Event().wait()
             raise AssertionError
 
@@ -70,10 +70,12 @@ class Worker(EngineListener):
         """Has the engine grant leases, and give blocks only once the event is set."""
         export, may_give = self.engine.export_blocks, asyncio.Event()
 
-        async def later(prefix: contract.CachedPrefix, first: int, max_blocks: int) -> tuple[int, list[bytes]]:
+        async def later(
+            prefix: contract.CachedPrefix, first: int, max_blocks: int, *, is_last: bool = False
+        ) -> tuple[int, list[bytes]]:
             if max_blocks:
                 await may_give.wait()
-            return await export(prefix, first, max_blocks)
+            return await export(prefix, first, max_blocks, is_last=is_last)
 
         monkeypatch.setattr(self.engine, "export_blocks", later)
         return may_give

@@ -93,6 +93,11 @@ class HostCopies:
         if block.host_copy is not None:
             self._copies.move_to_end(block)
 
+    def demote(self, block: Block) -> None:
+        """Makes a block's copy the first to be discarded; does nothing for one without a copy."""
+        if block.host_copy is not None:
+            self._copies.move_to_end(block, last=False)
+
     def discard(self, block: Block) -> None:
         assert block.host_copy is not None, block
         del self._copies[block]

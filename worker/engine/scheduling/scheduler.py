@@ -207,11 +207,11 @@ class Scheduler:
         return self._cache.ops.take()
 
     def export_blocks(
-        self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int
+        self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int, *, is_last: bool = False
     ) -> tuple[int, list[int], list[KvOp]]:
         """Returns how many blocks of a prefix are cached, the copies of up to `max_blocks` from block `first` on, and
         the ops to be applied before they are read: also those that were queued before."""
-        num_cached, copies = self._pool.export(domain, token_ids, first, max_blocks)
+        num_cached, copies = self._pool.export(domain, token_ids, first, max_blocks, is_last=is_last)
         return num_cached, copies, self._cache.ops.take()
 
     def put_blocks(
