@@ -238,6 +238,8 @@ class Scheduler:
             free_blocks=self._cache.free_blocks,
             expected_blocks=self._expected_blocks(),
             expected_answer_tokens=self._expectation.answer_tokens,
+            host_blocks=len(self._cache.host),
+            fetched_blocks=self._cache.host.adopted_blocks,
             generated_tokens=self._num_generated,
             computed_tokens=self._num_computed,
             prompt_tokens=self._num_prompt,
