@@ -156,6 +156,11 @@ class PrefixCache:
         while len(self._evictable) > max_evictable and (self.host.can_offload or not self.host.capacity):
             self._evict(next(iter(self._evictable)))
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether `write_through` would have something to copy."""
+        return bool(self._unsaved)
+
     def write_through(self) -> None:
         """Copies new blocks to host memory, so that they outlive the engine, as far as there is time and room."""
         while self._unsaved and self.host.can_offload:

@@ -86,6 +86,11 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
+    def has_unsaved_blocks(self) -> bool:
+        """Whether blocks are to be copied to host memory although nothing runs; empty steps do that."""
+        return self._cache.has_unsaved
+
+    @property
     def counts(self) -> SchedulerCounts:
         return SchedulerCounts(
             self._preemptions,
