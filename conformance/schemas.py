@@ -104,6 +104,8 @@ LOAD: Schema = {
     "used_blocks": COUNT,
     "cached_blocks": COUNT,
     "free_blocks": COUNT,
+    "host_blocks": optional(COUNT),
+    "fetched_blocks": optional(COUNT),
     "step_age_ms": DURATION,
 }
 _EPOCH = field_types.matching("[0-9]+-.+")

@@ -229,6 +229,13 @@ _MEMORY = (
         (Query(sum_of(f"{_P}_expected_answer_tokens", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
+        "Copies in host memory",
+        "Blocks that can be restored, or given to other workers, without being computed. If the number has stopped "
+        "growing while blocks are evicted, --host-cache-mib is used up.",
+        "short",
+        (Query(sum_of(f"{_P}_host_cache_blocks", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
         "Blocks that new engines have recovered",
         "Copies of KV blocks that an engine had made before it died, or a worker before it restarted. If more are "
         "discarded than a few torn ones after a crash, remove --host-cache-file.",

@@ -29,6 +29,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """KV blocks that its requests use or are expected to use before they end, also those that wait. 0 if unknown."""
     expected_answer_tokens: int = 0
     """Tokens that the next completion is expected to have, as recent ones had. 0 if unknown."""
+    host_blocks: int = 0
+    """Copies of KV blocks in host memory. A block may be on the device too."""
+    fetched_blocks: int = 0
+    """KV blocks that came from other workers since the engine started."""
     generated_tokens: int = 0
     """Tokens sampled since the engine started."""
     computed_tokens: int = 0

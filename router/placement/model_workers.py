@@ -160,7 +160,8 @@ class ModelWorkers:
             self._exchange.begin(holder.row, worker.row, now)
         report = None
         if options.explain:
-            report = explain(worker, policy.name, self._workers_at(rows), view, costs.tolist(), source)
+            fetched = np.zeros(len(rows)) if offer is None else offer.tokens
+            report = explain(worker, policy.name, self._workers_at(rows), view, costs.tolist(), fetched, source)
         self.book(worker, request, now, overlap_blocks, fetch_blocks)
         return Placement(worker, policy.name, overlap_blocks, report, source, fetch_blocks)
 
@@ -216,14 +217,15 @@ class ModelWorkers:
         self._predictions.expire(now)
         self._index.sweep()
         self._sessions.expire(now)
-        prefill_s_per_token, itl_s = np.zeros(len(self._by_row)), np.zeros(len(self._by_row))
+        prefill_s_per_token, itl_s, first_s = (np.zeros(len(self._by_row)) for _ in range(3))
         for worker in self._workers.values():
             prefill_s_per_token[worker.row] = worker.speed.prefill_s_per_token
             itl_s[worker.row] = worker.speed.itl_s
+            first_s[worker.row] = worker.speed.first_prefill_s_per_token
         self._table.update_slowdowns(prefill_s_per_token, itl_s)
-        known = prefill_s_per_token > 0
+        known = first_s > 0
         if known.any():
-            self._prefill_s = np.where(known, prefill_s_per_token, prefill_s_per_token[known].min())
+            self._prefill_s = np.where(known, first_s, first_s[known].min())
 
     @property
     def transfer_mb_per_s(self) -> float:

@@ -72,6 +72,7 @@ class WorkerMetrics(MetricFamilies):
             "direction",
         )
         self.evicted = counter("evicted_blocks", "Cached blocks that were evicted from the device.")
+        self.host_blocks = gauge("host_cache_blocks", "Copies of blocks in host memory.")
         self.recovered_blocks = counter(
             "host_cache_recovered_blocks", "Blocks of which a new engine found the copy that an earlier one had made."
         )
@@ -240,6 +241,7 @@ class ReplicaMetrics:
         blocks = {"used": load.used_blocks, "cached": load.cached_blocks, "free": load.free_blocks}
         for state, count in blocks.items():
             metrics.kv_blocks.labels(*who, state).set(count)
+        metrics.host_blocks.labels(*who).set(load.host_blocks)
         metrics.kv_expected.labels(*who).set(load.expected_blocks / max(1, config.total_kv_blocks))
         metrics.expected_tokens.labels(*who).set(load.expected_answer_tokens)
         metrics.kv_usage.labels(*who).set(load.used_blocks / max(1, config.total_kv_blocks))

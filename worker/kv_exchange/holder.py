@@ -50,7 +50,8 @@ class _OpenLease:
         prefix = self._lease.prefix
         needed = codec.replace(prefix, token_ids=prefix.token_ids[: self._block_bytes * (start + count)])
         try:
-            _, blocks = await self._engine.export_blocks(needed, start, count)
+            is_last = start + count == self._lease.end
+            _, blocks = await self._engine.export_blocks(needed, start, count, is_last=is_last)
         except errors.RequestError:  # the engine has died
             return []
         return blocks
@@ -67,6 +68,9 @@ class Holder:
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
         self._granting = 0
+        self.none_leased = asyncio.Event()
+        """Set while nobody reads blocks; after a lease that expires, from the next tick on."""
+        self.none_leased.set()
 
     def __repr__(self) -> str:
         return f"<Holder {self._leases!r}>"
@@ -101,6 +105,7 @@ class Holder:
             return internal.BlockLease()
         lease = self._leases.grant(prefix, request.first, num_cached, time.monotonic())
         self._open[lease.name] = _OpenLease(lease, engine, config)
+        self.none_leased.clear()
         return internal.BlockLease(lease=lease.name, num_blocks=num_cached - request.first)
 
     async def read(self, lease: str, block: int) -> bytes | None:
@@ -112,7 +117,7 @@ class Holder:
 
     def end(self, lease: str) -> None:
         self._leases.end(lease)
-        self._open.pop(lease, None)
+        self._drop_expired()
 
     def tick(self, now: float) -> None:
         """Ends the leases that nobody uses any more."""
@@ -122,6 +127,8 @@ class Holder:
     def _drop_expired(self) -> None:
         for name in self._open.keys() - self._leases.names():
             del self._open[name]
+        if not self._open:
+            self.none_leased.set()
 
 
 def _may_read(request: internal.BlockLeaseRequest, config: contract.EngineConfig) -> bool:
