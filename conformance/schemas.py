@@ -127,7 +127,7 @@ CARD: Schema = {
     "chat_format_digest": optional(NAME),
     "features": list_of(NAME),
     "adapters": optional(field_types.LIST),
-    "role": optional(NAME),
+    "role": optional(field_types.one_of("both", "prefill", "decode")),
     "state": NAME,
     "host": TEXT,
     "pids": map_of(_PIDS),

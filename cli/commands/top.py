@@ -20,7 +20,7 @@ from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 _COLUMNS_BY_PRIORITY = (
     *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
-    *("step ms", "events", "expected", "indexed"),
+    *("role", "step ms", "events", "expected", "indexed"),
 )
 """Columns in the order in which they are kept when the terminal is too narrow for all."""
 _GAP = 2
@@ -63,6 +63,7 @@ class Row(NamedTuple):
     worker_id: str
     model: str
     state: str
+    role: str
     running: int
     max_num_seqs: int
     waiting: int
@@ -107,6 +108,7 @@ def rows_of(reply: messages.ModelsReply, rates: TokenRates, now: float) -> list[
                     worker_id=card.worker_id,
                     model=served.model,
                     state=card.state,
+                    role=card.role,
                     running=load.running,
                     max_num_seqs=card.max_num_seqs,
                     waiting=load.waiting,
@@ -145,6 +147,7 @@ def _cells(row: Row) -> dict[str, str]:
         "worker": row.worker_id,
         "model": row.model,
         "state": row.state,
+        "role": row.role,
         "run": f"{row.running}/{row.max_num_seqs}",
         "wait": str(row.waiting),
         "prefill": str(row.queued_prefill_tokens),

@@ -24,6 +24,7 @@ from tokenbus.protocol.wire.cards import (
     RouterStats,
     ServedModel,
     ServerLimits,
+    WorkerRole,
     WorkerState,
     WorkerTracking,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "TokenizeRequest",
     "ToolCallDelta",
     "Usage",
+    "WorkerRole",
     "WorkerState",
     "WorkerTracking",
 ]

@@ -38,6 +38,7 @@ def rows() -> list[Row]:
             f"worker-{number}",
             name,
             "ready",
+            "decode",
             3,
             16,
             2,
@@ -75,7 +76,7 @@ def test_no_width_cuts_a_cell() -> None:
     for width in range(10, 140):
         assert not any("…" in line for line in shown(width)[:4]), width
     assert " ".join(shown(150)[0].split()) == (
-        "worker model state run wait prefill tok/s KV used expected cached indexed hits events step ms"
+        "worker model state role run wait prefill tok/s KV used expected cached indexed hits events step ms"
     )
 
 

@@ -68,7 +68,7 @@ FULL_CARD = codec.replace(
     previous=messages.PreviousEpoch(epoch="1750000000000-abcdef", seq=41),
     earlier=[messages.PreviousEpoch(epoch="1740000000000-abcdef", seq=-1)],
     adapters=[messages.CardAdapter(name="style", digest="7bd09cb0", tenants=["acme"])],
-    role="decode",
+    role=messages.WorkerRole.DECODE,
     load=LOAD,
 )
 ERROR = errors.make_error(errors.Code.OVERLOADED, "the queue holds 64 of 64", retry_after_ms=250.0)
