@@ -50,7 +50,7 @@ CONVERSATIONS = {
 
 
 class Refusal(NamedTuple):
-    """What the three forms of an error have in common."""
+    """The fields that the three forms of an error have in common."""
 
     status: int
     kind: str

@@ -200,8 +200,7 @@ class GgufRunner:
         longest = context.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
         # With per-stream memory one sequence has only its share of the context.
         fits = llama.llama_n_ctx_seq(self._context) // block_size * block_size
-        state_format = capabilities.state_format
-        can_exchange = self.copies is not None and state_format is not None
+        exchanged = capabilities.state_format if self.copies is not None else None
         offered = features.with_sampler(
             chat=self._tokenizer.supports_chat,
             ends=bool(self.end_token_ids),
@@ -215,8 +214,8 @@ class GgufRunner:
             kv_block_size=block_size,
             total_kv_blocks=llama.llama_n_ctx(self._context) // block_size,
             host_kv_blocks=0 if self.copies is None else self.copies.layout.num_slots,
-            kv_identity=self.kv_identity if can_exchange else "",
-            kv_format=state_format.block_format(block_size) if can_exchange and state_format else None,
+            kv_identity="" if exchanged is None else self.kv_identity,
+            kv_format=None if exchanged is None else exchanged.block_format(block_size),
             writes_through=_writes_through(settings),
             prefix_cache=capabilities.can_share,
             chat_format=self._model.chat_format,
@@ -227,9 +226,9 @@ class GgufRunner:
 def _identity(fingerprint: str, settings: EngineSettings, capabilities: probe.Capabilities) -> str:
     """Returns the identity of a context's keys and values. `auto` settings can have another outcome on another machine,
     which the form of a block shows."""
-    types, layout = f"{settings.cache_type_k},{settings.cache_type_v}", capabilities.state_format
+    layout = capabilities.state_format
     form = f"flash-{settings.flash_attention}" if layout is None else layout.digest
-    types = f"{types},{form}"
+    types = f"{settings.cache_type_k},{settings.cache_type_v},{form}"
     return kv_identity(fingerprint, types, f"llama.cpp {llama_cpp.__version__}", settings.kv_block_size)
 
 
