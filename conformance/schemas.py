@@ -156,6 +156,7 @@ _FETCHED: Schema = {
     "fetched_tokens": optional(COUNT),
     "fetched_bytes": optional(COUNT),
     "fetch_ms": optional(DURATION),
+    "was_leg": optional(FLAG),
 }
 EVENTS: Schema = {
     "worker_id": NAME,
@@ -168,6 +169,7 @@ EVENTS: Schema = {
     "stream_nos": optional(field_types.BYTES),
     "token_ids": optional(field_types.BYTES),
     "fetches": optional(list_of(map_of(_FETCHED))),
+    "legs": optional(list_of(NAME)),
     "finished": optional(list_of(NAME)),
     "taken": optional(list_of(NAME)),
     "guardians": optional(field_types.MAP),

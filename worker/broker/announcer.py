@@ -141,6 +141,10 @@ class Announcer:
         """Puts the end of a fetch into the next event."""
         self._log.blocks_fetched(fetched)
 
+    def leg_started(self, key: str) -> None:
+        """The engine has begun to compute the prompt of another worker's request. Call `publish_events` after that."""
+        self._log.leg_started(key)
+
     def request_started(self, started: internal.Started) -> None:
         """A request was accepted."""
         self._log.request_started(started)
