@@ -95,6 +95,7 @@ ROUTING: Schema = {
     "policy": NAME,
     "candidates": list_of(map_of(CANDIDATE)),
     "fetch_from": optional(TEXT),
+    "has_leg": optional(FLAG),
 }
 
 LOAD: Schema = {
@@ -205,7 +206,7 @@ RUN: Schema = {
     "encoding": field_types.one_of("json", "msgpack"),
     "token_ids": field_types.BYTES,
     "params": field_types.MAP,
-    "fetch_from": optional(map_of({"worker_id": NAME, "epoch": _EPOCH})),
+    "fetch_from": optional(map_of({"worker_id": NAME, "epoch": _EPOCH, "leg_ms": optional(DURATION)})),
     "age_ms": optional(DURATION),
     "remaining_ms": optional(DURATION),
 }

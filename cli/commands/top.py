@@ -186,7 +186,7 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
         f"in {router.decision_p50_us:.0f} µs (p99 {router.decision_p99_us:.0f}), "
         f"{router.waiting} wait here, {router.continued} went on elsewhere; {router.indexed_blocks} blocks indexed; "
         f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real, "
-        f"{router.predicted_fetch_rate:.0%} to be fetched"
+        f"{router.predicted_fetch_rate:.0%} to be fetched, {router.legs} prompts computed elsewhere"
     )
     if router.uploads:
         mebibytes = router.upload_bytes / 2**20

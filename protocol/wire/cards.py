@@ -234,6 +234,8 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that went on elsewhere after their worker was lost or left."""
     predicted_fetch_rate: float = 0.0
     """Share of prompt tokens that were to be fetched from another worker."""
+    legs: int = 0
+    """Requests whose prompt another worker was to compute."""
     uploads: int = 0
     """Large requests that are on their way to it in parts."""
     upload_bytes: int = 0

@@ -204,6 +204,8 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     """All workers that could have been chosen."""
     fetch_from: str = ""
     """Name of the worker from which the chosen one was told to fetch blocks; empty if it was not."""
+    has_leg: bool = False
+    """Whether that worker was to compute the prompt first."""
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):

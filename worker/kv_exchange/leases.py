@@ -3,11 +3,10 @@
 import secrets
 from typing import NamedTuple
 
+from tokenbus.protocol.wire import limits
 from tokenbus.worker.contract import CachedPrefix
 
 MAX_LEASES = 2
-MAX_LEGS = 8
-"""Leases of blocks that are still computed. They last longer, and hold nothing but a place in the engine's queue."""
 LEASE_S = 10.0
 """A lease ends when nothing was read for this long."""
 LEG_LEASE_S = 2.0
@@ -33,14 +32,14 @@ class Leases:
         self._used_at: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        return f"<Leases {len(self)} of {MAX_LEASES} and {MAX_LEGS}>"
+        return f"<Leases {len(self)} of {MAX_LEASES} and {limits.MAX_LEGS}>"
 
     def __len__(self) -> int:
         return len(self._leases)
 
     def num_free(self, *, is_leg: bool) -> int:
         """Returns how many more leases of a kind there may be."""
-        return (MAX_LEGS if is_leg else MAX_LEASES) - sum(one.is_leg is is_leg for one in self._leases.values())
+        return (limits.MAX_LEGS if is_leg else MAX_LEASES) - sum(one.is_leg is is_leg for one in self._leases.values())
 
     def grant(self, prefix: CachedPrefix, first: int, end: int, now: float, *, is_leg: bool = False) -> Lease:
         """Grants a lease, whose name nobody can guess."""

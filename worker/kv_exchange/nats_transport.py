@@ -26,8 +26,8 @@ from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.headers import part_bytes
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
-from tokenbus.protocol.wire import codec, errors, internal, messages, subjects, validation
-from tokenbus.worker.kv_exchange.leases import MAX_LEASES, MAX_LEGS
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects, validation
+from tokenbus.worker.kv_exchange.leases import MAX_LEASES
 from tokenbus.worker.kv_exchange.pace import Pace
 from tokenbus.worker.kv_exchange.transport import BlockHolder, LeasedBlocks, NoBlock, TransferError
 
@@ -44,7 +44,7 @@ _AGAIN_S = 0.02
 """A reader that is told to ask again waits so long, whatever the holder does."""
 IDLE_S = 60.0
 """The connection is closed when it was not used for this long."""
-_MAX_READS = 2 * MAX_OUTSTANDING * (MAX_LEASES + MAX_LEGS)
+_MAX_READS = 2 * MAX_OUTSTANDING * (MAX_LEASES + limits.MAX_LEGS)
 """Requests of all readers that may be open at a time; honest ones have half as many."""
 _MAX_QUESTION_BYTES = 16 * 1024 * 1024
 

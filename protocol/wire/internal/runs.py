@@ -38,7 +38,7 @@ class RunAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker of the same model that holds more of the prompt's KV blocks than the one of the run, or computes them."""
+    """A worker of the model that has more of a prompt's KV blocks than the one of the run, or computes them."""
 
     worker_id: str
     """The worker."""

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import pytest
 
 from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, SIZE, StubEngine, block, prefix
-from tokenbus.protocol.wire import codec, errors, internal, messages
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages
 from tokenbus.worker import engine_output
 from tokenbus.worker.engine_request import EngineRequest
 from tokenbus.worker.kv_exchange import holder as holders
 from tokenbus.worker.kv_exchange.holder import Holder
-from tokenbus.worker.kv_exchange.leases import LEG_LEASE_S, MAX_LEASES, MAX_LEGS
+from tokenbus.worker.kv_exchange.leases import LEG_LEASE_S, MAX_LEASES
 from tokenbus.worker.kv_exchange.legs import Leg
 from tokenbus.worker.kv_exchange.transport import NoBlock
 
@@ -169,7 +169,7 @@ async def test_nothing_is_computed_for_a_question_that_does_not_fit(end: Fixture
 
 async def test_legs_are_bounded_and_do_not_count_as_leases_of_what_is_there(end: Fixture) -> None:
     end.engine.blocks = {number: block(number) for number in range(40)}
-    legs = [await end.ask() for _ in range(MAX_LEGS + 1)]
-    assert [one.busy for one in legs] == [False] * MAX_LEGS + [True]
+    legs = [await end.ask() for _ in range(limits.MAX_LEGS + 1)]
+    assert [one.busy for one in legs] == [False] * limits.MAX_LEGS + [True]
     others = [await end.ask(computed_for="") for _ in range(MAX_LEASES + 1)]
     assert [one.busy for one in others] == [False] * MAX_LEASES + [True]
