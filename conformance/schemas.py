@@ -134,11 +134,7 @@ CARD: Schema = {
     "pids": map_of(_PIDS),
     "versions": field_types.MAP,
 }
-SERVED: Schema = {
-    "model": NAME,
-    "context_length": POSITIVE,
-    "features": list_of(NAME),
-}
+SERVED: Schema = {"model": NAME, "context_length": POSITIVE, "features": list_of(NAME)}
 TOKENS: Schema = {
     "id": NAME,
     "model": NAME,
