@@ -95,6 +95,7 @@ ROUTING: Schema = {
     "policy": NAME,
     "candidates": list_of(map_of(CANDIDATE)),
     "fetch_from": optional(TEXT),
+    "has_leg": optional(FLAG),
 }
 
 LOAD: Schema = {
@@ -128,7 +129,7 @@ CARD: Schema = {
     "chat_format_digest": optional(NAME),
     "features": list_of(NAME),
     "adapters": optional(list_of(map_of({"name": NAME, "digest": NAME}))),
-    "role": optional(NAME),
+    "role": optional(field_types.one_of("both", "prefill", "decode")),
     "state": NAME,
     "host": TEXT,
     "pids": map_of({"front": COUNT, "engine": COUNT}),
@@ -158,6 +159,7 @@ _FETCHED: Schema = {
     "fetched_tokens": optional(COUNT),
     "fetched_bytes": optional(COUNT),
     "fetch_ms": optional(DURATION),
+    "was_leg": optional(FLAG),
 }
 EVENTS: Schema = {
     "worker_id": NAME,
@@ -170,6 +172,7 @@ EVENTS: Schema = {
     "stream_nos": optional(field_types.BYTES),
     "token_ids": optional(field_types.BYTES),
     "fetches": optional(list_of(map_of(_FETCHED))),
+    "legs": optional(list_of(NAME)),
     "finished": optional(list_of(NAME)),
     "taken": optional(list_of(NAME)),
     "guardians": optional(field_types.MAP),
@@ -205,7 +208,7 @@ RUN: Schema = {
     "encoding": field_types.one_of("json", "msgpack"),
     "token_ids": field_types.BYTES,
     "params": field_types.MAP,
-    "fetch_from": optional(map_of({"worker_id": NAME, "epoch": _EPOCH})),
+    "fetch_from": optional(map_of({"worker_id": NAME, "epoch": _EPOCH, "leg_ms": optional(DURATION)})),
     "age_ms": optional(DURATION),
     "remaining_ms": optional(DURATION),
 }

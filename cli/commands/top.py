@@ -20,7 +20,7 @@ from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 _COLUMNS_BY_PRIORITY = (
     *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
-    *("copies", "fetched", "step ms", "events", "expected", "indexed"),
+    *("copies", "fetched", "role", "step ms", "events", "expected", "indexed"),
 )
 """Columns in the order in which they are kept when the terminal is too narrow for all."""
 _GAP = 2
@@ -63,6 +63,7 @@ class Row(NamedTuple):
     worker_id: str
     model: str
     state: str
+    role: str
     running: int
     max_num_seqs: int
     waiting: int
@@ -88,7 +89,7 @@ class Row(NamedTuple):
 
 
 class Rates:
-    """How fast a counter of each worker grows between two updates."""
+    """The growth a second of a counter of each worker, between two updates."""
 
     def __init__(self) -> None:
         self._seen: dict[subjects.WorkerAddress, tuple[int, float]] = {}
@@ -102,7 +103,7 @@ class Rates:
 
 
 class FleetRates:
-    """What `rows_of` needs to remember between two updates."""
+    """The counts that `rows_of` has to remember between two updates."""
 
     def __init__(self) -> None:
         self.tokens = Rates()
@@ -120,6 +121,7 @@ def rows_of(reply: messages.ModelsReply, rates: FleetRates, now: float) -> list[
                     worker_id=card.worker_id,
                     model=served.model,
                     state=card.state,
+                    role=card.role,
                     running=load.running,
                     max_num_seqs=card.max_num_seqs,
                     waiting=load.waiting,
@@ -161,6 +163,7 @@ def _cells(row: Row) -> dict[str, str]:
         "worker": row.worker_id,
         "model": row.model,
         "state": row.state,
+        "role": row.role,
         "run": f"{row.running}/{row.max_num_seqs}",
         "wait": str(row.waiting),
         "prefill": str(row.queued_prefill_tokens),
@@ -206,7 +209,7 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
         f"in {router.decision_p50_us:.0f} µs (p99 {router.decision_p99_us:.0f}), "
         f"{router.waiting} wait here, {router.continued} went on elsewhere; {router.indexed_blocks} blocks indexed; "
         f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real, "
-        f"{router.predicted_fetch_rate:.0%} to be fetched"
+        f"{router.predicted_fetch_rate:.0%} to be fetched, {router.legs} prompts computed elsewhere"
     )
     if router.uploads:
         mebibytes = router.upload_bytes / 2**20

@@ -178,9 +178,21 @@ _MEMORY = (
     ),
     Panel(
         "Workers that read KV blocks here",
-        "At most two at a time read from a worker. If it is two for long, others compute what they could fetch.",
+        "At most two at a time read what a worker has, and eight what it computes for them. If it is two for long on a "
+        "worker that computes nothing for others, these compute what they could fetch.",
         "short",
         (Query(sum_of(f"{_P}_kv_leases", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
+        "Prompts computed for other workers",
+        "Per second, by what came of them: at workers that compute for others, and at those that wait for it. Most "
+        "should be `complete`. If many are `timeout`, the others are slower than routers expect; if they are `busy`, "
+        "there are too few; if they are `lost`, one does not answer.",
+        "ops",
+        (
+            Query(rate(f"{_P}_legs_total", WORKER_FILTER, "outcome"), "computed: {{outcome}}"),
+            Query(rate(f"{_P}_legs_awaited_total", WORKER_FILTER, "outcome"), "awaited: {{outcome}}"),
+        ),
     ),
     Panel(
         "Prompt tokens found cached",

@@ -148,6 +148,16 @@ class KvExchange:
         probed = extra if now - self._probed_at >= _PROBE_INTERVAL_S else np.zeros_like(extra)
         return FetchOffer(fetchable, probed, groups, holders) if extra.any() else None
 
+    def givers_of(self, receiver: int, rows: Rows) -> Rows:
+        """Returns those of some rows whose blocks a worker can read."""
+        group = self._group_of[receiver]
+        givers: Rows = rows[(self._group_of[rows] == group) & (group != _NO_GROUP) & (rows != receiver)]
+        return givers
+
+    def move_s(self, row: int, num_tokens: float, mb_per_s: float) -> float:
+        """Returns the time in which so many tokens of a row move."""
+        return num_tokens * self._token_bytes[int(self._group_of[row])] / max(mb_per_s, 1e-6) / 1e6
+
     def begin(self, holder: int, receiver: int, now: float) -> None:
         """Notes that one worker is about to fetch from another one."""
         self._probed_at = now  # any fetch tells how fast blocks move

@@ -38,6 +38,7 @@ def rows() -> list[Row]:
             f"worker-{number}",
             name,
             "ready",
+            "decode",
             3,
             16,
             2,
@@ -77,8 +78,9 @@ def test_a_narrow_terminal_shows_the_columns_that_matter_most_and_all_of_them() 
 def test_no_width_cuts_a_cell() -> None:
     for width in range(10, 160):
         assert not any("…" in line for line in shown(width)[:4]), width
-    assert " ".join(shown(170)[0].split()) == (
-        "worker model state run wait prefill tok/s KV used expected cached copies fetched indexed hits events step ms"
+    assert " ".join(shown(180)[0].split()) == (
+        "worker model state role run wait prefill tok/s KV used expected cached copies fetched indexed hits events "
+        "step ms"
     )
 
 

@@ -56,7 +56,7 @@ class Frontend:
     ) -> None:
         self._bus = bus
         self._names = names
-        self._announcer = Announcer(bus, names, model, worker_id)
+        self._announcer = Announcer(bus, names, model, worker_id, settings.role)
         telemetry = RequestTelemetry(metrics, tracer, model, worker_id)
         self._outbox = Outbox(bus, self._announcer, telemetry)
         self.adapters = Adapters(self._announcer.publish_card)

@@ -26,9 +26,10 @@ from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.headers import part_bytes
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
-from tokenbus.protocol.wire import codec, errors, internal, messages, subjects, validation
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects, validation
+from tokenbus.worker.kv_exchange.leases import MAX_LEASES
 from tokenbus.worker.kv_exchange.pace import Pace
-from tokenbus.worker.kv_exchange.transport import BlockHolder, LeasedBlocks, TransferError
+from tokenbus.worker.kv_exchange.transport import BlockHolder, LeasedBlocks, NoBlock, TransferError
 
 _leases = codec.Decoder(internal.BlockLease)
 _lease_requests = codec.Decoder(internal.BlockLeaseRequest)
@@ -39,9 +40,11 @@ MAX_OUTSTANDING = 8
 """Parts of one lease that may be on their way."""
 ANSWER_S = 1.0
 """A holder that does not answer for this long gives nothing any more."""
+_AGAIN_S = 0.02
+"""A reader that is told to ask again waits so long, whatever the holder does."""
 IDLE_S = 60.0
 """The connection is closed when it was not used for this long."""
-_MAX_READS = 4 * MAX_OUTSTANDING
+_MAX_READS = 2 * MAX_OUTSTANDING * (MAX_LEASES + limits.MAX_LEGS)
 """Requests of all readers that may be open at a time; honest ones have half as many."""
 _MAX_QUESTION_BYTES = 16 * 1024 * 1024
 
@@ -193,6 +196,8 @@ class NatsTransport:
         try:
             request = _lease_requests.decode(message.data)
             validation.check_ranges(request)
+            if request.computed_for:
+                validation.check_key(request.computed_for)
         except errors.RequestError:
             return
         with contextlib.suppress(TimeoutError, ConnectionError, OutboundBufferLimitError):
@@ -213,8 +218,8 @@ class NatsTransport:
 
     async def _give(self, read: internal.BlockRead, reply: str) -> None:
         block = await self._holder.read(read.lease, read.block)
-        part = internal.BlockPart()
-        if block is not None:
+        part = internal.BlockPart(later=block is NoBlock.LATER)
+        if isinstance(block, bytes):
             data = block[read.offset : read.offset + read.num_bytes]
             part = internal.BlockPart(data=data, checksum=xxhash.xxh3_64_intdigest(block))
             if self._is_computing():
@@ -272,8 +277,10 @@ class _NatsLease:
     async def _read(self, read: internal.BlockRead) -> internal.BlockPart:
         async with self._turns:
             try:
-                message = await self._transport._ask(self._bus, self._subject, codec.encode(read))
-                part = _parts.decode(message.data)
+                part = await self._ask(read)
+                while part.later:
+                    await asyncio.sleep(_AGAIN_S)
+                    part = await self._ask(read)
             except NoRespondersError as error:
                 raise TransferError("lost", "the worker that gave the blocks is gone") from error
             except (TimeoutError, ConnectionError, OutboundBufferLimitError, errors.RequestError) as error:
@@ -283,3 +290,7 @@ class _NatsLease:
         if len(part.data) != read.num_bytes:
             raise TransferError("corrupt", f"{len(part.data)} bytes came where {read.num_bytes} were asked for")
         return part
+
+    async def _ask(self, read: internal.BlockRead) -> internal.BlockPart:
+        message = await self._transport._ask(self._bus, self._subject, codec.encode(read))
+        return _parts.decode(message.data)
