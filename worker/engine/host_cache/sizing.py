@@ -17,10 +17,14 @@ def make_store(
     identity: str, block_size: int, block_bytes: int, host_cache_mib: int, find_problem: FindProblem
 ) -> SlotStore | None:
     """Returns a store of as many slots as the setting allows, or None if it allows none."""
-    budget = host_cache_mib << 20
-    if host_cache_mib < 0:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        budget = min(_DEFAULT_BYTES, memory // _DEFAULT_SHARE)
     layout = SlotLayout(block_size, block_bytes, 0)
-    count = min(_MAX_SLOTS, budget // layout.slot_bytes)
+    count = min(_MAX_SLOTS, budget_bytes(host_cache_mib) // layout.slot_bytes)
     return SlotStore(identity, layout._replace(num_slots=count), find_problem) if count else None
+
+
+def budget_bytes(host_cache_mib: int) -> int:
+    """Returns the bytes of host memory that the setting allows for copies."""
+    if host_cache_mib >= 0:
+        return host_cache_mib << 20
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(_DEFAULT_BYTES, memory // _DEFAULT_SHARE)

@@ -39,8 +39,8 @@ class Checkpoint:
     def __init__(self, base: "Checkpoint | None", node: Run) -> None:
         self.base = base
         """The checkpoint whose KV comes before; None at the beginning."""
-        self.start = 0 if base is None else base.end
-        self.end = node.end
+        self.start: int = 0 if base is None else base.end
+        self.end: int = node.end
         self.node: Run | None = node
         """Its place in the tree; None once it is gone."""
         self.kv_copy: int | None = None

@@ -14,7 +14,8 @@ from array import array
 
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.engine.kv.allocation import Allocation
-from tokenbus.worker.engine.kv.checkpoints import Checkpoint, Checkpoints
+from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint
+from tokenbus.worker.engine.kv.checkpoints import Checkpoints
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
 from tokenbus.worker.engine.kv.prefix_tree import Domain, num_common_tokens
 

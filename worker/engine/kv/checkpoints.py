@@ -28,7 +28,7 @@ from tokenbus.worker.engine.kv.prefix_tree import Domain, KvEvents, StoredBlock
 
 
 class CheckpointSizes(NamedTuple):
-    """The bytes that checkpoints may have and take, in host memory."""
+    """The host memory that checkpoints may take, and how much they do."""
 
     budget_bytes: int
     state_bytes: int
