@@ -122,7 +122,7 @@ class PrefixIndex:
         self._num_blocks[row] -= count
 
     def match(self, hashes: Sequence[int]) -> list[MatchLevel]:
-        """Returns how many leading blocks of a prompt each worker holds, the most first, without those that hold none."""
+        """Returns how many leading blocks of a prompt each worker holds, the most first; not those that hold none."""
         levels = self._match_chains(hashes)
         if self._checkpoint_bits:
             depths = dict(levels)
