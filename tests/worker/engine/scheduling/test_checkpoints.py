@@ -257,3 +257,16 @@ def test_a_sequence_that_was_preempted_goes_on_where_it_was() -> None:
     assert counts.preemptions > 0
     assert (counts.restored_tokens > 0, counts.recomputed_tokens) == (True, 0)
     assert first.num_tokens == second.num_tokens == 180
+
+
+def test_a_sequence_whose_earlier_checkpoint_is_gone_copies_its_keys_and_values_again() -> None:
+    engine = Engine(budget_bytes=STATE_BYTES + 60 * TOKEN_BYTES)
+    engine.add(tokens(30), max_tokens=25)
+    engine.step()
+    assert engine.ends() == [20]
+    engine.add(tokens(50, family=1), priority=-9)
+    engine.step()
+    assert engine.ends() == [40]
+    engine.run()
+    assert engine.ends() == [54]
+    assert engine.ask(tokens(30)).num_cached == 0
