@@ -21,7 +21,7 @@ from typing import NamedTuple
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.gguf import backend
-from tokenbus.worker.engine.gguf.memory_copies import MemoryCopies
+from tokenbus.worker.engine.host_cache.memory_copies import MemoryCopies
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, RestoreState, SaveState, Share, Truncate
 from tokenbus.worker.engine.runner import DeviceError

@@ -88,6 +88,7 @@ class Scheduler:
 
     @property
     def counts(self) -> SchedulerCounts:
+        checkpoints = self._pool.checkpoints
         return SchedulerCounts(
             self._preemptions,
             self._restored_tokens,
@@ -95,7 +96,13 @@ class Scheduler:
             self._cache.evicted_blocks,
             self._cache.host.offloaded_blocks,
             self._cache.host.onloaded_blocks,
+            *((0, 0, 0) if checkpoints is None else (checkpoints.saved, checkpoints.restored, checkpoints.evicted)),
         )
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The host memory that checkpoints take."""
+        return 0 if self._pool.checkpoints is None else self._pool.checkpoints.used_bytes
 
     @property
     def running(self) -> Listing[Sequence]:
