@@ -263,7 +263,7 @@ _MEMORY = (
     ),
     Panel(
         "Memory of checkpoints",
-        "Host memory that copies of states, keys and values take. If it stays far below --host-cache-mib, less would do.",
+        "Host memory that their copies take. If it stays far below --host-cache-mib, less would do.",
         "bytes",
         (Query(sum_of(f"{_P}_checkpoint_bytes", WORKER_FILTER, "worker_id"), _NAME),),
     ),
