@@ -120,6 +120,7 @@ CARD: Schema = {
     "context_length": POSITIVE,
     "kv_block_size": optional(POSITIVE),
     "total_kv_blocks": optional(COUNT),
+    "kv_checkpoints": optional(FLAG),
     "kv_identity": optional(TEXT),
     "kv_token_bytes": optional(COUNT),
     "max_num_seqs": POSITIVE,

@@ -51,6 +51,7 @@ from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.chat_format.chat_format import ChatFormat
+from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
@@ -93,6 +94,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks of the device's KV memory."""
     host_kv_blocks: int = 0
     """The number of blocks of which host memory can hold a copy besides."""
+    checkpoint_sizes: CheckpointSizes | None = None
+    """The sizes of checkpoints, if prefixes can be reused only at these and not at any block."""
     writes_through: bool = False
     """Whether blocks are copied to host memory as soon as they are complete."""
     idle_blocks_cost: bool = True

@@ -273,6 +273,19 @@ _MEMORY = (
         (Query(_rate("kv_transferred_bytes", "worker_id, direction"), f"{_NAME} {{{{direction}}}}"),),
         "stacked",
     ),
+    Panel(
+        "Checkpoints, by what happened to them",
+        "Of models with windows or recurrent layers: saved, restored for a request, evicted to make room. If many "
+        "are evicted and few restored, raise --host-cache-mib.",
+        "suffix: /s",
+        (Query(_rate("checkpoints", "worker_id, event"), f"{_NAME} {{{{event}}}}"),),
+    ),
+    Panel(
+        "Memory of checkpoints",
+        "Host memory that their copies take. If it stays far below --host-cache-mib, less would do.",
+        "bytes",
+        (Query(sum_of(f"{_P}_checkpoint_bytes", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
 )
 
 _CONSTRAINTS = (

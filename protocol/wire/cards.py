@@ -153,6 +153,8 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """KV blocks in device memory; absent where there is no prefix cache."""
     host_kv_blocks: int | None = None
     """KV blocks that can be offloaded to host memory beside these; absent where there is no prefix cache."""
+    kv_checkpoints: bool = False
+    """Prefixes can be reused only up to a block that it lists, and not up to one before."""
     kv_identity: str = ""
     """Workers of the model with equal ones can read each other's KV blocks; absent where the worker exchanges none."""
     kv_token_bytes: int = 0

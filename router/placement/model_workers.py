@@ -70,7 +70,7 @@ class ModelWorkers:
 
     def add_worker(self, worker: Worker) -> None:
         """Adds a worker that holds no blocks yet."""
-        worker.row = self._index.add_worker(_max_blocks(worker.card))
+        worker.row = self._index.add_worker(_max_blocks(worker.card), has_checkpoints=worker.card.kv_checkpoints)
         while worker.row >= len(self._by_row):
             self._by_row.append(None)
             self._prefill_s = np.append(self._prefill_s, 0.0)
@@ -86,7 +86,8 @@ class ModelWorkers:
 
     def update_card(self, worker: Worker) -> None:
         """Takes over what has changed with a worker's card."""
-        self._index.set_max_blocks(worker.row, _max_blocks(worker.card))
+        card = worker.card
+        self._index.update_worker(worker.row, _max_blocks(card), has_checkpoints=card.kv_checkpoints)
         self._exchange.set_worker(worker.row, worker.card.kv_identity, worker.card.kv_token_bytes)
         self.refresh(worker)
 

@@ -248,6 +248,7 @@ class Announcer:
             kv_block_size=config.kv_block_size if config.prefix_cache else None,
             total_kv_blocks=config.total_kv_blocks if config.prefix_cache else None,
             host_kv_blocks=config.host_kv_blocks if config.prefix_cache else None,
+            kv_checkpoints=config.checkpoint_sizes is not None,
             kv_identity=config.kv_identity,
             kv_token_bytes=0 if config.kv_format is None else -(-config.kv_format.num_bytes // config.kv_block_size),
             tokenizer_digest=self._digest,

@@ -71,6 +71,12 @@ class WorkerMetrics(MetricFamilies):
             "Keys and values that were copied between device and host memory, by direction: offload or onload.",
             "direction",
         )
+        self.checkpoints = counter(
+            "checkpoints",
+            "Checkpoints of models whose state can't be cut at a token, by what happened: saved, restored or evicted.",
+            "event",
+        )
+        self.checkpoint_bytes = gauge("checkpoint_bytes", "Host memory that checkpoints take, in bytes.")
         self.evicted = counter("evicted_blocks", "Cached blocks that were evicted from the device.")
         self.host_blocks = gauge("host_cache_blocks", "Copies of blocks in host memory.")
         self.recovered_blocks = counter(
@@ -158,7 +164,11 @@ class ReplicaMetrics:
             (metrics.transferred.labels(*own, "offload"), "offloaded_bytes"),
             (metrics.transferred.labels(*own, "onload"), "onloaded_bytes"),
             (metrics.follower_tokens.labels(*own), "follower_tokens"),
+            (metrics.checkpoints.labels(*own, "saved"), "saved_checkpoints"),
+            (metrics.checkpoints.labels(*own, "restored"), "restored_checkpoints"),
+            (metrics.checkpoints.labels(*own, "evicted"), "evicted_checkpoints"),
         ]
+        self._checkpoint_bytes = metrics.checkpoint_bytes.labels(*own)
         self._last_load = messages.Load()
         self._load_counters = [
             (metrics.generation_tokens.labels(*own), "generated_tokens"),
@@ -198,6 +208,7 @@ class ReplicaMetrics:
         self._steps[stats.kind].observe(stats.seconds)
         self._inference.inc(stats.seconds)
         self._gap.inc(stats.gap_s)
+        self._checkpoint_bytes.set(stats.checkpoint_bytes)
         for child, name in self._step_counters:
             if count := getattr(stats, name):
                 child.inc(count)

@@ -60,6 +60,7 @@ FULL_CARD = codec.replace(
     kv_block_size=16,
     total_kv_blocks=4_096,
     host_kv_blocks=65_536,
+    kv_checkpoints=True,
     kv_identity="8f1d2c3b4a596877",
     kv_token_bytes=12_288,
     watched=messages.WorkerTracking(events="live", indexed_blocks=11, lost_events=2, booked=1),

@@ -21,11 +21,9 @@ def make_store(
     """Returns a store of as many slots as the setting allows, or None if it allows none. Raises ModelError if these
     are too many."""
     layout = SlotLayout(block_size, block_bytes, 0)
+    budget = budget_bytes(host_cache_mib)
     if host_cache_mib < 0:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        budget = min(_DEFAULT_BYTES, memory // _DEFAULT_SHARE, _DEFAULT_SLOTS * layout.slot_bytes)
-    else:
-        budget = host_cache_mib << 20
+        budget = min(budget, _DEFAULT_SLOTS * layout.slot_bytes)
     count = budget // layout.slot_bytes
     if count > _MAX_SLOTS:
         raise ModelError(
@@ -33,3 +31,11 @@ def make_store(
             f"got {host_cache_mib}: it would hold {count:,} blocks, and a worker keeps up to {_MAX_SLOTS:,}"
         )
     return SlotStore(identity, layout._replace(num_slots=count), find_problem) if count else None
+
+
+def budget_bytes(host_cache_mib: int) -> int:
+    """Returns the bytes of host memory that the setting allows for copies."""
+    if host_cache_mib >= 0:
+        return host_cache_mib << 20
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(_DEFAULT_BYTES, memory // _DEFAULT_SHARE)

@@ -349,6 +349,7 @@ def _make_scheduler(runner: Runner, settings: SchedulerSettings) -> Scheduler:
         can_share=config.prefix_cache,
         host_blocks=config.host_kv_blocks,
         writes_through=config.writes_through,
+        checkpoint_sizes=config.checkpoint_sizes,
     )
     return Scheduler(
         pool,

@@ -27,6 +27,7 @@ from tokenbus.protocol.wire import messages
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain, KvEvents
+from tokenbus.worker.engine.scheduling.distinct_prompts import distinct_prompts
 from tokenbus.worker.engine.scheduling.expectation import Expectation
 from tokenbus.worker.engine.scheduling.plan import (
     SampledToken,
@@ -92,6 +93,7 @@ class Scheduler:
 
     @property
     def counts(self) -> SchedulerCounts:
+        checkpoints = self._pool.checkpoints
         return SchedulerCounts(
             self._preemptions,
             self._restored_tokens,
@@ -99,7 +101,13 @@ class Scheduler:
             self._cache.evicted_blocks,
             self._cache.host.offloaded_blocks,
             self._cache.host.onloaded_blocks,
+            *((0, 0, 0) if checkpoints is None else (checkpoints.saved, checkpoints.restored, checkpoints.evicted)),
         )
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The host memory that checkpoints take."""
+        return 0 if self._pool.checkpoints is None else self._pool.checkpoints.used_bytes
 
     @property
     def running(self) -> Listing[Sequence]:
@@ -208,7 +216,7 @@ class Scheduler:
 
     def clear_cache(self) -> list[KvOp]:
         """Drops every cached block that no sequence uses; returns the KV ops that this takes."""
-        self._cache.clear()
+        self._pool.clear()
         return self._cache.ops.take()
 
     def export_blocks(
@@ -228,7 +236,7 @@ class Scheduler:
 
     def take_kv_events(self) -> KvEvents:
         """Returns which cached blocks came and went since the last time."""
-        return self._cache.tree.take_events()
+        return self._pool.take_kv_events()
 
     def load(self) -> messages.Load:
         # One that was preempted gets most of its tokens back from the cache.
@@ -361,13 +369,14 @@ class Scheduler:
         """Shares the budget out: a prompt that can be finished is; a longer one gets half of what is left while others
         wait behind it, and all of it when it is the last."""
         scheduled: list[ScheduledTokens] = []
-        prompts = self._distinct_prompts(sequences)
+        waiting = self._waiting[: self._max_num_seqs] if self._pool.checkpoints is not None else ()
+        prompts = distinct_prompts(sequences, waiting)
         for behind, sequence in zip(range(len(prompts) - 1, -1, -1), prompts, strict=True):
             if budget <= 0:
                 break
             if sequence.lane is None:  # preempted for one before it
                 continue
-            count = sequence.num_uncomputed
+            count = sequence.num_until_stop
             if count > budget:
                 count = -(-budget // 2) if behind else budget  # rounded up, so that a budget of 1 is used
             if self._make_room(sequence, sequence.num_computed + count, planned):
@@ -375,20 +384,6 @@ class Scheduler:
                 scheduled.append(ScheduledTokens(sequence, sequence.num_computed, count))
                 budget -= count
         return scheduled
-
-    def _distinct_prompts(self, sequences: list[Sequence]) -> list[Sequence]:
-        """The prompts to go on with: of several that would compute the same block next, only the first.
-
-        The others reuse that block in the next step, as those that wait for a copy from host memory do theirs."""
-        prompts, blocks = [], set()
-        for sequence in sequences:
-            if sequence.lane is None or sequence.is_decoding or sequence.kv.awaits_onload(sequence.token_ids):
-                continue
-            block = sequence.kv.next_block(sequence.token_ids)
-            if block is None or block not in blocks:
-                prompts.append(sequence)
-                blocks.add(block)
-        return prompts
 
     def _make_room(self, sequence: Sequence, num_tokens: int, planned: set[int]) -> bool:
         """Gives a sequence blocks for `num_tokens`, preempting those that come after it where there are too few.
