@@ -11,7 +11,7 @@ from tokenbus.replay.fast_forward import FastForwardScheduler
 from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.traces import TracedRequest
 from tokenbus.replay.virtual_transfers import Prefix, Transfer, TransferLink
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.broker.published_blocks import to_runs
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
@@ -125,7 +125,7 @@ class VirtualWorker:
         sequence = Sequence(
             number,
             request.token_ids(VOCAB_SIZE),
-            contract.Sampling(max_tokens=request.output_tokens),
+            engine_request.Sampling(max_tokens=request.output_tokens),
             frozenset(),
             domain=Domain(request.tenant),
             priority=request.priority,

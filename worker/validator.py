@@ -3,7 +3,7 @@
 It is on in tests, and in production with TOKENBUS_DEBUG=1."""
 
 from tokenbus.protocol.wire import messages
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output, engine_request
 
 _REASONS_WITH_TOKENS = (messages.FinishReason.STOP, messages.FinishReason.LENGTH)
 
@@ -15,16 +15,16 @@ class ContractError(AssertionError):
 class StreamValidator:
     """A sink that checks every output of a request before it passes it on."""
 
-    def __init__(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
+    def __init__(self, request: engine_request.EngineRequest, sink: engine_output.Sink) -> None:
         self._request = request
         self._sink = sink
         self._num_tokens = 0
-        self._terminal: contract.Output | None = None
+        self._terminal: engine_output.Output | None = None
 
     def __repr__(self) -> str:
         return f"<StreamValidator of {self._request.key}: {self._num_tokens} tokens>"
 
-    def __call__(self, output: contract.Output) -> None:
+    def __call__(self, output: engine_output.Output) -> None:
         """Raises ContractError."""
         self._require(self._terminal is None, "an output after the terminal")
         self._check_resumed(output)
@@ -37,7 +37,7 @@ class StreamValidator:
             self._terminal = output
         self._sink(output)
 
-    def _check_resumed(self, output: contract.Output) -> None:
+    def _check_resumed(self, output: engine_output.Output) -> None:
         resumed, count = self._request.resumed, self._num_tokens
         given = resumed.token_ids if resumed is not None else []
         self._require(output.is_resumed == (count < len(given)), "the given tokens are resumed, before all others")
@@ -49,7 +49,7 @@ class StreamValidator:
             is_first = not count and bool(output.token_ids) and not output.is_resumed
             self._require(is_first, "first_token without the first token")
 
-    def _check_terminal(self, output: contract.Output) -> None:
+    def _check_terminal(self, output: engine_output.Output) -> None:
         reason, sampling = output.finish_reason, self._request.sampling
         usage = output.usage
         if usage is None:

@@ -12,19 +12,19 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.draws import Row, draw_from_all, draw_from_sorted
 
-Draw = Callable[[Row, contract.Sampling, float], int]
+Draw = Callable[[Row, engine_request.Sampling, float], int]
 
 
-def draw_sorting(row: Row, sampling: contract.Sampling, u: float) -> int:
+def draw_sorting(row: Row, sampling: engine_request.Sampling, u: float) -> int:
     """Draws with NumPy's fastest sort, which is not stable for equally likely tokens."""
     order = np.argsort(row)[::-1]
     return int(order[draw_from_sorted(row[order].astype(np.float64)[None], [sampling], np.array([[u]]))[0]])
 
 
-def _ms(draw: Draw, rows: Sequence[Row], sampling: contract.Sampling) -> float:
+def _ms(draw: Draw, rows: Sequence[Row], sampling: engine_request.Sampling) -> float:
     began = time.process_time()
     for number, row in enumerate(rows):
         draw(row, sampling, (number + 0.5) / len(rows))
@@ -41,7 +41,7 @@ def main() -> None:
     for spread in (3.0, 0.01):
         rows = list(rng.normal(0, spread, (options.streams, options.vocabulary)).astype(np.float32))
         for top_p in (1.0, 0.95):
-            sampling = contract.Sampling(max_tokens=1, temperature=1.0, top_k=0, top_p=top_p)
+            sampling = engine_request.Sampling(max_tokens=1, temperature=1.0, top_k=0, top_p=top_p)
             pairs = [
                 (_ms(draw_from_all, rows, sampling), _ms(draw_sorting, rows, sampling)) for _ in range(options.rounds)
             ]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.models import benchmark_model
 from bench.paired import quartiles
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.gguf.runner import load
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
@@ -37,7 +37,7 @@ def measure(model: Path, pairs: int) -> None:
         writes_through=True,
     )
     scheduler = Scheduler(pool, 16, max_step_tokens=1_024, max_cached_blocks=16, expected_tokens=100)
-    sampling = contract.Sampling(max_tokens=900, ignore_eos=True)
+    sampling = engine_request.Sampling(max_tokens=900, ignore_eos=True)
     for number in range(_STREAMS):
         prompt = array("I", [100 + number] * 16)
         runner.add_sequence(number, sampling)

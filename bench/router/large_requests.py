@@ -28,7 +28,7 @@ from tokenbus.protocol.wire import block_hash, codec, internal, messages, params
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.placement import PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import make_policies
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
 from tokenbus.worker.engine.process import ipc
 
@@ -117,7 +117,7 @@ def _steps(size: int, rounds: int) -> Iterator[tuple[str, float]]:
     yield "encode the run", _cpu_ms(lambda: codec.encode(run), rounds)
     yield "decode the run", _cpu_ms(lambda: runs.decode(sent), rounds)
     yield "unpack", _cpu_ms(lambda: block_hash.unpack_token_ids(packed), rounds)
-    add = ipc.Add(1, packed, contract.Sampling(max_tokens=1), ("default", ""), 0, False, tenant="default")
+    add = ipc.Add(1, packed, engine_request.Sampling(max_tokens=1), ("default", ""), 0, False, tenant="default")
     yield "encode for the engine", _cpu_ms(lambda: ipc.encode(add), rounds)
     builder.close()
 

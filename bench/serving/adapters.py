@@ -18,7 +18,7 @@ from bench.models import benchmark_model, random_adapter
 from bench.models.shape import PRESETS
 from bench.paired import quartiles
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
@@ -72,16 +72,16 @@ class Streams:
         ended = asyncio.Semaphore(0)
 
         def start(stream: int) -> None:
-            def take(output: contract.Output) -> None:
+            def take(output: engine_output.Output) -> None:
                 arrived[stream] += [time.perf_counter()] * len(output.token_ids)
                 if output.finish_reason is not None:
                     ended.release()
 
             self._number += 1
-            request = contract.EngineRequest(
+            request = engine_request.EngineRequest(
                 key=f"default:r{self._number}",
                 token_ids=list(PROMPT),
-                sampling=contract.Sampling(max_tokens=tokens + 4, ignore_eos=True),
+                sampling=engine_request.Sampling(max_tokens=tokens + 4, ignore_eos=True),
                 cache_prompt=False,
                 adapters=(Adapter(self._digests[stream // 2], 1.0),),
             )

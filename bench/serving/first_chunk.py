@@ -13,7 +13,7 @@ from bench import flags, system
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client import engine_process
 from tokenbus.worker.engine_client.client import EngineClient
@@ -28,14 +28,14 @@ async def from_the_engine(engine: EngineClient, number: int) -> float:
     first: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     ended = asyncio.Event()
 
-    def take(output: contract.Output) -> None:
+    def take(output: engine_output.Output) -> None:
         if not first.done():
             first.set_result(time.perf_counter() - began)
         if output.finish_reason is not None:
             ended.set()
 
-    sampling = contract.Sampling(max_tokens=2, ignore_eos=True)
-    engine.generate(contract.EngineRequest(key=f"r{number}", token_ids=_PROMPT, sampling=sampling), take)
+    sampling = engine_request.Sampling(max_tokens=2, ignore_eos=True)
+    engine.generate(engine_request.EngineRequest(key=f"r{number}", token_ids=_PROMPT, sampling=sampling), take)
     await ended.wait()
     return await first
 

@@ -3,7 +3,7 @@
 from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import block_hash, codec, messages
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 from tokenbus.worker.kv_exchange import block_check
 
 
@@ -39,7 +39,9 @@ class Held:
         assert len(self.parents) <= self._most, "more blocks than were advertised"
 
 
-async def measured(engine: contract.Engine, asked: contract.EngineRequest) -> tuple[Recorder, messages.Usage, int]:
+async def measured(
+    engine: contract.Engine, asked: engine_request.EngineRequest
+) -> tuple[Recorder, messages.Usage, int]:
     """Returns a request's outputs, its usage, and the number of tokens that were computed for it."""
     before = engine.load().computed_tokens
     recorder = await run(engine, asked)

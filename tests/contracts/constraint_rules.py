@@ -10,9 +10,9 @@ from tests.contracts.driving import new_key, prompt, request, run, settled, star
 from tests.support.engines import Recorder
 from tests.support.tiny_vocabulary import preamble_until
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 
-KINDS = contract.ConstraintKind
+KINDS = engine_request.ConstraintKind
 _LIVELY = {"temperature": 1.3, "top_k": 0, "top_p": 1.0, "seed": 5, "ignore_eos": False}
 _SCHEMA = {
     "type": "object",
@@ -26,16 +26,18 @@ _SCHEMA = {
 }
 
 
-def json_schema(schema: object) -> contract.Constraint:
-    return contract.Constraint(kind=KINDS.JSON_SCHEMA, source=json.dumps(schema), param="response_format")
+def json_schema(schema: object) -> engine_request.Constraint:
+    return engine_request.Constraint(kind=KINDS.JSON_SCHEMA, source=json.dumps(schema), param="response_format")
 
 
-def regex(source: str, after: int | str | None = None) -> contract.Constraint:
+def regex(source: str, after: int | str | None = None) -> engine_request.Constraint:
     preamble = "" if after is None else preamble_until(after)
-    return contract.Constraint(kind=KINDS.REGEX, source=source, param="regex", preamble=preamble)
+    return engine_request.Constraint(kind=KINDS.REGEX, source=source, param="regex", preamble=preamble)
 
 
-def constrained(token_ids: list[int], constraint: contract.Constraint, **sampling: object) -> contract.EngineRequest:
+def constrained(
+    token_ids: list[int], constraint: engine_request.Constraint, **sampling: object
+) -> engine_request.EngineRequest:
     asked = request(token_ids, **({"max_tokens": 100} | _LIVELY | sampling))  # type: ignore[arg-type]
     return msgspec.structs.replace(asked, constraint=constraint)
 
@@ -55,19 +57,19 @@ def check_json(text: str) -> None:
     assert text.startswith('{"name": "')
 
 
-CONSTRAINTS: list[tuple[contract.Constraint, str]] = [
+CONSTRAINTS: list[tuple[engine_request.Constraint, str]] = [
     (regex("[ab]{3,9}(cd)?"), "[ab]{3,9}(cd)?"),
     (regex("the first of [0-9]{1,3}"), "the first of [0-9]{1,3}"),
     (
-        contract.Constraint(kind=KINDS.CHOICE, source='["yes", "no\\"\\\\", "perhaps"]', param="choice"),
+        engine_request.Constraint(kind=KINDS.CHOICE, source='["yes", "no\\"\\\\", "perhaps"]', param="choice"),
         r'yes|no"\\|perhaps',
     ),
     (
-        contract.Constraint(kind=KINDS.GBNF, source='root ::= item+ "."\nitem ::= [x-z] " "? ', param="grammar"),
+        engine_request.Constraint(kind=KINDS.GBNF, source='root ::= item+ "."\nitem ::= [x-z] " "? ', param="grammar"),
         r"([x-z] ?)+\.",
     ),
     (
-        contract.Constraint(kind=KINDS.LARK, source='start: "<" /[a-c]{2}/ ">" start?', param="grammar"),
+        engine_request.Constraint(kind=KINDS.LARK, source='start: "<" /[a-c]{2}/ ">" start?', param="grammar"),
         "(<[a-c]{2}>)+",
     ),
 ]
@@ -109,7 +111,7 @@ async def continues_constrained_answers_after_any_token(engine: contract.Engine,
     asked = constrained(prompt(config), json_schema(_SCHEMA))
     whole = await run(engine, asked)
     for count in range(1, len(whole.token_ids) + 1):
-        given = contract.ResumedCompletion(token_ids=whole.token_ids[:count])
+        given = engine_request.ResumedCompletion(token_ids=whole.token_ids[:count])
         again = await run(engine, msgspec.structs.replace(asked, key=new_key(), resumed=given))
         assert (again.token_ids, again.text) == (whole.token_ids, whole.text)
         assert again.outputs[-1].finish_reason is messages.FinishReason.STOP
@@ -194,8 +196,8 @@ async def refuses_a_wrong_constraint_in_a_terminal_alone(
     wrong = [
         regex("(a"),
         json_schema({"type": "poem"}),
-        contract.Constraint(kind=KINDS.GBNF, source="root ::= none", param="grammar"),
-        contract.Constraint(kind=KINDS.LARK, source="start: none", param="grammar"),
+        engine_request.Constraint(kind=KINDS.GBNF, source="root ::= none", param="grammar"),
+        engine_request.Constraint(kind=KINDS.LARK, source="start: none", param="grammar"),
     ]
     for constraint in wrong:
         recorder = await run(engine, constrained(prompt(config), constraint))
@@ -204,7 +206,7 @@ async def refuses_a_wrong_constraint_in_a_terminal_alone(
         assert terminal.error is not None
         assert (terminal.error.code, terminal.error.param) == (errors.Code.INVALID_REQUEST, constraint.param)
         assert "\n" not in terminal.error.message
-    given = contract.ResumedCompletion(token_ids=prompt(config, 3))
+    given = engine_request.ResumedCompletion(token_ids=prompt(config, 3))
     asked = msgspec.structs.replace(constrained(prompt(config), regex("\x00\x00")), resumed=given)
     recorder = await run(engine, asked)
     assert recorder.outputs[-1].error is not None

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import AsyncIterator
 
 from tests.support.engines import Recorder
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_output, engine_request
 from tokenbus.worker.validator import StreamValidator
 
 SETTLE_S = 10.0
@@ -25,12 +25,12 @@ def request(
     salt: str = "",
     cache: bool = True,
     **sampling: object,
-) -> contract.EngineRequest:
+) -> engine_request.EngineRequest:
     fields: dict[str, object] = {"max_tokens": 24, "ignore_eos": True} | sampling
-    return contract.EngineRequest(
+    return engine_request.EngineRequest(
         key=new_key(),
         token_ids=token_ids,
-        sampling=contract.Sampling(**fields),  # type: ignore[arg-type]
+        sampling=engine_request.Sampling(**fields),  # type: ignore[arg-type]
         stop=stop,
         tenant=tenant,
         cache_salt=salt,
@@ -38,21 +38,21 @@ def request(
     )
 
 
-def start(engine: contract.Engine, asked: contract.EngineRequest) -> Recorder:
+def start(engine: contract.Engine, asked: engine_request.EngineRequest) -> Recorder:
     recorder = Recorder()
     engine.generate(asked, StreamValidator(asked, recorder))
     return recorder
 
 
-async def run(engine: contract.Engine, asked: contract.EngineRequest) -> Recorder:
+async def run(engine: contract.Engine, asked: engine_request.EngineRequest) -> Recorder:
     recorder = start(engine, asked)
     await recorder.terminal()
     return recorder
 
 
-async def stream(engine: contract.Engine, asked: contract.EngineRequest) -> AsyncIterator[contract.Output]:
+async def stream(engine: contract.Engine, asked: engine_request.EngineRequest) -> AsyncIterator[engine_output.Output]:
     """The outputs one by one; leaving early aborts."""
-    queue: asyncio.Queue[contract.Output] = asyncio.Queue()
+    queue: asyncio.Queue[engine_output.Output] = asyncio.Queue()
     engine.generate(asked, queue.put_nowait)
     try:
         while True:

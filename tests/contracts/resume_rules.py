@@ -8,20 +8,20 @@ import pytest
 from tests.contracts.driving import new_key, prompt, request, run, settled, start
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 
 _LIVELY = {"temperature": 1.2, "top_k": 0, "top_p": 1.0, "seed": 7}
 _PENALIZED = _LIVELY | {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
 
 
 def resumed(
-    asked: contract.EngineRequest, whole: Recorder, count: int, *, with_logprobs: bool = False
-) -> contract.EngineRequest:
+    asked: engine_request.EngineRequest, whole: Recorder, count: int, *, with_logprobs: bool = False
+) -> engine_request.EngineRequest:
     """Returns the request that continues an answer after its first `count` tokens."""
     logprobs = [one for output in whole.outputs[:count] for one in output.logprobs] if with_logprobs else []
     usage = whole.outputs[-1].usage
     assert usage is not None
-    given = contract.ResumedCompletion(
+    given = engine_request.ResumedCompletion(
         token_ids=whole.token_ids[:count], logprobs=logprobs, cached_tokens=usage.cached_tokens, elapsed_ms=60_000.0
     )
     return msgspec.structs.replace(asked, key=new_key(), resumed=given)
@@ -43,7 +43,7 @@ def check_continued(again: Recorder, whole: Recorder, count: int) -> None:
     assert again.text == whole.text
 
 
-async def check_every_prefix(engine: contract.Engine, asked: contract.EngineRequest) -> Recorder:
+async def check_every_prefix(engine: contract.Engine, asked: engine_request.EngineRequest) -> Recorder:
     """Continues an answer after each of its tokens, the last included; returns the undisturbed one."""
     whole = await run(engine, asked)
     for count in range(1, len(whole.token_ids) + 1):
@@ -86,7 +86,7 @@ async def continues_in_the_middle_of_a_character(engine: contract.Engine, config
     half = next((token_id for token_id, token in enumerate(engine.token_bytes) if is_half(token)), None)
     if half is None:  # a vocabulary of whole characters
         return
-    given = contract.ResumedCompletion(token_ids=[half])
+    given = engine_request.ResumedCompletion(token_ids=[half])
     asked = msgspec.structs.replace(request(prompt(config), max_tokens=6, **_LIVELY), resumed=given)
     recorder = await run(engine, asked)
     assert recorder.outputs[0].text == ""
@@ -139,8 +139,8 @@ async def refuses_what_ends_too_early(engine: contract.Engine, config: contract.
     """And what names no tokens of the model, without a word to the sink."""
     whole = await run(engine, request(prompt(config), max_tokens=12, **_LIVELY))
     last, text = whole.token_ids[5], whole.text[:2]
-    given = contract.ResumedCompletion(token_ids=whole.token_ids)
-    unknown = contract.ResumedCompletion(token_ids=[config.vocab_size])
+    given = engine_request.ResumedCompletion(token_ids=whole.token_ids)
+    unknown = engine_request.ResumedCompletion(token_ids=[config.vocab_size])
     wrong = [
         (request(prompt(config), max_tokens=11), given),
         (request(prompt(config), max_tokens=20, stop_token_ids=(last,)), given),

@@ -8,7 +8,7 @@ from tests.contracts import driving
 from tests.contracts.driving import prompt, request, run, settled, start, stream
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_output
 from tokenbus.worker.validator import StreamValidator
 
 
@@ -128,7 +128,7 @@ async def cancels_in_mid_stream(engine: contract.Engine, config: contract.Engine
     asked = request(prompt(config), max_tokens=200)
     recorder = Recorder()
 
-    def abort_at_the_third(output: contract.Output) -> None:
+    def abort_at_the_third(output: engine_output.Output) -> None:
         recorder(output)
         if len(recorder.token_ids) == 3:
             engine.abort(asked.key)
@@ -154,7 +154,7 @@ async def gives_everything_back_of_a_sink_that_fails(engine: contract.Engine, co
         asked = request(prompt(config), **kind)  # type: ignore[arg-type]
         ended = asyncio.Event()
 
-        def fail(output: contract.Output, key: str = asked.key, ended: asyncio.Event = ended) -> None:
+        def fail(output: engine_output.Output, key: str = asked.key, ended: asyncio.Event = ended) -> None:
             if output.finish_reason is not None:
                 ended.set()
                 engine.abort(key)

@@ -20,7 +20,7 @@ from tests.support.engines import DEMO, ONNX, demo_engine, exact_demo, gqa_demo,
 from tests.support.hostile_constraints import ALL as ALL_HOSTILE
 from tokenbus.protocol.wire import codec, errors, internal
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.settings import EngineSettings, SchedulerSettings
 from tokenbus.worker.engine.runner import ModelError, Runner
@@ -177,7 +177,9 @@ _FIELDS = {f"field_{n}": {"type": "string", "maxLength": 8} for n in range(12)}
 _LONG_SCHEMA = {"type": "object", "properties": _FIELDS, "required": list(_FIELDS), "additionalProperties": False}
 
 
-def long_constrained(config: contract.EngineConfig, number: int, logprobs: int | None = None) -> contract.EngineRequest:
+def long_constrained(
+    config: contract.EngineConfig, number: int, logprobs: int | None = None
+) -> engine_request.EngineRequest:
     """A request for some 200 tokens, half of which are forced."""
     schema = constraint_rules.json_schema(_LONG_SCHEMA)
     return constraint_rules.constrained(prompt(config, number), schema, max_tokens=400, seed=number)
@@ -266,7 +268,7 @@ async def test_hostile_constraints_disturb_no_running_stream() -> None:
     running = [start(engine, one) for one in neighbours]
     hostile = []
     for kind, source in [*ALL_HOSTILE.values()][: engine.capacity.max_waiting]:
-        constraint = contract.Constraint(kind=contract.ConstraintKind(kind), source=source, param="it")
+        constraint = engine_request.Constraint(kind=engine_request.ConstraintKind(kind), source=source, param="it")
         hostile.append(start(engine, constraint_rules.constrained(prompt(config), constraint, max_tokens=20)))
     for recorder in running:
         assert (await recorder.terminal()).finish_reason == "length"

@@ -10,7 +10,7 @@ from tests.contracts import adapter_rules, cache_rules, constraint_rules, drivin
 from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
 from tests.support.engines import Recorder, demo_engine, thread_engine
 from tokenbus.protocol.wire import errors, internal, messages
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_output, engine_request
 from tokenbus.worker.validator import ContractError, StreamValidator
 
 
@@ -19,7 +19,7 @@ class Honest:
 
     def __init__(self) -> None:
         self.inner = thread_engine(lambda _: ArithmeticRunner(exchanging(make_config()), step_s=0.002))
-        self.sinks: dict[str, contract.Sink] = {}
+        self.sinks: dict[str, engine_output.Sink] = {}
         self.on_kv_events = lambda removed, stored: None
         self.inner.on_kv_events = self.blocks
 
@@ -36,16 +36,18 @@ class Honest:
     async def start(self, worker_id: str) -> contract.EngineConfig:
         return await self.inner.start(worker_id)
 
-    def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
+    def generate(self, request: engine_request.EngineRequest, sink: engine_output.Sink) -> None:
         self.inner.generate(self.request(request), self.sink(request, sink))
 
-    def request(self, request: contract.EngineRequest) -> contract.EngineRequest:
+    def request(self, request: engine_request.EngineRequest) -> engine_request.EngineRequest:
         return request
 
-    def sink(self, request: contract.EngineRequest, sink: contract.Sink) -> contract.Sink:
+    def sink(self, request: engine_request.EngineRequest, sink: engine_output.Sink) -> engine_output.Sink:
         return lambda output: self.output(request, output, sink)
 
-    def output(self, request: contract.EngineRequest, output: contract.Output, sink: contract.Sink) -> None:
+    def output(
+        self, request: engine_request.EngineRequest, output: engine_output.Output, sink: engine_output.Sink
+    ) -> None:
         sink(output)
 
     def abort(self, key: str) -> None:
@@ -112,7 +114,7 @@ class SpeaksAfterTheTerminal(Honest):
     def output(self, request, output, sink):  # type: ignore[no-untyped-def]
         sink(output)
         if output.finish_reason:
-            asyncio.get_running_loop().call_soon(sink, contract.Output(token_ids=[], text=""))
+            asyncio.get_running_loop().call_soon(sink, engine_output.Output(token_ids=[], text=""))
 
 
 class ForgetsTheTerminal(Honest):
@@ -258,7 +260,7 @@ class MixesStreamsUp(Honest):
     def sink(self, request, sink):  # type: ignore[no-untyped-def]
         self.sinks[request.key] = sink
 
-        def take(output: contract.Output) -> None:
+        def take(output: engine_output.Output) -> None:
             keys = list(self.sinks)
             other = self.sinks[keys[keys.index(request.key) - 1]]
             if output.finish_reason:
@@ -295,11 +297,11 @@ class RefusesWhatFits(Honest):
 
 
 class AnswersWhatItRefuses(Honest):
-    def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
+    def generate(self, request: engine_request.EngineRequest, sink: engine_output.Sink) -> None:
         try:
             super().generate(request, sink)
         except errors.RequestError:
-            sink(contract.Output(token_ids=[], text=""))
+            sink(engine_output.Output(token_ids=[], text=""))
             raise
 
 
@@ -318,7 +320,7 @@ class FailsAbortsOfTheUnknown(Honest):
         super().__init__()
         self.keys: set[str] = set()
 
-    def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
+    def generate(self, request: engine_request.EngineRequest, sink: engine_output.Sink) -> None:
         self.keys.add(request.key)
         super().generate(request, sink)
 
@@ -389,10 +391,10 @@ class TakesGivenTokensForPrompt(Honest):
         if resumed is None:
             return sink
         texts = [self.token_bytes[token_id].decode(errors="replace") for token_id in resumed.token_ids]
-        sink(contract.Output(token_ids=resumed.token_ids, text="".join(texts), resumed_texts=texts))
+        sink(engine_output.Output(token_ids=resumed.token_ids, text="".join(texts), resumed_texts=texts))
         count, prompt = len(resumed.token_ids), len(request.token_ids)
 
-        def take(output: contract.Output) -> None:
+        def take(output: engine_output.Output) -> None:
             if (usage := output.usage) is not None:
                 completion = usage.completion_tokens + count
                 output = replace(output, usage=replace(usage, prompt_tokens=prompt, completion_tokens=completion))
@@ -407,7 +409,7 @@ class ForgetsGivenLogprobs(Honest):
         self.inner = thread_engine(lambda _: ArithmeticRunner(make_config(features=("generate", "logprobs"))))
 
     def output(self, request, output, sink):  # type: ignore[no-untyped-def]
-        logprobs = [] if output.is_resumed else [contract.Logprob(one, -1.0) for one in output.token_ids]
+        logprobs = [] if output.is_resumed else [engine_output.Logprob(one, -1.0) for one in output.token_ids]
         sink(replace(output, logprobs=logprobs))
 
 
@@ -420,7 +422,7 @@ class EndsWhatIsCompleteAtOnce(Honest):
     def output(self, request, output, sink):  # type: ignore[no-untyped-def]
         sink(output)
         if output.is_resumed and len(request.resumed.token_ids) == request.sampling.max_tokens:
-            sink(contract.Output(token_ids=[], text="", finish_reason=messages.FinishReason.LENGTH))
+            sink(engine_output.Output(token_ids=[], text="", finish_reason=messages.FinishReason.LENGTH))
 
 
 class CutsWhatEndsTooEarly(Honest):
@@ -446,7 +448,7 @@ class IgnoresConstraints(OfADemo):
 
     def sink(self, request, sink):  # type: ignore[no-untyped-def]
         if request.constraint is not None:
-            sink(contract.Output(token_ids=[], text="", is_constraint_ready=True))
+            sink(engine_output.Output(token_ids=[], text="", is_constraint_ready=True))
         return sink
 
 
@@ -470,7 +472,7 @@ class NeverSaysThatAConstraintIsReady(OfADemo):
 class GreetsBeforeItRefuses(OfADemo):
     def sink(self, request, sink):  # type: ignore[no-untyped-def]
         if request.constraint is not None:
-            sink(contract.Output(token_ids=[], text=""))
+            sink(engine_output.Output(token_ids=[], text=""))
         return sink
 
 
@@ -612,8 +614,8 @@ class CleansUpOnlyOnce(Honest):
 
 
 class AcceptsBeforeStart(Honest):
-    def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
-        sink(contract.Output(token_ids=[], text=""))
+    def generate(self, request: engine_request.EngineRequest, sink: engine_output.Sink) -> None:
+        sink(engine_output.Output(token_ids=[], text=""))
 
 
 @pytest.mark.parametrize(
@@ -639,6 +641,6 @@ def test_the_validator_raises_at_the_first_output_after_a_terminal() -> None:
     asked = driving.request([1], max_tokens=1)
     validator = StreamValidator(asked, lambda output: None)
     usage = messages.Usage(prompt_tokens=1, completion_tokens=0, total_tokens=1, cached_tokens=0)
-    validator(contract.Output(token_ids=[], text="", finish_reason=messages.FinishReason.CANCELLED, usage=usage))
+    validator(engine_output.Output(token_ids=[], text="", finish_reason=messages.FinishReason.CANCELLED, usage=usage))
     with pytest.raises(ContractError, match="after the terminal"):
-        validator(contract.Output(token_ids=[], text=""))
+        validator(engine_output.Output(token_ids=[], text=""))

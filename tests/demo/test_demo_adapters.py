@@ -10,7 +10,7 @@ from tests.support.engines import Recorder, demo_engine
 from tokenbus import demo
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine_client.client import EngineClient
 
 QUESTION = "What is the capital of Avaria?"
@@ -38,10 +38,10 @@ async def test_each_of_four_clients_gets_the_manner_that_it_asks_for(engine: Eng
     recorders = [Recorder() for _ in names]
     for number, name, recorder in zip(itertools.count(), names, recorders, strict=False):
         used = (Adapter(digests[name], 1.0),) if name else ()
-        sampling = contract.Sampling(max_tokens=60)
+        sampling = engine_request.Sampling(max_tokens=60)
         key = f"default:{number}"
         engine.generate(
-            contract.EngineRequest(key=key, token_ids=token_ids, sampling=sampling, adapters=used), recorder
+            engine_request.EngineRequest(key=key, token_ids=token_ids, sampling=sampling, adapters=used), recorder
         )
     for name, recorder in zip(names, recorders, strict=True):
         await recorder.terminal()

@@ -9,7 +9,7 @@ from tests.support.engines import DEMO, Recorder, demo_engine
 from tokenbus import demo
 from tokenbus.demo import corpus
 from tokenbus.protocol.wire import internal, messages
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ async def asked(engine: contract.Engine, question: str, number: int) -> Recorder
     turn = messages.ChatMessage(role="user", content=question)
     token_ids = await engine.tokenize(internal.Tokenize(messages=[turn]))
     recorder = Recorder()
-    sampling = contract.Sampling(max_tokens=40)
-    engine.generate(contract.EngineRequest(key=f"q-{number}", token_ids=token_ids, sampling=sampling), recorder)
+    sampling = engine_request.Sampling(max_tokens=40)
+    engine.generate(engine_request.EngineRequest(key=f"q-{number}", token_ids=token_ids, sampling=sampling), recorder)
     return recorder
 
 

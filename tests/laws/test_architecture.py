@@ -56,7 +56,7 @@ PURE = (
     "worker/streams/replay_buffer.py",
     "worker/streams/liveness.py",
     "worker/streams/early_cancels.py",
-    "worker/streams/engine_request.py",
+    "worker/streams/run_request.py",
     "worker/engine_client/admission.py",
     "worker/engine_client/crash_attribution.py",
     "worker/engine_client/watchdog.py",

@@ -14,7 +14,7 @@ import xxhash
 
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.protocol.wire.params import SamplingParams
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_output, engine_request
 
 _CONTEXT_LENGTH = 4_096
 _VALUES = 1_000
@@ -66,9 +66,9 @@ def _hash(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
-def first_token(token: Token) -> contract.FirstToken:
+def first_token(token: Token) -> engine_output.FirstToken:
     """Returns the account of a generation's first token, with different numbers for different tokens."""
-    return contract.FirstToken(
+    return engine_output.FirstToken(
         cached_tokens=token.value % 4, queue_ms=float(token.value % 5), prefill_ms=float(token.value % 7)
     )
 
@@ -87,7 +87,7 @@ class _Generation:
 
     _serials = itertools.count(1)
 
-    def __init__(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
+    def __init__(self, request: engine_request.EngineRequest, sink: engine_output.Sink) -> None:
         self.request = request
         self.sink = sink
         self._serial = next(self._serials)
@@ -108,7 +108,7 @@ class _Generation:
         check_completion(tokens, None)
         self.num_tokens = len(tokens)
         texts = [token.text for token in tokens]
-        self.sink(contract.Output(token_ids=self._resumed.token_ids, text="".join(texts), resumed_texts=texts))
+        self.sink(engine_output.Output(token_ids=self._resumed.token_ids, text="".join(texts), resumed_texts=texts))
 
     def step(self) -> None:
         """Samples a token, which may be the last one."""
@@ -120,7 +120,7 @@ class _Generation:
             self.finish(messages.FinishReason.LENGTH, token=token, is_first=is_first)
         else:
             first = self._first if is_first else None
-            self.sink(contract.Output(token_ids=[token.token_id], text=token.text, first_token=first))
+            self.sink(engine_output.Output(token_ids=[token.token_id], text=token.text, first_token=first))
 
     def finish(
         self,
@@ -131,11 +131,11 @@ class _Generation:
         is_first: bool = False,
     ) -> None:
         """Hands out the terminal."""
-        first = self._first or contract.FirstToken(cached_tokens=0, queue_ms=0.0, prefill_ms=0.0)
+        first = self._first or engine_output.FirstToken(cached_tokens=0, queue_ms=0.0, prefill_ms=0.0)
         prompt, completion = len(self.request.token_ids), self.num_tokens
         ttft_ms = first.queue_ms + first.prefill_ms
         self.sink(
-            contract.Output(
+            engine_output.Output(
                 token_ids=[] if token is None else [token.token_id],
                 text="" if token is None else token.text,
                 first_token=first if is_first else None,
@@ -158,8 +158,8 @@ class _Generation:
         )
 
 
-def _first_token_of(resumed: contract.ResumedCompletion) -> contract.FirstToken:
-    return contract.FirstToken(
+def _first_token_of(resumed: engine_request.ResumedCompletion) -> engine_output.FirstToken:
+    return engine_output.FirstToken(
         cached_tokens=resumed.cached_tokens, queue_ms=resumed.queue_ms, prefill_ms=resumed.prefill_ms
     )
 
@@ -204,7 +204,7 @@ class TimedEngine:
     async def start(self, worker_id: str) -> contract.EngineConfig:
         return self.config
 
-    def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
+    def generate(self, request: engine_request.EngineRequest, sink: engine_output.Sink) -> None:
         if len(self._generations) > self.config.max_num_seqs:  # one may wait, as routers expect
             raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=100.0))
         if request.resumed is not None and len(request.resumed.token_ids) > request.sampling.max_tokens:

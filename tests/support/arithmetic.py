@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenbus.protocol.wire import codec, errors, internal
 from tokenbus.protocol.wire.params import SamplingParams
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
@@ -131,10 +131,10 @@ class ArithmeticRunner:
         self._gate = gate
         self._failures = failures or {}
         self._step_s = step_s
-        self._samplers: dict[int, contract.Sampling] = {}
+        self._samplers: dict[int, engine_request.Sampling] = {}
         self._lanes: list[dict[int, _Cell]] = [{} for _ in range(num_lanes)]
 
-    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
+    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
         assert seq_no not in self._samplers, f"sequence {seq_no} has begun"
         self._samplers[seq_no] = sampling
 
@@ -230,7 +230,7 @@ def _make_store(config: contract.EngineConfig) -> SlotStore:
     return SlotStore("arithmetic", layout, find_problem)
 
 
-def next_token(sampling: contract.Sampling, computed: "array[int]", sequence: Sequence) -> int:
+def next_token(sampling: engine_request.Sampling, computed: "array[int]", sequence: Sequence) -> int:
     """Returns the token that comes after `computed`."""
     draw = zlib.crc32(f"{sampling.seed} {sequence.num_sampled}".encode()) if sampling.temperature > 0 else 0
     token = (zlib.crc32(computed.tobytes()) + draw) % len(PIECES)

@@ -16,7 +16,7 @@ from llama_cpp import llama_cpp as llama
 
 from tokenbus import demo
 from tokenbus.demo import export_onnx
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 from tokenbus.worker.engine.gguf.runner import GgufRunner, load
 from tokenbus.worker.engine.process import replica
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -125,10 +125,10 @@ class Recorder:
     """A sink that keeps all outputs and can wait for them."""
 
     def __init__(self) -> None:
-        self.outputs: list[contract.Output] = []
+        self.outputs: list[engine_output.Output] = []
         self._changed = asyncio.Event()
 
-    def __call__(self, output: contract.Output) -> None:
+    def __call__(self, output: engine_output.Output) -> None:
         self.outputs.append(output)
         self._changed.set()
 
@@ -146,7 +146,7 @@ class Recorder:
         return [token_id for output in self.outputs for token_id in output.token_ids]
 
     @property
-    def terminals(self) -> list[contract.Output]:
+    def terminals(self) -> list[engine_output.Output]:
         return [output for output in self.outputs if output.finish_reason is not None]
 
     async def until(self, enough: Callable[["Recorder"], bool], timeout_s: float = 60.0) -> None:
@@ -155,6 +155,6 @@ class Recorder:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def terminal(self, timeout_s: float = 60.0) -> contract.Output:
+    async def terminal(self, timeout_s: float = 60.0) -> engine_output.Output:
         await self.until(lambda recorder: bool(recorder.terminals), timeout_s)
         return self.terminals[0]

@@ -4,7 +4,7 @@ from array import array
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.scheduling.plan import StepPlan, StepResult
@@ -50,7 +50,7 @@ class ExecutedScheduler:
         self.ends: dict[int, EngineFinishReason] = {}
 
     def add(self, seq_no: int, text: str, max_tokens: int = 4, adapters: tuple[Adapter, ...] = ()) -> Sequence:
-        sampling = contract.Sampling(max_tokens=max_tokens, ignore_eos=True)
+        sampling = engine_request.Sampling(max_tokens=max_tokens, ignore_eos=True)
         token_ids = array("I", (ord(letter) % 90 for letter in text))
         one = Sequence(
             seq_no,

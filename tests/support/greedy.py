@@ -1,6 +1,6 @@
 """Continues a prompt with a runner alone, without a scheduler."""
 
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.kv.ops import Truncate
 from tokenbus.worker.engine.onnx.runner import OnnxRunner
@@ -10,7 +10,7 @@ from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 def greedy(runner: OnnxRunner | GgufRunner, prompt: list[int], count: int) -> list[int]:
     """Returns the greedy continuation of a prompt that is computed in one step."""
-    sampling = contract.Sampling(max_tokens=count, ignore_eos=True)
+    sampling = engine_request.Sampling(max_tokens=count, ignore_eos=True)
     sequence = Sequence(0, prompt, sampling, runner.end_token_ids)
     sequence.lane = 0
     runner.add_sequence(0, sampling)

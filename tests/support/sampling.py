@@ -5,12 +5,12 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.draws import Matrix
 
 
-def asked(**fields: object) -> contract.Sampling:
-    return contract.Sampling(**({"max_tokens": 100} | fields))  # type: ignore[arg-type]
+def asked(**fields: object) -> engine_request.Sampling:
+    return engine_request.Sampling(**({"max_tokens": 100} | fields))  # type: ignore[arg-type]
 
 
 def matrix(*rows: Listing[float]) -> Matrix:
@@ -21,7 +21,7 @@ def some_logits(seed: int, *shape: int) -> Matrix:
     return np.random.default_rng(seed).normal(0, 3, shape).astype(np.float32)
 
 
-def reference(logits: Listing[float], sampling: contract.Sampling, place: float) -> tuple[int, float]:
+def reference(logits: Listing[float], sampling: engine_request.Sampling, place: float) -> tuple[int, float]:
     """The token, and how far the draw was from drawing another one: one after the other, with numbers as they are."""
     order = sorted(range(len(logits)), key=lambda token_id: -logits[token_id])
     if sampling.top_k:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.chat_format.grammar.lark import LarkWriter
 from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.matcher import Matcher
@@ -35,9 +35,11 @@ def compiler() -> ConstraintCompiler:
     return ConstraintCompiler(TOKENS, frozenset({END, OTHER_END}), encode)
 
 
-def constraint(kind: str, source: str, after: int | str | None = None) -> contract.Constraint:
+def constraint(kind: str, source: str, after: int | str | None = None) -> engine_request.Constraint:
     preamble = "" if after is None else preamble_until(after)
-    return contract.Constraint(kind=contract.ConstraintKind(kind), source=source, param="grammar", preamble=preamble)
+    return engine_request.Constraint(
+        kind=engine_request.ConstraintKind(kind), source=source, param="grammar", preamble=preamble
+    )
 
 
 def preamble_until(marker: int | str) -> str:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.validator import ContractError, StreamValidator
 
 LENGTH, STOP, CANCELLED, ERROR = (
@@ -16,8 +16,8 @@ LENGTH, STOP, CANCELLED, ERROR = (
 TIMINGS = messages.Timings(queue_ms=0, prefill_ms=0, ttft_ms=0, decode_ms=0, total_ms=0)
 
 
-def token(*token_ids: int) -> contract.Output:
-    return contract.Output(token_ids=list(token_ids), text="x")
+def token(*token_ids: int) -> engine_output.Output:
+    return engine_output.Output(token_ids=list(token_ids), text="x")
 
 
 def usage(completion: int, prompt: int = 2, total: int | None = None) -> messages.Usage:
@@ -25,23 +25,25 @@ def usage(completion: int, prompt: int = 2, total: int | None = None) -> message
     return messages.Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=total, cached_tokens=0)
 
 
-def terminal(reason: messages.FinishReason, *token_ids: int, completion: int, **changes: object) -> contract.Output:
+def terminal(
+    reason: messages.FinishReason, *token_ids: int, completion: int, **changes: object
+) -> engine_output.Output:
     fields: dict[str, object] = {"usage": usage(completion), "timings": TIMINGS}
     if reason is STOP:
         fields["stop_match"] = 0
     if reason is ERROR:
         fields["error"] = errors.make_error(errors.Code.INTERNAL)
-    return contract.Output(token_ids=list(token_ids), text="", finish_reason=reason, **(fields | changes))  # type: ignore[arg-type]
+    return engine_output.Output(token_ids=list(token_ids), text="", finish_reason=reason, **(fields | changes))  # type: ignore[arg-type]
 
 
 def passed_on(
-    *outputs: contract.Output, max_tokens: int = 3, min_tokens: int = 0, resumed: tuple[int, ...] = ()
-) -> list[contract.Output]:
+    *outputs: engine_output.Output, max_tokens: int = 3, min_tokens: int = 0, resumed: tuple[int, ...] = ()
+) -> list[engine_output.Output]:
     """Returns the outputs that a sink behind the validator gets."""
-    sampling = contract.Sampling(max_tokens=max_tokens, min_tokens=min_tokens)
-    given = contract.ResumedCompletion(token_ids=list(resumed)) if resumed else None
-    request = contract.EngineRequest(key="default:v", token_ids=[1, 2], sampling=sampling, resumed=given)
-    heard: list[contract.Output] = []
+    sampling = engine_request.Sampling(max_tokens=max_tokens, min_tokens=min_tokens)
+    given = engine_request.ResumedCompletion(token_ids=list(resumed)) if resumed else None
+    request = engine_request.EngineRequest(key="default:v", token_ids=[1, 2], sampling=sampling, resumed=given)
+    heard: list[engine_output.Output] = []
     validator = StreamValidator(request, heard.append)
     for output in outputs:
         validator(output)
@@ -96,14 +98,14 @@ def test_a_stop_with_min_tokens_many_is_too_early_and_with_one_more_it_is_not() 
     assert len(passed_on(token(1), terminal(STOP, 2, completion=2), min_tokens=1)) == 2
 
 
-def given(*token_ids: int, text: str = "xy", texts: tuple[str, ...] = ("x", "y")) -> contract.Output:
-    return contract.Output(token_ids=list(token_ids), text=text, resumed_texts=list(texts))
+def given(*token_ids: int, text: str = "xy", texts: tuple[str, ...] = ("x", "y")) -> engine_output.Output:
+    return engine_output.Output(token_ids=list(token_ids), text=text, resumed_texts=list(texts))
 
 
-FIRST = contract.FirstToken(cached_tokens=0, queue_ms=0, prefill_ms=0)
+FIRST = engine_output.FirstToken(cached_tokens=0, queue_ms=0, prefill_ms=0)
 
 
-def first(output: contract.Output) -> contract.Output:
+def first(output: engine_output.Output) -> engine_output.Output:
     return msgspec.structs.replace(output, first_token=FIRST)
 
 
@@ -115,7 +117,7 @@ def first(output: contract.Output) -> contract.Output:
         (given(7, 8), terminal(CANCELLED, completion=2)),
     ],
 )
-def test_given_tokens_come_before_all_others_and_count(outputs: tuple[contract.Output, ...]) -> None:
+def test_given_tokens_come_before_all_others_and_count(outputs: tuple[engine_output.Output, ...]) -> None:
     assert passed_on(*outputs, resumed=(7, 8)) == list(outputs)
 
 
@@ -133,7 +135,7 @@ def test_given_tokens_come_before_all_others_and_count(outputs: tuple[contract.O
         (given(7, 8), first(token(9))),
     ],
 )
-def test_anything_else_of_a_completion_that_continues_is_stopped(outputs: tuple[contract.Output, ...]) -> None:
+def test_anything_else_of_a_completion_that_continues_is_stopped(outputs: tuple[engine_output.Output, ...]) -> None:
     with pytest.raises(ContractError, match=r"resumed|first_token"):
         passed_on(*outputs, resumed=(7, 8))
     assert len(passed_on(*outputs[:-1], resumed=(7, 8))) == len(outputs) - 1
@@ -148,15 +150,17 @@ def test_only_the_first_token_comes_with_an_account_of_it() -> None:
 
 
 @pytest.mark.parametrize("after", [token(1), token(), terminal(CANCELLED, completion=1)])
-def test_nothing_may_follow_a_terminal(after: contract.Output) -> None:
+def test_nothing_may_follow_a_terminal(after: engine_output.Output) -> None:
     first = terminal(CANCELLED, completion=0)
     with pytest.raises(ContractError, match="after the terminal"):
         passed_on(first, after)
 
 
 def test_an_output_that_breaks_a_rule_does_not_reach_the_sink() -> None:
-    request = contract.EngineRequest(key="default:v", token_ids=[1], sampling=contract.Sampling(max_tokens=1))
-    heard: list[contract.Output] = []
+    request = engine_request.EngineRequest(
+        key="default:v", token_ids=[1], sampling=engine_request.Sampling(max_tokens=1)
+    )
+    heard: list[engine_output.Output] = []
     validator = StreamValidator(request, heard.append)
     with pytest.raises(ContractError, match="default:v"):
         validator(token(1, 2))

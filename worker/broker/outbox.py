@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing
 from tokenbus.protocol.wire import codec, limits, messages, subjects
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.sampled_tokens import SampledTokens
 from tokenbus.worker.streams.request_telemetry import RequestTelemetry
@@ -46,7 +46,7 @@ class Outbox:
             suffix = subjects.PROBE_SUFFIX if is_probe else ""
             self._waiting.append((stream, head, _to_message(stream, head, suffix)))
 
-    def put(self, stream: Stream, output: contract.Output, now: float) -> None:
+    def put(self, stream: Stream, output: engine_output.Output, now: float) -> None:
         """Adds an engine's output. If its chunk can't be made, nothing is added."""
         chunk = stream.chunk(output)
         stream.last_chunk_at = now

@@ -3,7 +3,7 @@
 from array import array
 
 from tokenbus.protocol.wire import internal, limits
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 from tokenbus.worker.streams.stream import Stream
 
 
@@ -28,7 +28,7 @@ class SampledTokens:
         """Whether further tokens must go into another entry."""
         return 8 * len(self.token_ids) + self._logprob_bytes >= limits.PART_BYTES // 2
 
-    def add(self, stream: Stream, output: contract.Output) -> None:
+    def add(self, stream: Stream, output: engine_output.Output) -> None:
         """Adds the tokens of an output that the stream has already made a chunk of."""
         number = stream.stream_no
         for token_id in output.token_ids:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.chat_format import deltas
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.chat_format.parsing.parser import Parser
@@ -11,7 +11,7 @@ from tokenbus.worker.chat_format.parsing.parser import Parser
 class AnswerReader:
     """Reads one answer."""
 
-    def __init__(self, rules: ChatRules, request: contract.EngineRequest) -> None:
+    def __init__(self, rules: ChatRules, request: engine_request.EngineRequest) -> None:
         parsing = request.parsing
         assert parsing is not None, request
         self._rules = rules
@@ -23,7 +23,7 @@ class AnswerReader:
             hold_calls=parsing.hold_calls,
         )
         self._reasoning: list[str] = []
-        self._calls: dict[int, contract.ToolCallPart] = {}
+        self._calls: dict[int, engine_output.ToolCallPart] = {}
         self.reasoning_tokens = 0
 
     def __repr__(self) -> str:
@@ -61,9 +61,9 @@ class AnswerReader:
         """Returns the text that was held back, at the end of the answer. `cut_off`: the model was not done."""
         return self._take(self._parser.finish(cut_off=cut_off))
 
-    def take_parts(self) -> contract.AnswerParts:
+    def take_parts(self) -> engine_output.AnswerParts:
         """Returns the reasoning and the tool calls that were read since the last time."""
-        parts = contract.AnswerParts("".join(self._reasoning), tuple(self._calls.values()))
+        parts = engine_output.AnswerParts("".join(self._reasoning), tuple(self._calls.values()))
         self._reasoning, self._calls = [], {}
         return parts
 
@@ -76,8 +76,8 @@ class AnswerReader:
                 case deltas.Reasoning(more):
                     self._reasoning.append(more)
                 case deltas.CallBegin(index, call_id, name):
-                    self._calls[index] = contract.ToolCallPart(index, "", call_id, name)
+                    self._calls[index] = engine_output.ToolCallPart(index, "", call_id, name)
                 case deltas.CallArguments(index, fragment):
-                    part = self._calls.get(index, contract.ToolCallPart(index))
+                    part = self._calls.get(index, engine_output.ToolCallPart(index))
                     self._calls[index] = part._replace(arguments=part.arguments + fragment)
         return text

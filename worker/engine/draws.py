@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]
@@ -42,7 +42,7 @@ def uniform(seed: int, position: int) -> float:
     return xxhash.xxh3_64_intdigest(position.to_bytes(8, "little"), seed) / 2.0**64
 
 
-def draw_from_top_k(logits: Matrix, samplings: Listing[contract.Sampling], us: Listing[float]) -> Indices:
+def draw_from_top_k(logits: Matrix, samplings: Listing[engine_request.Sampling], us: Listing[float]) -> Indices:
     """Draws a token from each row, for rows that have the same `top_k`, from 1 to the width of a row.
 
     `top_k` decides which of several equally likely tokens stay, so it must not depend on the other rows."""
@@ -52,13 +52,13 @@ def draw_from_top_k(logits: Matrix, samplings: Listing[contract.Sampling], us: L
     return np.take_along_axis(ids, chosen[:, None], axis=1)[:, 0]
 
 
-def draw_from_all(row: Row, sampling: contract.Sampling, u: float) -> int:
+def draw_from_all(row: Row, sampling: engine_request.Sampling, u: float) -> int:
     """Draws from a row in which many tokens may come next: the token of `draw_sorted`, mostly without sorting."""
     found = _draw_unsorted(row, sampling, u)
     return draw_sorted(row, sampling, u) if found is None else found
 
 
-def draw_sorted(row: Row, sampling: contract.Sampling, u: float) -> int:
+def draw_sorted(row: Row, sampling: engine_request.Sampling, u: float) -> int:
     """Defines what a draw is. Of equally likely tokens the one with the larger id comes first."""
     order = np.argsort(row, kind="stable")[::-1]
     if sampling.top_k:
@@ -68,7 +68,7 @@ def draw_sorted(row: Row, sampling: contract.Sampling, u: float) -> int:
 
 def draw_from_sorted(
     logits: "np.ndarray[tuple[int, int], np.dtype[np.float64]]",
-    samplings: Listing[contract.Sampling],
+    samplings: Listing[engine_request.Sampling],
     us: "np.ndarray[tuple[int, int], np.dtype[np.float64]]",
 ) -> Indices:
     """Draws an index from each row of logits, which are sorted, the largest first."""
@@ -109,7 +109,7 @@ def top_k_ids(logits: Matrix, count: int) -> "np.ndarray[tuple[int, int], np.dty
     return np.take_along_axis(candidates, order, axis=1)
 
 
-def _draw_unsorted(row: Row, sampling: contract.Sampling, u: float) -> int | None:
+def _draw_unsorted(row: Row, sampling: engine_request.Sampling, u: float) -> int | None:
     """Draws without sorting; None where the last bits of a sum decide, or equally likely tokens at a cut."""
     if 0 < sampling.top_k < len(row):
         least = np.partition(row, -sampling.top_k)[-sampling.top_k]

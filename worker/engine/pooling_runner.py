@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 from tokenbus.protocol.wire import internal
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
 from tokenbus.worker.engine.runner import Adapters, Copies, Embedder, Reranker
@@ -39,7 +39,7 @@ class PoolingRunner:
     def __repr__(self) -> str:
         return f"<PoolingRunner {self.config.source} {self.embedder or self.reranker!r}>"
 
-    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
+    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
         raise AssertionError("this model generates nothing")
 
     def remove_sequence(self, seq_no: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tokenbus.protocol.wire import internal
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
@@ -149,7 +149,7 @@ class Runner(Protocol):
         """Copies of blocks in host memory, to be opened before the first step; None where there can't be any."""
         ...
 
-    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
+    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
         """Prepares sampling for a sequence."""
         ...
 

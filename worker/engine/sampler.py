@@ -12,7 +12,7 @@ from collections.abc import Sequence as Listing
 import numpy as np
 import structlog
 
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.engine import draws
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
 from tokenbus.worker.engine.constraints.matcher import Matcher
@@ -29,7 +29,7 @@ class _Rules:
 
     __slots__ = ("bias_ids", "biases", "never", "not_yet", "sampling")
 
-    def __init__(self, sampling: contract.Sampling, end_token_ids: frozenset[int], vocab_size: int) -> None:
+    def __init__(self, sampling: engine_request.Sampling, end_token_ids: frozenset[int], vocab_size: int) -> None:
         assert sampling.logprobs is None or sampling.logprobs >= 0, sampling.logprobs
         self.sampling = sampling
         self.never = _known_ids(end_token_ids if sampling.ignore_eos else (), vocab_size)
@@ -70,8 +70,8 @@ class _RowLogprobs:
         ids = draws.top_k_ids(row[None], min(count, len(row)))[0].tolist() if count else []
         self._top = [(token_id, float(row[token_id]) - self._log_sum) for token_id in ids]
 
-    def of_token(self, token_id: int) -> contract.Logprob:
-        return contract.Logprob(token_id, float(self._logits[token_id]) - self._log_sum, self._top)
+    def of_token(self, token_id: int) -> engine_output.Logprob:
+        return engine_output.Logprob(token_id, float(self._logits[token_id]) - self._log_sum, self._top)
 
 
 class Sampler:
@@ -86,7 +86,7 @@ class Sampler:
     def __repr__(self) -> str:
         return f"<Sampler of {len(self._rules)} sequences>"
 
-    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
+    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
         assert seq_no not in self._rules, seq_no
         self._rules[seq_no] = _Rules(sampling, self._end_token_ids, self._vocab_size)
 

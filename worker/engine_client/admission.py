@@ -1,7 +1,7 @@
 """Decides which requests an engine can serve, and how many at a time; pure."""
 
 from tokenbus.protocol.wire import errors
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 
 
 class CapacityLimit:
@@ -29,7 +29,7 @@ class CapacityLimit:
             raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=retry_after_ms))
 
 
-def check(request: contract.EngineRequest, config: contract.EngineConfig) -> None:
+def check(request: engine_request.EngineRequest, config: contract.EngineConfig) -> None:
     """Raises RequestError for a request that this engine can't serve."""
     if "generate" not in config.features:
         raise errors.request_error(errors.Code.UNSUPPORTED, "this model generates nothing", param="model")

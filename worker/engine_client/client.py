@@ -12,26 +12,25 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_output, engine_request
 from tokenbus.worker.chat_format.answer_reader import AnswerReader
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client import admission, sequences
 from tokenbus.worker.engine_client.admission import CapacityLimit
+from tokenbus.worker.engine_client.calls.engine_adapters import EngineAdapters
+from tokenbus.worker.engine_client.calls.pending_calls import PendingCalls, ResultT
+from tokenbus.worker.engine_client.calls.pooling_calls import PoolingCalls
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
-from tokenbus.worker.engine_client.engine_adapters import EngineAdapters
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, Link
 from tokenbus.worker.engine_client.generation import Generation
 from tokenbus.worker.engine_client.listener import EngineListener
-from tokenbus.worker.engine_client.pending_calls import PendingCalls
 from tokenbus.worker.engine_client.sequences import OpenSequences
 from tokenbus.worker.engine_client.watchdog import StepWatchdog
 from tokenbus.worker.kv_exchange.prefill_speed import PrefillSpeed
 
 _CLOSE_TIMEOUT_S = 5.0
 _STALL_S = 1.0
-_MAX_POOLING = 64
-"""Requests for embeddings and scores that may be pending at the same time."""
 
 
 class EngineClient(asyncio.Protocol):
@@ -53,7 +52,7 @@ class EngineClient(asyncio.Protocol):
         self._ending: set[Generation] = set()
         """Generations that the tokens of their requests complete, until their sinks are told."""
         self._tokenizing: PendingCalls[list[int]] = PendingCalls()
-        self._pooling: PendingCalls[ipc.PoolResult] = PendingCalls()
+        self._pooling = PoolingCalls(self._send_if_alive)
         self._adapters = EngineAdapters(self._send, lambda: self._sequences.held_adapters)
         self._exporting: PendingCalls[ipc.ExportedBlocks] = PendingCalls()
         self._prefill_speed = PrefillSpeed()
@@ -93,7 +92,7 @@ class EngineClient(asyncio.Protocol):
         self._log.info("engine_ready", worker_id=worker_id, pid=link.pid, source=ready.config.source)
         return ready.config
 
-    def generate(self, request: contract.EngineRequest, sink: contract.Sink) -> None:
+    def generate(self, request: engine_request.EngineRequest, sink: engine_output.Sink) -> None:
         config = self._require_running()
         admission.check(request, config)
         self._adapters.check(request)
@@ -123,8 +122,7 @@ class EngineClient(asyncio.Protocol):
         return found.num_cached, found.blocks
 
     def put_blocks(self, prefix: contract.CachedPrefix, first: int, blocks: list[bytes]) -> None:
-        if self._config is not None and not self._is_dead:
-            self._send(ipc.PutBlocks(prefix, first, blocks))
+        self._send_if_alive(ipc.PutBlocks(prefix, first, blocks))
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
@@ -165,24 +163,21 @@ class EngineClient(asyncio.Protocol):
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         if not self._require_running().embedding_width:
             raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes no embeddings", param="model")
-        result = await self._pool(lambda call_id: ipc.EmbedCall(call_id, request))
-        return internal.EmbedResult(vectors=result.rows, prompt_tokens=result.prompt_tokens)
+        return await self._pool(lambda: self._pooling.embed(request))
 
     async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
         if "rerank" not in self._require_running().features:
             raise errors.request_error(errors.Code.UNSUPPORTED, "this model scores no documents", param="model")
-        result = await self._pool(lambda call_id: ipc.RerankCall(call_id, request))
-        return internal.RerankResult(scores=result.rows, prompt_tokens=result.prompt_tokens)
+        return await self._pool(lambda: self._pooling.rerank(request))
 
-    async def _pool(self, make_call: Callable[[int], ipc.EmbedCall | ipc.RerankCall]) -> ipc.PoolResult:
-        if len(self._pooling) >= _MAX_POOLING:
-            raise errors.request_error(errors.Code.OVERLOADED)
+    async def _pool(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        self._pooling.check()
         # an idle engine's last step is long ago
         if self._idle.is_set():
             self._watchdog.restart(time.monotonic())
         self._idle.clear()
         try:
-            return await self._pooling.call(lambda call_id: self._send(make_call(call_id)), self._abort_pooling)
+            return await call()
         finally:
             self._update_idle()
 
@@ -193,13 +188,8 @@ class EngineClient(asyncio.Protocol):
     def unload_adapter(self, digest: str) -> None:
         self._adapters.unload(digest)
 
-    def _abort_pooling(self, call_id: int) -> None:
-        if not self._is_dead:
-            self._send(ipc.AbortPooling(call_id))
-
     def clear_cache(self) -> None:
-        if self._config is not None and not self._is_dead:
-            self._send(ipc.ClearCache())
+        self._send_if_alive(ipc.ClearCache())
 
     def tokenizer_bundle(self) -> bytes | None:
         return self._bundle
@@ -298,6 +288,10 @@ class EngineClient(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(ipc.encode(command))
 
+    def _send_if_alive(self, command: ipc.Command) -> None:
+        if self._config is not None and not self._is_dead:
+            self._send(command)
+
     def data_received(self, data: bytes) -> None:
         """Takes bytes of the engine's reports; the transport calls it."""
         for body in self._frame_decoder.feed(data):
@@ -317,8 +311,8 @@ class EngineClient(asyncio.Protocol):
                 self._adapters.loaded(loaded)
             case ipc.ExportedBlocks(call_id) as exported:
                 self._exporting.resolve(call_id, exported)
-            case ipc.PoolResult(call_id, error=error) as result:
-                self._pooling.end(call_id, result, error)
+            case ipc.PoolResult() as result:
+                self._pooling.ended(result)
             case ipc.StepIsolated(number):
                 self._link.crash_attribution.step_isolated(self, number)
             case ipc.Loading(fraction):
@@ -394,7 +388,7 @@ class EngineClient(asyncio.Protocol):
         """Fails the pending calls, and says that sinks have received all that they will for now."""
         self._tokenizing.fail_all()
         self._exporting.fail_all()
-        self._pooling.fail_all()
+        self._pooling.lose_engine()
         self._adapters.lose_engine()
         self._update_idle()
         self.listener.step_done()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from tokenbus.protocol.wire import codec, errors, messages
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.chat_format.answer_reader import AnswerReader
 from tokenbus.worker.engine.process.ipc import SequenceOutput
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, FinishRule
@@ -44,8 +44,8 @@ class Generation:
 
     def __init__(
         self,
-        request: contract.EngineRequest,
-        sink: contract.Sink,
+        request: engine_request.EngineRequest,
+        sink: engine_output.Sink,
         token_bytes: Sequence[bytes],
         accepted_at: float,
         reader: AnswerReader | None = None,
@@ -59,7 +59,7 @@ class Generation:
         self._elapsed_ms = 0.0
         """The completion's age when it was accepted here."""
         self.started_at: float | None = None
-        self._first_token: contract.FirstToken | None = None
+        self._first_token: engine_output.FirstToken | None = None
         self.last_token_at: float | None = None
         self.sampled = array("I")
         """The tokens that another engine needs after the prompt to continue."""
@@ -93,15 +93,15 @@ class Generation:
         rule = FinishRule(self.request.sampling, end_token_ids, constrained=constrained)
         if self._reader is None:
             texts = self._add_resumed(resumed.token_ids, rule)
-            parts: dict[int, contract.AnswerParts] = {}
+            parts: dict[int, engine_output.AnswerParts] = {}
         else:
             texts, parts = self._read_resumed(resumed.token_ids, rule)
         self.sampled.extend(resumed.token_ids)
         self._elapsed_ms = resumed.elapsed_ms
-        self._first_token = contract.FirstToken(
+        self._first_token = engine_output.FirstToken(
             cached_tokens=resumed.cached_tokens, queue_ms=resumed.queue_ms, prefill_ms=resumed.prefill_ms
         )
-        whole = contract.Output(
+        whole = engine_output.Output(
             token_ids=resumed.token_ids,
             text="".join(texts),
             logprobs=resumed.logprobs,
@@ -112,7 +112,7 @@ class Generation:
 
     def end_resumed(self, now: float) -> None:
         """Ends a generation that was complete with the last token that the request gave."""
-        self._complete(contract.Output(token_ids=[], text=""), now)
+        self._complete(engine_output.Output(token_ids=[], text=""), now)
 
     def begin(self, now: float) -> None:
         """An engine has started to compute it; the first start counts as the end of its queue time."""
@@ -128,14 +128,14 @@ class Generation:
         seen = messages.Progress(
             prompt_tokens=len(self.request.token_ids), processed_tokens=processed_tokens, cached_tokens=cached_tokens
         )
-        self._hand_out(contract.Output(token_ids=[], text="", progress=seen))
+        self._hand_out(engine_output.Output(token_ids=[], text="", progress=seen))
         return self._sink_failed
 
     def constraint_ready(self) -> bool:
         """Says that the constraint is compiled, unless that is old news; returns whether the sink failed."""
         if not self._is_constraint_ready:
             self._is_constraint_ready = True
-            self._hand_out(contract.Output(token_ids=[], text="", is_constraint_ready=True))
+            self._hand_out(engine_output.Output(token_ids=[], text="", is_constraint_ready=True))
         return self._sink_failed
 
     def advance(self, output: SequenceOutput, now: float) -> bool:
@@ -155,7 +155,7 @@ class Generation:
         if count < len(token_ids):
             token_ids, logprobs = token_ids[:count], logprobs[:count]
         self.sampled.extend(token_ids)
-        made = contract.Output(token_ids=token_ids, text=text, logprobs=logprobs, first_token=first_token)
+        made = engine_output.Output(token_ids=token_ids, text=text, logprobs=logprobs, first_token=first_token)
         if self._ending is None:
             self._hand_out(self._with_parts(made))
             return self.has_ended or self._sink_failed  # its sink may have cancelled it
@@ -164,7 +164,7 @@ class Generation:
 
     def cancel(self, now: float) -> None:
         held = self._rest(self._detokenizer.flush(), cut_off=True)
-        self._finish(contract.Output(token_ids=[], text=held, finish_reason=messages.FinishReason.CANCELLED), now)
+        self._finish(engine_output.Output(token_ids=[], text=held, finish_reason=messages.FinishReason.CANCELLED), now)
 
     def fail(self, code: errors.Code, now: float) -> None:
         """Ends it with an error because its engine is gone."""
@@ -190,11 +190,11 @@ class Generation:
 
     def _read_resumed(
         self, token_ids: list[int], rule: FinishRule
-    ) -> tuple[list[str], dict[int, contract.AnswerParts]]:
+    ) -> tuple[list[str], dict[int, engine_output.AnswerParts]]:
         """Does the same for an answer that is parsed; returns also what else came with tokens."""
         assert self._reader is not None
         texts: list[str] = []
-        parts: dict[int, contract.AnswerParts] = {}
+        parts: dict[int, engine_output.AnswerParts] = {}
         for place, token_id in enumerate(token_ids):
             if self._ending is not None:
                 raise _ends_early(place - 1, token_ids)
@@ -237,7 +237,7 @@ class Generation:
             return text, _Ending(messages.FinishReason.LENGTH, held_text=self._detokenizer.flush())
         return text, None
 
-    def _complete(self, last: contract.Output, now: float) -> None:
+    def _complete(self, last: engine_output.Output, now: float) -> None:
         assert self._ending is not None, self
         reason, stop_match, held = self._ending
         is_done = reason is messages.FinishReason.STOP and isinstance(stop_match, int)
@@ -252,7 +252,7 @@ class Generation:
             return held
         return self._reader.read_text(held) + self._reader.finish(cut_off=cut_off)
 
-    def _with_parts(self, output: contract.Output) -> contract.Output:
+    def _with_parts(self, output: engine_output.Output) -> engine_output.Output:
         """Returns an output with the reasoning and the tool calls that were read since the last one."""
         if self._reader is None or not self._reader.has_parts:
             return output
@@ -267,17 +267,17 @@ class Generation:
 
     def _fail(self, error: errors.Error, now: float) -> None:
         self._finish(
-            contract.Output(token_ids=[], text="", finish_reason=messages.FinishReason.ERROR, error=error), now
+            engine_output.Output(token_ids=[], text="", finish_reason=messages.FinishReason.ERROR, error=error), now
         )
 
-    def _finish(self, terminal: contract.Output, now: float) -> None:
+    def _finish(self, terminal: engine_output.Output, now: float) -> None:
         """Hands out the terminal, with usage and timings."""
         assert not self.has_ended, self
         self.has_ended = True
         terminal = codec.replace(terminal, usage=self._usage(), timings=self._timings(now))
         self._hand_out(self._with_parts(terminal))
 
-    def _hand_out(self, output: contract.Output) -> None:
+    def _hand_out(self, output: engine_output.Output) -> None:
         try:
             self._sink(output)
         except Exception as error:  # a bug in one sink ends its own stream, and never the step of its neighbours
@@ -295,10 +295,10 @@ class Generation:
             reasoning_tokens=UNSET if self._reader is None else self._reader.reasoning_tokens,
         )
 
-    def _account(self, now: float, cached_tokens: int = 0) -> contract.FirstToken:
+    def _account(self, now: float, cached_tokens: int = 0) -> engine_output.FirstToken:
         """Says how it came to its first token, if that came now."""
         started = now if self.started_at is None else self.started_at
-        return contract.FirstToken(
+        return engine_output.FirstToken(
             cached_tokens=cached_tokens, queue_ms=_ms(started - self.accepted_at), prefill_ms=_ms(now - started)
         )
 

@@ -10,7 +10,7 @@ from tokenbus.protocol.telemetry.metrics import (
     MetricFamilies,
 )
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process import ipc
 
@@ -158,7 +158,7 @@ class ReplicaMetrics:
             (metrics.cache_hits.labels(*own), "cached_tokens"),
         ]
         self._compile = metrics.compile.labels(*own)
-        for kind in contract.ConstraintKind:
+        for kind in engine_request.ConstraintKind:
             metrics.constrained.labels(*own, kind)
         for is_complete in ("true", "false"):
             metrics.tool_calls.labels(*own, is_complete)
@@ -202,7 +202,7 @@ class ReplicaMetrics:
         self._metrics.tool_calls.labels(*own, "true").inc(tool_calls - has_incomplete_call)
         self._metrics.tool_calls.labels(*own, "false").inc(has_incomplete_call)
 
-    def request_constrained(self, kind: contract.ConstraintKind) -> None:
+    def request_constrained(self, kind: engine_request.ConstraintKind) -> None:
         """A request is accepted whose output is constrained."""
         self._metrics.constrained.labels(*self._own_labels, kind).inc()
 

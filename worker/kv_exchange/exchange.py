@@ -7,7 +7,7 @@ import structlog
 
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.wire import block_hash, internal, subjects
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
@@ -74,7 +74,9 @@ class KvExchange:
             and bool(self._config.kv_identity)
         )
 
-    def start_fetch(self, run: internal.Run, request: contract.EngineRequest, on_done: Callable[[Fetch], None]) -> None:
+    def start_fetch(
+        self, run: internal.Run, request: engine_request.EngineRequest, on_done: Callable[[Fetch], None]
+    ) -> None:
         """Fetches blocks for a request that the engine holds back. Calls `on_done` when that has ended, however it did,
         unless it is cancelled."""
         self._fetches[request.key] = asyncio.create_task(self._fetch(run, request, on_done))
@@ -99,7 +101,7 @@ class KvExchange:
         return self._engine is not None and self._engine.load().running > 0
 
     async def _fetch(
-        self, run: internal.Run, request: contract.EngineRequest, on_done: Callable[[Fetch], None]
+        self, run: internal.Run, request: engine_request.EngineRequest, on_done: Callable[[Fetch], None]
     ) -> None:
         source, engine, config = run.fetch_from, self._engine, self._config
         assert source is not None

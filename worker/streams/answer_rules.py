@@ -12,7 +12,7 @@ import msgspec
 
 from tokenbus.protocol.wire import errors, internal, tools
 from tokenbus.protocol.wire.params import GenerationParams
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.chat_format.grammar.answer import calls_grammar, reasoning_grammar
 from tokenbus.worker.chat_format.grammar.lark import GrammarError
@@ -23,8 +23,8 @@ _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 class AnswerRules(NamedTuple):
     """The parsing of an answer, and the constraint on it."""
 
-    parsing: contract.OutputParsing | None
-    constraint: contract.Constraint | None
+    parsing: engine_request.OutputParsing | None
+    constraint: engine_request.Constraint | None
     forbidden: tuple[int, ...] = ()
     """Tokens that it must not have: those that open a call, if none may be made."""
 
@@ -40,7 +40,7 @@ def answer_rules(
         return AnswerRules(None, to_constraint(asked))
     callable_tools = _parameters(asked)
     generation_prompt = chat.generation_prompt(prompt)
-    parsing = contract.OutputParsing(
+    parsing = engine_request.OutputParsing(
         tools=callable_tools or None, generation_prompt=generation_prompt, hold_calls=not asked.is_streamed
     )
     constraint = None
@@ -66,7 +66,7 @@ def _parameters(asked: GenerationParams) -> dict[str, dict[str, Any]]:
 
 def _chat_constraint(
     asked: GenerationParams, callable_tools: dict[str, dict[str, Any]], chat: ChatRules, *, in_reasoning: bool
-) -> contract.Constraint | None:
+) -> engine_request.Constraint | None:
     wanted = to_constraint(asked)
     is_required = bool(asked.tool_choice) and asked.tool_choice != "auto"
     try:
@@ -83,8 +83,8 @@ def _chat_constraint(
             rule_params = _rule_params(asked, callable_tools)
             if wanted is not None:  # without calls, the answer is what these match
                 rule_params |= dict.fromkeys(("content", "answer"), wanted.param)
-            return contract.Constraint(
-                kind=contract.ConstraintKind.LARK, source=source, param="tools", rule_params=rule_params
+            return engine_request.Constraint(
+                kind=engine_request.ConstraintKind.LARK, source=source, param="tools", rule_params=rule_params
             )
         if wanted is None:
             return None
@@ -103,21 +103,21 @@ def _rule_params(asked: GenerationParams, callable_tools: Collection[str]) -> di
     return {f"call_{rule}": f"tools[{places[name]}].function.parameters" for rule, name in enumerate(callable_tools)}
 
 
-def to_constraint(asked: GenerationParams) -> contract.Constraint | None:
+def to_constraint(asked: GenerationParams) -> engine_request.Constraint | None:
     """Returns what the answer's text has to be; None if it may be any text."""
-    wanted, kinds = asked.response_format, contract.ConstraintKind
+    wanted, kinds = asked.response_format, engine_request.ConstraintKind
     if wanted is not None and wanted.type == "json_object":
-        return contract.Constraint(kind=kinds.JSON_SCHEMA, source='{"type":"object"}', param="response_format")
+        return engine_request.Constraint(kind=kinds.JSON_SCHEMA, source='{"type":"object"}', param="response_format")
     if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is not None:
         source = msgspec.json.encode(wanted.json_schema.schema).decode()
         param = "response_format.json_schema.schema"
-        return contract.Constraint(kind=kinds.JSON_SCHEMA, source=source, param=param)
+        return engine_request.Constraint(kind=kinds.JSON_SCHEMA, source=source, param=param)
     if asked.regex:
-        return contract.Constraint(kind=kinds.REGEX, source=asked.regex, param="regex")
+        return engine_request.Constraint(kind=kinds.REGEX, source=asked.regex, param="regex")
     if asked.choice:
         source = msgspec.json.encode(asked.choice).decode()
-        return contract.Constraint(kind=kinds.CHOICE, source=source, param="choice")
+        return engine_request.Constraint(kind=kinds.CHOICE, source=source, param="choice")
     if asked.grammar:
         kind = kinds.GBNF if _GBNF_RULE.search(asked.grammar) else kinds.LARK
-        return contract.Constraint(kind=kind, source=asked.grammar, param="grammar")
+        return engine_request.Constraint(kind=kind, source=asked.grammar, param="grammar")
     return None

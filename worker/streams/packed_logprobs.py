@@ -9,12 +9,12 @@ packed tokens can be put together, and cut apart, without being read:
 import struct
 from collections.abc import Iterable
 
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 
 _RECORD = struct.Struct("<Id")
 
 
-def pack(logprobs: Iterable[contract.Logprob]) -> bytes:
+def pack(logprobs: Iterable[engine_output.Logprob]) -> bytes:
     """Packs log probabilities; all of them must have the same number of alternatives."""
     return b"".join(
         _RECORD.pack(token_id, logprob)
@@ -23,7 +23,7 @@ def pack(logprobs: Iterable[contract.Logprob]) -> bytes:
     )
 
 
-def unpack(data: bytes, num_alternatives: int) -> list[contract.Logprob]:
+def unpack(data: bytes, num_alternatives: int) -> list[engine_output.Logprob]:
     """Reverses `pack` for tokens with so many alternatives each. Raises ValueError if the data can't be that."""
     width = 1 + num_alternatives
     if len(data) % (width * _RECORD.size):
@@ -33,7 +33,7 @@ def unpack(data: bytes, num_alternatives: int) -> list[contract.Logprob]:
     if not all(logprob <= 0 for _, logprob in records):
         raise ValueError("a log probability is above 0")
     return [
-        contract.Logprob(token_id, logprob, records[at + 1 : at + width])
+        engine_output.Logprob(token_id, logprob, records[at + 1 : at + width])
         for at, (token_id, logprob) in enumerate(records)
         if at % width == 0
     ]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from tokenbus.protocol.wire import block_hash, messages
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 
 _JSON_GROWTH = 6
 """A control character of one byte becomes six bytes of JSON."""
@@ -37,7 +37,7 @@ class Segment(NamedTuple):
     text_offset: int
     text: str
     token_ids: list[int]
-    logprobs: list[contract.Logprob]
+    logprobs: list[engine_output.Logprob]
     """One per token if the request asked for them, else empty."""
     reasoning_offset: int = 0
     reasoning: str = ""
@@ -140,8 +140,8 @@ class ReplayBuffer:
         self,
         token_ids: Sequence[int],
         texts: Sequence[str],
-        logprobs: Sequence[contract.Logprob] = (),
-        parts: Mapping[int, contract.AnswerParts] | None = None,
+        logprobs: Sequence[engine_output.Logprob] = (),
+        parts: Mapping[int, engine_output.AnswerParts] | None = None,
     ) -> None:
         """Adds what another worker has published: tokens, the text of each, what else came with some of them, and the
         log probabilities of the last ones. If those are kept, the tokens before can't be published again."""
@@ -164,9 +164,9 @@ class ReplayBuffer:
         self,
         token_ids: Sequence[int],
         text: str,
-        logprobs: Sequence[contract.Logprob] = (),
+        logprobs: Sequence[engine_output.Logprob] = (),
         reasoning: str = "",
-        tool_calls: Sequence[contract.ToolCallPart] = (),
+        tool_calls: Sequence[engine_output.ToolCallPart] = (),
     ) -> None:
         """Adds what was sampled and published next; what comes without a token belongs to the last token."""
         if self._num_logprobs:
@@ -175,7 +175,7 @@ class ReplayBuffer:
                 self._append_logprob(one)
         self._append_texts(token_ids, text, reasoning, tool_calls)
 
-    def to_deltas(self, parts: Sequence[contract.ToolCallPart]) -> list[messages.ToolCallDelta]:
+    def to_deltas(self, parts: Sequence[engine_output.ToolCallPart]) -> list[messages.ToolCallDelta]:
         """Returns parts of tool calls, which are about to be appended, as they are published."""
         return [_to_delta(part, self._arguments_bytes(part.call)) for part in parts]
 
@@ -209,14 +209,14 @@ class ReplayBuffer:
         """Returns the token ids from `start` up to `stop` in the form in which they are sent."""
         return block_hash.pack_token_ids(self._token_ids[start:stop])
 
-    def logprobs(self, start: int, stop: int) -> list[contract.Logprob]:
+    def logprobs(self, start: int, stop: int) -> list[engine_output.Logprob]:
         """Returns the log probabilities of the tokens from `start` up to `stop`, if they are kept."""
         width = self._num_logprobs
         found = []
         first = max(0, start - self._first)
         for at in range(first * width, (stop - self._first) * width, width) if width else ():
             pairs = list(zip(self._logprob_ids[at : at + width], self._logprobs[at : at + width], strict=True))
-            found.append(contract.Logprob(*pairs[0], top=pairs[1:]))
+            found.append(engine_output.Logprob(*pairs[0], top=pairs[1:]))
         return found
 
     @property
@@ -229,7 +229,7 @@ class ReplayBuffer:
         return self._reasoning is not None or self._arguments is not None
 
     def _append_texts(
-        self, token_ids: Sequence[int], text: str, reasoning: str, tool_calls: Sequence[contract.ToolCallPart]
+        self, token_ids: Sequence[int], text: str, reasoning: str, tool_calls: Sequence[engine_output.ToolCallPart]
     ) -> None:
         """Adds tokens, and all that came with them but their log probabilities."""
         if reasoning or tool_calls or self._has_parts:
@@ -237,7 +237,7 @@ class ReplayBuffer:
         self._token_ids.extend(token_ids)
         self._text.append(len(token_ids), text)
 
-    def _append_parts(self, num_tokens: int, reasoning: str, tool_calls: Sequence[contract.ToolCallPart]) -> None:
+    def _append_parts(self, num_tokens: int, reasoning: str, tool_calls: Sequence[engine_output.ToolCallPart]) -> None:
         """Adds what came with tokens that are about to be added themselves."""
         if reasoning and self._reasoning is None:
             self._reasoning = _Track(self.num_tokens)
@@ -248,7 +248,7 @@ class ReplayBuffer:
         if self._arguments is not None:
             self._append_calls(num_tokens, tool_calls)
 
-    def _append_calls(self, num_tokens: int, parts: Sequence[contract.ToolCallPart]) -> None:
+    def _append_calls(self, num_tokens: int, parts: Sequence[engine_output.ToolCallPart]) -> None:
         assert self._arguments is not None
         self._arguments.append(num_tokens, "")
         for part in parts:
@@ -277,7 +277,7 @@ class ReplayBuffer:
             since, until = max(first_byte, call.start), min(end_byte, ends)
             if is_new or since < until:
                 name = (call.id, call.name) if is_new else ("", "")
-                part = contract.ToolCallPart(index, arguments.data[since:until].decode(), *name)
+                part = engine_output.ToolCallPart(index, arguments.data[since:until].decode(), *name)
                 yield _to_delta(part, since - call.start)
 
     def _last_that_fits(self, start: int, end: int, max_bytes: int) -> int:
@@ -295,7 +295,7 @@ class ReplayBuffer:
             low, high = (middle, high) if size <= max_bytes else (low, middle - 1)
         return low
 
-    def _append_logprob(self, one: contract.Logprob) -> None:
+    def _append_logprob(self, one: engine_output.Logprob) -> None:
         alternatives = one.top[: self._num_logprobs - 1]
         assert len(alternatives) == self._num_logprobs - 1, one
         self._logprob_ids.append(one.token_id)
@@ -305,7 +305,7 @@ class ReplayBuffer:
             self._logprobs.append(logprob)
 
 
-def _to_delta(part: contract.ToolCallPart, arguments_offset: int) -> messages.ToolCallDelta:
+def _to_delta(part: engine_output.ToolCallPart, arguments_offset: int) -> messages.ToolCallDelta:
     return messages.ToolCallDelta(
         index=part.call,
         id=part.id or UNSET,

@@ -6,7 +6,7 @@ import structlog
 
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors, messages, subjects
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.streams.stream import Stream
 
@@ -24,7 +24,7 @@ class RequestTelemetry:
     def __repr__(self) -> str:
         return f"<RequestTelemetry of {self._worker_id}>"
 
-    def started(self, stream: Stream, request: contract.EngineRequest, headers: tracing.Headers) -> None:
+    def started(self, stream: Stream, request: engine_request.EngineRequest, headers: tracing.Headers) -> None:
         """A stream starts, with a span below that of the router that dispatched it, if `headers` name one."""
         attributes: tracing.Attributes = {
             tracing.MODEL: self._model,

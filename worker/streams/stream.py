@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
@@ -106,7 +106,7 @@ class Stream:
         empty = self._empty(self._replay_buffer.num_tokens, self._replay_buffer.text_bytes)
         return codec.replace(empty, hash_scheme=self.hash_scheme, progress=progress)
 
-    def resume(self, output: contract.Output) -> None:
+    def resume(self, output: engine_output.Output) -> None:
         """Takes the tokens that the client already has from another worker, so that they can be replayed."""
         assert output.resumed_texts is not None, output
         self._replay_buffer.append_resumed(
@@ -114,7 +114,7 @@ class Stream:
         )
         self.num_resumed = self._replay_buffer.num_tokens
 
-    def chunk(self, output: contract.Output) -> messages.Chunk | None:
+    def chunk(self, output: engine_output.Output) -> messages.Chunk | None:
         """Returns the chunk that carries an engine's output, or None if the terminal will."""
         if output.progress is not None:
             return self.head(output.progress)
@@ -188,7 +188,7 @@ class Stream:
         """Frees memory that is of no use once the stream has ended."""
         self.run = codec.replace(self.run, token_ids=b"")
 
-    def pack_logprobs(self, output: contract.Output) -> bytes:
+    def pack_logprobs(self, output: engine_output.Output) -> bytes:
         """Returns the log probabilities of an output's tokens in packed form; empty if none were asked for."""
         if self.run.params.logprobs is None:
             return b""
@@ -256,7 +256,7 @@ class Stream:
             created=self.created,
         )
 
-    def _output_chunk(self, output: contract.Output) -> messages.Chunk:
+    def _output_chunk(self, output: engine_output.Output) -> messages.Chunk:
         """Returns a chunk with an output that is about to be added to the replay buffer."""
         buffer, token_ids = self._replay_buffer, output.token_ids
         chunk = self._tokens_chunk(
@@ -267,7 +267,7 @@ class Stream:
             return _with_parts(chunk, buffer.reasoning_bytes, output.reasoning, deltas)
         return chunk
 
-    def _append(self, output: contract.Output) -> None:
+    def _append(self, output: engine_output.Output) -> None:
         self._replay_buffer.append(output.token_ids, output.text, output.logprobs, output.reasoning, output.tool_calls)
 
     def _segment_chunk(self, segment: Segment) -> messages.Chunk:
@@ -284,7 +284,7 @@ class Stream:
         text_offset: int,
         text: str,
         token_ids: list[int],
-        logprobs: list[contract.Logprob],
+        logprobs: list[engine_output.Logprob],
     ) -> messages.Chunk:
         """Returns a chunk with tokens and their text."""
         asked = self.run.params
@@ -299,7 +299,7 @@ class Stream:
             logprobs=UNSET if asked.logprobs is None else self._named_logprobs(logprobs),
         )
 
-    def _terminal(self, output: contract.Output) -> messages.Chunk:
+    def _terminal(self, output: engine_output.Output) -> messages.Chunk:
         if self.is_streamed:
             last = self._output_chunk(output)
         else:
@@ -322,7 +322,7 @@ class Stream:
             routing=codec.unset_if_none(self.run.routing),
         )
 
-    def _timings(self, output: contract.Output) -> messages.Timings | UnsetType:
+    def _timings(self, output: engine_output.Output) -> messages.Timings | UnsetType:
         if output.timings is None or self.fetch is None:
             return codec.unset_if_none(output.timings)
         cached = output.usage.cached_tokens if output.usage is not None else 0
@@ -344,7 +344,7 @@ class Stream:
             fetch_ms=fetch.seconds * 1e3,
         )
 
-    def _to_first_token(self, found: contract.FirstToken) -> internal.FirstToken:
+    def _to_first_token(self, found: engine_output.FirstToken) -> internal.FirstToken:
         return internal.FirstToken(
             stream_no=self.stream_no,
             cached_tokens=found.cached_tokens,
@@ -353,7 +353,7 @@ class Stream:
             max_tokens=self.max_tokens,
         )
 
-    def _named_logprobs(self, logprobs: list[contract.Logprob]) -> list[messages.TokenLogprob]:
+    def _named_logprobs(self, logprobs: list[engine_output.Logprob]) -> list[messages.TokenLogprob]:
         """Returns log probabilities with the texts of their tokens."""
         named = []
         for one in logprobs:

@@ -14,7 +14,7 @@ from functools import partial
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_output
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.chat_format.chat_rules import ChatRules
@@ -23,9 +23,9 @@ from tokenbus.worker.frontend.settings import FrontendSettings
 from tokenbus.worker.kv_exchange.exchange import KvExchange
 from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.streams.early_cancels import EarlyCancels
-from tokenbus.worker.streams.engine_request import to_engine_request
 from tokenbus.worker.streams.liveness import ClientLiveness
 from tokenbus.worker.streams.request_telemetry import RequestTelemetry
+from tokenbus.worker.streams.run_request import to_engine_request
 from tokenbus.worker.streams.stream import Stream
 from tokenbus.worker.validator import StreamValidator
 
@@ -259,7 +259,7 @@ class Streams:
         token_bytes, stream_no = self._engine.token_bytes, next(self._stream_nos)
         stream = Stream(run, announcer.model, announcer.worker_id, now, gone, token_bytes, scheme, stream_no)
         stream.max_tokens = request.sampling.max_tokens
-        sink: contract.Sink = partial(self._put, stream)
+        sink: engine_output.Sink = partial(self._put, stream)
         if self.settings.debug:
             sink = StreamValidator(request, sink)
         self._engine.generate(request, partial(self._guard, stream, sink))
@@ -329,7 +329,7 @@ class Streams:
         if run.request_id in self._streams:
             raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
 
-    def _guard(self, stream: Stream, sink: contract.Sink, output: contract.Output) -> None:
+    def _guard(self, stream: Stream, sink: engine_output.Sink, output: engine_output.Output) -> None:
         """The error boundary of a stream: a bug in it ends this stream in `internal`, and no other."""
         # resumed tokens come before the stream is open, and an aborted engine request may still have outputs
         if not output.is_resumed and (stream.terminal is not None or self._streams.get(stream.key) is not stream):
@@ -342,7 +342,7 @@ class Streams:
                 raise errors.request_error(errors.Code.INTERNAL) from None
             self._outbox.fail(stream)
 
-    def _put(self, stream: Stream, output: contract.Output) -> None:
+    def _put(self, stream: Stream, output: engine_output.Output) -> None:
         if output.is_resumed:
             stream.resume(output)
             return

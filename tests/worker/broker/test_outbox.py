@@ -11,7 +11,7 @@ from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
@@ -20,7 +20,7 @@ from tokenbus.worker.streams.request_telemetry import RequestTelemetry
 from tokenbus.worker.streams.stream import Stream
 
 TIMINGS = messages.Timings(queue_ms=0, prefill_ms=0, ttft_ms=0, decode_ms=0, total_ms=0)
-FIRST_TOKEN = contract.FirstToken(cached_tokens=4, queue_ms=1.5, prefill_ms=2.5)
+FIRST_TOKEN = engine_output.FirstToken(cached_tokens=4, queue_ms=1.5, prefill_ms=2.5)
 _events = codec.Decoder(internal.Events)
 _seals = codec.Decoder(internal.Seal)
 _chunks = codec.Decoder(messages.Chunk)
@@ -42,7 +42,7 @@ class Sender:
         self.announcer.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config(), None)
         self.bus.take()
 
-    def put(self, stream: Stream, *outputs: contract.Output) -> None:
+    def put(self, stream: Stream, *outputs: engine_output.Output) -> None:
         for one in outputs:
             self.outbox.put(stream, one, 1.0)
 
@@ -96,8 +96,8 @@ def stream(name: str = "r1", number: int = 0, token_bytes: tuple[bytes, ...] = (
     return Stream(run, "demo", "w1", now=0.0, token_bytes=token_bytes, stream_no=number)
 
 
-def output(text: str, *token_ids: int, last: bool = False) -> contract.Output:
-    plain = contract.Output(token_ids=list(token_ids or (1,)), text=text)
+def output(text: str, *token_ids: int, last: bool = False) -> engine_output.Output:
+    plain = engine_output.Output(token_ids=list(token_ids or (1,)), text=text)
     if not last:
         return plain
     usage = messages.Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2, cached_tokens=0)
@@ -147,7 +147,7 @@ async def test_an_entry_announces_the_end_of_a_stream_after_its_terminal_and_sea
 async def test_a_terminal_without_tokens_needs_no_entry_before_it() -> None:
     sender, one = Sender(), stream()
     error = errors.make_error(errors.Code.WORKER_LOST)
-    sender.put(one, contract.Output(token_ids=[], text="", finish_reason=messages.FinishReason.ERROR, error=error))
+    sender.put(one, engine_output.Output(token_ids=[], text="", finish_reason=messages.FinishReason.ERROR, error=error))
     assert kinds(sender.flush()) == ["Chunk", "Events"]
 
 
@@ -217,7 +217,7 @@ async def test_more_tokens_than_fit_one_entry_are_in_several_before_their_chunks
 async def test_log_probabilities_are_in_the_entry_as_they_are_kept_if_they_were_asked_for() -> None:
     pieces = (b"a", b"b", b"c")
     sender, one, other = Sender(), stream("r1", 3, pieces, logprobs=1), stream("r2", 4, pieces)
-    seen = [contract.Logprob(token_id, -0.5, [(2, -0.25), (0, -3.0)]) for token_id in (0, 1)]
+    seen = [engine_output.Logprob(token_id, -0.5, [(2, -0.25), (0, -3.0)]) for token_id in (0, 1)]
     for number, logprob in enumerate(seen):
         sender.put(one, msgspec.structs.replace(output("x", number), logprobs=[logprob]))
         sender.put(other, msgspec.structs.replace(output("x", number), logprobs=[logprob]))
@@ -244,7 +244,7 @@ async def test_a_client_that_wants_no_stream_gets_no_chunk_before_the_end_but_it
 
 async def test_tokens_of_another_worker_are_not_published_again() -> None:
     sender, one = Sender(), stream()
-    one.resume(contract.Output(token_ids=[5, 6], text="né", resumed_texts=["n", "é"]))
+    one.resume(engine_output.Output(token_ids=[5, 6], text="né", resumed_texts=["n", "é"]))
     sender.outbox.put_head(one, 1.0)
     (head,) = sender.flush()
     assert isinstance(head, messages.Chunk)
@@ -344,7 +344,7 @@ async def test_what_a_stream_had_to_publish_is_forgotten_with_it() -> None:
     sender, one, two = Sender(), stream("r1", 1, (b"a", b"b"), logprobs=0), stream("r2", 2)
     sender.put(
         one,
-        msgspec.structs.replace(output("a"), logprobs=[contract.Logprob(1, -1.0)], first_token=FIRST_TOKEN),
+        msgspec.structs.replace(output("a"), logprobs=[engine_output.Logprob(1, -1.0)], first_token=FIRST_TOKEN),
     )
     sender.put(two, output("b", 9))
     sender.outbox.remove(one)
@@ -506,9 +506,9 @@ async def test_an_error_terminal_has_its_error_in_headers_too() -> None:
 async def test_a_stream_that_fails_ends_alone_and_nothing_of_the_output_at_which_it_failed_is_published() -> None:
     sender, broken, other = Sender(), stream("r1", 1, (b"a",), logprobs=0), stream("r2", 2)
     sender.put(other, output("o", 8))
-    sender.put(broken, msgspec.structs.replace(output("x", 0), logprobs=[contract.Logprob(0, -1.0)]))
+    sender.put(broken, msgspec.structs.replace(output("x", 0), logprobs=[engine_output.Logprob(0, -1.0)]))
     with pytest.raises(IndexError):
-        sender.put(broken, msgspec.structs.replace(output("y", 77), logprobs=[contract.Logprob(77, -1.0)]))
+        sender.put(broken, msgspec.structs.replace(output("y", 77), logprobs=[engine_output.Logprob(77, -1.0)]))
     sender.outbox.fail(broken)
     published = sender.flush()
     assert kinds(published) == ["Events", "Chunk", "Chunk", "Chunk", "Events"]

@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from tests.worker.broker.test_outbox import Published, Sender, chunks_in, decoded, entries_in, output, stream, tokens_in
 from tokenbus.protocol.wire import internal, messages
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 from tokenbus.worker.streams.stream import Stream
 
 TEXTS = st.sampled_from(["", "a", "né", "😀 and more"])
@@ -121,7 +121,7 @@ class OutboxHistory(RuleBasedStateMachine):
     def _takes_outputs(self, one: Record) -> bool:
         return one in self.live and not one.has_ended
 
-    def _put(self, one: Record, count: int, made: contract.Output) -> None:
+    def _put(self, one: Record, count: int, made: engine_output.Output) -> None:
         if not self._takes_outputs(one):
             return
         token_ids = list(range(self.num_tokens, self.num_tokens + count))

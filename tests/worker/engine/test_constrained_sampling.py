@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.sampling import asked, some_logits
 from tests.support.tiny_vocabulary import END, OTHER_END, TOKENS, compiler, constraint, decode, encode
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine import draws
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
 from tokenbus.worker.engine.constraints.matcher import Matcher
@@ -23,7 +23,7 @@ ENDS = frozenset({END, OTHER_END})
 VOCAB = len(TOKENS)
 
 
-def sequence(source: str | None, sampling: contract.Sampling, seq_no: int = 1) -> Sequence:
+def sequence(source: str | None, sampling: engine_request.Sampling, seq_no: int = 1) -> Sequence:
     matcher = None if source is None else COMPILER.compile(constraint("regex", source))
     return Sequence(seq_no, array("I", [7]), sampling, ENDS, matcher=matcher)
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.engines import DEMO, ONNX, Recorder, demo_engine, gqa_demo
 from tokenbus.demo import chats, corpus
 from tokenbus.protocol.wire import internal, messages
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine_client.client import EngineClient
 
 NUM_PROMPTS = 120
@@ -52,9 +52,9 @@ class Started:
 
     def ask(self, token_ids: list[int], *, cache: bool) -> Recorder:
         recorder = Recorder()
-        sampling = contract.Sampling(max_tokens=TOKENS, ignore_eos=True, logprobs=3)
+        sampling = engine_request.Sampling(max_tokens=TOKENS, ignore_eos=True, logprobs=3)
         self.engine.generate(
-            contract.EngineRequest(
+            engine_request.EngineRequest(
                 key=f"r{next(self._numbers)}", token_ids=token_ids, sampling=sampling, cache_prompt=cache
             ),
             recorder,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.sampling import asked, matrix, reference, some_logits
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.draws import Matrix, uniform
 from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken
@@ -21,7 +21,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def sequence(
-    seq_no: int, sampling: contract.Sampling, prompt: Listing[int] = (1,), said: Listing[int] = ()
+    seq_no: int, sampling: engine_request.Sampling, prompt: Listing[int] = (1,), said: Listing[int] = ()
 ) -> Sequence:
     """A sequence that has sampled some tokens already."""
     one = Sequence(seq_no, array("I", prompt), sampling, frozenset({EOS}))

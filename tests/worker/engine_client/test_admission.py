@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.arithmetic import make_config
 from tokenbus.protocol.wire import errors
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine_client import admission
 from tokenbus.worker.engine_client.admission import CapacityLimit
 
@@ -41,9 +41,9 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_place(
     prompt: list[int], given: list[int], param: str
 ) -> None:
     def check(prompt: list[int], given: list[int]) -> None:
-        resumed = contract.ResumedCompletion(token_ids=given)
-        sampling = contract.Sampling(max_tokens=9)
-        request = contract.EngineRequest(key="default:a", token_ids=prompt, sampling=sampling, resumed=resumed)
+        resumed = engine_request.ResumedCompletion(token_ids=given)
+        sampling = engine_request.Sampling(max_tokens=9)
+        request = engine_request.EngineRequest(key="default:a", token_ids=prompt, sampling=sampling, resumed=resumed)
         admission.check(request, make_config(vocab_size=50))
 
     check([0, 49], [0, 49])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client.generation import Generation
@@ -27,7 +27,7 @@ LENGTH, STOP, CANCELLED, ERROR = (
 def made(
     token_id: int | None,
     end: EngineFinishReason | None = None,
-    logprob: contract.Logprob | None = None,
+    logprob: engine_output.Logprob | None = None,
     cached_tokens: int | None = None,
 ) -> ipc.SequenceOutput:
     return ipc.SequenceOutput(
@@ -39,9 +39,9 @@ class Recording:
     """A generation with everything its sink was told, checked against the contract on the way."""
 
     def __init__(self, *stop: str, max_tokens: int = 100, min_tokens: int = 0, logprobs: int | None = None) -> None:
-        sampling = contract.Sampling(max_tokens=max_tokens, min_tokens=min_tokens, logprobs=logprobs)
-        request = contract.EngineRequest(key="default:g", token_ids=[1, 2, 3], sampling=sampling, stop=stop)
-        self.outputs: list[contract.Output] = []
+        sampling = engine_request.Sampling(max_tokens=max_tokens, min_tokens=min_tokens, logprobs=logprobs)
+        request = engine_request.EngineRequest(key="default:g", token_ids=[1, 2, 3], sampling=sampling, stop=stop)
+        self.outputs: list[engine_output.Output] = []
         sink = StreamValidator(request, self.outputs.append)
         self.generation = Generation(request, sink, PIECES, accepted_at=10.0)
 
@@ -56,7 +56,7 @@ class Recording:
         return "".join(output.text for output in self.outputs)
 
     @property
-    def terminal(self) -> contract.Output:
+    def terminal(self) -> engine_output.Output:
         (terminal,) = [output for output in self.outputs if output.finish_reason is not None]
         assert terminal is self.outputs[-1]
         return terminal
@@ -191,7 +191,7 @@ def test_the_terminal_counts_the_cached_tokens_that_the_first_token_reported() -
 
 
 def test_log_probabilities_come_with_their_token_however_it_ends() -> None:
-    first, last = contract.Logprob(A, -0.5, [(A, -0.5)]), contract.Logprob(B, -1.5, [(A, -0.25)])
+    first, last = engine_output.Logprob(A, -0.5, [(A, -0.5)]), engine_output.Logprob(B, -1.5, [(A, -0.25)])
     for end in (EngineFinishReason.LENGTH, EngineFinishReason.STOP_TOKEN):
         recording = Recording(max_tokens=2, logprobs=1)
         recording.generation.advance(made(A, logprob=first), 11.0)
@@ -214,12 +214,14 @@ def test_progress_is_handed_out_only_when_it_changes() -> None:
 
 
 async def test_a_sink_that_fails_ends_its_own_generation_and_is_reported() -> None:
-    def fail(output: contract.Output) -> None:
+    def fail(output: engine_output.Output) -> None:
         raise ZeroDivisionError
 
     reported: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
-    request = contract.EngineRequest(key="default:g", token_ids=[1], sampling=contract.Sampling(max_tokens=9))
+    request = engine_request.EngineRequest(
+        key="default:g", token_ids=[1], sampling=engine_request.Sampling(max_tokens=9)
+    )
     generation = Generation(request, fail, PIECES, accepted_at=0.0)
     assert generation.advance(made(A), 1.0)
     assert [type(error) for error in reported] == [ZeroDivisionError]
@@ -229,7 +231,7 @@ def test_a_sink_that_cancels_its_own_generation_ends_it_with_that_token() -> Non
     recording = Recording()
     hear = recording.outputs.append
 
-    def cancel_at_once(output: contract.Output) -> None:
+    def cancel_at_once(output: engine_output.Output) -> None:
         hear(output)
         if output.finish_reason is None:
             generation.cancel(now=11.5)
@@ -308,7 +310,7 @@ def test_the_last_of_several_tokens_may_end_it() -> None:
 
 def constrained() -> Recording:
     recording = Recording()
-    constraint = contract.Constraint(kind=contract.ConstraintKind.REGEX, source="a+", param="regex")
+    constraint = engine_request.Constraint(kind=engine_request.ConstraintKind.REGEX, source="a+", param="regex")
     recording.generation.request = msgspec.structs.replace(recording.generation.request, constraint=constraint)
     return recording
 

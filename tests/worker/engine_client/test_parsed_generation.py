@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.worker.engine_client.test_resumed_generation import after
 from tokenbus.protocol.wire import messages
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.chat_format.answer_reader import AnswerReader
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Reasoning
 from tokenbus.worker.chat_format.chat_rules import ChatRules
@@ -39,22 +39,22 @@ class Answering:
     def __init__(
         self,
         *stop: str,
-        resumed: contract.ResumedCompletion | None = None,
+        resumed: engine_request.ResumedCompletion | None = None,
         tools: dict[str, dict[str, Any]] | None = TOOLS,
         thinks: bool = False,
         hold_calls: bool = False,
         **sampling: Any,
     ) -> None:
         prompt = "<think>" if thinks else ""
-        request = contract.EngineRequest(
+        request = engine_request.EngineRequest(
             key="default:g",
             token_ids=[1, 2, 3],
-            sampling=contract.Sampling(**({"max_tokens": 1_000} | sampling)),
+            sampling=engine_request.Sampling(**({"max_tokens": 1_000} | sampling)),
             stop=stop,
             resumed=resumed,
-            parsing=contract.OutputParsing(tools=tools, generation_prompt=prompt, hold_calls=hold_calls),
+            parsing=engine_request.OutputParsing(tools=tools, generation_prompt=prompt, hold_calls=hold_calls),
         )
-        self.outputs: list[contract.Output] = []
+        self.outputs: list[engine_output.Output] = []
         self.rule = FinishRule(request.sampling, [EOS])
         sink = StreamValidator(request, self.outputs.append)
         self.generation = Generation(request, sink, PIECES, 10.0, AnswerReader(RULES, request))
@@ -72,13 +72,13 @@ class Answering:
         return self
 
     @property
-    def parts(self) -> list[tuple[str, str, tuple[contract.ToolCallPart, ...]]]:
+    def parts(self) -> list[tuple[str, str, tuple[engine_output.ToolCallPart, ...]]]:
         """What came with each token, and then what came with the terminal alone."""
-        found: list[tuple[str, str, tuple[contract.ToolCallPart, ...]]] = []
+        found: list[tuple[str, str, tuple[engine_output.ToolCallPart, ...]]] = []
         for output in self.outputs:
             if output.resumed_texts is not None:
                 for place, text in enumerate(output.resumed_texts):
-                    found.append((text, *output.resumed_parts.get(place, contract.AnswerParts())))
+                    found.append((text, *output.resumed_parts.get(place, engine_output.AnswerParts())))
             else:
                 found.append((output.text, output.reasoning, output.tool_calls))
         return found
@@ -103,7 +103,7 @@ class Answering:
         return found
 
     @property
-    def terminal(self) -> contract.Output:
+    def terminal(self) -> engine_output.Output:
         return self.outputs[-1]
 
 
@@ -121,7 +121,7 @@ def test_arguments_come_as_they_are_generated() -> None:
     one = Answering().sample(CALL, LINE, HEAD, ARGUMENT)
     assert one.calls == [("f", '{"a": ')]
     one.sample(ONE, CLOSE)  # a number is complete once something else follows
-    assert one.outputs[-1].tool_calls == (contract.ToolCallPart(0, "1}"),)
+    assert one.outputs[-1].tool_calls == (engine_output.ToolCallPart(0, "1}"),)
 
 
 def test_a_call_that_is_cut_off_is_told_as_a_length() -> None:

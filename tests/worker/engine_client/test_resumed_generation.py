@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import FinishRule
 from tokenbus.worker.engine_client.generation import Generation
@@ -13,22 +13,22 @@ from tokenbus.worker.validator import StreamValidator
 
 PIECES = [b"", b"a", b"b", b"ST", b"OP", b"\xe2\x82", b"\xac", b"c "]
 EOS, A, B, ST, OP, HALF_EURO, REST_OF_EURO, C = range(8)
-FIRST = contract.FirstToken(cached_tokens=2, queue_ms=250.0, prefill_ms=750.0)
+FIRST = engine_output.FirstToken(cached_tokens=2, queue_ms=250.0, prefill_ms=750.0)
 
 
 class Engine:
     """Feeds a generation with tokens as an engine would, and keeps its outputs."""
 
-    def __init__(self, *stop: str, resumed: contract.ResumedCompletion | None = None, **sampling: object) -> None:
+    def __init__(self, *stop: str, resumed: engine_request.ResumedCompletion | None = None, **sampling: object) -> None:
         fields: dict[str, object] = {"max_tokens": 100} | sampling
-        request = contract.EngineRequest(
+        request = engine_request.EngineRequest(
             key="default:g",
             token_ids=[1, 2, 3],
-            sampling=contract.Sampling(**fields),  # type: ignore[arg-type]
+            sampling=engine_request.Sampling(**fields),  # type: ignore[arg-type]
             stop=stop,
             resumed=resumed,
         )
-        self.outputs: list[contract.Output] = []
+        self.outputs: list[engine_output.Output] = []
         self.rule = FinishRule(request.sampling, [EOS])
         self.generation = Generation(request, StreamValidator(request, self.outputs.append), PIECES, accepted_at=10.0)
         self.generation.resume([EOS])
@@ -59,13 +59,13 @@ class Engine:
         return [token_id for output in self.outputs for token_id in output.token_ids]
 
     @property
-    def terminal(self) -> contract.Output:
+    def terminal(self) -> engine_output.Output:
         return self.outputs[-1]
 
 
-def after(*token_ids: int, **fields: object) -> contract.ResumedCompletion:
+def after(*token_ids: int, **fields: object) -> engine_request.ResumedCompletion:
     given: dict[str, object] = {"cached_tokens": 2, "queue_ms": 250.0, "prefill_ms": 750.0, "elapsed_ms": 500.0}
-    return contract.ResumedCompletion(token_ids=list(token_ids), **(given | fields))  # type: ignore[arg-type]
+    return engine_request.ResumedCompletion(token_ids=list(token_ids), **(given | fields))  # type: ignore[arg-type]
 
 
 @given(
@@ -162,14 +162,14 @@ def test_given_tokens_that_complete_it_are_followed_by_the_terminal_alone(
 def test_a_completion_that_ends_before_its_last_given_token_is_refused(
     given: tuple[int, ...], sampling: dict[str, object]
 ) -> None:
-    request = contract.EngineRequest(
+    request = engine_request.EngineRequest(
         key="default:g",
         token_ids=[1],
-        sampling=contract.Sampling(**{"max_tokens": 100} | sampling),  # type: ignore[arg-type]
+        sampling=engine_request.Sampling(**{"max_tokens": 100} | sampling),  # type: ignore[arg-type]
         stop=("STOP",),
         resumed=after(*given),
     )
-    outputs: list[contract.Output] = []
+    outputs: list[engine_output.Output] = []
     with pytest.raises(errors.RequestError, match=f"token {len(given) - 1} of the {len(given)} given ones") as caught:
         Generation(request, outputs.append, PIECES, accepted_at=0.0).resume([EOS])
     assert (caught.value.error.code, caught.value.error.param) == (errors.Code.INVALID_REQUEST, "resume_from")
@@ -199,7 +199,7 @@ def test_the_first_token_says_how_it_was_reached_but_for_one_that_another_worker
 
 
 def test_known_log_probabilities_belong_to_the_last_given_tokens() -> None:
-    known = contract.Logprob(B, -0.5, [])
+    known = engine_output.Logprob(B, -0.5, [])
     one = Engine(logprobs=0, resumed=after(A, B, logprobs=[known]))
     assert [output.logprobs for output in one.outputs] == [[known]]
 
@@ -211,10 +211,10 @@ def test_the_next_engine_gets_the_given_tokens_too() -> None:
 
 
 def test_a_sink_that_fails_at_a_given_token_refuses_the_request() -> None:
-    def fail(output: contract.Output) -> None:
+    def fail(output: engine_output.Output) -> None:
         raise ZeroDivisionError
 
-    sampling = contract.Sampling(max_tokens=9)
-    request = contract.EngineRequest(key="default:g", token_ids=[1], sampling=sampling, resumed=after(A))
+    sampling = engine_request.Sampling(max_tokens=9)
+    request = engine_request.EngineRequest(key="default:g", token_ids=[1], sampling=sampling, resumed=after(A))
     with pytest.raises(ZeroDivisionError):
         Generation(request, fail, PIECES, accepted_at=0.0).resume([EOS])

@@ -3,7 +3,7 @@
 import pytest
 
 from tokenbus.protocol.wire import errors
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
@@ -19,14 +19,14 @@ class Table:
 
     def __init__(self, *names: str) -> None:
         self.aborted: list[int] = []
-        self.outputs: list[contract.Output] = []
+        self.outputs: list[engine_output.Output] = []
         self.sequences = OpenSequences(self.aborted.append)
         for name in names:
             self.open(name)
 
     def open(self, name: str) -> Generation:
-        sampling = contract.Sampling(max_tokens=9)
-        request = contract.EngineRequest(key=name, token_ids=[1], sampling=sampling, stop=("STOP",))
+        sampling = engine_request.Sampling(max_tokens=9)
+        request = engine_request.EngineRequest(key=name, token_ids=[1], sampling=sampling, stop=("STOP",))
         generation = Generation(request, self.outputs.append, TOKEN_BYTES, accepted_at=0.0)
         self.sequences.add(self.sequences.next_number(), generation)
         return generation
@@ -109,8 +109,8 @@ def test_a_compiled_constraint_is_news_for_its_stream() -> None:
 
 def held(table: Table, name: str) -> Generation:
     """Opens a sequence that the engine has not been given."""
-    sampling = contract.Sampling(max_tokens=9)
-    request = contract.EngineRequest(key=name, token_ids=[1], sampling=sampling, is_held=True)
+    sampling = engine_request.Sampling(max_tokens=9)
+    request = engine_request.EngineRequest(key=name, token_ids=[1], sampling=sampling, is_held=True)
     generation = Generation(request, table.outputs.append, TOKEN_BYTES, accepted_at=0.0)
     table.sequences.add(table.sequences.next_number(), generation, b"command")
     return generation

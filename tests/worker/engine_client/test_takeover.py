@@ -8,7 +8,7 @@ import pytest
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import Recorder, ThreadLink
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.runner import DeviceError
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -27,7 +27,7 @@ class Fragile(ArithmeticRunner):
         super().__init__(make_config(max_num_seqs=4), step_s=0.002)
         self.fatal_step = fatal_step
 
-    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
+    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
         if POISON in sampling.stop_token_ids:
             raise ValueError("no such sampling")
         super().add_sequence(seq_no, sampling)
@@ -94,12 +94,12 @@ class Life(EngineListener):
             await self.serves.wait()
         assert self.engine is not None
         recorder = Recorder()
-        sampling = contract.Sampling(
+        sampling = engine_request.Sampling(
             max_tokens=max_tokens, ignore_eos=True, temperature=1.0, seed=5, stop_token_ids=stops
         )
-        resumed = contract.ResumedCompletion(token_ids=list(given)) if given else None
+        resumed = engine_request.ResumedCompletion(token_ids=list(given)) if given else None
         self.engine.generate(
-            contract.EngineRequest(key=f"r{token_ids}", token_ids=token_ids, sampling=sampling, resumed=resumed),
+            engine_request.EngineRequest(key=f"r{token_ids}", token_ids=token_ids, sampling=sampling, resumed=resumed),
             recorder,
         )
         return recorder

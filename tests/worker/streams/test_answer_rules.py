@@ -8,7 +8,7 @@ from tests.support.tiny_vocabulary import compiler
 from tests.worker.engine_client.test_parsed_generation import CALL, FORMAT, HELLO, PIECES, RULES, TURN
 from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.engine.constraints.grammar import ConstraintError, to_problem
@@ -45,7 +45,7 @@ def test_the_answer_to_a_prompt_is_not_parsed() -> None:
 
 
 def test_the_answer_to_a_conversation_is_parsed_unless_its_client_wants_the_text_as_it_is() -> None:
-    assert rules_for([TURN]).parsing == contract.OutputParsing(generation_prompt="")
+    assert rules_for([TURN]).parsing == engine_request.OutputParsing(generation_prompt="")
     assert rules_for([TURN], parse_output=False).parsing is None
 
 
@@ -81,7 +81,7 @@ def test_only_tools_that_may_be_called_are_looked_for(choice: Any, names: list[s
     assert found.parsing is not None
     assert list(found.parsing.tools or ()) == names
     assert found.constraint is not None
-    assert found.constraint.kind is contract.ConstraintKind.LARK
+    assert found.constraint.kind is engine_request.ConstraintKind.LARK
     assert ('"const": "f"' in found.constraint.source) is ("f" in names)
 
 

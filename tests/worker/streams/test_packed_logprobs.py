@@ -6,28 +6,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 from tokenbus.worker.streams import packed_logprobs
 
 PAIRS = st.tuples(st.integers(0, 2**32 - 1), st.floats(max_value=0, allow_nan=False))
 
 
 @st.composite
-def likely_tokens(draw: st.DrawFn) -> tuple[int, list[contract.Logprob]]:
+def likely_tokens(draw: st.DrawFn) -> tuple[int, list[engine_output.Logprob]]:
     count = draw(st.integers(0, 20))
     tops = st.lists(PAIRS, min_size=count, max_size=count)
-    tokens = st.builds(lambda own, top: contract.Logprob(own[0], own[1], top), PAIRS, tops)
+    tokens = st.builds(lambda own, top: engine_output.Logprob(own[0], own[1], top), PAIRS, tops)
     return count, draw(st.lists(tokens, max_size=5))
 
 
 @given(likely_tokens())
-def test_they_come_out_exactly_as_they_went_in(found: tuple[int, list[contract.Logprob]]) -> None:
+def test_they_come_out_exactly_as_they_went_in(found: tuple[int, list[engine_output.Logprob]]) -> None:
     count, logprobs = found
     assert packed_logprobs.unpack(packed_logprobs.pack(logprobs), count) == logprobs
 
 
 @given(likely_tokens(), st.data())
-def test_packed_tokens_can_be_put_together(found: tuple[int, list[contract.Logprob]], data: st.DataObject) -> None:
+def test_packed_tokens_can_be_put_together(found: tuple[int, list[engine_output.Logprob]], data: st.DataObject) -> None:
     count, logprobs = found
     at = data.draw(st.integers(0, len(logprobs)))
     together = packed_logprobs.pack(logprobs[:at]) + packed_logprobs.pack(logprobs[at:])
@@ -35,7 +35,7 @@ def test_packed_tokens_can_be_put_together(found: tuple[int, list[contract.Logpr
 
 
 def test_each_token_takes_twelve_bytes_and_twelve_for_each_alternative() -> None:
-    assert len(packed_logprobs.pack([contract.Logprob(1, -0.5, [(1, -0.5), (2, -1.0)])])) == 36
+    assert len(packed_logprobs.pack([engine_output.Logprob(1, -0.5, [(1, -0.5), (2, -1.0)])])) == 36
 
 
 @pytest.mark.parametrize("size", [1, 11, 12, 23, 25, 35])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
 
 PIECES = st.lists(st.tuples(st.integers(0, 3), st.text(max_size=6)), max_size=30)
@@ -49,9 +49,9 @@ def test_after_the_last_token_there_is_nothing(offset: int) -> None:
     assert list(buffer_of([(2, "ab")]).segments(offset, 100)) == []
 
 
-def likely(token_id: int, *alternatives: int) -> contract.Logprob:
+def likely(token_id: int, *alternatives: int) -> engine_output.Logprob:
     """With numbers that tell all of them apart."""
-    return contract.Logprob(token_id, -token_id / 8, [(other, -other / 16) for other in alternatives])
+    return engine_output.Logprob(token_id, -token_id / 8, [(other, -other / 16) for other in alternatives])
 
 
 def test_each_token_keeps_its_own_log_probability_and_those_of_its_alternatives() -> None:
@@ -152,7 +152,10 @@ def test_tokens_whose_log_probabilities_are_unknown_count_but_are_not_published_
 
 def test_reasoning_and_calls_of_another_worker_come_with_the_log_probabilities_that_are_known() -> None:
     buffer = ReplayBuffer(2)
-    parts = {0: contract.AnswerParts("why"), 2: contract.AnswerParts("", (contract.ToolCallPart(0, "{", "id", "f"),))}
+    parts = {
+        0: engine_output.AnswerParts("why"),
+        2: engine_output.AnswerParts("", (engine_output.ToolCallPart(0, "{", "id", "f"),)),
+    }
     buffer.append_resumed([4, 5, 6], ["", "b", ""], [likely(5, 1), likely(6, 1)], parts)
     (segment,) = buffer.segments(0, 100_000)
     assert (segment.offset, segment.token_ids, segment.logprobs) == (1, [5, 6], [likely(5, 1), likely(6, 1)])

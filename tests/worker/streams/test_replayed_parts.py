@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.worker.streams.test_stream import stream as open_stream
 from tokenbus.client.reassembler import Ready, Reassembler
 from tokenbus.protocol.wire import messages
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 from tokenbus.worker.streams.stream import Stream
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
@@ -23,20 +23,20 @@ class Answer(NamedTuple):
 
 
 @st.composite
-def outputs(draw: st.DrawFn) -> list[contract.Output]:
+def outputs(draw: st.DrawFn) -> list[engine_output.Output]:
     """Outputs of one to three tokens, some of which bring reasoning, more of a call, or new calls."""
-    made: list[contract.Output] = []
+    made: list[engine_output.Output] = []
     num_calls = 0
     for place in range(draw(st.integers(1, 12))):
         parts = []
         if num_calls and draw(st.booleans()):
-            parts.append(contract.ToolCallPart(num_calls - 1, draw(TEXTS)))
+            parts.append(engine_output.ToolCallPart(num_calls - 1, draw(TEXTS)))
         for _ in range(draw(st.integers(0, 2))):
-            parts.append(contract.ToolCallPart(num_calls, draw(TEXTS), f"id{num_calls}", f"f{num_calls}"))
+            parts.append(engine_output.ToolCallPart(num_calls, draw(TEXTS), f"id{num_calls}", f"f{num_calls}"))
             num_calls += 1
         ids = [10 * place + number for number in range(draw(st.integers(1, 3)))]
         text, reasoning = draw(TEXTS), draw(TEXTS)
-        made.append(contract.Output(token_ids=ids, text=text, reasoning=reasoning, tool_calls=tuple(parts)))
+        made.append(engine_output.Output(token_ids=ids, text=text, reasoning=reasoning, tool_calls=tuple(parts)))
     return made
 
 
@@ -55,7 +55,7 @@ def collected(chunks: list[messages.Chunk]) -> Answer:
     return Answer("".join(one.text for one in chunks), "".join(one.reasoning or "" for one in chunks), calls)
 
 
-def stream_of(made: list[contract.Output]) -> tuple[Stream, list[messages.Chunk]]:
+def stream_of(made: list[engine_output.Output]) -> tuple[Stream, list[messages.Chunk]]:
     stream = open_stream()
     chunks = [stream.chunk(output) for output in made]
     return stream, [chunk for chunk in chunks if chunk is not None]
@@ -63,7 +63,7 @@ def stream_of(made: list[contract.Output]) -> tuple[Stream, list[messages.Chunk]
 
 @given(outputs(), st.data())
 def test_what_is_published_again_from_any_token_on_is_what_was_published_there(
-    made: list[contract.Output], data: st.DataObject
+    made: list[engine_output.Output], data: st.DataObject
 ) -> None:
     stream, chunks = stream_of(made)
     cut = data.draw(st.integers(0, len(chunks)))
@@ -74,7 +74,7 @@ def test_what_is_published_again_from_any_token_on_is_what_was_published_there(
 
 @given(outputs(), st.data())
 def test_a_client_that_gets_parts_twice_takes_only_what_is_new(
-    made: list[contract.Output], data: st.DataObject
+    made: list[engine_output.Output], data: st.DataObject
 ) -> None:
     stream, chunks = stream_of(made)
     known = data.draw(st.integers(0, len(chunks)))
@@ -86,24 +86,26 @@ def test_a_client_that_gets_parts_twice_takes_only_what_is_new(
 
 
 @given(outputs())
-def test_a_stream_that_continues_knows_the_parts_of_resumed_tokens(before: list[contract.Output]) -> None:
+def test_a_stream_that_continues_knows_the_parts_of_resumed_tokens(before: list[engine_output.Output]) -> None:
     one = [part for output in before for part in _per_token(output)]
     whole, chunks = stream_of(one)
     resumed = open_stream()
-    parts = {n: contract.AnswerParts(output.reasoning, output.tool_calls) for n, output in enumerate(one)}
+    parts = {n: engine_output.AnswerParts(output.reasoning, output.tool_calls) for n, output in enumerate(one)}
     texts = [output.text for output in one]
     ids = [output.token_ids[0] for output in one]
-    resumed.resume(contract.Output(token_ids=ids, text="".join(texts), resumed_texts=texts, resumed_parts=parts))
+    resumed.resume(engine_output.Output(token_ids=ids, text="".join(texts), resumed_texts=texts, resumed_parts=parts))
     for offset in range(len(ids)):
         assert list(resumed.replay(offset, 700)) == list(whole.replay(offset, 700))
     assert collected([one for one in resumed.replay(0, 100_000) if one.tokens]) == collected(chunks)
 
 
-def _per_token(output: contract.Output) -> list[contract.Output]:
+def _per_token(output: engine_output.Output) -> list[engine_output.Output]:
     """Divides an output so that each token has one: the last has everything that came with them."""
     *first, last = output.token_ids
-    empty = [contract.Output(token_ids=[token_id], text="") for token_id in first]
+    empty = [engine_output.Output(token_ids=[token_id], text="") for token_id in first]
     return [
         *empty,
-        contract.Output(token_ids=[last], text=output.text, reasoning=output.reasoning, tool_calls=output.tool_calls),
+        engine_output.Output(
+            token_ids=[last], text=output.text, reasoning=output.reasoning, tool_calls=output.tool_calls
+        ),
     ]

@@ -12,7 +12,7 @@ from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.engine_client.listener import EngineListener
@@ -160,7 +160,7 @@ async def test_a_run_that_is_refused_leaves_no_stream(worker: Worker) -> None:
 
 
 async def test_a_bug_at_a_given_token_refuses_the_run(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(stream: object, output: contract.Output) -> None:
+    def fail(stream: object, output: engine_output.Output) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("tokenbus.worker.streams.stream.Stream.resume", fail)

@@ -6,7 +6,7 @@ from msgspec import UNSET
 
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.stream import Stream
 
@@ -36,8 +36,8 @@ def stream(
     return Stream(run, "demo", "worker-1", now=5.0, token_bytes=PIECES, hash_scheme="xxh3-64:f", stream_no=6)
 
 
-def output(text: str = "", *token_ids: int) -> contract.Output:
-    return contract.Output(token_ids=list(token_ids), text=text)
+def output(text: str = "", *token_ids: int) -> engine_output.Output:
+    return engine_output.Output(token_ids=list(token_ids), text=text)
 
 
 def terminal(
@@ -46,8 +46,8 @@ def terminal(
     reason: messages.FinishReason = messages.FinishReason.LENGTH,
     stop_match: str | int | None = None,
     error: errors.Error | None = None,
-) -> contract.Output:
-    return contract.Output(
+) -> engine_output.Output:
+    return engine_output.Output(
         token_ids=list(token_ids),
         text=text,
         finish_reason=reason,
@@ -58,7 +58,7 @@ def terminal(
     )
 
 
-def made(stream: Stream, output: contract.Output) -> messages.Chunk:
+def made(stream: Stream, output: engine_output.Output) -> messages.Chunk:
     """Returns the chunk of an output that has one."""
     chunk = stream.chunk(output)
     assert chunk is not None
@@ -166,8 +166,8 @@ def test_a_client_that_wants_no_stream_gets_what_there_is_when_it_is_cancelled()
     assert chunk.token_ids is UNSET
 
 
-def likely(token_id: int, *alternatives: int) -> contract.Logprob:
-    return contract.Logprob(token_id, -0.5, [(other, -other / 8) for other in alternatives])
+def likely(token_id: int, *alternatives: int) -> engine_output.Logprob:
+    return engine_output.Logprob(token_id, -0.5, [(other, -other / 8) for other in alternatives])
 
 
 def named(token_id: int, *alternatives: int) -> messages.TokenLogprob:
@@ -183,11 +183,11 @@ def named(token_id: int, *alternatives: int) -> messages.TokenLogprob:
     return messages.TokenLogprob(id=token_id, text=text(token_id), bytes=list(PIECES[token_id]), logprob=-0.5, top=top)
 
 
-def spoken(text: str, *likelihoods: contract.Logprob) -> contract.Output:
-    return contract.Output(token_ids=[one.token_id for one in likelihoods], text=text, logprobs=list(likelihoods))
+def spoken(text: str, *likelihoods: engine_output.Logprob) -> engine_output.Output:
+    return engine_output.Output(token_ids=[one.token_id for one in likelihoods], text=text, logprobs=list(likelihoods))
 
 
-def ended(text: str, *likelihoods: contract.Logprob) -> contract.Output:
+def ended(text: str, *likelihoods: engine_output.Logprob) -> engine_output.Output:
     return msgspec.structs.replace(terminal(text, *(one.token_id for one in likelihoods)), logprobs=list(likelihoods))
 
 
@@ -228,7 +228,7 @@ def test_replayed_chunks_have_the_same_log_probabilities() -> None:
 
 def test_progress_comes_in_an_empty_chunk_and_only_in_a_stream() -> None:
     progress = messages.Progress(prompt_tokens=9, processed_tokens=4, cached_tokens=2)
-    seen = contract.Output(token_ids=[], text="", progress=progress)
+    seen = engine_output.Output(token_ids=[], text="", progress=progress)
     one = stream()
     chunk = made(one, seen)
     assert (chunk.progress, chunk.offset, chunk.tokens, chunk.text) == (progress, 0, 0, "")
@@ -236,9 +236,9 @@ def test_progress_comes_in_an_empty_chunk_and_only_in_a_stream() -> None:
     assert stream(stream=False).chunk(seen) is None
 
 
-def given(*pieces: tuple[str, int]) -> contract.Output:
+def given(*pieces: tuple[str, int]) -> engine_output.Output:
     texts, token_ids = [text for text, _ in pieces], [token_id for _, token_id in pieces]
-    return contract.Output(token_ids=token_ids, text="".join(texts), resumed_texts=texts)
+    return engine_output.Output(token_ids=token_ids, text="".join(texts), resumed_texts=texts)
 
 
 def test_a_stream_that_continues_another_begins_where_that_one_was() -> None:
@@ -353,7 +353,7 @@ def test_a_snapshot_has_the_tokens_behind_those_that_are_known(known_tokens: int
 def test_a_snapshot_has_the_account_of_the_first_token_once_there_is_one() -> None:
     one = stream()
     assert one.snapshot(None).first_token is None
-    first = contract.FirstToken(cached_tokens=1, queue_ms=2.0, prefill_ms=3.0)
+    first = engine_output.FirstToken(cached_tokens=1, queue_ms=2.0, prefill_ms=3.0)
     one.chunk(msgspec.structs.replace(output("a", 1), first_token=first))
     account = internal.FirstToken(stream_no=6, cached_tokens=1, queue_ms=2.0, prefill_ms=3.0)
     assert one.snapshot(None).first_token == account

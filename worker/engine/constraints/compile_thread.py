@@ -12,7 +12,7 @@ from typing import NamedTuple
 import structlog
 
 from tokenbus.protocol.wire import errors
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.grammar import ConstraintError, to_problem
 from tokenbus.worker.engine.constraints.matcher import Matcher
@@ -28,7 +28,7 @@ class CompiledConstraint(NamedTuple):
 
 class _Job(NamedTuple):
     seq_no: int
-    constraint: contract.Constraint
+    constraint: engine_request.Constraint
     token_ids: Listing[int]
 
 
@@ -50,7 +50,7 @@ class CompileThread:
     def __repr__(self) -> str:
         return f"<CompileThread, {sum(map(len, self._jobs.values()))} waiting>"
 
-    def submit(self, seq_no: int, tenant: str, constraint: contract.Constraint, token_ids: Listing[int]) -> None:
+    def submit(self, seq_no: int, tenant: str, constraint: engine_request.Constraint, token_ids: Listing[int]) -> None:
         """Compiles a constraint when its tenant's turn comes, and follows it through `token_ids`."""
         with self._changed:
             self._jobs.setdefault(tenant, deque()).append(_Job(seq_no, constraint, token_ids))

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.constraints.grammar import ConstraintError, to_grammar
 from tokenbus.worker.engine.constraints.matcher import Matcher
 from tokenbus.worker.engine.constraints.vocabulary import make_tokenizer
@@ -49,7 +49,7 @@ class ConstraintCompiler:
     def __repr__(self) -> str:
         return f"<ConstraintCompiler, {len(self._cached)} cached>"
 
-    def compile(self, constraint: contract.Constraint) -> Matcher:
+    def compile(self, constraint: engine_request.Constraint) -> Matcher:
         """Returns a matcher at the beginning of an output. Raises ConstraintError."""
         key = (constraint.kind, constraint.source, constraint.preamble)
         found = self._cached.get(key)
@@ -63,7 +63,7 @@ class ConstraintCompiler:
             self._cached.move_to_end(key)
         return found.copy()
 
-    def _compile(self, constraint: contract.Constraint) -> Matcher:
+    def _compile(self, constraint: engine_request.Constraint) -> Matcher:
         state = LLMatcher(self._tokenizer, to_grammar(constraint), limits=self._limits, log_level=0)
         if state.is_error():
             raise ConstraintError(state.get_error())

@@ -9,7 +9,7 @@ from typing import Any
 from llguidance import LLMatcher, gbnf_to_lark
 
 from tokenbus.protocol.wire import errors
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 
 _JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """JSON is written as Python's json.dumps does. With white space left to the model, some never stop writing it, and keys
@@ -36,19 +36,19 @@ class ConstraintError(Exception):
         super().__init__(first[:_MAX_PROBLEM_CHARS])
 
 
-def to_problem(error: ConstraintError, constraint: contract.Constraint) -> errors.Error:
+def to_problem(error: ConstraintError, constraint: engine_request.Constraint) -> errors.Error:
     """Returns what the client of a constraint that can't be compiled is told."""
     problem, rule = str(error), None
-    if error.line is not None and constraint.kind is contract.ConstraintKind.LARK:
+    if error.line is not None and constraint.kind is engine_request.ConstraintKind.LARK:
         lines = constraint.source.split("\n")
         rule = _RULE.match(lines[error.line - 1]) if error.line <= len(lines) else None
     param = constraint.rule_params.get(rule[0], constraint.param) if rule else constraint.param
-    if param != constraint.param or constraint.kind is not contract.ConstraintKind.LARK:
+    if param != constraint.param or constraint.kind is not engine_request.ConstraintKind.LARK:
         problem = _PLACE.sub("", problem)  # in a grammar that its client has never seen
     return errors.invalid_field(param, problem).error
 
 
-def to_grammar(constraint: contract.Constraint) -> str:
+def to_grammar(constraint: engine_request.Constraint) -> str:
     """Raises ConstraintError for GBNF that can't be converted; llguidance finds all other errors."""
     body = _body(constraint)
     if not constraint.preamble:
@@ -56,21 +56,21 @@ def to_grammar(constraint: contract.Constraint) -> str:
     return json.dumps({"grammars": [{"name": "top", "lark_grammar": constraint.preamble}, {"name": "body"} | body]})
 
 
-def _body(constraint: contract.Constraint) -> dict[str, Any]:
+def _body(constraint: engine_request.Constraint) -> dict[str, Any]:
     source = constraint.source
     match constraint.kind:
-        case contract.ConstraintKind.JSON_SCHEMA:
+        case engine_request.ConstraintKind.JSON_SCHEMA:
             schema: dict[str, Any] = json.loads(source)
             style = schema.get("x-guidance", {})
             return {"json_schema": schema | {"x-guidance": _JSON_STYLE | style if isinstance(style, dict) else style}}
-        case contract.ConstraintKind.REGEX:
+        case engine_request.ConstraintKind.REGEX:
             found: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]
             return {"lark_grammar": found["lark_grammar"]}
-        case contract.ConstraintKind.CHOICE:
+        case engine_request.ConstraintKind.CHOICE:
             return {"lark_grammar": "start: " + " | ".join(_literal(text) for text in json.loads(source))}
-        case contract.ConstraintKind.GBNF:
+        case engine_request.ConstraintKind.GBNF:
             return {"lark_grammar": _from_gbnf(source)}
-        case contract.ConstraintKind.LARK:
+        case engine_request.ConstraintKind.LARK:
             return {"lark_grammar": source}
 
 

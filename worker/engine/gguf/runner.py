@@ -10,7 +10,7 @@ import numpy as np
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import codec, internal
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.gguf import backend, context, kv_memory, probe, settings_resolution
 from tokenbus.worker.engine.gguf.batch import Batch
@@ -123,7 +123,7 @@ class GgufRunner:
                 f"{self.config.context_length}: pass more --kv-tokens"
             )
 
-    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
+    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
         self._sampler.add_sequence(seq_no, sampling)
 
     def remove_sequence(self, seq_no: int) -> None:

@@ -4,7 +4,7 @@ from array import array
 
 import numpy as np
 
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache.kv_cache import KvCache
 from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneLengths
@@ -65,6 +65,6 @@ def _prompt(cache: KvCache, lanes: LaneLengths, sequence: Sequence, count: int) 
 def _sequence(lane: int, vocab_size: int, *, text: int) -> Sequence:
     """Returns a sequence whose number is that of its lane."""
     tokens = array("I", [(7 * place + 3 + 11 * text) % vocab_size for place in range(TOKENS)])
-    sequence = Sequence(lane, tokens, contract.Sampling(max_tokens=1), frozenset())
+    sequence = Sequence(lane, tokens, engine_request.Sampling(max_tokens=1), frozenset())
     sequence.lane = lane
     return sequence

@@ -8,7 +8,7 @@ import onnxruntime
 import structlog
 
 from tokenbus.protocol.wire import codec, internal
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.identity import kv_identity
@@ -100,7 +100,7 @@ class OnnxRunner:
     def __repr__(self) -> str:
         return f"<OnnxRunner {self.config.source} {self._cache!r}>"
 
-    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
+    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
         self._sampler.add_sequence(seq_no, sampling)
 
     def remove_sequence(self, seq_no: int) -> None:

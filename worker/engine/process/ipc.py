@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from tokenbus.protocol.wire import block_hash, errors, internal, messages
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_output, engine_request
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -33,7 +33,7 @@ class Add(Message, frozen=True):
 
     seq_no: int
     token_ids: bytes
-    sampling: contract.Sampling
+    sampling: engine_request.Sampling
     domain: tuple[str, str] | None = None
     """Tenant and cache salt; None for a sequence that neither uses nor leaves cache."""
     priority: int = 0
@@ -42,7 +42,7 @@ class Add(Message, frozen=True):
     """The number of token ids, at the end, that an earlier engine has sampled already."""
     isolated: bool = False
     """An engine died in a step with this sequence, so it shares its steps with no other until it has a new token."""
-    constraint: contract.Constraint | None = None
+    constraint: engine_request.Constraint | None = None
     """Compiled before the sequence may start. The `ConstraintCompiled` has the same number."""
     tenant: str = ""
     """Tenants take turns where constraints are compiled."""
@@ -190,7 +190,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     seq_no: int
     token_ids: list[int]
     finish_reason: EngineFinishReason | None
-    logprobs: list[contract.Logprob] = []
+    logprobs: list[engine_output.Logprob] = []
     """One for each token, if they were asked for."""
     cached_tokens: int | None = None
     """With the first tokens, the number of the prompt's tokens that did not have to be computed."""

@@ -4,7 +4,7 @@ from array import array
 from typing import NamedTuple
 
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
@@ -77,7 +77,7 @@ class SampledToken(NamedTuple):
     """A sampled token, with its log probability where that was asked for, and the tokens that are certain to follow."""
 
     token_id: int
-    logprob: contract.Logprob | None = None
+    logprob: engine_output.Logprob | None = None
     followers: tuple[int, ...] = ()
     """Tokens that no step has to sample. The next step computes them together with the sampled one."""
 

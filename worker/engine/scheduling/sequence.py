@@ -7,7 +7,7 @@ from collections.abc import Sequence as Listing
 from typing import TYPE_CHECKING
 
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 
@@ -39,7 +39,9 @@ class FinishRule:
 
     __slots__ = ("_final_token_ids", "_sampling", "_stop_token_ids")
 
-    def __init__(self, sampling: contract.Sampling, end_token_ids: Iterable[int], *, constrained: bool = False) -> None:
+    def __init__(
+        self, sampling: engine_request.Sampling, end_token_ids: Iterable[int], *, constrained: bool = False
+    ) -> None:
         self._sampling = sampling
         self._stop_token_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else end_token_ids)}
         self._final_token_ids = frozenset(end_token_ids if constrained else ())
@@ -87,7 +89,7 @@ class Sequence:
         self,
         seq_no: int,
         token_ids: "array[int]",
-        sampling: contract.Sampling,
+        sampling: engine_request.Sampling,
         end_token_ids: Iterable[int],
         *,
         adapters: tuple[Adapter, ...] = (),

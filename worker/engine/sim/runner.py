@@ -10,7 +10,7 @@ import xxhash
 
 from tokenbus.protocol.wire import errors, internal, validation
 from tokenbus.protocol.wire.params import SamplingParams
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload
@@ -54,7 +54,7 @@ class SimRunner:
         self._timing = timing.PRESETS[preset]
         self._speedup = settings.sim_speedup
         self._sampled_tokens = 0
-        self._samplings: dict[int, contract.Sampling] = {}
+        self._samplings: dict[int, engine_request.Sampling] = {}
         self.end_token_ids = frozenset({_END})
         self.token_bytes = [b"", *(bytes([byte]) for byte in range(256))]
         self.token_bytes += [b" simulated-%d" % number for number in range(_NUM_WORDS)]
@@ -69,7 +69,7 @@ class SimRunner:
     def __repr__(self) -> str:
         return f"<SimRunner {self.config.source}, {len(self._samplings)} sequences>"
 
-    def add_sequence(self, seq_no: int, sampling: contract.Sampling) -> None:
+    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
         self._samplings[seq_no] = sampling
 
     def remove_sequence(self, seq_no: int) -> None:

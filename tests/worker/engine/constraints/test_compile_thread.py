@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.tiny_vocabulary import END, TOKENS, constraint, encode
 from tokenbus.protocol.wire import errors
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.constraints.compile_thread import CompiledConstraint, CompileThread
 from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.matcher import Matcher
@@ -21,7 +21,7 @@ class Gated(ConstraintCompiler):
         self._gate = gate
         self._failure = failure
 
-    def compile(self, constraint: contract.Constraint) -> Matcher:
+    def compile(self, constraint: engine_request.Constraint) -> Matcher:
         assert self._gate.wait(10)
         if self._failure is not None:
             raise self._failure

@@ -14,7 +14,7 @@ from llama_cpp import llama_cpp as llama
 from tests.support import adapters
 from tests.support.engines import Recorder, exact_demo, gguf_runner, thread_engine
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.gguf import probe
 from tokenbus.worker.engine.gguf.runner import GgufRunner, load
 from tokenbus.worker.engine.kv.pool import BlockPool
@@ -90,7 +90,7 @@ def test_each_sequence_has_the_logits_of_a_lone_run_with_its_adapter(
     ]
     pool = BlockPool(64, 16, runner.num_lanes)
     scheduler = Scheduler(pool, 4, max_step_tokens=256)
-    sampling = contract.Sampling(max_tokens=TOKENS, ignore_eos=True, logprobs=1)
+    sampling = engine_request.Sampling(max_tokens=TOKENS, ignore_eos=True, logprobs=1)
     for number, (used, prompt) in enumerate(zip(sets, PROMPTS, strict=True)):
         scheduler.add(Sequence(number, array("I", prompt), sampling, (), adapters=used, arrived_at=float(number)))
     found: dict[int, list[SampledToken]] = {number: [] for number in range(4)}
@@ -116,7 +116,7 @@ def test_each_sequence_has_the_logits_of_a_lone_run_with_its_adapter(
 def test_a_step_that_fails_in_its_second_set_leaves_nothing_of_the_first(
     runner: GgufRunner, digests: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampling = contract.Sampling(max_tokens=4, ignore_eos=True, logprobs=1)
+    sampling = engine_request.Sampling(max_tokens=4, ignore_eos=True, logprobs=1)
     sequences = [
         Sequence(number, array("I", PROMPTS[number]), sampling, (), adapters=used)
         for number, used in enumerate([(), (Adapter(digests[0], 1.0),)])
@@ -235,10 +235,10 @@ async def test_answers_are_the_same_when_there_is_no_room_for_the_later_sets_of_
     recorders: list[Recorder] = []
     for together in (False, True):
         for number, (used, prompt) in enumerate(zip(sets, PROMPTS, strict=True)):
-            sampling = contract.Sampling(max_tokens=60, temperature=number % 2, seed=number, ignore_eos=True)
+            sampling = engine_request.Sampling(max_tokens=60, temperature=number % 2, seed=number, ignore_eos=True)
             recorders.append(Recorder())
             key = f"{together}-{number}"
-            request = contract.EngineRequest(
+            request = engine_request.EngineRequest(
                 key=key, token_ids=prompt * 8, sampling=sampling, adapters=used, cache_salt=key
             )
             engine.generate(request, recorders[-1])

@@ -10,7 +10,7 @@ import pytest
 from tests.support.engines import DEMO, Recorder, demo_engine, gguf_runner
 from tokenbus import demo
 from tokenbus.protocol.wire import internal
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.gguf.lanes import ForeignStateError, StateBlob
 from tokenbus.worker.engine.kv.ops import Offload, Onload
 from tokenbus.worker.engine.process.settings import EngineSettings, SchedulerSettings
@@ -35,9 +35,9 @@ class Asker:
         token_ids = await self.engine.tokenize(internal.Tokenize(text=prompt))
         self._number += 1
         recorder = Recorder()
-        sampling = contract.Sampling(max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+        sampling = engine_request.Sampling(max_tokens=max_tokens, ignore_eos=True, logprobs=2)
         self.engine.generate(
-            contract.EngineRequest(
+            engine_request.EngineRequest(
                 key=f"r{self._number}", token_ids=token_ids, sampling=sampling, cache_salt=salt, cache_prompt=cache
             ),
             recorder,

@@ -12,7 +12,7 @@ import pytest
 from tests.support import adapters
 from tests.support.engines import DEMO, ONNX, Recorder, exact_demo, gqa_demo
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client.client import EngineClient
@@ -74,8 +74,8 @@ class Engines(EngineListener):
         """Returns the tokens of a completion, and how many of its prompt's tokens were cached."""
         assert self._client is not None
         recorder = Recorder()
-        sampling = contract.Sampling(max_tokens=TOKENS, ignore_eos=True)
-        request = contract.EngineRequest(
+        sampling = engine_request.Sampling(max_tokens=TOKENS, ignore_eos=True)
+        request = engine_request.EngineRequest(
             key=str(next(self._numbers)), token_ids=PROMPT, sampling=sampling, cache_salt=salt, adapters=used
         )
         self._client.generate(request, recorder)

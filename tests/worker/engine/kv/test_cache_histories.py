@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
 from tests.support.echo import EchoRunner
 from tokenbus.protocol.wire import block_hash
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.runner import InsufficientMemoryError
@@ -127,7 +127,7 @@ class CacheHistory(RuleBasedStateMachine):
         prompt += [50 + self.number % 3] * (length - len(prompt))
         self.number += 1
         self.now += 0.3
-        sampling = contract.Sampling(max_tokens=max_tokens, ignore_eos=True)
+        sampling = engine_request.Sampling(max_tokens=max_tokens, ignore_eos=True)
         sequence = Sequence(
             self.number,
             array("I", prompt),

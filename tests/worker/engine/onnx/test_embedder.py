@@ -11,7 +11,7 @@ import pytest
 from tests.support import encoder
 from tests.support.engines import ONNX, Recorder, demo_engine, gqa_demo
 from tokenbus.protocol.wire import errors, internal
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings
 from tokenbus.worker.engine_client.client import EngineClient
 
@@ -114,7 +114,7 @@ async def test_an_encoder_generates_nothing_and_says_so(start: Start, tmp_path: 
     engine = demo_engine(EngineSettings(model=str(tmp_path), threads=1))
     config = await engine.start("test")
     assert (config.features, config.embedding_width, config.prefix_cache) == (("embed",), encoder.WIDTH, False)
-    asked = contract.EngineRequest(key="k", token_ids=[1], sampling=contract.Sampling(max_tokens=1))
+    asked = engine_request.EngineRequest(key="k", token_ids=[1], sampling=engine_request.Sampling(max_tokens=1))
     with pytest.raises(errors.RequestError, match="generates nothing"):
         engine.generate(asked, lambda output: None)
     await engine.cleanup()
@@ -127,8 +127,8 @@ async def test_the_hidden_state_of_the_demo_model_is_what_its_next_token_is_made
     token_ids = await engine.tokenize(internal.Tokenize(text="The capital of Avaria is"))
     (hidden,) = await rows(engine, token_ids, normalize=False)
     recorder = Recorder()
-    sampling = contract.Sampling(max_tokens=1, ignore_eos=True)
-    engine.generate(contract.EngineRequest(key="k", token_ids=token_ids, sampling=sampling), recorder)
+    sampling = engine_request.Sampling(max_tokens=1, ignore_eos=True)
+    engine.generate(engine_request.EngineRequest(key="k", token_ids=token_ids, sampling=sampling), recorder)
     await recorder.terminal()
     assert int((_embedding_matrix() @ hidden).argmax()) == recorder.token_ids[0]
 
@@ -138,8 +138,8 @@ async def test_embeddings_are_made_while_streams_run(start: Start) -> None:
     token_ids = await engine.tokenize(internal.Tokenize(text="Once upon a time"))
     alone = await rows(engine, "the fox", "the owl")
     recorder = Recorder()
-    sampling = contract.Sampling(max_tokens=200, ignore_eos=True)
-    engine.generate(contract.EngineRequest(key="k", token_ids=token_ids, sampling=sampling), recorder)
+    sampling = engine_request.Sampling(max_tokens=200, ignore_eos=True)
+    engine.generate(engine_request.EngineRequest(key="k", token_ids=token_ids, sampling=sampling), recorder)
     await recorder.until(lambda seen: len(seen.token_ids) > 2)
     beside = await rows(engine, "the fox", "the owl")
     assert not recorder.terminals

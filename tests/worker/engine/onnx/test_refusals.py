@@ -15,7 +15,7 @@ from onnx import helper
 from tests.support import graphs
 from tests.support.engines import ONNX, gqa_demo
 from tokenbus import demo
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.onnx import runner as onnx_runner
 from tokenbus.worker.engine.onnx.runner import OnnxRunner
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
@@ -29,7 +29,7 @@ Change = Callable[[onnx.GraphProto], None]
 NO_GPU_HAS_THIS_NUMBER = 99
 MOST = 20
 """The tokens of a run for which a graph that was changed to run out of memory has room."""
-SAMPLING = contract.Sampling(max_tokens=64, ignore_eos=True, logprobs=1)
+SAMPLING = engine_request.Sampling(max_tokens=64, ignore_eos=True, logprobs=1)
 
 
 def load(settings: EngineSettings) -> OnnxRunner:

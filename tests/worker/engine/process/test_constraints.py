@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.arithmetic import ArithmeticRunner
 from tokenbus.protocol.wire import block_hash, errors
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import Inbox, StepLoop
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -32,8 +32,8 @@ class GatedRunner(ArithmeticRunner):
 def add(seq_no: int, source: str | None = None, sampled: tuple[int, ...] = ()) -> ipc.Add:
     constraint = None
     if source is not None:
-        constraint = contract.Constraint(kind=contract.ConstraintKind.REGEX, source=source, param="regex")
-    sampling = contract.Sampling(max_tokens=4, ignore_eos=source is None)
+        constraint = engine_request.Constraint(kind=engine_request.ConstraintKind.REGEX, source=source, param="regex")
+    sampling = engine_request.Sampling(max_tokens=4, ignore_eos=source is None)
     token_ids = block_hash.pack_token_ids([5, 6, *sampled])
     return ipc.Add(seq_no, token_ids, sampling, num_sampled=len(sampled), constraint=constraint, tenant="acme")
 

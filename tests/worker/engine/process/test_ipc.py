@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.arithmetic import make_config
 from tokenbus.protocol.wire import block_hash, errors, internal, messages
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_output, engine_request
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -19,14 +19,14 @@ COMMANDS: list[ipc.Command] = [
     ipc.Add(
         7,
         b"\x01\0\0\0\x02\0\0\0",
-        contract.Sampling(
+        engine_request.Sampling(
             max_tokens=9, min_tokens=2, temperature=0.5, seed=2**32 - 1, stop_token_ids=(3, 4), ignore_eos=True
         ),
     ),
     ipc.Add(
         8,
         b"\x01\0\0\0",
-        contract.Sampling(
+        engine_request.Sampling(
             max_tokens=1,
             repetition_penalty=1.5,
             repetition_last_n=0,
@@ -42,20 +42,22 @@ COMMANDS: list[ipc.Command] = [
     ipc.Add(
         9,
         b"\x01\0\0\0\x02\0\0\0",
-        contract.Sampling(max_tokens=9),
+        engine_request.Sampling(max_tokens=9),
         num_sampled=1,
-        constraint=contract.Constraint(
-            kind=contract.ConstraintKind.LARK, source='start: "é\0"', param="grammar", preamble="start: @body"
+        constraint=engine_request.Constraint(
+            kind=engine_request.ConstraintKind.LARK, source='start: "é\0"', param="grammar", preamble="start: @body"
         ),
         tenant="acme",
     ),
     ipc.Add(
         10,
         b"\x01\0\0\0",
-        contract.Sampling(max_tokens=9),
-        constraint=contract.Constraint(kind=contract.ConstraintKind.REGEX, source="a+", param="regex", preamble=""),
+        engine_request.Sampling(max_tokens=9),
+        constraint=engine_request.Constraint(
+            kind=engine_request.ConstraintKind.REGEX, source="a+", param="regex", preamble=""
+        ),
     ),
-    ipc.Add(11, b"\x01\0\0\0", contract.Sampling(max_tokens=9), adapters=(block_hash.Adapter("d", 0.5),)),
+    ipc.Add(11, b"\x01\0\0\0", engine_request.Sampling(max_tokens=9), adapters=(block_hash.Adapter("d", 0.5),)),
     ipc.LoadAdapter(5, "/adapters/é.gguf"),
     ipc.UnloadAdapter("d"),
     ipc.Abort(2**40),
@@ -86,7 +88,7 @@ REPORTS: list[ipc.Report] = [
     ),
     ipc.StepReport(
         [],
-        [ipc.SequenceOutput(1, [5], None, [contract.Logprob(5, -0.25, [(5, -0.25), (6, -1.5)])], cached_tokens=0)],
+        [ipc.SequenceOutput(1, [5], None, [engine_output.Logprob(5, -0.25, [(5, -0.25), (6, -1.5)])], cached_tokens=0)],
         messages.Load(cached_blocks=2),
         progress=[ipc.PromptProgress(2, 48, 16)],
         removed=[2**64 - 1, 0],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
 from tokenbus.protocol.wire import block_hash
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import StepLoop
 from tokenbus.worker.engine.process.settings import SchedulerSettings
@@ -70,7 +70,7 @@ class Story(NamedTuple):
 def add(seq_no: int, num_prompt: int = 3, max_tokens: int = 6, **sampling: object) -> ipc.Add:
     fields: dict[str, object] = {"max_tokens": max_tokens, "ignore_eos": True} | sampling
     token_ids = [1 + (7 * seq_no + 3 * place) % 90 for place in range(num_prompt)]
-    return ipc.Add(seq_no, block_hash.pack_token_ids(token_ids), contract.Sampling(**fields))  # type: ignore[arg-type]
+    return ipc.Add(seq_no, block_hash.pack_token_ids(token_ids), engine_request.Sampling(**fields))  # type: ignore[arg-type]
 
 
 def shared_add(seq_no: int, num_prompt: int, max_tokens: int = 6) -> ipc.Add:

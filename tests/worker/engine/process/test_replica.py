@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.arithmetic import ArithmeticRunner
 from tokenbus.protocol.wire import block_hash, errors, internal
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.process import ipc, replica
 
 _report = ipc.report_decoder.decode
@@ -93,7 +93,7 @@ def embed(call_id: int, *inputs: str) -> ipc.EmbedCall:
 
 
 def add(seq_no: int) -> ipc.Add:
-    return ipc.Add(seq_no, block_hash.pack_token_ids([1, 2, 3]), contract.Sampling(max_tokens=2, ignore_eos=True))
+    return ipc.Add(seq_no, block_hash.pack_token_ids([1, 2, 3]), engine_request.Sampling(max_tokens=2, ignore_eos=True))
 
 
 def ends(report: ipc.Report) -> bool:

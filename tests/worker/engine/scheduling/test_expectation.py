@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.executed_scheduler import EOS, ExecutedScheduler, generated
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -141,7 +141,7 @@ class Watched(ExecutedScheduler):
     ) -> None:
         token_ids = array("I", [1 + (number * 7 + place // 3) % 80 for place in range(num_prompt)])
         domain = None if salt is None else Domain("acme", salt)
-        sampling = contract.Sampling(max_tokens=max_tokens, ignore_eos=True)
+        sampling = engine_request.Sampling(max_tokens=max_tokens, ignore_eos=True)
         one = Sequence(
             number, token_ids, sampling, frozenset({EOS}), domain=domain, priority=priority, arrived_at=arrived_at
         )

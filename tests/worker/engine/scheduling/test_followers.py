@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.arithmetic import ArithmeticRunner, next_token
 from tests.support.executed_scheduler import ExecutedScheduler, generated, sizes
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
@@ -23,7 +23,7 @@ def running(
     scheduler = Scheduler(BlockPool(100, 4, 8), 8, max_step_tokens=max_step_tokens)
     fields: dict[str, object] = {"max_tokens": 50} | sampling
     for number in range(1, num_seqs + 1):
-        asked = contract.Sampling(**fields)  # type: ignore[arg-type]
+        asked = engine_request.Sampling(**fields)  # type: ignore[arg-type]
         prompt = array("I", [number] * num_prompt)
         scheduler.add(Sequence(number, prompt, asked, frozenset({EOS}), arrived_at=float(number)))
     sequences: list[Sequence] = []
@@ -53,7 +53,7 @@ def test_followers_are_computed_in_the_next_step_with_the_token_before_them() ->
 def test_they_come_before_prompts_whatever_these_may_have() -> None:
     scheduler, _ = running()
     sample(scheduler, 7, 8)
-    scheduler.add(Sequence(2, array("I", [1] * 30), contract.Sampling(max_tokens=1), frozenset({EOS})))
+    scheduler.add(Sequence(2, array("I", [1] * 30), engine_request.Sampling(max_tokens=1), frozenset({EOS})))
     assert sizes(scheduler.schedule(0)) == [(1, 5, 3)]
 
 
@@ -78,7 +78,9 @@ def test_a_step_has_no_more_tokens_than_it_may_and_one_at_least_for_each_that_de
 def test_prompts_get_what_is_left() -> None:
     scheduler, _ = running(max_step_tokens=10)
     sample(scheduler, 7, 8, 9)
-    scheduler.add(Sequence(2, array("I", [1] * 30), contract.Sampling(max_tokens=1), frozenset({EOS}), arrived_at=9.0))
+    scheduler.add(
+        Sequence(2, array("I", [1] * 30), engine_request.Sampling(max_tokens=1), frozenset({EOS}), arrived_at=9.0)
+    )
     assert sizes(scheduler.schedule(1_000)) == [(1, 5, 4), (2, 0, 6)]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.executed_scheduler import EOS, sizes
 from tokenbus.protocol.wire import messages
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan, StepResult
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
@@ -38,7 +38,7 @@ def sequence(
     isolated: bool = False,
     **sampling: object,
 ) -> Sequence:
-    asked = contract.Sampling(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+    asked = engine_request.Sampling(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
     token_ids = array("I", [1 + place % 9 for place in range(num_prompt)])
     return Sequence(
         seq_no, token_ids, asked, frozenset({EOS}), priority=priority, arrived_at=arrived_at, isolated=isolated

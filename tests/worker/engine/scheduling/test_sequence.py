@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 EOS, OWN_STOP, PLAIN = 2, 3, 7
@@ -14,7 +14,7 @@ EOS, OWN_STOP, PLAIN = 2, 3, 7
 
 def sequence(num_prompt: int = 3, **sampling: object) -> Sequence:
     fields: dict[str, object] = {"max_tokens": 8, "stop_token_ids": (OWN_STOP,)} | sampling
-    return Sequence(1, array("I", [PLAIN] * num_prompt), contract.Sampling(**fields), frozenset({EOS}))  # type: ignore[arg-type]
+    return Sequence(1, array("I", [PLAIN] * num_prompt), engine_request.Sampling(**fields), frozenset({EOS}))  # type: ignore[arg-type]
 
 
 def sampled(sequence: Sequence, *token_ids: int) -> list[EngineFinishReason | None]:
@@ -90,7 +90,7 @@ def test_a_token_is_sampled_only_behind_the_last_one_computed() -> None:
 
 def test_its_prompt_is_its_own_copy() -> None:
     prompt = array("I", [1, 2])
-    one = Sequence(1, prompt, contract.Sampling(max_tokens=4), frozenset())
+    one = Sequence(1, prompt, engine_request.Sampling(max_tokens=4), frozenset())
     one.num_computed = 2
     one.append([5])
     assert list(prompt) == [1, 2]
@@ -99,7 +99,7 @@ def test_its_prompt_is_its_own_copy() -> None:
 
 def test_a_sequence_taken_over_has_sampled_its_last_tokens_and_computes_all() -> None:
     token_ids = array("I", [PLAIN] * 3 + [4, 5])
-    one = Sequence(1, token_ids, contract.Sampling(max_tokens=3), frozenset({EOS}), num_sampled=2)
+    one = Sequence(1, token_ids, engine_request.Sampling(max_tokens=3), frozenset({EOS}), num_sampled=2)
     assert (one.num_prompt, one.num_sampled, one.num_uncomputed, one.max_num_tokens) == (3, 2, 5, 6)
     one.reuse_prefix(4)
     assert (one.num_computed, one.num_cached) == (4, 0)
@@ -108,11 +108,11 @@ def test_a_sequence_taken_over_has_sampled_its_last_tokens_and_computes_all() ->
 
 def test_a_sequence_of_sampled_tokens_only_cannot_be_made() -> None:
     with pytest.raises(AssertionError):
-        Sequence(1, array("I", [1, 2]), contract.Sampling(max_tokens=3), frozenset(), num_sampled=2)
+        Sequence(1, array("I", [1, 2]), engine_request.Sampling(max_tokens=3), frozenset(), num_sampled=2)
 
 
 def test_an_isolated_sequence_is_isolated_until_its_next_token() -> None:
-    one = Sequence(1, array("I", [1]), contract.Sampling(max_tokens=3), frozenset(), isolated=True)
+    one = Sequence(1, array("I", [1]), engine_request.Sampling(max_tokens=3), frozenset(), isolated=True)
     assert one.isolated
     sampled(one, PLAIN)
     assert not one.isolated
@@ -120,9 +120,9 @@ def test_an_isolated_sequence_is_isolated_until_its_next_token() -> None:
 
 def test_a_sequence_without_a_prompt_or_without_room_for_a_token_cannot_be_made() -> None:
     with pytest.raises(AssertionError):
-        Sequence(1, array("I"), contract.Sampling(max_tokens=1), frozenset())
+        Sequence(1, array("I"), engine_request.Sampling(max_tokens=1), frozenset())
     with pytest.raises(AssertionError):
-        Sequence(1, array("I", [1]), contract.Sampling(max_tokens=0), frozenset())
+        Sequence(1, array("I", [1]), engine_request.Sampling(max_tokens=0), frozenset())
 
 
 @pytest.mark.parametrize("num_computed", [-1, 4])

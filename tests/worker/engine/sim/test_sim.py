@@ -8,7 +8,7 @@ import pytest
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import internal
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens, StepPlan
@@ -20,7 +20,7 @@ DYNAMO = timing.PRESETS["dynamo"]
 
 
 def part(num_prompt: int, computed: int, count: int, sampled: int = 0) -> ScheduledTokens:
-    sampling = contract.Sampling(max_tokens=100)
+    sampling = engine_request.Sampling(max_tokens=100)
     sequence = Sequence(1, array("I", [1] * num_prompt), sampling, frozenset())
     for _ in range(sampled):
         sequence.num_computed = sequence.num_tokens

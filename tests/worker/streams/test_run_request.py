@@ -5,10 +5,10 @@ import pytest
 from tests.support.arithmetic import make_config
 from tokenbus.protocol.wire import block_hash, codec, errors, internal
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ResponseFormat, SamplingParams
-from tokenbus.worker import contract
+from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.answer_rules import to_constraint
-from tokenbus.worker.streams.engine_request import resolve_sampling, to_engine_request
+from tokenbus.worker.streams.run_request import resolve_sampling, to_engine_request
 
 OWN = SamplingParams(temperature=0.3, top_p=0.8, top_k=20, min_p=0.1, max_tokens=50)
 
@@ -20,7 +20,7 @@ def resolved(
     defaults: SamplingParams = SamplingParams(),  # noqa: B008
     max_new_tokens: int = 40,
     **params: object,
-) -> contract.Sampling:
+) -> engine_request.Sampling:
     config = make_config(context_length=context_length, defaults=defaults)
     return resolve_sampling(GenerationParams(**params), prompt_tokens, config, max_new_tokens)  # type: ignore[arg-type]
 
@@ -42,7 +42,7 @@ def test_the_models_defaults_come_before_the_wires() -> None:
 
 def test_the_requests_own_settings_come_first_even_if_they_are_zero() -> None:
     asked = resolved(defaults=OWN, temperature=0.0, top_p=0.5, top_k=0, min_p=0.0, seed=0, max_tokens=3)
-    assert asked == contract.Sampling(max_tokens=3, temperature=0.0, top_p=0.5, top_k=0, min_p=0.0, seed=0)
+    assert asked == engine_request.Sampling(max_tokens=3, temperature=0.0, top_p=0.5, top_k=0, min_p=0.0, seed=0)
 
 
 def test_the_rest_of_a_request_is_passed_on() -> None:
@@ -73,15 +73,18 @@ def test_a_models_repetition_penalty_applies_unless_the_request_turns_it_off() -
 @pytest.mark.parametrize(
     ("sampling", "has_penalties"),
     [
-        (contract.Sampling(max_tokens=1), False),
-        (contract.Sampling(max_tokens=1, repetition_penalty=1.1), True),
-        (contract.Sampling(max_tokens=1, presence_penalty=-0.5), True),
-        (contract.Sampling(max_tokens=1, frequency_penalty=0.5), True),
-        (contract.Sampling(max_tokens=1, repetition_penalty=1.1, presence_penalty=1.0, repetition_last_n=0), False),
+        (engine_request.Sampling(max_tokens=1), False),
+        (engine_request.Sampling(max_tokens=1, repetition_penalty=1.1), True),
+        (engine_request.Sampling(max_tokens=1, presence_penalty=-0.5), True),
+        (engine_request.Sampling(max_tokens=1, frequency_penalty=0.5), True),
+        (
+            engine_request.Sampling(max_tokens=1, repetition_penalty=1.1, presence_penalty=1.0, repetition_last_n=0),
+            False,
+        ),
     ],
 )
 def test_penalties_count_where_they_look_at_a_token_and_change_something(
-    sampling: contract.Sampling, has_penalties: bool
+    sampling: engine_request.Sampling, has_penalties: bool
 ) -> None:
     assert sampling.has_penalties is has_penalties
 
@@ -124,19 +127,19 @@ def run(prompt: bytes = b"\1\0\0\0", resume_from: internal.RunResume | None = No
     )
 
 
-def given(*token_ids: int, logprobs: list[contract.Logprob] | None = None, **fields: float) -> internal.RunResume:
+def given(*token_ids: int, logprobs: list[engine_output.Logprob] | None = None, **fields: float) -> internal.RunResume:
     packed = packed_logprobs.pack(logprobs or [])
     return internal.RunResume(token_ids=block_hash.pack_token_ids(token_ids), logprobs=packed, **fields)  # type: ignore[arg-type]
 
 
-def to_request(asked: internal.Run) -> contract.EngineRequest:
+def to_request(asked: internal.Run) -> engine_request.EngineRequest:
     config = make_config(vocab_size=50, features=("generate", "logprobs", "progress"))
     return to_engine_request(asked, config, max_new_tokens=40)
 
 
 def test_a_run_that_continues_a_completion_says_how_it_began() -> None:
     resume = given(7, 8, cached_tokens=16, queue_ms=1.5, prefill_ms=2.5, elapsed_ms=60.0)
-    assert to_request(run(resume_from=resume)).resumed == contract.ResumedCompletion(
+    assert to_request(run(resume_from=resume)).resumed == engine_request.ResumedCompletion(
         token_ids=[7, 8], cached_tokens=16, queue_ms=1.5, prefill_ms=2.5, elapsed_ms=60.0
     )
     assert to_request(run()).resumed is None
@@ -167,7 +170,7 @@ def test_a_completion_that_continues_reports_no_progress_of_its_prompt() -> None
 
 
 def test_log_probabilities_of_the_last_tokens_are_taken() -> None:
-    logprobs = [contract.Logprob(7, -0.5, [(7, -0.5)]), contract.Logprob(8, -2.0, [(49, -0.25)])]
+    logprobs = [engine_output.Logprob(7, -0.5, [(7, -0.5)]), engine_output.Logprob(8, -2.0, [(49, -0.25)])]
     for known in (logprobs, logprobs[1:], []):
         resumed = to_request(run(resume_from=given(7, 8, logprobs=known), logprobs=1)).resumed
         assert resumed is not None
@@ -175,17 +178,17 @@ def test_log_probabilities_of_the_last_tokens_are_taken() -> None:
 
 
 def test_log_probabilities_that_nobody_asked_for_are_left_out() -> None:
-    resumed = to_request(run(resume_from=given(7, logprobs=[contract.Logprob(7, -0.5)]))).resumed
+    resumed = to_request(run(resume_from=given(7, logprobs=[engine_output.Logprob(7, -0.5)]))).resumed
     assert resumed is not None
     assert resumed.logprobs == []
 
 
 BAD_LOGPROBS = {
-    "of another token": given(7, 8, logprobs=[contract.Logprob(7, -0.5, [(7, -0.5)])]),
-    "of more tokens": given(8, logprobs=[contract.Logprob(one, -0.5, [(7, -0.5)]) for one in (7, 8)]),
-    "without alternatives": given(7, logprobs=[contract.Logprob(7, -0.5)]),
-    "of tokens that do not exist": given(7, logprobs=[contract.Logprob(7, -0.5, [(50, -0.5)])]),
-    "above 0": given(7, logprobs=[contract.Logprob(7, 0.5, [(7, -0.5)])]),
+    "of another token": given(7, 8, logprobs=[engine_output.Logprob(7, -0.5, [(7, -0.5)])]),
+    "of more tokens": given(8, logprobs=[engine_output.Logprob(one, -0.5, [(7, -0.5)]) for one in (7, 8)]),
+    "without alternatives": given(7, logprobs=[engine_output.Logprob(7, -0.5)]),
+    "of tokens that do not exist": given(7, logprobs=[engine_output.Logprob(7, -0.5, [(50, -0.5)])]),
+    "above 0": given(7, logprobs=[engine_output.Logprob(7, 0.5, [(7, -0.5)])]),
 }
 
 
@@ -200,7 +203,7 @@ def test_log_probabilities_that_do_not_belong_to_the_tokens_are_refused(what: st
 
 
 def test_a_whole_answer_with_log_probabilities_needs_those_of_all_tokens() -> None:
-    known = [contract.Logprob(one, -0.5) for one in (7, 8)]
+    known = [engine_output.Logprob(one, -0.5) for one in (7, 8)]
     assert to_request(run(resume_from=given(7, 8, logprobs=known), logprobs=0, stream=False)).resumed is not None
     with pytest.raises(errors.RequestError, match="all tokens"):
         to_request(run(resume_from=given(7, 8, logprobs=known[1:]), logprobs=0, stream=False))
@@ -246,7 +249,7 @@ def test_a_constraint_names_the_field_that_it_comes_from(
     asked: dict[str, object], kind: str, source: str, param: str
 ) -> None:
     constraint = to_constraint(GenerationParams(**asked))  # type: ignore[arg-type]
-    assert constraint == contract.Constraint(kind=contract.ConstraintKind(kind), source=source, param=param)
+    assert constraint == engine_request.Constraint(kind=engine_request.ConstraintKind(kind), source=source, param=param)
 
 
 def test_a_text_of_any_kind_is_no_constraint() -> None:

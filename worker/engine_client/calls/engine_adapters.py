@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from tokenbus.protocol.wire import errors
-from tokenbus.worker import contract
+from tokenbus.worker import engine_request
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine_client.pending_calls import PendingCalls
+from tokenbus.worker.engine_client.calls.pending_calls import PendingCalls
 
 
 class EngineAdapters:
@@ -46,11 +46,11 @@ class EngineAdapters:
                 self._unloading.remove(digest)
                 self._send(ipc.UnloadAdapter(digest))
 
-    def has_all(self, request: contract.EngineRequest) -> bool:
+    def has_all(self, request: engine_request.EngineRequest) -> bool:
         """Whether those of a request are loaded."""
         return all(self._loaded[one.digest] for one in request.adapters)
 
-    def check(self, request: contract.EngineRequest) -> None:
+    def check(self, request: engine_request.EngineRequest) -> None:
         """Raises RequestError if one of the request's adapters is not loaded."""
         if not self.has_all(request):
             raise errors.request_error(errors.Code.NO_WORKER, "the adapter is not loaded here", param="lora")

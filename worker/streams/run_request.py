@@ -5,7 +5,7 @@ import secrets
 from typing import Any
 
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, params, subjects, validation
-from tokenbus.worker import contract
+from tokenbus.worker import contract, engine_output, engine_request
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.answer_rules import answer_rules
@@ -20,7 +20,7 @@ def to_engine_request(
     max_new_tokens: int,
     chat: ChatRules | None = None,
     adapters: tuple[block_hash.Adapter, ...] = (),
-) -> contract.EngineRequest:
+) -> engine_request.EngineRequest:
     """`adapters` are those of the run.
 
     Raises RequestError if the prompt is malformed, or this engine can't serve it."""
@@ -38,7 +38,7 @@ def to_engine_request(
     if rules.forbidden:
         biases = dict(sampling.logit_bias) | dict.fromkeys(rules.forbidden, _NEVER)
         sampling = codec.replace(sampling, logit_bias=tuple(sorted(biases.items())))
-    return contract.EngineRequest(
+    return engine_request.EngineRequest(
         key=run.request_id,
         token_ids=token_ids,
         sampling=sampling,
@@ -62,7 +62,7 @@ def resolve_sampling(
     config: contract.EngineConfig,
     max_new_tokens: int,
     num_resumed: int = 0,
-) -> contract.Sampling:
+) -> engine_request.Sampling:
     """Fills in what the client left open. Raises RequestError(prompt_too_long) if the context has no room for a token.
 
     A completion ends at the end of the context in any case. Without `max_tokens` it also ends at the model's own limit
@@ -77,12 +77,12 @@ def resolve_sampling(
     values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
     biases = requested.logit_bias or {}
     values["logit_bias"] = tuple(sorted((int(token_id), bias) for token_id, bias in biases.items()))
-    return contract.Sampling(**({"seed": secrets.randbits(32)} | values))
+    return engine_request.Sampling(**({"seed": secrets.randbits(32)} | values))
 
 
 def _to_resumed(
     resume_from: internal.RunResume, asked: params.GenerationParams, config: contract.EngineConfig
-) -> contract.ResumedCompletion:
+) -> engine_request.ResumedCompletion:
     """Raises RequestError if the tokens are malformed, or their log probabilities do not belong to them."""
     token_ids = _unpack_token_ids(resume_from.token_ids, "resume_from.token_ids")
     logprobs = [] if asked.logprobs is None else _unpack_logprobs(resume_from.logprobs, asked.logprobs, config)
@@ -90,7 +90,7 @@ def _to_resumed(
         raise errors.invalid_field("resume_from.logprobs", "must be those of the last tokens")
     if asked.logprobs is not None and not asked.is_streamed and len(logprobs) < len(token_ids):
         raise errors.invalid_field("resume_from.logprobs", "must be those of all tokens for a whole answer")
-    return contract.ResumedCompletion(
+    return engine_request.ResumedCompletion(
         token_ids=token_ids,
         logprobs=logprobs,
         cached_tokens=resume_from.cached_tokens,
@@ -107,7 +107,9 @@ def _unpack_token_ids(packed: bytes, param: str) -> list[int]:
         raise errors.request_error(errors.Code.INVALID_REQUEST, str(error), param=param) from error
 
 
-def _unpack_logprobs(packed: bytes, num_alternatives: int, config: contract.EngineConfig) -> list[contract.Logprob]:
+def _unpack_logprobs(
+    packed: bytes, num_alternatives: int, config: contract.EngineConfig
+) -> list[engine_output.Logprob]:
     try:
         logprobs = packed_logprobs.unpack(packed, min(num_alternatives, config.vocab_size))
     except ValueError as error:

@@ -1,0 +1,1 @@
+"""Calls to an engine beside its streams."""
