@@ -23,6 +23,8 @@ _ONNX = OnnxSettings()
 _RANGES = (
     ("replicas", 1, 64),
     ("kv_budget", 0, 1 << 30),
+    ("memory_budget_mib", 0, 1 << 30),
+    ("idle_unload_s", 0, 1 << 30),
     ("threads", 0, 4_096),
     ("max_waiting", 0, 1 << 20),
     ("max_new_tokens", 1, 1 << 30),
@@ -92,6 +94,30 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     _add_engine_flags(parser)
 
 
+def _add_on_demand_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory-budget-mib",
+        type=int,
+        default=0,
+        metavar="MIB",
+        help="load models when they are asked for, and unload others so that all together take no more than this",
+    )
+    parser.add_argument(
+        "--idle-unload-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="load models when they are asked for, and unload those that have had no request for so long; 0: never",
+    )
+    parser.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a model, by its served name, that is loaded from the start and never unloaded; may be repeated",
+    )
+
+
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine",
@@ -127,6 +153,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--vllm-metrics", action="store_true", help="also export metrics under vLLM's names")
     parser.add_argument("--replicas", type=int, default=1, help="replicas of each model, sharing its weights (1)")
+    _add_on_demand_flags(parser)
     parser.add_argument("--kv-budget", type=int, default=0, metavar="MIB", help="KV memory of all models; 0: no limit")
     _add_engine_flags(parser)
     parser.add_argument("--worker-id", default="", help="stable name of this worker; replicas add -1, -2, ...")
@@ -161,13 +188,23 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
     if options.host_cache_file and not options.host_cache_mib:
         raise ValueError("--host-cache-file needs host memory: leave --host-cache-mib at -1, or pass more than 0")
     names = options.served_name + [registry.served_name(model) for model in options.model[len(options.served_name) :]]
+    on_demand = _on_demand_of(options, names)
     return WorkerSettings(
         models=tuple(
-            ServedModel(name, _engine_of(options, model), options.replicas, tuple(options.lora), options.lora_dir)
+            ServedModel(
+                name,
+                _engine_of(options, model, on_demand=name in on_demand),
+                options.replicas,
+                tuple(options.lora),
+                name in on_demand,
+                options.lora_dir,
+            )
             for name, model in zip(names, options.model, strict=True)
         ),
         host_cache_file=options.host_cache_file,
         kv_budget_bytes=options.kv_budget << 20,
+        memory_budget_bytes=options.memory_budget_mib << 20,
+        idle_unload_s=options.idle_unload_s,
         broker=connection_flags.settings_of(options),
         prefix=options.prefix,
         worker_id=options.worker_id,
@@ -188,14 +225,32 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
     )
 
 
+def _on_demand_of(options: argparse.Namespace, names: list[str]) -> set[str]:
+    """Returns the models that are loaded when they are asked for. Raises ValueError."""
+    unknown = [name for name in options.pin if name not in names]
+    if unknown:
+        raise ValueError(f"--pin {unknown[0]}: is not served here; there are {', '.join(names)}")
+    if not options.memory_budget_mib and not options.idle_unload_s:
+        if options.pin:
+            raise ValueError("--pin needs --memory-budget-mib or --idle-unload-s: without them nothing is unloaded")
+        return set()
+    if len(set(names)) < len(names):
+        raise ValueError(f"models that are loaded on demand need names of their own, got {', '.join(names)}")
+    if options.replicas > 1 or options.kv_budget:
+        raise ValueError("--replicas and --kv-budget are not for models on demand: use --memory-budget-mib alone")
+    return set(names) - set(options.pin)
+
+
 def _is_debug() -> bool:
     return os.environ.get("TOKENBUS_DEBUG", "") not in ("", "0")
 
 
-def _engine_of(options: argparse.Namespace, model: str) -> EngineSettings:
+def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> EngineSettings:
     own = {name: getattr(options, name) for name in EngineSettings.__struct_fields__ if hasattr(options, name)}
     own["debug"] = _is_debug()
     own["model"] = model if model_files.is_hub_name(model) else str(_path_of(model))
+    if on_demand and options.host_cache_mib < 0:
+        own["host_cache_mib"] = 0  # what is kept for later goes with the model
     replicas = options.replicas * len(options.model)
     own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // replicas)
     scheduler = SchedulerSettings(**{name: getattr(options, name) for name in SchedulerSettings.__struct_fields__})

@@ -152,6 +152,9 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The epochs before `previous` that the same process ended, the latest first; at most 15."""
     adapters: list[CardAdapter] = []
     """The LoRA adapters that are loaded; in a `models` reply, those that the asking tenant may use."""
+    loadable: bool = False
+    """The model is not loaded, or is being unloaded, and a `load` without a `model` loads it. Its state is `draining`
+    then, and it takes no requests. Before it was first loaded, it has no features, and its numbers are estimates."""
     role: str = "both"
     """`both`: the worker computes prompts and completions."""
     load: Load | None = None
@@ -174,6 +177,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest context length of its workers."""
     features: list[str]
     """Features that all its workers have."""
+    loadable: bool | UnsetType = UNSET
+    """true if no worker has it loaded, and a request for it has one load it."""
     adapters: list[str] = []
     """Names of the LoRA adapters that its workers have and the asking tenant may use. `<model>:<adapter>` is a name of
     the model with that adapter."""

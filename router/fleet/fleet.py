@@ -9,6 +9,7 @@ Besides its incarnation (registry.py), each worker has three state machines:
 Nothing here waits, reads a clock or sends anything. All times are in seconds of the caller's clock."""
 
 import random
+from collections.abc import Iterable
 
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.protocol.wire.subjects import WorkerAddress
@@ -26,8 +27,8 @@ _BOOKING_TTL_S = 5.0
 class Fleet(WorkerRegistry):
     """Everything that one router knows about its workers."""
 
-    def __init__(self, began_at: float) -> None:
-        super().__init__(began_at)
+    def __init__(self, began_at: float, expected_models: Iterable[str] = ()) -> None:
+        super().__init__(began_at, expected_models)
         self.stats = DecisionStats()
 
     def apply_events(self, model: str, events: internal.Events, now: float) -> FleetUpdate | None:

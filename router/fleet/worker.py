@@ -12,6 +12,7 @@ from tokenbus.router.placement.worker_table import WorkerRow
 _QUEUE_SHARE = 8
 """A worker is given an eighth more requests than it can run, so that it always has a next one to start."""
 _RECOVERABLE = (messages.WorkerState.STARTING, messages.WorkerState.READY, messages.WorkerState.RESTARTING)
+_LOADED = (messages.WorkerState.READY, messages.WorkerState.RESTARTING)
 _GIVING = (messages.WorkerState.READY, messages.WorkerState.DRAINING, messages.WorkerState.LEAVING)
 MAX_STEP_AGE_MS = 2_000.0
 """A worker whose engine's step is older than this gets no new work."""
@@ -89,7 +90,19 @@ class Worker:
     @property
     def may_recover(self) -> bool:
         """Whether it takes requests now or may do so soon, for instance when its engine has restarted."""
-        return self.state in _RECOVERABLE and not self.lease_expired and self.card.max_num_seqs > 0
+        may_serve = self.state in _RECOVERABLE or self.card.loadable
+        return may_serve and not self.lease_expired and self.card.max_num_seqs > 0
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether it has its model loaded, or had until its engine died."""
+        return self.state in _LOADED and not self.card.loadable and not self.lease_expired
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether it can be asked to load its model, or is loading it."""
+        may_load = self.card.loadable or self.state is messages.WorkerState.STARTING
+        return may_load and not self.lease_expired
 
     @property
     def can_give_blocks(self) -> bool:

@@ -4,10 +4,10 @@
         ^                 |                   |
         +-----failed------+------failed-------+
 
-A model is wanted while somebody asks for it again and again. The wanted models are loaded in the order in which they were
-asked for, one at a time. The first one gets room from models that have been idle, the least recently used one first. A
-model with running requests is never unloaded. But if the first one waits for long, the next model in that order takes no
-new requests, and is unloaded as soon as its requests have ended: otherwise a busy model could keep all others out."""
+A model is wanted while somebody asks for it again and again. The wanted models are loaded in the order in which they
+were asked for, one at a time. The first one gets room from models that have been idle, the least recently used one
+first. A model with running requests is never unloaded. But if the first one waits for long, a busy model takes no new
+requests, and is unloaded as soon as those that run have ended: otherwise busy models could keep all others out."""
 
 import enum
 from collections.abc import Iterable
@@ -141,12 +141,17 @@ class LoadPlan:
         assert model.state is State.UNLOADING, self
         model.state = State.UNLOADED
 
+    def remove(self, name: str) -> None:
+        """Forgets a model that is not served any more."""
+        del self._models[name]
+
     def used(self, name: str, *, idle_since: float | None) -> None:
         """Notes since when a LOADED model has had no request; None while it has one."""
         model = self._models[name]
-        if idle_since is None or (model.idle_since is not None and idle_since > model.idle_since):
-            model.was_used = True
-        model.idle_since = idle_since
+        if model.state is not State.LOADED:
+            return
+        if idle_since is None or model.idle_since is None or idle_since > model.idle_since:
+            model.was_used, model.idle_since = True, idle_since
 
     def next_action(self, now: float, free_bytes: int) -> Load | Unload | None:
         """Returns what is to be done now, and assumes that it is done. `free_bytes` of memory are free on the machine.

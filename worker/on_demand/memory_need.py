@@ -7,10 +7,14 @@ from typing import NamedTuple
 from tokenbus.worker.engine.process.settings import EngineSettings
 
 _MIB = 1 << 20
-_PROCESS_BYTES = 150 * _MIB
+_PROCESS_BYTES = 96 * _MIB
 """An engine process with its libraries, before it has a model."""
-_VOCABULARY_BYTES = 1_000
+_VOCABULARY_BYTES = 600
 """The bytes that a token of the vocabulary takes in tables: texts, merges, the tokenizer that routers get."""
+_STATES = 8
+"""Hidden states of a whole batch that a step keeps at the same time."""
+_LOGITS_COPIES = 2
+"""Where a step computes its logits, and where they can be read."""
 _F32_BYTES = 4
 _DEFAULT_CONTEXT = 8_192
 _DEFAULT_KV_TOKENS = 16_384
@@ -30,6 +34,8 @@ class ModelFacts(NamedTuple):
     vocab_size: int
     rows: int
     """The sequences whose logits are kept at the same time."""
+    kv_tokens: int = 0
+    """The tokens of KV memory, where an engine has its own rule for that."""
 
 
 class MemoryNeed(NamedTuple):
@@ -58,16 +64,15 @@ class MemoryNeed(NamedTuple):
 def estimate(facts: ModelFacts, settings: EngineSettings) -> MemoryNeed:
     """Returns the memory that a model takes with these settings."""
     context = settings.context_length or min(facts.trained_context or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
-    kv_tokens = settings.kv_tokens or max(context, min(4 * context, _DEFAULT_KV_TOKENS))
-    batch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
-    # The largest tensors of a step: the logits of a batch, and a few of its hidden states; then rows of logits.
-    step = batch * (facts.vocab_size + 8 * facts.width) * _F32_BYTES
-    logits = facts.rows * facts.vocab_size * _F32_BYTES
+    default_tokens = facts.kv_tokens or max(context, min(4 * context, _DEFAULT_KV_TOKENS))
+    kv_tokens = settings.kv_tokens or default_tokens
+    states = min(settings.ubatch_tokens, settings.max_num_batched_tokens) * _STATES * facts.width * _F32_BYTES
+    logits = facts.rows * facts.vocab_size * _F32_BYTES * _LOGITS_COPIES
     tables = facts.vocab_size * _VOCABULARY_BYTES
     return MemoryNeed(
         weight_bytes=facts.weight_bytes,
         kv_bytes=kv_tokens * facts.kv_bytes_per_token,
-        compute_bytes=_PROCESS_BYTES + step + logits + tables,
+        compute_bytes=_PROCESS_BYTES + states + logits + tables,
         host_cache_bytes=max(0, settings.host_cache_mib) * _MIB,
         context_length=context,
     )

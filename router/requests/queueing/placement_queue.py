@@ -125,6 +125,11 @@ class PlacementQueue:
         if flight.key in self._waiters:
             self._resolve(flight.key, None)
 
+    def fail(self, model: str, error: errors.Error) -> None:
+        """Ends the wait of all requests for a model with an error."""
+        for waiter in [waiter for waiter in self._waiters.values() if waiter.flight.model == model]:
+            self._resolve(waiter.flight.key, error)
+
     def check_integrity(self) -> None:
         waiting = {key for key in self._waiters for queue in self._queues.values() if key in queue}
         assert waiting == self._waiters.keys()

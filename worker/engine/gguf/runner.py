@@ -12,7 +12,7 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.draws import Matrix
-from tokenbus.worker.engine.gguf import backend, context, kv_memory, probe, settings_resolution
+from tokenbus.worker.engine.gguf import backend, context, kv_memory, probe, settings_resolution, token_size
 from tokenbus.worker.engine.gguf.batch import Batch
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.gguf.layout import GgufLayout
@@ -220,7 +220,7 @@ class GgufRunner:
             writes_through=_writes_through(settings),
             prefix_cache=capabilities.can_share,
             chat_format=self._model.chat_format,
-            kv_bytes=llama.llama_n_ctx(self._context) * kv_memory.bytes_per_token(self._model.metadata, settings),
+            kv_bytes=llama.llama_n_ctx(self._context) * token_size.bytes_per_token(self._model.metadata, settings),
         )
 
 
