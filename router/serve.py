@@ -223,7 +223,7 @@ class Router:
 def _state_of(worker: Worker) -> str:
     if worker.lease_expired:
         return "silent"
-    return "loadable" if worker.card.loadable else worker.state
+    return worker.card.shown_state if worker.card.loadable else worker.state
 
 
 async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSettings]) -> None:

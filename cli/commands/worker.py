@@ -34,6 +34,9 @@ _RANGES = (
 )
 """Allowed ranges of the frontend's settings. The engine checks its own."""
 
+BUSY_MODELS = 2
+"""Models on demand that are expected to compute at the same time: each gets its share of the cores."""
+
 _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     (
         "--fingerprint",
@@ -89,9 +92,18 @@ _NAME_HELP = "name that clients ask for (the file's name)"
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `tokenbus up` that describe its workers."""
-    parser.add_argument("--model", metavar="MODEL", help=_MODEL_HELP)
-    parser.add_argument("--served-name", metavar="NAME", help=_NAME_HELP)
+    _add_model_flags(parser)
+    _add_on_demand_flags(parser)
     _add_engine_flags(parser)
+
+
+def _add_model_flags(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    parser.add_argument(
+        "--model", metavar="MODEL", required=required, action="append", help=_MODEL_HELP + "; may be repeated"
+    )
+    parser.add_argument(
+        "--served-name", metavar="NAME", action="append", default=[], help=_NAME_HELP + ", one for each --model"
+    )
 
 
 def _add_on_demand_flags(parser: argparse.ArgumentParser) -> None:
@@ -145,12 +157,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     serve.add_status_flags(parser)
     serve.add_request_flags(parser)
-    parser.add_argument(
-        "--model", metavar="MODEL", required=True, action="append", help=_MODEL_HELP + "; may be repeated"
-    )
-    parser.add_argument(
-        "--served-name", metavar="NAME", action="append", default=[], help=_NAME_HELP + ", one for each --model"
-    )
+    _add_model_flags(parser, required=True)
     parser.add_argument("--vllm-metrics", action="store_true", help="also export metrics under vLLM's names")
     parser.add_argument("--replicas", type=int, default=1, help="replicas of each model, sharing its weights (1)")
     _add_on_demand_flags(parser)
@@ -187,7 +194,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         raise ValueError("--lora and --lora-dir need a single --model: load the others' adapters with tokenbus load")
     if options.host_cache_file and not options.host_cache_mib:
         raise ValueError("--host-cache-file needs host memory: leave --host-cache-mib at -1, or pass more than 0")
-    names = options.served_name + [registry.served_name(model) for model in options.model[len(options.served_name) :]]
+    names = names_of(options)
     on_demand = _on_demand_of(options, names)
     return WorkerSettings(
         models=tuple(
@@ -225,6 +232,12 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
     )
 
 
+def names_of(options: argparse.Namespace) -> list[str]:
+    """Returns the served names of all models."""
+    given: list[str] = options.served_name
+    return given + [registry.served_name(model) for model in options.model[len(given) :]]
+
+
 def _on_demand_of(options: argparse.Namespace, names: list[str]) -> set[str]:
     """Returns the models that are loaded when they are asked for. Raises ValueError."""
     unknown = [name for name in options.pin if name not in names]
@@ -251,8 +264,8 @@ def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> E
     own["model"] = model if model_files.is_hub_name(model) else str(_path_of(model))
     if on_demand and options.host_cache_mib < 0:
         own["host_cache_mib"] = 0  # what is kept for later goes with the model
-    replicas = options.replicas * len(options.model)
-    own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // replicas)
+    owners = min(BUSY_MODELS, len(options.model)) if on_demand else options.replicas * len(options.model)
+    own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // owners)
     scheduler = SchedulerSettings(**{name: getattr(options, name) for name in SchedulerSettings.__struct_fields__})
     onnx = OnnxSettings(**{name: getattr(options, name) for name in OnnxSettings.__struct_fields__ if name in options})
     return EngineSettings(**own, scheduler=scheduler, onnx=onnx)

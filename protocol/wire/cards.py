@@ -167,6 +167,11 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
         """The worker whose card this is; a worker's name is unique only within its model."""
         return WorkerAddress(self.model, self.worker_id)
 
+    @property
+    def shown_state(self) -> str:
+        """Its state as people see it."""
+        return "loadable" if self.loadable else self.state
+
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model, and the workers that serve it."""
