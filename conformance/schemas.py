@@ -46,6 +46,7 @@ CHUNK: Schema = {
     "text_offset": COUNT,
     "text": TEXT,
     "finish_reason": optional(field_types.one_of(*FINISH_REASONS)),
+    "load_progress": optional(DURATION),
 }
 """The fields of every message of a stream."""
 
@@ -127,17 +128,14 @@ CARD: Schema = {
     "chat_format_digest": optional(NAME),
     "features": list_of(NAME),
     "adapters": optional(field_types.LIST),
+    "loadable": optional(FLAG),
     "role": optional(NAME),
     "state": NAME,
     "host": TEXT,
     "pids": map_of(_PIDS),
     "versions": field_types.MAP,
 }
-SERVED: Schema = {
-    "model": NAME,
-    "context_length": POSITIVE,
-    "features": list_of(NAME),
-}
+SERVED: Schema = {"model": NAME, "context_length": POSITIVE, "features": list_of(NAME), "loadable": optional(FLAG)}
 TOKENS: Schema = {
     "id": NAME,
     "model": NAME,

@@ -16,6 +16,17 @@ async def models(probe: Probe) -> None:
     check_models(await probe.call(probe.names.models_for(probe.tenant)))
 
 
+async def models_loadable(probe: Probe) -> None:
+    """A model is loadable if no worker has it loaded, and such workers take no requests."""
+    reply = await probe.call(probe.names.models_for(probe.tenant))
+    for served in reply["models"]:
+        states = [(card["state"], card.get("loadable", False)) for card in served.get("workers") or []]
+        is_right = all(state == "draining" for state, loadable in states if loadable)
+        expect(is_right, f"a loadable worker of {served['model']} takes requests: {states}")
+        is_ready = any(state == "ready" for state, _ in states)
+        expect(not (served.get("loadable") and is_ready), f"{served['model']} is loadable, and a worker is ready")
+
+
 async def models_limit(probe: Probe) -> None:
     """max_request_bytes does not exceed the broker's own limit."""
     most = probe.target.max_request_bytes

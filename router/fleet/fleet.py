@@ -9,7 +9,6 @@ Besides its incarnation (registry.py), each worker has three state machines:
 Nothing here waits, reads a clock or sends anything. All times are in seconds of the caller's clock."""
 
 import random
-from collections.abc import Iterable
 
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.protocol.wire.subjects import WorkerAddress
@@ -27,7 +26,7 @@ _BOOKING_TTL_S = 5.0
 class Fleet(WorkerRegistry):
     """Everything that one router knows about its workers."""
 
-    def __init__(self, began_at: float, expected_models: Iterable[str] = ()) -> None:
+    def __init__(self, began_at: float, expected_models: tuple[str, ...] = ()) -> None:
         super().__init__(began_at, expected_models)
         self.stats = DecisionStats()
 

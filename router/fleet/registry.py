@@ -4,9 +4,7 @@ A worker is named by its model and its id. When it restarts it comes back with a
 replaces the earlier one. An earlier epoch is believed only once the known incarnation has been silent long enough to be
 lost. A card that can't be true, or contradicts the model's other workers, is refused, and so are its events."""
 
-from collections.abc import Iterable, Iterator
-
-import xxhash
+from collections.abc import Iterator
 
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, limits, messages
@@ -40,7 +38,7 @@ _MAX_CARD_BYTES = 65_536
 class WorkerRegistry:
     """The workers of all models, and lookups among them."""
 
-    def __init__(self, began_at: float, expected_models: Iterable[str] = ()) -> None:
+    def __init__(self, began_at: float, expected_models: tuple[str, ...] = ()) -> None:
         """`expected_models` count as known before any worker has served them."""
         self._began_at = began_at
         self._workers: dict[WorkerAddress, Worker] = {}
@@ -118,11 +116,7 @@ class WorkerRegistry:
     def loaders_of(self, model: str) -> list[Worker]:
         """Returns the workers that can load the model, those first that do so already. The order is the same for all
         routers, and differs from model to model."""
-
-        def order(worker: Worker) -> tuple[bool, int]:
-            return worker.card.loadable, xxhash.xxh3_64_intdigest(f"{model} {worker.card.worker_id}".encode())
-
-        return sorted((worker for worker in self._model(model).workers if worker.is_loadable), key=order)
+        return sorted((one for one in self._model(model).workers if one.is_loadable), key=lambda one: one.load_order)
 
     def capacity(self, model: str, now: float) -> Capacity:
         """Returns whether the model's workers can start another request now."""

@@ -3,6 +3,8 @@
 import math
 from typing import Literal, NamedTuple
 
+import xxhash
+
 from tokenbus.protocol.wire import codec, limits, messages
 from tokenbus.protocol.wire.subjects import WorkerAddress
 from tokenbus.router.fleet.event_log import EventLog
@@ -103,6 +105,12 @@ class Worker:
         """Whether it can be asked to load its model, or is loading it."""
         may_load = self.card.loadable or self.state is messages.WorkerState.STARTING
         return may_load and not self.lease_expired
+
+    @property
+    def load_order(self) -> tuple[bool, int]:
+        """Sorts workers that can load a model: those first that do so already, the others by hash."""
+        name = f"{self.card.model} {self.card.worker_id}"
+        return self.card.loadable, xxhash.xxh3_64_intdigest(name.encode())
 
     @property
     def can_give_blocks(self) -> bool:

@@ -29,7 +29,7 @@ class _Wanted:
     def __init__(self) -> None:
         self.asking: asyncio.Task[None] | None = None
         self.refused: dict[str, errors.Error] = {}
-        """What each worker has said that can't load it."""
+        """The errors of the workers that can't load it."""
         self.num_silent = 0
         self.progress: float | None = None
 
@@ -158,7 +158,7 @@ class ModelLoads:
                 else:
                     served.set_exception(errors.RequestError(error))
         if error is not None:
-            self._queue.fail(model, error)
+            self._queue.end_all(model, error)
 
     def _forget(self, model: str) -> None:
         wanted = self._wanted.pop(model, None)

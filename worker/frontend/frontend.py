@@ -87,6 +87,11 @@ class Frontend:
         """Whether requests are accepted now."""
         return self._has_engine and not (self._is_draining or self._announcer.is_loadable or self._announcer.is_muted)
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine serves."""
+        return self._has_engine
+
     def apply_settings(self, settings: FrontendSettings) -> None:
         """Changes the settings of streams accepted from now on."""
         self._streams.settings = settings

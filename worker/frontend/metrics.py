@@ -102,6 +102,7 @@ class WorkerMetrics(MetricFamilies):
         self.kv_fetched_bytes = counter("kv_fetched_bytes", "Bytes of KV blocks that were fetched from other workers.")
         self.kv_given_bytes = counter("kv_given_bytes", "Bytes of KV blocks that other workers have read.")
         self.kv_fetch = histogram("kv_fetch_seconds", "Duration of fetches of KV blocks.", TTFT_BUCKETS)
+        self.loading = gauge("loading", "1 while an engine is being started.")
         self.model_loads = counter("model_loads", "Loads of models on demand, by outcome: ok or failed.", "outcome")
         self.model_unloads = counter(
             "model_unloads", "Models that were unloaded, by reason: idle, or room for another.", "reason"
@@ -266,6 +267,10 @@ class ReplicaMetrics:
         metrics.unguarded.labels(*who).set(num_unguarded)
         metrics.adapters.labels(*who).set(num_adapters)
         metrics.kv_leases.labels(*who).set(num_leases)
+
+    def set_loading(self, *, is_loading: bool) -> None:
+        """Sets whether an engine is being started."""
+        self._metrics.loading.labels(*self._own_labels).set(is_loading)
 
     def engine_unloaded(self) -> None:
         """Says that there is no engine; counters of the next one start at 0."""

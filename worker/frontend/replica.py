@@ -135,8 +135,14 @@ class Replica(EngineListener):
         """Says why the replica accepts no requests; empty if it does."""
         return "" if self.frontend is not None and self.frontend.is_ready else f"{self.worker_id} is not ready"
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether an engine is being started."""
+        return self.frontend is not None and not self.frontend.has_engine
+
     def update_gauges(self) -> None:
         """Updates the replica's gauges for a scrape."""
+        self._metrics.set_loading(is_loading=self.is_loading)
         engine = self._supervisor.engine if self._supervisor is not None else None
         if engine is not None and self._config is not None:
             assert self.frontend is not None

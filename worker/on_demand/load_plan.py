@@ -9,21 +9,17 @@ were asked for, one at a time. The first one gets room from models that have bee
 first. A model with running requests is never unloaded. But if the first one waits for long, a busy model takes no new
 requests, and is unloaded as soon as those that run have ended: otherwise busy models could keep all others out."""
 
-import enum
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.on_demand.memory_need import MemoryNeed, mib
+from tokenbus.worker.on_demand.planned_model import LINGER_S, PlannedModel, State
 
 _WANT_TTL_S = 3.0
 """A model that nobody has asked for since this time is not loaded any more; routers ask twice a second."""
 _FAILURE_TTL_S = 10.0
 """A model that could not be loaded is not tried again for this time."""
-_LINGER_S = 0.2
-"""A model that has been idle for less than this is not unloaded: its clients may be about to ask again."""
-_FIRST_USE_S = 2.0
-"""The same for one that has been loaded and not used yet: the requests that it was loaded for are on their way."""
 _PATIENCE_S = 5.0
 """The first model in the order waits this long before a busy one has to finish its requests."""
 
@@ -42,46 +38,12 @@ class Unload(NamedTuple):
     """Nobody has used it for long, or another model needs its memory."""
 
 
-class State(enum.StrEnum):
-    """The states of a model."""
-
-    UNLOADED = "unloaded"
-    LOADING = "loading"
-    LOADED = "loaded"
-    UNLOADING = "unloading"
-
-
-class _Model:
-    """What is known of one model."""
-
-    def __init__(self) -> None:
-        self.state = State.UNLOADED
-        self.need: MemoryNeed | None = None
-        self.wanted_since: float | None = None
-        self.wanted_at = 0.0
-        """When somebody asked for it last."""
-        self.idle_since: float | None = None
-        """When its last request ended; None while there are any."""
-        self.was_used = False
-        """Whether it has had a request since it was loaded."""
-        self.failure: errors.Error | None = None
-        self.failed_at = 0.0
-
-    def idle_s(self, now: float) -> float:
-        """Returns for how long nobody has used it."""
-        return now - self.idle_since if self.state is State.LOADED and self.idle_since is not None else 0.0
-
-    def is_idle(self, now: float) -> bool:
-        """Whether it may be unloaded now."""
-        return self.state is State.LOADED and self.idle_s(now) >= (_LINGER_S if self.was_used else _FIRST_USE_S)
-
-
 class LoadPlan:
     """The models of one worker that are loaded on demand."""
 
     def __init__(self, names: Iterable[str], budget_bytes: int, idle_unload_s: float = 0.0) -> None:
         """A budget of 0 leaves the limit to the memory that is free, and `idle_unload_s` 0 unloads only for room."""
-        self._models = {name: _Model() for name in names}
+        self._models = {name: PlannedModel() for name in names}
         self._budget_bytes = budget_bytes
         self._idle_unload_s = idle_unload_s
 
@@ -98,7 +60,7 @@ class LoadPlan:
     @property
     def reserved_bytes(self) -> int:
         """The memory of all models that are not unloaded."""
-        return sum(_bytes_of(one) for one in self._models.values() if one.state is not State.UNLOADED)
+        return sum(one.num_bytes for one in self._models.values() if one.state is not State.UNLOADED)
 
     def set_need(self, name: str, need: MemoryNeed) -> None:
         """Notes the memory that a model takes. It is not loaded before this is known."""
@@ -181,7 +143,7 @@ class LoadPlan:
         """Returns a model that nobody has used for too long, if there is one."""
         if not self._idle_unload_s:
             return ""
-        limit_s = max(self._idle_unload_s, _LINGER_S)
+        limit_s = max(self._idle_unload_s, LINGER_S)
         return next((name for name, one in self._models.items() if one.idle_s(now) >= limit_s), "")
 
     def _first_wanted(self, now: float) -> str | None:
@@ -212,7 +174,7 @@ class LoadPlan:
             return None
         idle = [one for one in loaded if self._models[one].is_idle(now)]
         missing = self._missing_bytes(model.need, free_bytes)
-        is_enough = sum(_bytes_of(self._models[one]) for one in idle) >= missing
+        is_enough = sum(self._models[one].num_bytes for one in idle) >= missing
         if not idle or not is_enough:
             # what is idle now would be unloaded for nothing, unless a busy one follows
             if now - model.wanted_since < _PATIENCE_S:
@@ -224,11 +186,6 @@ class LoadPlan:
     def _unload(self, name: str, reason: Literal["idle", "room"]) -> Unload:
         self._models[name].state = State.UNLOADING
         return Unload(name, reason)
-
-
-def _bytes_of(model: _Model) -> int:
-    assert model.need is not None
-    return model.need.total_bytes
 
 
 def _shortage(need: MemoryNeed, free_bytes: int) -> str:

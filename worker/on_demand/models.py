@@ -13,8 +13,9 @@ from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.frontend.metrics import WorkerMetrics
 from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
 from tokenbus.worker.on_demand import free_memory, memory_need, model_facts
-from tokenbus.worker.on_demand.load_plan import Load, LoadPlan, State, Unload
+from tokenbus.worker.on_demand.load_plan import Load, LoadPlan, Unload
 from tokenbus.worker.on_demand.memory_need import MemoryNeed, mib
+from tokenbus.worker.on_demand.planned_model import State
 from tokenbus.worker.on_demand.replica import OnDemandReplica
 
 _TICK_S = 0.1

@@ -93,6 +93,10 @@ class OnDemandReplica(Replica):
         """A model that is not loaded takes requests all the same: routers hold them."""
         return "" if self.started.done() else f"{self.worker_id} is not ready"
 
+    @property
+    def is_loading(self) -> bool:
+        return super().is_loading and self._load_requested.is_set()
+
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         super().engine_started(engine, config)
         assert self.listener is not None
