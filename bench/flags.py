@@ -1,6 +1,7 @@
 """The command line of a benchmark."""
 
 import argparse
+from pathlib import Path
 
 
 def parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
@@ -8,4 +9,11 @@ def parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in numbers.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    return made
+
+
+def model_parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """Returns a parser that has `--model` as well, the file that `benchmark_model` is given."""
+    made = parser(doc, **numbers)
+    made.add_argument("--model", type=Path, help="a GGUF file; without it, one with random weights is made")
     return made

@@ -87,8 +87,7 @@ async def measure(model: Path, pairs: int, threads: int, tokens: int, prefix: in
 
 
 def main() -> None:
-    parser = flags.parser(__doc__, pairs=7, threads=1, tokens=48, prefix=1_000)
-    parser.add_argument("--model", type=Path)
+    parser = flags.model_parser(__doc__, pairs=7, threads=1, tokens=48, prefix=1_000)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.pairs, options.threads, options.tokens, options.prefix))

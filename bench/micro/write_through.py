@@ -5,11 +5,11 @@ Run: .venv/bin/python -m bench.micro.write_through [--model FILE.gguf] [--pairs 
 Eight sequences decode. Windows of 16 steps, in which each completes a block, alternate between copying and not copying.
 The order within a pair alternates too, because steps become slower as the sequences grow."""
 
-import argparse
 import time
 from array import array
 from pathlib import Path
 
+from bench import flags
 from bench.models import benchmark_model
 from bench.paired import quartiles
 from tokenbus.worker import engine_request
@@ -70,9 +70,7 @@ def measure(model: Path, pairs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--pairs", type=int, default=8)
+    parser = flags.model_parser(__doc__, pairs=8)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         measure(model, options.pairs)

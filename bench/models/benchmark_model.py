@@ -12,6 +12,11 @@ VOCABULARY = 1_000
 """Random prompts use ids from 10 up to this, which every model has."""
 
 
+def prompt(serial: int, num_tokens: int) -> list[int]:
+    """Returns the token ids of a prompt that shares no block with those of other serial numbers."""
+    return [10 + (serial * 37 + place * place) % (VOCABULARY - 10) for place in range(num_tokens)]
+
+
 def model(given: Path | None) -> contextlib.AbstractContextManager[Path]:
     """Yields the path of a GGUF file."""
     return _made(

@@ -81,8 +81,7 @@ async def measure(model: Path, against: str, count: int, tokens: int, pairs: int
 
 
 def main() -> None:
-    parser = flags.parser(__doc__, streams=8, tokens=64, pairs=9, threads=1)
-    parser.add_argument("--model", type=Path)
+    parser = flags.model_parser(__doc__, streams=8, tokens=64, pairs=9, threads=1)
     parser.add_argument("--against", choices=["llama-bench", "llama-server"], default="llama-server")
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:

@@ -66,8 +66,7 @@ async def measure(model: Path, length: int, tokens: int, pairs: int, threads: in
 
 
 def main() -> None:
-    parser = flags.parser(__doc__, length=1_200, tokens=160, pairs=7, threads=2)
-    parser.add_argument("--model", type=Path)
+    parser = flags.model_parser(__doc__, length=1_200, tokens=160, pairs=7, threads=2)
     options, worker_flags = parser.parse_known_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.length, options.tokens, options.pairs, options.threads, worker_flags))

@@ -112,8 +112,7 @@ async def measure(model: Path, clients: int, tokens: int, pairs: int, threads: i
 
 
 def main() -> None:
-    parser = flags.parser(__doc__, clients=8, tokens=64, pairs=7, threads=1)
-    parser.add_argument("--model", type=Path)
+    parser = flags.model_parser(__doc__, clients=8, tokens=64, pairs=7, threads=1)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.clients, options.tokens, options.pairs, options.threads))

@@ -55,8 +55,7 @@ async def _first_tokens(answers: list[Coroutine[Any, Any, list[float]]]) -> floa
 
 
 def main() -> None:
-    parser = flags.parser(__doc__, prefix=1_000, pairs=7, threads=2)
-    parser.add_argument("--model", type=Path)
+    parser = flags.model_parser(__doc__, prefix=1_000, pairs=7, threads=2)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.prefix, options.pairs, options.threads))

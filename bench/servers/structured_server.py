@@ -106,8 +106,7 @@ async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: i
 
 
 def main() -> None:
-    parser = flags.parser(__doc__, streams=8, tokens=48, threads=1, pairs=7)
-    parser.add_argument("--model", type=Path)
+    parser = flags.model_parser(__doc__, streams=8, tokens=48, threads=1, pairs=7)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.streams, options.tokens, options.threads, options.pairs))

@@ -4,7 +4,6 @@
 the machine does slows both alike. The engine runs in its own process and the streams come through its client: what is
 measured besides llama.cpp is scheduling, sampling and the way from the engine to a frontend."""
 
-import argparse
 import asyncio
 import ctypes
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from llama_cpp import llama_cpp as llama
 
+from bench import flags
 from bench.baselines.bare_llama import PROMPT, BareLlama
 from bench.models import benchmark_model, random_adapter
 from bench.models.shape import PRESETS
@@ -117,12 +117,8 @@ async def measure(model: Path, adapters: list[Path], threads: int, rounds: int, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare four streams with two adapters with bare llama.cpp.")
-    parser.add_argument("--model", type=Path, help="a GGUF file of the preset's shape (random weights)")
-    parser.add_argument("--preset", choices=PRESETS, default="0.5b", help="the shape of the adapters (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=24, help="of each stream in a round (%(default)s)")
+    parser = flags.model_parser(__doc__, threads=1, rounds=8, tokens=24)
+    parser.add_argument("--preset", choices=PRESETS, default="0.5b", help="the shape of the model (%(default)s)")
     options = parser.parse_args()
     shapes = random_adapter.shapes_of(PRESETS[options.preset])
     with benchmark_model.model(options.model) as model, tempfile.TemporaryDirectory() as folder:

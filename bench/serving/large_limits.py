@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import system
+from bench import flags, system
 from bench.paired import quartiles
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
@@ -104,10 +104,10 @@ async def in_full(client: Client, clients: int, limit: int) -> Full:
     return Full(tokens / wall_s, first_s, longest_gap_s, 1e3 * cpu_s / tokens)
 
 
-async def measure_short(model: Path, flags: tuple[str, ...], options: argparse.Namespace) -> None:
+async def measure_short(model: Path, worker_flags: tuple[str, ...], options: argparse.Namespace) -> None:
     """Compares the large limit with the small one, where all answers are short."""
     clients, limit = options.clients, options.limit
-    async with system.running(model, *flags) as small, system.running(model, *flags) as large:
+    async with system.running(model, *worker_flags) as small, system.running(model, *worker_flags) as large:
         sides = ((small, _SMALL_LIMIT), (large, limit))
         for client, most in sides:
             await of_clients(client, clients, 1, most)
@@ -126,12 +126,12 @@ async def measure_short(model: Path, flags: tuple[str, ...], options: argparse.N
         print(f"  {(await system.card(large)).load}")
 
 
-async def measure_full(model: Path, flags: tuple[str, ...], options: argparse.Namespace) -> None:
+async def measure_full(model: Path, worker_flags: tuple[str, ...], options: argparse.Namespace) -> None:
     """Compares learning with reserving everything, where all answers use the whole limit.
 
     Each round has new workers, so that one always has yet to learn; `--known` asks it once before."""
     clients, limit = options.clients, options.limit
-    sides = {"whole": (*flags, "--expected-tokens", str(_WHOLE)), "learned": flags}
+    sides = {"whole": (*worker_flags, "--expected-tokens", str(_WHOLE)), "learned": worker_flags}
     shares, cpu_shares = [], []
     for number in range(options.full_pairs):
         found: dict[str, Full] = {}
@@ -150,27 +150,21 @@ async def measure_full(model: Path, flags: tuple[str, ...], options: argparse.Na
     print(f"  CPU time, learned / whole   {quartiles(cpu_shares)}")
 
 
-async def measure(model: Path, flags: tuple[str, ...], options: argparse.Namespace) -> None:
+async def measure(model: Path, worker_flags: tuple[str, ...], options: argparse.Namespace) -> None:
     if options.pairs:
-        await measure_short(model, flags, options)
+        await measure_short(model, worker_flags, options)
     if options.full_pairs:
-        await measure_full(model, flags, options)
+        await measure_full(model, worker_flags, options)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=4)
-    parser.add_argument("--limit", type=int, default=4_096)
-    parser.add_argument("--kv-tokens", type=int, default=16_384)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--full-pairs", type=int, default=3)
+    parser = flags.parser(__doc__, clients=16, requests=4, limit=4_096, kv_tokens=16_384, pairs=7, full_pairs=3)
+    parser.add_argument("--model", type=Path, default=MODEL_PATH)
     parser.add_argument("--known", action="store_true", help="a worker has seen one such answer before it is measured")
     options = parser.parse_args()
     sizes = ("--context-length", str(options.limit + 256), "--kv-tokens", str(options.kv_tokens))
-    flags = ("--threads", "1", *sizes)
-    asyncio.run(measure(options.model or MODEL_PATH, flags, options))
+    worker_flags = ("--threads", "1", *sizes)
+    asyncio.run(measure(options.model, worker_flags, options))
 
 
 if __name__ == "__main__":

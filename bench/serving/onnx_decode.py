@@ -204,7 +204,7 @@ async def measure(options: argparse.Namespace, model: Path, gguf: Path | None) -
 def main() -> None:
     parser = flags.parser(__doc__, prompt=64, tokens=64, pairs=9, threads=1, seed=0)
     parser.add_argument("question", choices=_AIMS)
-    parser.add_argument("--model", type=Path)
+    parser.add_argument("--model", type=Path, help="an ONNX folder")
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--starts", type=int, default=3, help="of both ways, which share the pairs")
     options = parser.parse_args()

@@ -86,8 +86,7 @@ async def measure(model: Path, streams: int, tokens: int, threads: int, pairs: i
 
 
 def main() -> None:
-    parser = flags.parser(__doc__, streams=1, threads=1, pairs=9)
-    parser.add_argument("--model", type=Path)
+    parser = flags.model_parser(__doc__, streams=1, threads=1, pairs=9)
     parser.add_argument("--tokens", type=int, default=128, help="above 70: each of the first steps may bring 33")
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:

@@ -16,7 +16,7 @@ from tokenbus.worker.chat_format.parsing.parser import Parser
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """What is known of one way to read the outputs."""
+    """The known results of one way to read the outputs."""
 
     right: int
     misses: dict[str, str]

@@ -74,7 +74,7 @@ def expected_of(tokens: Iterable[tuple[str, Sequence[float]]]) -> Expected:
 
 
 class Reading:
-    """What a client that concatenates texts in the order of arrival has read of one stream.
+    """One stream as a client reads it that concatenates texts in the order of arrival.
 
     A text that begins behind the end of what was read leaves a hole. One that begins before that end is a repetition,
     and wrong."""

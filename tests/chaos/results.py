@@ -15,7 +15,7 @@ MAX_NOTES = 20
 
 
 class Ends(msgspec.Struct):
-    """How the streams of one kind of client ended."""
+    """The ends of the streams of one kind of client, counted."""
 
     streams: int = 0
     well: int = 0

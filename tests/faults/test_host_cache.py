@@ -1,4 +1,4 @@
-"""What an engine has computed outlives it, and with a file the whole worker."""
+"""Copies of computed blocks outlive their engine and, with a file, the whole worker."""
 
 import os
 import signal

@@ -153,7 +153,7 @@ async def test_sigterm_drains_every_replica(system: System) -> None:
 
 
 def _bytes_per_token() -> int:
-    from tokenbus.worker.engine.gguf import metadata, token_size
+    from tokenbus.worker.engine.gguf import kv_memory, metadata
     from tokenbus.worker.engine.process.settings import EngineSettings
 
-    return token_size.bytes_per_token(metadata.read(Path(demo.MODEL_PATH)), EngineSettings(model="demo"))
+    return kv_memory.bytes_per_token(metadata.read(Path(demo.MODEL_PATH)), EngineSettings(model="demo"))

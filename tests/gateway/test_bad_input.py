@@ -45,12 +45,13 @@ CONVERSATIONS = {
     "/v1/messages/count_tokens": LIST,
     "/tokenize": LIST,
     "/v1/responses": "input",
+    "/v1/responses/input_tokens": "input",
 }
 """The field of each endpoint that has a conversation."""
 
 
 class Refusal(NamedTuple):
-    """What the three forms of an error have in common."""
+    """The fields that the three forms of an error have in common."""
 
     status: int
     kind: str

@@ -52,13 +52,13 @@ class Answers(NamedTuple):
 
     @property
     def ends(self) -> set[str]:
-        """How the plain ones have ended: with a finish reason or an error code, each exactly once."""
+        """The finish reasons and error codes of the plain ones, each of which has ended exactly once."""
         assert {len(answer.terminals) for answer in self.plain} == {1}
         return {_end(answer) for answer in self.plain}
 
     @property
     def whole_ends(self) -> set[str]:
-        """How the whole ones have ended, each at most once; `lost` for those without an answer."""
+        """The ends of the whole ones, each of which has at most one; `lost` for those without an answer."""
         assert all(len(answer.terminals) <= 1 for answer in self.whole)
         return {_end(answer) if answer.terminals else "lost" for answer in self.whole}
 

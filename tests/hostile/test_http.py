@@ -22,7 +22,7 @@ OK = (200, b"ok\n")
 KEPT = LIVEZ.replace(b"Connection: close\r\n", b"")
 HOLD, READ = KEPT.replace(b"livez", b"hold"), KEPT.replace(b"GET /livez", b"POST /read")
 UPGRADE = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
-"""As Java's client sends them with its first request."""
+"""Java's client sends these headers with its first request."""
 
 
 def code_of(answer: tuple[int, bytes]) -> tuple[int, str]:

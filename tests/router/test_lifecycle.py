@@ -22,7 +22,7 @@ class Dispatcher:
         self.is_stopped = False
         self.wakes: dict[str, asyncio.Event] = {}
         self.decide: dict[str, Callable[[], None]] = {}
-        """What a worker's answer does that comes only when the router stops."""
+        """The effects of workers' answers that come only when the router stops."""
         self.continued: list[str] = []
 
     async def dispatch(self, flight: Flight) -> None:

@@ -62,7 +62,7 @@ class Link:
         """Actions sent since the path to the broker was blocked; None while it is open."""
         self._stalled_until = 0.0
         self.lag_s = 0.0
-        """How long messages from the broker lie unread."""
+        """The time for which messages from the broker lie unread, in seconds."""
         self._to_broker_at = 0.0
         self._to_owner_at = 0.0
 

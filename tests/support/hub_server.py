@@ -12,7 +12,7 @@ COMMIT = "a" * 40
 
 
 class Request(NamedTuple):
-    """What a client asked."""
+    """A request as it came from a client."""
 
     method: str
     path: str

@@ -37,7 +37,7 @@ class Socket:
 
     @property
     def num_unsent_bytes(self) -> int:
-        """What waits because the server does not read it, beyond the kernel's buffers."""
+        """The bytes that the server has not read, beyond those in the kernel's buffers."""
         return self._writer.transport.get_write_buffer_size()
 
     async def answer(self) -> tuple[int, bytes]:

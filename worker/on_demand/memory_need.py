@@ -4,6 +4,7 @@ The parts were compared with what engines really take (decision 0064)."""
 
 from typing import NamedTuple
 
+from tokenbus.worker.engine.gguf import kv_memory
 from tokenbus.worker.engine.process.settings import EngineSettings
 
 _MIB = 1 << 20
@@ -16,8 +17,8 @@ _STATES = 8
 _LOGITS_COPIES = 2
 """Where a step computes its logits, and where they can be read."""
 _F32_BYTES = 4
-_DEFAULT_CONTEXT = 8_192
-_DEFAULT_KV_TOKENS = 16_384
+_UNKNOWN_CONTEXT = 8_192
+"""The tokens for which a model counts as trained if its files don't say."""
 
 
 class ModelFacts(NamedTuple):
@@ -63,9 +64,8 @@ class MemoryNeed(NamedTuple):
 
 def estimate(facts: ModelFacts, settings: EngineSettings) -> MemoryNeed:
     """Returns the memory that a model takes with these settings."""
-    context = settings.context_length or min(facts.trained_context or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
-    default_tokens = facts.kv_tokens or max(context, min(4 * context, _DEFAULT_KV_TOKENS))
-    kv_tokens = settings.kv_tokens or default_tokens
+    context = kv_memory.context_length(settings, facts.trained_context or _UNKNOWN_CONTEXT)
+    kv_tokens = settings.kv_tokens or facts.kv_tokens or kv_memory.default_kv_tokens(context)
     states = min(settings.ubatch_tokens, settings.max_num_batched_tokens) * _STATES * facts.width * _F32_BYTES
     logits = facts.rows * facts.vocab_size * _F32_BYTES * _LOGITS_COPIES
     tables = facts.vocab_size * _VOCABULARY_BYTES

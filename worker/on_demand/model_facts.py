@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from tokenbus.worker.engine.gguf import metadata, token_size
+from tokenbus.worker.engine.gguf import kv_memory, metadata
 from tokenbus.worker.engine.models import registry
 from tokenbus.worker.engine.models.model_files import Layout, ModelFiles, read_json
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -63,7 +63,7 @@ def _of_gguf(files: ModelFiles, layouts: Sequence[Layout], settings: EngineSetti
     architecture = found.text("general.architecture") or ""
     return ModelFacts(
         weight_bytes=_size(files, layouts),
-        kv_bytes_per_token=token_size.bytes_per_token(found, settings),
+        kv_bytes_per_token=kv_memory.bytes_per_token(found, settings),
         trained_context=found.number(f"{architecture}.context_length"),
         width=found.number(f"{architecture}.embedding_length"),
         vocab_size=len(found.texts("tokenizer.ggml.tokens")),

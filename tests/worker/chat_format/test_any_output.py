@@ -1,4 +1,4 @@
-"""What holds of any output whatsoever, in any format."""
+"""Rules that hold for any output whatsoever, in any format."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Answering:
 
     @property
     def parts(self) -> list[tuple[str, str, tuple[engine_output.ToolCallPart, ...]]]:
-        """What came with each token, and then what came with the terminal alone."""
+        """Returns the parts that came with each token, and last those that came with the terminal alone."""
         found: list[tuple[str, str, tuple[engine_output.ToolCallPart, ...]]] = []
         for output in self.outputs:
             if output.resumed_texts is not None:

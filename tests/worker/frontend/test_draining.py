@@ -26,7 +26,7 @@ class Part:
         self.engine: Part | None = self
         self.has_streams = finishes_after_s is not None
         self.asked: list[tuple[str, float]] = []
-        """What was done, and after which time."""
+        """The calls that were made, each with the time after which it was."""
 
     def _note(self, what: str) -> None:
         self.asked.append((what, round(self._process.world.now - self._began_at, 3)))

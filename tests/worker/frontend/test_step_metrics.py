@@ -1,4 +1,4 @@
-"""What a step's stats say is counted in the metrics of its replica."""
+"""The metrics of a replica count all that is in the stats of its steps."""
 
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics

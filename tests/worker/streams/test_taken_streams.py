@@ -185,7 +185,7 @@ def test_a_stream_without_a_guardian_is_given_up_to_whoever_asks_first(stage: Le
 
 
 def test_while_chunks_wait_for_the_broker_a_take_has_no_answer_and_changes_nothing(stage: Leaving) -> None:
-    """What is given up must have left before."""
+    """A stream's chunks must have left before it is given up."""
     stage.run(max_tokens=40)
     stage.world.run(0.55)
     stage.start_leaving()

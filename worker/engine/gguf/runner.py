@@ -12,7 +12,7 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.draws import Matrix
-from tokenbus.worker.engine.gguf import backend, context, kv_memory, probe, settings_resolution, token_size
+from tokenbus.worker.engine.gguf import backend, context, devices, kv_memory, probe, settings_resolution
 from tokenbus.worker.engine.gguf.batch import Batch
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.gguf.layout import GgufLayout
@@ -197,11 +197,10 @@ class GgufRunner:
     def _describe(self, settings: EngineSettings, capabilities: probe.Capabilities) -> contract.EngineConfig:
         assert self._context is not None
         block_size = settings.kv_block_size
-        longest = context.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
+        longest = kv_memory.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
         # With per-stream memory one sequence has only its share of the context.
         fits = llama.llama_n_ctx_seq(self._context) // block_size * block_size
-        state_format = capabilities.state_format
-        can_exchange = self.copies is not None and state_format is not None
+        exchanged = capabilities.state_format if self.copies is not None else None
         offered = features.with_sampler(
             chat=self._tokenizer.supports_chat,
             ends=bool(self.end_token_ids),
@@ -215,21 +214,21 @@ class GgufRunner:
             kv_block_size=block_size,
             total_kv_blocks=llama.llama_n_ctx(self._context) // block_size,
             host_kv_blocks=0 if self.copies is None else self.copies.layout.num_slots,
-            kv_identity=self.kv_identity if can_exchange else "",
-            kv_format=state_format.block_format(block_size) if can_exchange and state_format else None,
+            kv_identity="" if exchanged is None else self.kv_identity,
+            kv_format=None if exchanged is None else exchanged.block_format(block_size),
             writes_through=_writes_through(settings),
             prefix_cache=capabilities.can_share,
             chat_format=self._model.chat_format,
-            kv_bytes=llama.llama_n_ctx(self._context) * token_size.bytes_per_token(self._model.metadata, settings),
+            kv_bytes=llama.llama_n_ctx(self._context) * kv_memory.bytes_per_token(self._model.metadata, settings),
         )
 
 
 def _identity(fingerprint: str, settings: EngineSettings, capabilities: probe.Capabilities) -> str:
     """Returns the identity of a context's keys and values. `auto` settings can have another outcome on another machine,
     which the form of a block shows."""
-    types, layout = f"{settings.cache_type_k},{settings.cache_type_v}", capabilities.state_format
+    layout = capabilities.state_format
     form = f"flash-{settings.flash_attention}" if layout is None else layout.digest
-    types = f"{types},{form}"
+    types = f"{settings.cache_type_k},{settings.cache_type_v},{form}"
     return kv_identity(fingerprint, types, f"llama.cpp {llama_cpp.__version__}", settings.kv_block_size)
 
 
@@ -248,4 +247,5 @@ def _writes_through(settings: EngineSettings) -> bool:
     """Whether blocks are copied as soon as they are complete. By default they are, where copying takes no device."""
     if settings.host_cache_policy != "auto":
         return settings.host_cache_policy == "write-through"
-    return not settings.gpu_layers or not llama.llama_supports_gpu_offload()
+    uses_gpu = settings.gpu_layers and settings.devices != (devices.NONE,)
+    return not uses_gpu or not llama.llama_supports_gpu_offload()

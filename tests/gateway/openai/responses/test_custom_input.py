@@ -12,7 +12,7 @@ INPUTS = ["", "a", 'line\n\t"quoted" \\ back/slash', "Grüße 😀", "\x00\x1f",
 
 
 def fed(*pieces: str) -> list[str]:
-    """What each piece adds, and the end."""
+    """Returns the text that each piece adds, and that the end adds."""
     read = CustomInput()
     added = [*(read.feed(piece) for piece in pieces), read.end()]
     assert "".join(added) == read.text

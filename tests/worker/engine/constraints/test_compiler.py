@@ -67,7 +67,7 @@ def test_json_may_be_written_in_another_way_if_the_schema_says_so() -> None:
 
 
 def test_a_tokenizer_that_puts_a_space_before_a_text_is_understood() -> None:
-    """As those of SentencePiece do, but not behind a line break."""
+    """Tokenizers of SentencePiece do this, but not behind a line break."""
 
     def with_space(text: str) -> list[int]:
         return encode(text if text.startswith("\n") else f" {text}")
@@ -83,7 +83,7 @@ def test_a_tokenizer_that_changes_a_text_is_not_followed() -> None:
 
 
 def test_an_end_token_that_has_a_text_is_no_part_of_an_output() -> None:
-    """As some models have one that is matched in every text."""
+    """Some tokenizers find the end token wherever its text stands."""
     tokens = [b"<end>", *TOKENS[1:]]
 
     def with_end(text: str) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
-from tokenbus.worker.engine.gguf import kv_memory, metadata, token_size
+from tokenbus.worker.engine.gguf import kv_memory, metadata
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
@@ -41,13 +41,13 @@ def settings(**fields: object) -> EngineSettings:
 def test_a_tokens_bytes_follow_from_heads_and_types(
     given: dict[str, metadata.Value], kinds: dict[str, object], expected: int
 ) -> None:
-    assert token_size.bytes_per_token(facts(**given), settings(**kinds)) == expected
+    assert kv_memory.bytes_per_token(facts(**given), settings(**kinds)) == expected
 
 
 def test_the_demo_models_cells_are_as_large_as_llama_cpp_saves_them() -> None:
     runner = gguf_runner(DEMO)
     try:
-        each = token_size.bytes_per_token(metadata.read(Path(demo.MODEL_PATH)), DEMO)
+        each = kv_memory.bytes_per_token(metadata.read(Path(demo.MODEL_PATH)), DEMO)
         assert runner.config.kv_bytes == DEMO.kv_tokens * each
     finally:
         runner.close()
@@ -59,7 +59,7 @@ def test_without_a_limit_settings_stay_as_they_are() -> None:
 
 
 def test_a_limit_lowers_what_is_asked_for_to_whole_blocks() -> None:
-    each = token_size.bytes_per_token(facts(), settings())
+    each = kv_memory.bytes_per_token(facts(), settings())
     limited = kv_memory.fit_to_budget(settings(kv_tokens=4_096, kv_limit_bytes=1_000 * each + 5), facts(), 512)
     assert (limited.kv_tokens, limited.context_length) == (992, 512)
     limited = kv_memory.fit_to_budget(settings(kv_tokens=512, kv_limit_bytes=1_000 * each), facts(), 512)
@@ -67,7 +67,7 @@ def test_a_limit_lowers_what_is_asked_for_to_whole_blocks() -> None:
 
 
 def test_a_chosen_context_becomes_shorter_and_one_that_was_asked_for_does_not() -> None:
-    each = token_size.bytes_per_token(facts(), settings())
+    each = kv_memory.bytes_per_token(facts(), settings())
     assert kv_memory.fit_to_budget(settings(kv_limit_bytes=100 * each), facts(), 512).context_length == 96
     with pytest.raises(ModelError, match=r"--kv-budget leaves .* 96 tokens .* may need 512"):
         kv_memory.fit_to_budget(settings(kv_limit_bytes=100 * each, context_length=512), facts(), 512)

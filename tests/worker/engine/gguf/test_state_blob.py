@@ -1,4 +1,4 @@
-"""What llama.cpp would assert on is noticed before it sees a byte of it."""
+"""A blob on which llama.cpp would abort is refused before llama.cpp sees a byte of it."""
 
 import random
 import struct

@@ -1,4 +1,4 @@
-"""How long an answer will be is learned from recent ones, and doubts are resolved towards longer ones."""
+"""The expected length of an answer is learned from recent ones, and in doubt the longer one is expected."""
 
 import pytest
 from hypothesis import given

@@ -1,11 +1,10 @@
 """Measures how long streams pause when their engine is killed, with and without copies that outlive it.
 
-Run: .venv/bin/python -m bench.serving.engine_kill [--model FILE.gguf] [--streams 8] [--prompt 1000] [--pairs 1]
+Run: .venv/bin/python -m bench.serving.kv.engine_kill [--model FILE.gguf] [--streams 8] [--prompt 1000] [--pairs 1]
 
 Once every stream has a token, the engine gets SIGKILL. The next one continues all streams; the pause of a stream is the
 longest time between two of its tokens from then on."""
 
-import argparse
 import asyncio
 import itertools
 import os
@@ -14,7 +13,7 @@ import statistics
 import time
 from pathlib import Path
 
-from bench import streams, system
+from bench import flags, streams, system
 from bench.models import benchmark_model
 
 _AFTER = 24
@@ -39,17 +38,14 @@ class _Stream:
         return max(second - first for first, second in itertools.pairwise(after))
 
 
-async def longest_pause_s(model: Path, count: int, prompt_tokens: int, flags: tuple[str, ...]) -> float:
-    async with system.running(model, *flags) as client:
+async def longest_pause_s(model: Path, count: int, prompt_tokens: int, worker_flags: tuple[str, ...]) -> float:
+    async with system.running(model, *worker_flags) as client:
         engine = (await system.card(client)).pids.engine
         running = [_Stream() for _ in range(count)]
         # Every stream must outlast the prompts of all others, or it would have ended by then.
         tasks = []
         for one in running:
-            serial = next(_serials)
-            prompt = [
-                10 + (serial * 37 + place * place) % (benchmark_model.VOCABULARY - 10) for place in range(prompt_tokens)
-            ]
+            prompt = benchmark_model.prompt(next(_serials), prompt_tokens)
             tokens = _AFTER + 16 * (count + prompt_tokens // 16)
             tasks.append(asyncio.create_task(streams.complete(client, prompt, tokens, one.on_token)))
         for one in running:
@@ -67,8 +63,8 @@ async def longest_pause_s(model: Path, count: int, prompt_tokens: int, flags: tu
         return max(one.pause_s(killed_at) for one in running)
 
 
-async def measure(model: Path, count: int, prompt_tokens: int, pairs: int, flags: list[str]) -> None:
-    common = ("--context-length", "4096", "--kv-tokens", "16384", "--threads", "2", *flags)
+async def measure(model: Path, count: int, prompt_tokens: int, pairs: int, worker_flags: list[str]) -> None:
+    common = ("--context-length", "4096", "--kv-tokens", "16384", "--threads", "2", *worker_flags)
     seen = []
     for number in range(pairs):
         off = await longest_pause_s(model, count, prompt_tokens, (*common, "--host-cache-mib", "0"))
@@ -82,14 +78,10 @@ async def measure(model: Path, count: int, prompt_tokens: int, pairs: int, flags
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=1_000)
-    parser.add_argument("--pairs", type=int, default=1)
-    options, flags = parser.parse_known_args()
+    parser = flags.model_parser(__doc__, streams=8, prompt=1_000, pairs=1)
+    options, worker_flags = parser.parse_known_args()
     with benchmark_model.model(options.model) as model:
-        asyncio.run(measure(model, options.streams, options.prompt, options.pairs, flags))
+        asyncio.run(measure(model, options.streams, options.prompt, options.pairs, worker_flags))
 
 
 if __name__ == "__main__":

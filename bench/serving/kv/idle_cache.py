@@ -1,6 +1,6 @@
 """Measures how much a cache full of unused prefixes slows decoding down.
 
-Run: .venv/bin/python -m bench.serving.idle_cache [--model FILE.gguf] [--streams 4] [--pairs 7] [-- worker flags]
+Run: .venv/bin/python -m bench.serving.kv.idle_cache [--model FILE.gguf] [--streams 4] [--pairs 7] [-- worker flags]
 
 Two workers take turns: one caches nothing (--max-cached-blocks 0, no host memory), the other has computed prompts of
 500 tokens until its KV cache is full."""
@@ -22,10 +22,7 @@ _serials = itertools.count()
 
 async def fill(client: Client, kv_tokens: int) -> None:
     for _ in range(kv_tokens // _PROMPT_TOKENS + 1):
-        serial = next(_serials)
-        prompt = [
-            10 + (serial * 7 + place * place) % (benchmark_model.VOCABULARY - 10) for place in range(_PROMPT_TOKENS)
-        ]
+        prompt = benchmark_model.prompt(next(_serials), _PROMPT_TOKENS)
         await streams.complete(client, prompt, 1)
 
 
@@ -52,8 +49,7 @@ async def measure(model: Path, count: int, tokens: int, pairs: int, kv_tokens: i
 
 
 def main() -> None:
-    parser = flags.parser(__doc__, streams=4, tokens=48, pairs=7, kv_tokens=8_192)
-    parser.add_argument("--model", type=Path)
+    parser = flags.model_parser(__doc__, streams=4, tokens=48, pairs=7, kv_tokens=8_192)
     options, worker_flags = parser.parse_known_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options.streams, options.tokens, options.pairs, options.kv_tokens, worker_flags))

@@ -1,12 +1,11 @@
 """Measures how much sooner the first token comes if a prompt's KV blocks are fetched from another worker.
 
-Run: .venv/bin/python -m bench.serving.fetched_blocks [--model FILE.gguf] [--tokens 512] [--pairs 7] [--threads 2]
+Run: .venv/bin/python -m bench.serving.kv.fetched_blocks [--model FILE.gguf] [--tokens 512] [--pairs 7] [--threads 2]
 
 Two workers over NATS on this machine. In each pair one computes a prompt of its own, and the other fetches it. With
 `--gaps`, four streams run at the second worker beside requests that follow each other, and the gaps between their
 tokens are compared: with prompts that are fetched, and with prompts that are cached already."""
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import nats
 
-from bench import system
+from bench import flags, system
 from bench.models import benchmark_model
 from bench.paired import quartiles
 from bench.run_sender import RunSender, Streamed
@@ -133,11 +132,7 @@ def _p99(streams: list[Streamed]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = flags.model_parser(__doc__, tokens=512, pairs=7, threads=2)
     parser.add_argument("--gaps", action="store_true")
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:

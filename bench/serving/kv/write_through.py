@@ -1,18 +1,17 @@
 """Measures what it costs to copy every block to host memory as soon as it is complete.
 
-Run: .venv/bin/python -m bench.serving.write_through [--model FILE.gguf] [--streams 8] [--pairs 7]
+Run: .venv/bin/python -m bench.serving.kv.write_through [--model FILE.gguf] [--streams 8] [--pairs 7]
 
 Two workers take turns: one copies blocks when they are complete, the other only when they have to leave the device. The
 prompt of every stream is new."""
 
-import argparse
 import asyncio
 import itertools
 import statistics
 import time
 from pathlib import Path
 
-from bench import streams, system
+from bench import flags, streams, system
 from bench.models import benchmark_model
 from bench.paired import quartiles
 from tokenbus.client import Client
@@ -22,8 +21,7 @@ _serials = itertools.count()
 
 
 def _new_prompt() -> list[int]:
-    serial = next(_serials)
-    return [10 + (serial * 37 + place * place) % (benchmark_model.VOCABULARY - 10) for place in range(_PROMPT_TOKENS)]
+    return benchmark_model.prompt(next(_serials), _PROMPT_TOKENS)
 
 
 async def of_new_streams(client: Client, pid: int, count: int, tokens: int) -> tuple[float, float]:
@@ -34,8 +32,8 @@ async def of_new_streams(client: Client, pid: int, count: int, tokens: int) -> t
     return count * (_PROMPT_TOKENS + tokens) / seconds, system.cpu_seconds(pid) - cpu
 
 
-async def measure(model: Path, count: int, tokens: int, pairs: int, flags: list[str]) -> None:
-    common = ("--context-length", "1024", "--threads", "2", *flags)
+async def measure(model: Path, count: int, tokens: int, pairs: int, worker_flags: list[str]) -> None:
+    common = ("--context-length", "1024", "--threads", "2", *worker_flags)
     async with (
         system.running(model, *common, "--host-cache-policy", "write-back") as without,
         system.running(model, *common, "--host-cache-policy", "write-through") as with_copies,
@@ -59,14 +57,10 @@ async def measure(model: Path, count: int, tokens: int, pairs: int, flags: list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=7)
-    options, flags = parser.parse_known_args()
+    parser = flags.model_parser(__doc__, streams=8, tokens=64, pairs=7)
+    options, worker_flags = parser.parse_known_args()
     with benchmark_model.model(options.model) as model:
-        asyncio.run(measure(model, options.streams, options.tokens, options.pairs, flags))
+        asyncio.run(measure(model, options.streams, options.tokens, options.pairs, worker_flags))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Blocks of keys and values: copied, fetched, kept and found again."""
