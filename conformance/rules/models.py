@@ -16,14 +16,6 @@ async def models(probe: Probe) -> None:
     check_models(await probe.call(probe.names.models_for(probe.tenant)))
 
 
-async def models_loadable(probe: Probe) -> None:
-    """A worker is ready only if neither it nor its model is loadable."""
-    for served in (await probe.call(probe.names.models_for(probe.tenant)))["models"]:
-        for card in served.get("workers") or []:
-            is_loadable = served.get("loadable") or card.get("loadable")
-            expect(not is_loadable or card["state"] != "ready", f"{card['worker_id']} is both loadable and ready")
-
-
 async def models_limit(probe: Probe) -> None:
     """max_request_bytes does not exceed the broker's own limit."""
     most = probe.target.max_request_bytes
@@ -192,6 +184,8 @@ def check_models(reply: Message) -> None:
             field_types.check(card, schemas.CARD, "a card")
             field_types.check(card.get("load"), schemas.LOAD, "a card's load")
             expect(card["model"] == served["model"], f"a card of model {card['model']} under {served['model']}")
+            is_loadable = card.get("loadable") or served.get("loadable")
+            expect(not is_loadable or card["state"] != "ready", f"{card['worker_id']} is both loadable and ready")
 
 
 def check_embeddings(reply: Message, request_id: str, count: int) -> None:

@@ -15,7 +15,7 @@ MODEL, WORKER = "breaker", "careless"
 
 _CARD = {"worker_id": WORKER, "model": MODEL, "state": "ready", "epoch": "yesterday", "context_length": 100}
 _MODELS = {
-    "models": [{"model": MODEL, "context_length": 100, "features": "all", "loadable": True, "workers": [_CARD]}],
+    "models": [{"model": MODEL, "context_length": 100, "features": "all", "workers": [_CARD]}],
     "limits": {"max_request_bytes": 10_000_000},
 }
 _ERROR = {"code": "invalid_request", "message": "", "retryable": "maybe"}
