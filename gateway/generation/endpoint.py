@@ -4,6 +4,8 @@ import functools
 import time
 from collections.abc import Callable
 
+from msgspec import UNSET
+
 from tokenbus.client.choices import Answers
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import Dialect, EventEncoder, ParsedRequest, ResponseHead
@@ -11,6 +13,7 @@ from tokenbus.gateway.http import body, http_errors
 from tokenbus.gateway.http.endpoint import Endpoint, Exchange, Services
 from tokenbus.gateway.http.response_writer import ResponseWriter
 from tokenbus.gateway.request_log import RequestLog
+from tokenbus.protocol.wire import messages
 
 STATUS_HOLD_S = 10.0
 """A streamed response starts with its first event, or after this time; until then an error can still set the status.
@@ -115,4 +118,11 @@ async def stream_response(
         # Workers and routers send empty chunks while a request waits, and these drive the comments: no timer is needed.
         elif not chunk.tokens and log.age_s - sent_s >= hold_s:
             sent_s = log.age_s
-            await writer.send_events(encoder.keep_alive())
+            await writer.send_events(*_comment(chunk), encoder.keep_alive())
+
+
+def _comment(chunk: messages.Chunk) -> list[bytes]:
+    """Returns a comment that says how far the model is loaded, if it is being loaded."""
+    if chunk.load_progress is UNSET:
+        return []
+    return [b": loading the model, %d %%\n\n" % round(100 * chunk.load_progress)]
