@@ -109,7 +109,6 @@ LOAD: Schema = {
     "step_age_ms": DURATION,
 }
 _EPOCH = field_types.matching("[0-9]+-.+")
-_PIDS: Schema = {"front": COUNT, "engine": COUNT}
 CARD: Schema = {
     "worker_id": NAME,
     "epoch": _EPOCH,
@@ -128,17 +127,18 @@ CARD: Schema = {
     "tokenizer_digest": optional(NAME),
     "chat_format_digest": optional(NAME),
     "features": list_of(NAME),
-    "adapters": optional(field_types.LIST),
+    "adapters": optional(list_of(map_of({"name": NAME, "digest": NAME}))),
     "role": optional(NAME),
     "state": NAME,
     "host": TEXT,
-    "pids": map_of(_PIDS),
+    "pids": map_of({"front": COUNT, "engine": COUNT}),
     "versions": field_types.MAP,
 }
 SERVED: Schema = {
     "model": NAME,
     "context_length": POSITIVE,
     "features": list_of(NAME),
+    "adapters": optional(list_of(NAME)),
 }
 TOKENS: Schema = {
     "id": NAME,

@@ -12,7 +12,7 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.draws import Matrix
-from tokenbus.worker.engine.gguf import backend, context, kv_memory, probe, settings_resolution
+from tokenbus.worker.engine.gguf import backend, context, devices, kv_memory, probe, settings_resolution
 from tokenbus.worker.engine.gguf.batch import Batch
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.gguf.layout import GgufLayout
@@ -247,4 +247,5 @@ def _writes_through(settings: EngineSettings) -> bool:
     """Whether blocks are copied as soon as they are complete. By default they are, where copying takes no device."""
     if settings.host_cache_policy != "auto":
         return settings.host_cache_policy == "write-through"
-    return not settings.gpu_layers or not llama.llama_supports_gpu_offload()
+    uses_gpu = settings.gpu_layers and settings.devices != (devices.NONE,)
+    return not uses_gpu or not llama.llama_supports_gpu_offload()
