@@ -39,7 +39,8 @@ class GenerationEndpoint(Endpoint):
         # In a method of its own, so that nothing holds the body while the request is served.
         payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
         default = self._services.aliases.default
-        parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id, default)
+        parse = functools.partial(self._dialect.parse, payload, exchange.request.headers, exchange.request_id, default)
+        parsed = await self._services.parser.parse(parse, len(payload))
         exchange.log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload), n=parsed.n)
         return parsed
 

@@ -98,6 +98,7 @@ def _check(body: ResponsesBody) -> None:
         raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="background")
     if body.input is None:
         raise errors.invalid_field("input", "is required")
+    conversation.check_count("input", body.items)
 
 
 def _to_wire(
