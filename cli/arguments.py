@@ -77,6 +77,14 @@ def tenant_limit_for(text: str) -> tuple[str, TenantLimits]:
     return tenant, tenant_limits(rest)
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Comma-separated names, such as `CUDA0,CUDA1`."""
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"must be names with commas between them, got {text!r}")
+    return found
+
+
 def shares(text: str) -> tuple[float, ...]:
     """Comma-separated shares of a whole, such as `3,1`."""
     found = tuple(float(part) for part in text.split(","))

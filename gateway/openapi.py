@@ -5,32 +5,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tokenbus.gateway import openapi_bodies
 from tokenbus.gateway.anthropic import count_tokens, messages_request
 from tokenbus.gateway.anthropic import schemas as anthropic_schemas
 from tokenbus.gateway.cohere import rerank
 from tokenbus.gateway.ollama import model_info
-from tokenbus.gateway.openai import chat_request, embeddings, sampling_fields, schemas
+from tokenbus.gateway.openai import chat_request, embeddings, schemas
 from tokenbus.gateway.openai.completions import request as completions_request
 from tokenbus.gateway.openai.completions import response as completions_response
 from tokenbus.gateway.openai.responses import body as responses_body
+from tokenbus.gateway.openai.responses import input_tokens
 from tokenbus.gateway.openai.responses import response as responses_response
 from tokenbus.gateway.vllm import token_calls
-from tokenbus.protocol.wire import internal, limits, messages, params
 
 Json = dict[str, Any]
 _REFS = "#/components/schemas/{name}"
-_ANY_OF = "anyOf"
-_RANGES = (
-    dict(params.ranges_of(messages.GenerateRequest))
-    | dict(params.ranges_of(internal.Embed))
-    | dict(params.ranges_of(messages.RerankRequest))
-    | {
-        "n": params.Range(1, sampling_fields.MAX_CHOICES),
-        "top_logprobs": params.Range(0, limits.MAX_LOGPROBS),
-        "max_completion_tokens": params.Range(1, limits.MAX_TOKENS),
-    }
-)
-"""The ranges of numbers, by the names that the wire and the endpoints have in common."""
 
 
 class Operation(NamedTuple):
@@ -77,7 +66,9 @@ OPERATIONS: Mapping[str, Operation] = {
         "A response, of which nothing is stored",
         responses_body.ResponsesBody,
         responses_response.Response,
-        ("model", "input"),
+    ),
+    "/v1/responses/input_tokens": Operation(
+        "The number of tokens of a response's input", input_tokens.CountBody, input_tokens.InputTokens
     ),
     "/v1/messages": Operation(
         "A message",
@@ -141,7 +132,7 @@ def document(version: str, *, has_default_model: bool = False) -> Json:
     for path, one in OPERATIONS.items():
         may_omit = ("model",) if has_default_model and not path.startswith("/api/") else ()
         required = tuple(name for name in one.required if name not in may_omit)
-        _narrow(components[refs[one.request]["$ref"].rpartition("/")[2]], required, one.may_be_empty)
+        openapi_bodies.narrow(components[refs[one.request]["$ref"].rpartition("/")[2]], required, one.may_be_empty)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tokenbus", "version": version},
@@ -179,40 +170,3 @@ def _resource(one: Resource, refs: Mapping[type, Json]) -> Json:
 
 def _error(kind: type, refs: Mapping[type, Json]) -> Json:
     return {"description": "An error", "content": {"application/json": {"schema": refs[kind]}}}
-
-
-def _narrow(schema: Json, required: tuple[str, ...], may_be_empty: tuple[str, ...]) -> None:
-    """Adds what the types of a body do not say: the fields that must be there, and the ranges of numbers."""
-    schema["required"] = list(required)
-    properties: Json = schema["properties"]
-    for name in required:
-        found = properties[name]
-        del found["default"]
-        kinds = [part for kind in found.pop(_ANY_OF) if kind != {"type": "null"} for part in _uniform(kind)]
-        for kind in kinds:
-            _forbid_empty(kind["items"] if name in may_be_empty else kind)
-        properties[name] = found | (kinds[0] if len(kinds) == 1 else {_ANY_OF: kinds})
-    for name, allowed in _RANGES.items():
-        for kind in properties.get(name, {}).get(_ANY_OF, ()):
-            if kind.get("type") in ("integer", "number"):
-                kind["exclusiveMinimum" if allowed.above else "minimum"] = allowed.low
-                kind["maximum"] = allowed.high
-
-
-def _uniform(schema: Json) -> list[Json]:
-    """Returns the lists that are meant by one whose items may be token ids: all of its items are of one kind."""
-    kinds = schema.get("items", {}).get(_ANY_OF, [])
-    if {"type": "integer"} not in kinds:
-        return [schema]
-    return [schema | {"items": kind} for kind in kinds]
-
-
-def _forbid_empty(schema: Json) -> None:
-    match schema.get("type"):
-        case "string":
-            schema["minLength"] = 1
-        case "integer":
-            schema |= {"minimum": 0, "maximum": limits.MAX_TOKEN_ID}
-        case "array":
-            schema["minItems"] = 1
-            _forbid_empty(schema["items"])

@@ -35,6 +35,7 @@ from tokenbus.gateway.http.http_errors import ApiError
 from tokenbus.gateway.ollama.routes import OllamaRoutes
 from tokenbus.gateway.openai import chat_request, embeddings, error_bodies, schemas
 from tokenbus.gateway.openai.completions import request as completions_request
+from tokenbus.gateway.openai.responses import input_tokens
 from tokenbus.gateway.openai.responses import request as responses_request
 from tokenbus.gateway.openai.responses.response import STREAMED_ERRORS
 from tokenbus.gateway.vllm import token_calls
@@ -115,6 +116,7 @@ CALLS: dict[str, CallDialect[Any, Any]] = {
     "/v1/rerank": CallDialect(rerank.parse, Client.rerank, error_bodies.encode, usage_of=rerank.usage_of),
     "/tokenize": CallDialect(token_calls.parse_tokenize, Client.tokenize, error_bodies.encode),
     "/detokenize": CallDialect(token_calls.parse_detokenize, Client.detokenize, error_bodies.encode),
+    "/v1/responses/input_tokens": CallDialect(input_tokens.parse, Client.tokenize, error_bodies.encode),
     "/v1/messages/count_tokens": CallDialect(
         count_tokens.parse, Client.tokenize, anthropic_errors.encode, status_of=anthropic_errors.status_of
     ),

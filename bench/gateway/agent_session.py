@@ -25,7 +25,7 @@ from bench.models import random_model
 from bench.models.shape import PRESETS
 
 _WORDS = ("the", "fox", "went", "over", "a", "hill", "and", "saw", "some", "blue", "birds", "sing", "at", "night")
-_TOKENS_PER_WORD = 2.6
+_TOKENS_PER_WORD = 1.625
 """With the vocabulary of the random model, whose merges are few."""
 _TOOLS = [
     {

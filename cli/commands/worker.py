@@ -9,7 +9,7 @@ from tokenbus.cli import arguments, connection_flags, serve
 from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.telemetry import logs
-from tokenbus.protocol.wire import subjects
+from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.worker.engine.models import model_files, registry
 from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings
 from tokenbus.worker.frontend import adapter_settings
@@ -129,11 +129,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=int, default=1, help="replicas of each model, sharing its weights (1)")
     parser.add_argument("--kv-budget", type=int, default=0, metavar="MIB", help="KV memory of all models; 0: no limit")
     _add_engine_flags(parser)
+    parser.add_argument(
+        "--role",
+        choices=tuple(messages.WorkerRole),
+        default=FrontendSettings.role.value,
+        help="both, prefill (computes prompts for others) or decode (lets these compute long ones) (%(default)s)",
+    )
     parser.add_argument("--worker-id", default="", help="stable name of this worker; replicas add -1, -2, ...")
     for name, default, text in _FLAGS:
         shown = "" if default in (None, "") else f" ({default})"
         kind = int if default is None else type(default)
         parser.add_argument(name, type=kind, default=default, help=text + shown)
+    parser.add_argument(
+        "--devices",
+        type=arguments.names,
+        action="append",
+        default=[],
+        dest="device_groups",
+        metavar="A,B,...",
+        help="devices that share the model, such as CUDA0,CUDA1 or cuda:0, or none (GGUF) or cpu (ONNX) for the CPU "
+        "alone; given once, or once for each of --replicas (the engine's choice)",
+    )
     parser.add_argument(
         "--tensor-split", type=arguments.shares, default=(), metavar="A,B,...", help="share of the model for each GPU"
     )
@@ -160,11 +176,17 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         raise ValueError("--lora and --lora-dir need a single --model: load the others' adapters with tokenbus load")
     if options.host_cache_file and not options.host_cache_mib:
         raise ValueError("--host-cache-file needs host memory: leave --host-cache-mib at -1, or pass more than 0")
+    if len(options.device_groups) not in (0, 1, options.replicas):
+        raise ValueError(
+            f"--devices was given {len(options.device_groups)} times: give it once, or once for each of the "
+            f"{options.replicas} replicas"
+        )
     names = options.served_name + [registry.served_name(model) for model in options.model[len(options.served_name) :]]
     return WorkerSettings(
         models=tuple(
-            ServedModel(name, _engine_of(options, model), options.replicas, tuple(options.lora), options.lora_dir)
+            ServedModel(name, engine, replicas, tuple(options.lora), options.lora_dir)
             for name, model in zip(names, options.model, strict=True)
+            for engine, replicas in _engines_of(options, model)
         ),
         host_cache_file=options.host_cache_file,
         kv_budget_bytes=options.kv_budget << 20,
@@ -178,6 +200,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         frontend=FrontendSettings(
             inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
             max_new_tokens=options.max_new_tokens,
+            role=messages.WorkerRole(options.role),
             slow_wait_s=options.slow_wait_s,
             debug=_is_debug(),
         ),
@@ -190,6 +213,13 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
 
 def _is_debug() -> bool:
     return os.environ.get("TOKENBUS_DEBUG", "") not in ("", "0")
+
+
+def _engines_of(options: argparse.Namespace, model: str) -> list[tuple[EngineSettings, int]]:
+    """Returns the engines of a model that differ, each with the number of its replicas."""
+    groups, engine = options.device_groups or [()], _engine_of(options, model)
+    replicas = options.replicas if len(groups) == 1 else 1
+    return [(codec.replace(engine, devices=group), replicas) for group in groups]
 
 
 def _engine_of(options: argparse.Namespace, model: str) -> EngineSettings:

@@ -6,6 +6,7 @@ import msgspec
 
 from tokenbus.gateway.anthropic import messages_request, schemas
 from tokenbus.gateway.anthropic.field_names import FieldNames, with_name_first
+from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.wire import messages as wire
@@ -37,12 +38,4 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_mode
     """Parses a body, and validates it as one that asks for a message. Raises RequestError with Anthropic's name of the
     field at fault."""
     asked, request, names = messages_request.to_wire(body, headers, request_id, default_model)
-    counted = wire.TokenizeRequest(
-        id=request_id,
-        messages=request.messages,
-        tools=request.tools,
-        chat_template_kwargs=request.chat_template_kwargs,
-        only_count=True,
-        timeout_ms=request.timeout_ms,
-    )
-    return ParsedCount(model=asked.model or "", request=counted, names=names)
+    return ParsedCount(model=asked.model or "", request=conversation.counting(request), names=names)

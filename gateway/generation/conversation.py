@@ -37,6 +37,18 @@ def check_count(field: str, items: Sequence[object]) -> None:
         raise errors.invalid_field(field, f"must have at most {_MAX_ITEMS} items, got {len(items)}")
 
 
+def counting(request: messages.GenerateRequest) -> messages.TokenizeRequest:
+    """Returns a request for the number of tokens of the prompt that a conversation makes."""
+    return messages.TokenizeRequest(
+        id=request.id,
+        messages=request.messages,
+        tools=request.tools,
+        chat_template_kwargs=request.chat_template_kwargs,
+        only_count=True,
+        timeout_ms=request.timeout_ms,
+    )
+
+
 def name_in_given(param: str, num_joined: int) -> str:
     """Returns the name that a field of a normalized conversation has in the given one, which has `num_joined` messages
     more."""

@@ -45,6 +45,7 @@ CONVERSATIONS = {
     "/v1/messages/count_tokens": LIST,
     "/tokenize": LIST,
     "/v1/responses": "input",
+    "/v1/responses/input_tokens": "input",
 }
 """The field of each endpoint that has a conversation."""
 

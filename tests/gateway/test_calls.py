@@ -91,6 +91,7 @@ UNNAMED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "go", "max_tokens": 1},
     "/v1/responses": {"input": "go", "max_output_tokens": 1},
     "/v1/messages": {"messages": SAID, "max_tokens": 1},
+    "/v1/responses/input_tokens": {"input": "go"},
     "/v1/messages/count_tokens": {"messages": SAID},
     "/v1/embeddings": {"input": "go"},
     "/v1/rerank": {"query": "go", "documents": ["a"]},

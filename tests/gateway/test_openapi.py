@@ -34,7 +34,7 @@ GOOD: dict[str, dict[str, Any]] = {
         "temperature": 100,
         "top_p": None,
     },
-    "/v1/completions": {"model": "m", "prompt": [[1], [2**32 - 1]], "logprobs": 20, "logit_bias": {"5": 1}},
+    "/v1/completions": {"model": "m", "prompt": [[1], [2**32 - 1]], "logprobs": 20, "logit_bias": {"5": 1, "6": None}},
     "/v1/embeddings": {"model": "m", "input": ["a"], "dimensions": 1, "encoding_format": "base64"},
     "/v1/rerank": {"model": "m", "query": "q", "documents": ["a", {"text": "b"}], "top_n": 1},
     "/detokenize": {"model": "m", "tokens": []},

@@ -72,6 +72,7 @@ PURE = (
     "gateway/keys.py",
     "gateway/aliases.py",
     "gateway/openapi.py",
+    "gateway/openapi_bodies.py",
     "gateway/http/http_errors.py",
     "gateway/generation/answer_events.py",
     "gateway/generation/conversation.py",

@@ -78,7 +78,7 @@ def serving(folder: Path) -> Iterator[Served]:
             path = folder / f"{name}.gguf"
             random_encoder.write(path, EncoderShape("bert", pooling))
             stack.enter_context(running_worker(nats, "--model", str(path), "--served-name", name, "--threads", "1"))
-        gateway = stack.enter_context(running_gateway(nats, folder, *aliases))
+        gateway = stack.enter_context(running_gateway(nats, folder, *aliases, "--default-model", "demo"))
         for name in (SCRIPTED, EMBEDDER, RERANKER):
             _wait_for(f"{gateway.url}/models/{name}", 200)
         _wait_for(f"{gateway.url}/models/nobody", 404)  # a young router does not know yet which models there are not

@@ -61,6 +61,7 @@ class ResponsesBody(CommonFields, frozen=True, kw_only=True):
     """The body of a request. Unknown fields are ignored, as OpenAI's clients expect."""
 
     input: str | list[InputItem] | None = None
+    """An empty text if it is left out: OpenAI's clients require no field at all."""
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -83,7 +84,7 @@ class ResponsesBody(CommonFields, frozen=True, kw_only=True):
     @property
     def items(self) -> list[InputItem]:
         """The input as items."""
-        return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input or []
+        return self.input if isinstance(self.input, list) else [InputItem(role="user", content=self.input or "")]
 
     @property
     def offered(self) -> list[tuple[str, dict[str, Any]]]:

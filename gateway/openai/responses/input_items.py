@@ -112,7 +112,7 @@ def conversation_of(body: ResponsesBody) -> Conversation:
     if body.instructions:
         conversation.add(InputItem(role="system", content=body.instructions), "instructions")
     for index, item in enumerate(body.items):
-        conversation.add(item, "input" if isinstance(body.input, str) else f"input[{index}]")
+        conversation.add(item, f"input[{index}]" if isinstance(body.input, list) else "input")
     conversation.end()
     return conversation
 

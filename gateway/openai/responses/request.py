@@ -96,8 +96,6 @@ def _check(body: ResponsesBody) -> None:
     if body.background:
         problem = "background: responses can't be fetched later: leave it out, or use stream"
         raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="background")
-    if body.input is None:
-        raise errors.invalid_field("input", "is required")
     conversation.check_count("input", body.items)
 
 

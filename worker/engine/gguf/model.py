@@ -12,7 +12,7 @@ import llama_cpp
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.gguf import backend, metadata, settings_resolution
+from tokenbus.worker.engine.gguf import backend, devices, metadata, settings_resolution
 from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.lora.adapters import ContextAdapters, LoadedAdapter
 from tokenbus.worker.engine.gguf.pooling import pooling_type
@@ -33,6 +33,7 @@ class ModelKey(NamedTuple):
     """The properties that replicas must have in common to share a model."""
 
     weights: Path
+    devices: tuple[str, ...]
     gpu_layers: int
     split_mode: str
     main_gpu: int
@@ -40,8 +41,14 @@ class ModelKey(NamedTuple):
 
 
 def model_key(files: ModelFiles, settings: EngineSettings) -> ModelKey:
-    path = files.weights.resolve()
-    return ModelKey(path, settings.gpu_layers, settings.split_mode, settings.main_gpu, settings.tensor_split)
+    return ModelKey(
+        files.weights.resolve(),
+        settings.devices,
+        settings.gpu_layers,
+        settings.split_mode,
+        settings.main_gpu,
+        settings.tensor_split,
+    )
 
 
 class GgufModel:
@@ -113,6 +120,10 @@ def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None
     params.n_gpu_layers = 999 if settings.gpu_layers < 0 else settings.gpu_layers
     params.split_mode = settings_resolution.SPLIT_MODES[settings.split_mode]
     params.main_gpu = settings.main_gpu
+    # Read while the model is loaded, so it has to live as long as this function.
+    chosen = devices.as_array(devices.select(settings.devices, devices.all_devices()))
+    if settings.devices:
+        params.devices = ctypes.cast(chosen, ctypes.c_void_p)
     if settings.tensor_split:
         params.tensor_split = (ctypes.c_float * _MAX_DEVICES)(*settings.tensor_split)
 

@@ -1,6 +1,7 @@
 """Chooses the device that a graph runs on, and measures its free memory."""
 
 import ctypes
+import re
 from typing import NamedTuple
 
 import onnxruntime
@@ -9,6 +10,7 @@ from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
 EXECUTION_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_NAME = re.compile(r"cpu|cuda:\d{1,3}")
 _CUDA_RUNTIMES = ("libcudart.so.12", "libcudart.so.13")
 
 
@@ -19,13 +21,22 @@ class Device(NamedTuple):
     number: int = 0
 
 
+def named(name: str) -> Device | None:
+    """Returns the device of a name such as `cpu` or `cuda:0`; None if it is no such name."""
+    kind, _, number = name.partition(":")
+    return Device(kind, int(number or 0)) if _NAME.fullmatch(name) else None
+
+
 def choose(settings: EngineSettings) -> Device:
     """Raises ModelError if a GPU was asked for and can't be used."""
-    wanted = settings.onnx.provider
-    why_not = "it was not asked for" if wanted == "cpu" else _why_no_cuda(settings.onnx.device_id)
+    given = named(settings.devices[0]) if settings.devices else None
+    wanted, number = given or (settings.onnx.provider, settings.onnx.device_id)
+    why_not = "it was not asked for" if wanted == "cpu" else _why_no_cuda(number)
+    if given and why_not and wanted == "cuda":
+        raise ModelError(f"--devices {settings.devices[0]}: {why_not}; pass --devices cpu, or leave it out")
     if wanted == "cuda" and why_not:
         raise ModelError(f"--provider cuda: {why_not}; pass --provider cpu, or auto to have it chosen")
-    return Device("cpu") if why_not else Device("cuda", settings.onnx.device_id)
+    return Device("cpu") if why_not else Device("cuda", number)
 
 
 def free_bytes(device: Device) -> int | None:

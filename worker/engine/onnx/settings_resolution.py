@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tokenbus.worker.engine.models.generation_config import GenerationConfig
 from tokenbus.worker.engine.models.settings_resolution import AUTO, Rule, common_rules, require, resolve
-from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS
+from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, named
 from tokenbus.worker.engine.onnx.model_config import POOLING_MODES
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
@@ -62,11 +62,17 @@ def validate(settings: EngineSettings) -> None:
             raise ModelError(f"--{name.replace('_', '-')} is for --engine gguf; remove it")
     require(common_rules(settings, max_num_seqs=_MAX_ROWS))
     require(_rules(settings))
+    if settings.devices and (settings.onnx.provider, settings.onnx.device_id) != (_PROVIDERS[0], 0):
+        raise ModelError("--devices says what --provider and --device-id say; pass only one of these")
 
 
 def _rules(settings: EngineSettings) -> Iterator[Rule]:
     onnx, context, kv = settings.onnx, settings.context_length, settings.kv_tokens
     yield Rule("--provider", onnx.provider, onnx.provider in _PROVIDERS, f"one of {', '.join(_PROVIDERS)}")
+    devices = settings.devices
+    yield Rule(
+        "--devices", ",".join(devices), all(map(named, devices)) and len(devices) < 2, "one of cpu, cuda:0, cuda:1, ..."
+    )
     yield Rule("--pooling", onnx.pooling, onnx.pooling in POOLING_MODES, f"one of {', '.join(POOLING_MODES)}")
     yield Rule("--device-id", onnx.device_id, onnx.device_id >= 0, "0 or more")
     yield Rule("--device-memory-mib", onnx.device_memory_mib, onnx.device_memory_mib >= 0, "0 or more")

@@ -73,6 +73,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """CPU threads; 0 means all cores that this process may use."""
     scheduler: SchedulerSettings = SchedulerSettings()
     onnx: OnnxSettings = OnnxSettings()
+    devices: tuple[str, ...] = ()
+    """The devices on which to compute, by the engine's names for them: `CUDA0,CUDA1` or `none` for llama.cpp, `cuda:0`
+    or `cpu` for ONNX. Empty leaves the choice to the engine."""
     gpu_layers: int = -1
     """The layers to put on a GPU where there is one; -1 means all."""
     ubatch_tokens: int = 512

@@ -70,6 +70,11 @@ def test_instructions_are_the_first_system_message_with_which_those_that_follow_
     ]
 
 
+@pytest.mark.parametrize("fields", [{"input": None}, {"input": ""}])
+def test_an_input_that_is_left_out_is_an_empty_text(fields: dict[str, Any]) -> None:
+    assert read(**fields).request.messages == [messages.ChatMessage(role="user", content="")]
+
+
 def test_the_format_of_the_text_is_the_response_format() -> None:
     schema = {"type": "object", "properties": {"a": {"const": None}}}
     wanted = read(text={"format": {"type": "json_schema", "name": "n", "strict": True, "schema": schema}})
@@ -166,7 +171,6 @@ def test_what_is_not_served_is_unsupported(fields: dict[str, object], param: str
     ("fields", "param", "problem"),
     [
         ({"model": None}, "model", "is required"),
-        ({"input": None}, "input", "is required"),
         ({"input": []}, "input", "must not be empty"),
         ({"input": 5}, "input", "input: must be a string or an array, got an integer"),
         (

@@ -108,6 +108,12 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_way_out() -> None:
         load(msgspec.structs.replace(ONNX, onnx=cuda))
 
 
+def test_a_device_that_is_not_there_is_refused_by_the_name_that_was_given() -> None:
+    with pytest.raises(ModelError, match=r"^--devices cuda:99: .+; pass --devices cpu, or leave it out$"):
+        load(msgspec.structs.replace(ONNX, devices=(f"cuda:{NO_GPU_HAS_THIS_NUMBER}",)))
+    load(msgspec.structs.replace(ONNX, devices=("cpu",))).close()
+
+
 def test_a_gpu_that_was_not_asked_for_is_not_missed() -> None:
     for provider in ("auto", "cpu"):
         runner = load(

@@ -100,6 +100,21 @@ def test_a_setting_that_only_the_other_engine_has_is_refused_by_its_flag(flag: s
         settings_resolution.validate(settings(**{flag.removeprefix("--").replace("-", "_"): given_value}))
 
 
+@pytest.mark.parametrize("devices", [("CUDA0",), ("cuda",), ("cuda:",), ("cpu", "cuda:0"), ("none",), ("cuda:1234",)])
+def test_a_graph_runs_on_one_device_with_a_name_of_onnxruntime(devices: tuple[str, ...]) -> None:
+    with pytest.raises(
+        ModelError, match=f"^--devices must be one of cpu, cuda:0, cuda:1, ..., got {','.join(devices)}$"
+    ):
+        settings_resolution.validate(settings(devices=devices))
+
+
+def test_a_device_is_named_in_one_way_only() -> None:
+    for name in ("cpu", "cuda:0", "cuda:12"):
+        settings_resolution.validate(settings(devices=(name,)))
+    with pytest.raises(ModelError, match="pass only one of these"):
+        settings_resolution.validate(settings(devices=("cuda:1",), onnx=OnnxSettings(device_id=1)))
+
+
 # resolution
 
 

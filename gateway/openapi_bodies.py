@@ -1,0 +1,62 @@
+"""Adds to the schemas of bodies what the types of their fields do not say; pure."""
+
+from typing import Any
+
+from tokenbus.gateway.openai import sampling_fields
+from tokenbus.protocol.wire import internal, limits, messages, params
+
+Json = dict[str, Any]
+_ANY_OF = "anyOf"
+_RANGES = (
+    dict(params.ranges_of(messages.GenerateRequest))
+    | dict(params.ranges_of(internal.Embed))
+    | dict(params.ranges_of(messages.RerankRequest))
+    | {
+        "n": params.Range(1, sampling_fields.MAX_CHOICES),
+        "top_logprobs": params.Range(0, limits.MAX_LOGPROBS),
+        "max_completion_tokens": params.Range(1, limits.MAX_TOKENS),
+    }
+)
+"""The ranges of numbers, by the names that the wire and the endpoints have in common."""
+
+
+def narrow(schema: Json, required: tuple[str, ...], may_be_empty: tuple[str, ...]) -> None:
+    """Adds what the types of a body do not say: the fields that must be there, the ranges of numbers, and that
+    null stands for nothing in a map too."""
+    schema["required"] = list(required)
+    properties: Json = schema["properties"]
+    for name in required:
+        found = properties[name]
+        del found["default"]
+        kinds = [part for kind in found.pop(_ANY_OF) if kind != {"type": "null"} for part in _uniform(kind)]
+        for kind in kinds:
+            _forbid_empty(kind["items"] if name in may_be_empty else kind)
+        properties[name] = found | (kinds[0] if len(kinds) == 1 else {_ANY_OF: kinds})
+    for name, allowed in _RANGES.items():
+        for kind in properties.get(name, {}).get(_ANY_OF, ()):
+            if kind.get("type") in ("integer", "number"):
+                kind["exclusiveMinimum" if allowed.above else "minimum"] = allowed.low
+                kind["maximum"] = allowed.high
+    for described in properties.values():
+        for kind in described.get(_ANY_OF, ()):
+            if kind.get("additionalProperties"):
+                kind["additionalProperties"] = {_ANY_OF: [kind["additionalProperties"], {"type": "null"}]}
+
+
+def _uniform(schema: Json) -> list[Json]:
+    """Returns the lists that are meant by one whose items may be token ids: all of its items are of one kind."""
+    kinds = schema.get("items", {}).get(_ANY_OF, [])
+    if {"type": "integer"} not in kinds:
+        return [schema]
+    return [schema | {"items": kind} for kind in kinds]
+
+
+def _forbid_empty(schema: Json) -> None:
+    match schema.get("type"):
+        case "string":
+            schema["minLength"] = 1
+        case "integer":
+            schema |= {"minimum": 0, "maximum": limits.MAX_TOKEN_ID}
+        case "array":
+            schema["minItems"] = 1
+            _forbid_empty(schema["items"])

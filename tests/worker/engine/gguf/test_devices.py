@@ -1,0 +1,52 @@
+"""Devices are chosen by llama.cpp's names for them, and a wrong name is answered with the right ones."""
+
+import pytest
+
+from tests.support.engines import gguf_runner
+from tokenbus.demo import MODEL_PATH
+from tokenbus.worker.engine.gguf import backend, devices
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.runner import ModelError
+
+THERE = {"CUDA0": 16, "CUDA1": 32}
+
+
+def test_devices_are_passed_in_the_order_of_their_names_with_a_null_behind_the_last() -> None:
+    assert devices.select(["CUDA1", "CUDA0"], THERE) == [32, 16]
+    assert list(devices.as_array([32, 16])) == [32, 16, None]
+
+
+def test_none_is_no_device_even_where_there_are_some() -> None:
+    assert devices.select([devices.NONE], THERE) == []
+    assert list(devices.as_array([])) == [None]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["CUDA2"], "--devices must be CUDA0, CUDA1, or none, got CUDA2"),
+        (["CUDA0", "none"], "--devices must be CUDA0, CUDA1, or none, got none"),
+        (["CUDA0", "CUDA0"], "--devices must name each device once, got CUDA0,CUDA0"),
+    ],
+)
+def test_names_that_cannot_be_met_are_answered_with_those_that_can(names: list[str], message: str) -> None:
+    with pytest.raises(ModelError, match=f"^{message}$"):
+        devices.select(names, THERE)
+
+
+def test_without_a_gpu_only_none_may_be_asked_for() -> None:
+    with pytest.raises(ModelError, match=r"^--devices must be none, since llama\.cpp finds no GPU, got CUDA0$"):
+        devices.select(["CUDA0"], {})
+
+
+def test_the_cpu_is_no_device_of_its_own() -> None:
+    backend.init()
+    assert "CPU" not in devices.all_devices()
+
+
+def test_a_model_computes_without_a_device_and_is_not_loaded_on_one_that_is_not_there() -> None:
+    demo = EngineSettings(model=str(MODEL_PATH), devices=(devices.NONE,), context_length=64, kv_tokens=64, threads=1)
+    runner = gguf_runner(demo)
+    runner.close()
+    with pytest.raises(ModelError, match=r"--devices must be .*none.*, got Hexagon7$"):
+        gguf_runner(EngineSettings(model=str(MODEL_PATH), devices=("Hexagon7",), context_length=64, kv_tokens=64))

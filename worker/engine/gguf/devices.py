@@ -1,0 +1,45 @@
+"""The devices on which llama.cpp can compute besides the CPU, by the names that it gives them, such as `CUDA0`."""
+
+import ctypes
+from collections.abc import Sequence
+
+from llama_cpp import _ggml
+
+from tokenbus.worker.engine.runner import ModelError
+
+NONE = "none"
+"""Stands for no device: all is computed on the CPU."""
+_CPU = 0
+"""GGML_BACKEND_DEVICE_TYPE_CPU in ggml-backend.h."""
+_ggml.libggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+_ggml.libggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+_ggml.libggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+_ggml.libggml.ggml_backend_dev_name.argtypes = [ctypes.c_void_p]
+_ggml.libggml.ggml_backend_dev_name.restype = ctypes.c_char_p
+_ggml.libggml.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
+
+
+def select(names: Sequence[str], there: dict[str, int]) -> list[int]:
+    """Returns the addresses of devices, given those of all that are there. Raises ModelError naming what may be asked
+    for."""
+    if list(names) == [NONE]:
+        return []
+    for name in names:
+        if name not in there:
+            known = f"{', '.join(there)}, or {NONE}" if there else f"{NONE}, since llama.cpp finds no GPU"
+            raise ModelError(f"--devices must be {known}, got {name}")
+    if len(set(names)) < len(names):
+        raise ModelError(f"--devices must name each device once, got {','.join(names)}")
+    return [there[name] for name in names]
+
+
+def all_devices() -> dict[str, int]:
+    """Returns the addresses of all devices besides the CPU by their names. llama.cpp has to be initialised."""
+    lib = _ggml.libggml
+    found = [lib.ggml_backend_dev_get(number) for number in range(lib.ggml_backend_dev_count())]
+    return {lib.ggml_backend_dev_name(one).decode(): one for one in found if lib.ggml_backend_dev_type(one) != _CPU}
+
+
+def as_array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    """Returns addresses as llama.cpp takes them, with a null behind the last."""
+    return (ctypes.c_void_p * (len(addresses) + 1))(*addresses)
