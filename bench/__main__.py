@@ -22,6 +22,7 @@ STANDALONE = {
     "conversation": ("bench.serving.conversation",),
     "fetched_blocks": ("bench.serving.kv.fetched_blocks",),
     "fetched_gaps": ("bench.serving.kv.fetched_blocks", "--gaps"),
+    "disaggregation": ("bench.serving.kv.disaggregation",),
     "idle_cache": ("bench.serving.kv.idle_cache",),
     "choice": ("bench.router.choice",),
     "router_cost": ("bench.router.router_cost",),
