@@ -95,6 +95,7 @@ ROUTING: Schema = {
     "policy": NAME,
     "candidates": list_of(map_of(CANDIDATE)),
     "fetch_from": optional(TEXT),
+    "has_leg": optional(FLAG),
 }
 
 LOAD: Schema = {
@@ -104,6 +105,8 @@ LOAD: Schema = {
     "used_blocks": COUNT,
     "cached_blocks": COUNT,
     "free_blocks": COUNT,
+    "host_blocks": optional(COUNT),
+    "fetched_blocks": optional(COUNT),
     "step_age_ms": DURATION,
 }
 _EPOCH = field_types.matching("[0-9]+-.+")
@@ -127,7 +130,7 @@ CARD: Schema = {
     "chat_format_digest": optional(NAME),
     "features": list_of(NAME),
     "adapters": optional(list_of(map_of({"name": NAME, "digest": NAME}))),
-    "role": optional(NAME),
+    "role": optional(field_types.one_of("both", "prefill", "decode")),
     "state": NAME,
     "host": TEXT,
     "pids": map_of({"front": COUNT, "engine": COUNT}),
@@ -157,6 +160,7 @@ _FETCHED: Schema = {
     "fetched_tokens": optional(COUNT),
     "fetched_bytes": optional(COUNT),
     "fetch_ms": optional(DURATION),
+    "was_leg": optional(FLAG),
 }
 EVENTS: Schema = {
     "worker_id": NAME,
@@ -169,6 +173,7 @@ EVENTS: Schema = {
     "stream_nos": optional(field_types.BYTES),
     "token_ids": optional(field_types.BYTES),
     "fetches": optional(list_of(map_of(_FETCHED))),
+    "legs": optional(list_of(NAME)),
     "finished": optional(list_of(NAME)),
     "taken": optional(list_of(NAME)),
     "guardians": optional(field_types.MAP),
@@ -204,7 +209,7 @@ RUN: Schema = {
     "encoding": field_types.one_of("json", "msgpack"),
     "token_ids": field_types.BYTES,
     "params": field_types.MAP,
-    "fetch_from": optional(map_of({"worker_id": NAME, "epoch": _EPOCH})),
+    "fetch_from": optional(map_of({"worker_id": NAME, "epoch": _EPOCH, "leg_ms": optional(DURATION)})),
     "age_ms": optional(DURATION),
     "remaining_ms": optional(DURATION),
 }

@@ -155,9 +155,13 @@ class Engine(Protocol):
         """Has a request computed that was held back; does nothing for any other."""
         ...
 
-    async def export_blocks(self, prefix: CachedPrefix, first: int, max_blocks: int) -> tuple[int, list[bytes]]:
+    async def export_blocks(
+        self, prefix: CachedPrefix, first: int, max_blocks: int, *, is_last: bool = False
+    ) -> tuple[int, list[bytes]]:
         """Returns how many blocks of a prefix are cached, from its beginning on without a gap, and the contents of up
-        to `max_blocks` of them from block `first` on. Raises RequestError."""
+        to `max_blocks` of them from block `first` on. Raises RequestError.
+
+        With the last of them, whoever asks has the whole prefix, and the engine need not keep it for long."""
         ...
 
     def put_blocks(self, prefix: CachedPrefix, first: int, blocks: list[bytes]) -> None:

@@ -37,7 +37,14 @@ def new_epoch() -> str:
 class Announcer:
     """Collects what happens and publishes it in the next event; holds it back while the broker is away."""
 
-    def __init__(self, connection: Bus, names: subjects.Subjects, model: str, worker_id: str) -> None:
+    def __init__(
+        self,
+        connection: Bus,
+        names: subjects.Subjects,
+        model: str,
+        worker_id: str,
+        role: messages.WorkerRole = messages.WorkerRole.BOTH,
+    ) -> None:
         self._connection = connection
         self._names = names
         self._card_subject = names.card(model, worker_id)
@@ -45,6 +52,7 @@ class Announcer:
         self._seal_subject = names.seal(model, worker_id)
         self.model = model
         self.worker_id = worker_id
+        self._role = role
         self.epoch = new_epoch()
         self.state = messages.WorkerState.STARTING
         self._config: contract.EngineConfig | None = None
@@ -132,6 +140,10 @@ class Announcer:
     def blocks_fetched(self, fetched: internal.Fetched) -> None:
         """Puts the end of a fetch into the next event."""
         self._log.blocks_fetched(fetched)
+
+    def leg_started(self, key: str) -> None:
+        """The engine has begun to compute the prompt of another worker's request. Call `publish_events` after that."""
+        self._log.leg_started(key)
 
     def request_started(self, started: internal.Started) -> None:
         """A request was accepted."""
@@ -244,6 +256,7 @@ class Announcer:
             previous=self._ended_epochs[0] if self._ended_epochs else None,
             earlier=self._ended_epochs[1:],
             adapters=self.adapters(),
+            role=self._role,
         )
 
 

@@ -69,7 +69,7 @@ FULL_CARD = codec.replace(
     previous=messages.PreviousEpoch(epoch="1750000000000-abcdef", seq=41),
     earlier=[messages.PreviousEpoch(epoch="1740000000000-abcdef", seq=-1)],
     adapters=[messages.CardAdapter(name="style", digest="7bd09cb0", tenants=["acme"])],
-    role="decode",
+    role=messages.WorkerRole.DECODE,
     load=LOAD,
 )
 ERROR = errors.make_error(errors.Code.OVERLOADED, "the queue holds 64 of 64", retry_after_ms=250.0)
@@ -365,7 +365,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
                 prefill_ms=2.5,
                 elapsed_ms=99.0,
             ),
-            fetch_from=internal.FetchSource(worker_id="w2", epoch="1760000000001-abcdef"),
+            fetch_from=internal.FetchSource(worker_id="w2", epoch="1760000000001-abcdef", leg_ms=812.5),
             routing=ROUTING,
             routing_options=messages.RoutingOptions(policy="kv"),
         ),
@@ -458,6 +458,8 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             adapters=[internal.RunAdapter(digest="7bd09cb0", scale=0.5)],
             token_ids=block_hash.pack_token_ids([1, 2]),
             first=3,
+            computed_for="acme=20inc:r-1",
+            priority=-5,
         ),
     ),
     ("a lease", internal.BlockLease(lease="0f1e2d3c", num_blocks=2)),
@@ -466,6 +468,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ("the end of a lease", internal.BlockRead(lease="0f1e2d3c")),
     ("a part", internal.BlockPart(data=b"\x00\x01\xff", checksum=2**64 - 1)),
     ("gone", internal.BlockPart()),
+    ("not there yet", internal.BlockPart(later=True)),
     (
         "the second of three",
         internal.TokenizerPart(digest="99aa06d3014798d86001c324468d497f", part=1, parts=3, data=b"\x00\x01\xff"),
@@ -496,8 +499,16 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             logprobs={7: b"\x00\xff"},
             first_tokens=[FIRST_TOKEN],
             fetches=[
-                internal.Fetched(stream_no=7, worker_id="w2", fetched_tokens=64, fetched_bytes=786_432, fetch_ms=3.5)
+                internal.Fetched(
+                    stream_no=7,
+                    worker_id="w2",
+                    fetched_tokens=64,
+                    fetched_bytes=786_432,
+                    fetch_ms=3.5,
+                    was_leg=True,
+                )
             ],
+            legs=["default:r-4"],
             taken=["default:r-3"],
             guardians={7: "router-2"},
         ),

@@ -12,7 +12,7 @@ from tokenbus.worker.engine.kv.prefix_tree import Block, Domain
 
 
 def export(
-    cache: PrefixCache, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int
+    cache: PrefixCache, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int, *, is_last: bool
 ) -> tuple[int, list[int]]:
     """Returns how many blocks of a prefix are cached, and the ids of the copies of up to `max_blocks` from `first` on.
 
@@ -29,7 +29,10 @@ def export(
         assert block.host_copy is not None
         copies.append(block.host_copy)
     cache.host.set_limits(offloads=0, onloads=0)
-    _touch(cache, path)
+    if is_last:
+        cache.demote(path)
+    else:
+        _touch(cache, path)
     return len(path), copies
 
 

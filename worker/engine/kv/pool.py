@@ -91,10 +91,13 @@ class BlockPool:
         """Returns which cached blocks came and went since the last time, as far as routers are told."""
         return self.cache.tree.take_events() if self.checkpoints is None else self.checkpoints.take_events()
 
-    def export(self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int) -> tuple[int, list[int]]:
+    def export(
+        self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int, *, is_last: bool = False
+    ) -> tuple[int, list[int]]:
         """Returns how many blocks of a prefix are cached, and the copies of up to `max_blocks` from block `first` on.
-        Blocks without a copy get one, by ops that have to be applied before the copies are read."""
-        return exchange.export(self.cache, domain, token_ids, first, max_blocks)
+        Blocks without a copy get one, by ops that have to be applied before the copies are read. With the last, those
+        of the prefix become the first to be evicted."""
+        return exchange.export(self.cache, domain, token_ids, first, max_blocks, is_last=is_last)
 
     def put(self, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int) -> list[int | None]:
         """Adds blocks of a prefix, from block `first` on, as copies whose content the caller has. Returns the id of the

@@ -118,6 +118,27 @@ class PrefixCache:
         self._evictable[block] = None
         self.host.touch(block)
 
+    def demote(self, path: Listing[Block]) -> None:
+        """Makes a conversation that goes on at another worker the first to be evicted and discarded: its blocks in the
+        path and behind it, but none that leads to other conversations too.
+
+            path     |== A ==|== B ==|== C ==|
+            behind                           '-- D --       B, C and D are demoted, deepest first
+            other            '-- E --
+        """
+        end = path[-1] if path else None
+        while end is not None and len(end.children) == 1:
+            (end,) = end.children.values()
+        if end is None or end.children:
+            return
+        alone = [end]
+        while (parent := alone[-1].parent) is not None and parent.parent is not None and len(parent.children) == 1:
+            alone.append(parent)
+        for block in reversed(alone):
+            if block in self._evictable:
+                self._evictable.move_to_end(block, last=False)
+            self.host.demote(block)
+
     def take_lane(self) -> int:
         """Takes an empty lane; where there is none, the idle lane with the least recently used block is emptied."""
         if not self.lanes.has_free:
@@ -134,6 +155,11 @@ class PrefixCache:
         """Evicts the least recently used blocks beyond `max_evictable`, as far as there is time to copy them."""
         while len(self._evictable) > max_evictable and (self.host.can_offload or not self.host.capacity):
             self._evict(next(iter(self._evictable)))
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether `write_through` would have something to copy."""
+        return bool(self._unsaved)
 
     def write_through(self) -> None:
         """Copies new blocks to host memory, so that they outlive the engine, as far as there is time and room."""

@@ -108,6 +108,7 @@ class ExportBlocks(Message, frozen=True):
     prefix: contract.CachedPrefix
     first: int
     max_blocks: int
+    is_last: bool = False
 
 
 class PutBlocks(Message, frozen=True):

@@ -87,6 +87,11 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
+    def has_unsaved_blocks(self) -> bool:
+        """Whether blocks are to be copied to host memory although nothing runs; empty steps do that."""
+        return self._cache.has_unsaved
+
+    @property
     def counts(self) -> SchedulerCounts:
         checkpoints = self._pool.checkpoints
         return SchedulerCounts(
@@ -215,11 +220,11 @@ class Scheduler:
         return self._cache.ops.take()
 
     def export_blocks(
-        self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int
+        self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int, *, is_last: bool = False
     ) -> tuple[int, list[int], list[KvOp]]:
         """Returns how many blocks of a prefix are cached, the copies of up to `max_blocks` from block `first` on, and
         the ops to be applied before they are read: also those that were queued before."""
-        num_cached, copies = self._pool.export(domain, token_ids, first, max_blocks)
+        num_cached, copies = self._pool.export(domain, token_ids, first, max_blocks, is_last=is_last)
         return num_cached, copies, self._cache.ops.take()
 
     def put_blocks(
@@ -246,6 +251,8 @@ class Scheduler:
             free_blocks=self._cache.free_blocks,
             expected_blocks=self._expected_blocks(),
             expected_answer_tokens=self._expectation.answer_tokens,
+            host_blocks=len(self._cache.host),
+            fetched_blocks=self._cache.host.adopted_blocks,
             generated_tokens=self._num_generated,
             computed_tokens=self._num_computed,
             prompt_tokens=self._num_prompt,
