@@ -46,6 +46,7 @@ CHUNK: Schema = {
     "text_offset": COUNT,
     "text": TEXT,
     "finish_reason": optional(field_types.one_of(*FINISH_REASONS)),
+    "load_progress": optional(DURATION),
 }
 """The fields of every message of a stream."""
 
@@ -131,6 +132,7 @@ CARD: Schema = {
     "features": list_of(NAME),
     "adapters": optional(list_of(map_of({"name": NAME, "digest": NAME}))),
     "role": optional(field_types.one_of("both", "prefill", "decode")),
+    "loadable": optional(FLAG),
     "state": NAME,
     "host": TEXT,
     "pids": map_of({"front": COUNT, "engine": COUNT}),
@@ -141,6 +143,7 @@ SERVED: Schema = {
     "context_length": POSITIVE,
     "features": list_of(NAME),
     "adapters": optional(list_of(NAME)),
+    "loadable": optional(FLAG),
 }
 TOKENS: Schema = {
     "id": NAME,

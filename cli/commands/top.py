@@ -120,7 +120,7 @@ def rows_of(reply: messages.ModelsReply, rates: FleetRates, now: float) -> list[
                 Row(
                     worker_id=card.worker_id,
                     model=served.model,
-                    state=card.state,
+                    state=card.shown_state,
                     role=card.role,
                     running=load.running,
                     max_num_seqs=card.max_num_seqs,
@@ -265,7 +265,7 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
                 served.model,
                 str(served.context_length),
                 card.worker_id,
-                f"{card.state}, events silent" if is_silent else card.state,
+                f"{card.state}, events silent" if is_silent else card.shown_state,
                 card.engine,
                 str(load.running),
                 str(load.waiting),

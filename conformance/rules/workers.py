@@ -37,6 +37,14 @@ async def cards(probe: Probe) -> None:
         expect(received.subject == own, f"the card of {card['worker_id']} arrived on {received.subject}")
 
 
+async def loads(probe: Probe) -> None:
+    """A worker that serves its model answers a load without a model once, and has nothing to load."""
+    control = probe.names.worker(probe.target.model, probe.require_workers()[0], "control")
+    exchange = await probe.send_internal(control, {"op": "load"})
+    await asyncio.sleep(_HEARTBEAT_S)
+    expect([(m.get("ok"), m.get("progress")) for m in exchange.messages] == [(True, 1)], "it has something to load")
+
+
 async def heartbeats(probe: Probe) -> None:
     """Each worker publishes events on its own subject at least every 250 ms, numbered without gaps."""
     workers = probe.require_workers()

@@ -173,6 +173,9 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The share of the work that it is to get. `both`: prompts and completions. `prefill`: prompts of others, and
     requests of its own only where no other worker can take them. `decode`: its long prompts are computed by workers of
     the role `prefill`, where any has time."""
+    loadable: bool = False
+    """The model is not loaded, or is being unloaded, and a `load` without a `model` loads it. Its state is `draining`
+    then, and it takes no requests. Before it was first loaded, it has no features, and its numbers are estimates."""
     load: Load | None = None
     """Its load; only in a `models` reply."""
     watched: WorkerTracking | None = None
@@ -182,6 +185,11 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     def address(self) -> WorkerAddress:
         """The worker whose card this is; a worker's name is unique only within its model."""
         return WorkerAddress(self.model, self.worker_id)
+
+    @property
+    def shown_state(self) -> str:
+        """Its state as people see it."""
+        return "loadable" if self.loadable else self.state
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,6 +201,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest context length of its workers."""
     features: list[str]
     """Features that all its workers have."""
+    loadable: bool | UnsetType = UNSET
+    """true if no worker has it loaded, and a request for it has one load it."""
     adapters: list[str] = []
     """Names of the LoRA adapters that its workers have and the asking tenant may use. `<model>:<adapter>` is a name of
     the model with that adapter."""

@@ -24,6 +24,7 @@ from tokenbus.worker.engine_client.calls.pooling_calls import PoolingCalls
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, Link
 from tokenbus.worker.engine_client.generation import Generation
+from tokenbus.worker.engine_client.idle import Idle
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.sequences import OpenSequences
 from tokenbus.worker.engine_client.watchdog import StepWatchdog
@@ -59,8 +60,7 @@ class EngineClient(asyncio.Protocol):
         self._load = messages.Load()
         self._recovered: list[tuple[int, int]] = []
         self._watchdog = StepWatchdog(time.monotonic())
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle = Idle()
         self._ready: asyncio.Future[ipc.Ready] | None = None
         self._death: asyncio.Future[str] | None = None
         self._log = structlog.get_logger()
@@ -120,6 +120,11 @@ class EngineClient(asyncio.Protocol):
             lambda call_id: self._send(ipc.ExportBlocks(call_id, prefix, first, max_blocks, is_last))
         )
         return found.num_cached, found.blocks
+
+    @property
+    def idle_since(self) -> float | None:
+        """When the last request or call ended; None while there is any."""
+        return self._idle.since
 
     def put_blocks(self, prefix: contract.CachedPrefix, first: int, blocks: list[bytes]) -> None:
         self._send_if_alive(ipc.PutBlocks(prefix, first, blocks))

@@ -117,6 +117,25 @@ class WorkerMetrics(MetricFamilies):
         self.legs_awaited = counter(
             "legs_awaited", "Prompts that another worker was to compute for this one, by outcome.", "outcome"
         )
+        self.loading = gauge("loading", "1 while an engine is being started.")
+        self.model_loads = counter("model_loads", "Loads of models on demand, by outcome: ok or failed.", "outcome")
+        self.model_unloads = counter(
+            "model_unloads", "Models that were unloaded, by reason: idle, or room for another.", "reason"
+        )
+        self.model_load_seconds = histogram(
+            "model_load_seconds", "From the decision to load a model on demand until it serves.", REQUEST_BUCKETS
+        )
+        self.model_state = gauge(
+            "model_state",
+            "1 for the state of a model that is loaded on demand: unloaded, loading, loaded or unloading.",
+            "state",
+        )
+        self.memory_budget = Gauge(
+            "tokenbus_worker_memory_budget_bytes", "Memory that models on demand may take together; 0: what is free."
+        )
+        self.memory_reserved = Gauge(
+            "tokenbus_worker_memory_reserved_bytes", "Memory that the loaded models on demand are expected to take."
+        )
         self.kv_leases = gauge("kv_leases", "Workers that are reading KV blocks here.")
         self.embeddings = counter("embeddings", "Inputs that were embedded.")
         self.scored_documents = counter("scored_documents", "Documents that were scored.")
@@ -271,6 +290,15 @@ class ReplicaMetrics:
         metrics.unguarded.labels(*who).set(num_unguarded)
         metrics.adapters.labels(*who).set(num_adapters)
         metrics.kv_leases.labels(*who).set(num_leases)
+
+    def set_loading(self, *, is_loading: bool) -> None:
+        """Sets whether an engine is being started."""
+        self._metrics.loading.labels(*self._own_labels).set(is_loading)
+
+    def engine_unloaded(self) -> None:
+        """Says that there is no engine; counters of the next one start at 0."""
+        self._last_load = messages.Load()
+        self._metrics.ready.labels(*self._own_labels).set(0)
 
     def forget(self) -> None:
         """Stops exporting the replica's metrics."""

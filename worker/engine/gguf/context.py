@@ -10,35 +10,23 @@ import os
 
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine.gguf import backend, settings_resolution
+from tokenbus.worker.engine.gguf import backend, kv_memory, settings_resolution
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
 _CELLS = 256
 """llama.cpp rounds its KV memory up to multiples of this, but not the tokens that it takes in one batch."""
-_MAX_DEFAULT_CONTEXT = 8_192
-_MAX_DEFAULT_KV_TOKENS = 16_384
 _IDLE_LANES = 48
 """Lanes for the ends of cached prefixes. Each costs a row of logits in host memory."""
 POOLED_INPUTS = 64
 """The most inputs that are pooled in one batch. Each costs a row of logits in host memory, if the model has them."""
 
 
-def context_length(settings: EngineSettings, trained: int) -> int:
-    """Returns the length of one sequence in tokens."""
-    return settings.context_length or int(min(trained, _MAX_DEFAULT_CONTEXT))
-
-
-def default_kv_tokens(length: int) -> int:
-    """Returns the tokens of KV memory for all sequences of that length together, if no setting says how many."""
-    return max(length, min(4 * length, _MAX_DEFAULT_KV_TOKENS))
-
-
 def _kv_tokens(model: llama.llama_model_p, settings: EngineSettings, length: int) -> int:
     """Returns the tokens that all sequences may have. If none of them takes any memory, each may have its context."""
     if llama.llama_model_is_recurrent(model):
         return settings.max_num_seqs * length
-    return settings.kv_tokens or default_kv_tokens(length)
+    return settings.kv_tokens or kv_memory.default_kv_tokens(length)
 
 
 def has_partial_state(model: llama.llama_model_p) -> bool:
@@ -68,7 +56,7 @@ def num_lanes(model: llama.llama_model_p, settings: EngineSettings) -> int:
 
 def create(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_context_p:
     """Raises ModelError if there is not enough memory."""
-    length = context_length(settings, llama.llama_model_n_ctx_train(model))
+    length = kv_memory.context_length(settings, llama.llama_model_n_ctx_train(model))
     params = _params(settings)
     params.n_ctx = -(-_kv_tokens(model, settings, length) // _CELLS) * _CELLS
     params.n_batch = settings.max_num_batched_tokens

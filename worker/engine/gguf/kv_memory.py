@@ -1,12 +1,13 @@
-"""Computes how much device memory keys and values take, from a GGUF's metadata, and keeps them within a budget."""
+"""The device memory that keys and values take, and how it is kept within a budget. It needs no library."""
 
 import msgspec
 
-from tokenbus.worker.engine.gguf import context
 from tokenbus.worker.engine.gguf.metadata import Metadata
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
+_MAX_DEFAULT_CONTEXT = 8_192
+_MAX_DEFAULT_KV_TOKENS = 16_384
 _BLOCK_BYTES = {
     "f32": (1, 4),
     "f16": (1, 2),
@@ -37,6 +38,16 @@ def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:
     return kv_heads * (_size(key_width, settings.cache_type_k) + _size(value_width, settings.cache_type_v))
 
 
+def context_length(settings: EngineSettings, trained: int) -> int:
+    """Returns the length of one sequence in tokens."""
+    return settings.context_length or int(min(trained, _MAX_DEFAULT_CONTEXT))
+
+
+def default_kv_tokens(length: int) -> int:
+    """Returns the tokens of KV memory for all sequences of that length together, if no setting says how many."""
+    return max(length, min(4 * length, _MAX_DEFAULT_KV_TOKENS))
+
+
 def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) -> EngineSettings:
     """Lowers the KV memory that the settings ask for to `kv_limit_bytes`, if that is less.
 
@@ -45,13 +56,13 @@ def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) ->
     if not settings.kv_limit_bytes or not each:
         return settings
     fits = settings.kv_limit_bytes // each // settings.kv_block_size * settings.kv_block_size
-    length = context.context_length(settings, trained)
+    length = context_length(settings, trained)
     if fits < (length if settings.context_length else settings.kv_block_size):
         raise ModelError(
             f"--kv-budget leaves {settings.kv_limit_bytes} bytes for this replica, which is {fits} tokens of {each} "
             f"bytes, and one request may need {length}: raise it, or lower --context-length"
         )
-    wanted = settings.kv_tokens or context.default_kv_tokens(length)
+    wanted = settings.kv_tokens or default_kv_tokens(length)
     return msgspec.structs.replace(settings, kv_tokens=min(wanted, fits), context_length=min(length, fits))
 
 

@@ -204,7 +204,7 @@ class GgufRunner:
     def _describe(self, settings: EngineSettings, capabilities: probe.Capabilities) -> contract.EngineConfig:
         assert self._context is not None
         block_size = settings.kv_block_size
-        longest = context.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
+        longest = kv_memory.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
         # With per-stream memory one sequence has only its share of the context.
         fits = llama.llama_n_ctx_seq(self._context) // block_size * block_size
         sizes = _checkpoint_sizes(settings, capabilities)

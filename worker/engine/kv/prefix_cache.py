@@ -166,7 +166,7 @@ class PrefixCache:
         while self._unsaved and self.host.can_offload:
             block = next(iter(self._unsaved))
             del self._unsaved[block]
-            if block.host_copy is None and self._make_room_for_copy():
+            if block.host_copy is None and self.make_room_for_copy():
                 self.host.offload(block, block.any_lane)
 
     def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
@@ -202,7 +202,7 @@ class PrefixCache:
         """Removes all copies and every block that no sequence uses."""
         self.host.set_limits(offloads=0, onloads=0)
         while len(self.host):
-            self.discard_oldest_copy()
+            self._discard_oldest_copy()
         while self._evictable:
             self._evict(next(iter(self._evictable)))
 
@@ -236,9 +236,7 @@ class PrefixCache:
         """Removes a block from the device: to host memory if there is room and time, else for good."""
         lane = block.end_lane
         assert lane is not None, block
-        if block.host_copy is None and self.host.can_offload:
-            while self.host.is_full:
-                self.discard_oldest_copy()
+        if block.host_copy is None and self.host.can_offload and self.make_room_for_copy():
             self.host.offload(block, lane)
         self._remove_from_device(block)
         self.evicted_blocks += 1
@@ -258,20 +256,20 @@ class PrefixCache:
             self._remove_from_device(partial)
         self.tree.remove(partial)
 
-    def _make_room_for_copy(self) -> bool:
+    def make_room_for_copy(self) -> bool:
         """Discards the oldest copy of a block that no sequence uses; returns whether there is room.
 
         The beginning of a long stream must not go for its end: without the one, the other can't be recovered."""
-        for _ in range(_MAX_PASSED_OVER):
+        for _ in range(_MAX_PASSED_OVER if self.host.capacity else 0):
             if not self.host.is_full:
                 break
             if self.host.oldest.ref_count:
                 self.host.touch(self.host.oldest)
             else:
-                self.discard_oldest_copy()
+                self._discard_oldest_copy()
         return not self.host.is_full
 
-    def discard_oldest_copy(self) -> None:
+    def _discard_oldest_copy(self) -> None:
         """Makes room for a copy; a block of which nothing else is left goes with it."""
         block = self.host.oldest
         self.host.discard(block)
