@@ -22,6 +22,13 @@ POOLED_INPUTS = 64
 """The most inputs that are pooled in one batch. Each costs a row of logits in host memory, if the model has them."""
 
 
+def _kv_tokens(model: llama.llama_model_p, settings: EngineSettings, length: int) -> int:
+    """Returns the tokens that all sequences may have. If none of them takes any memory, each may have its context."""
+    if llama.llama_model_is_recurrent(model):
+        return settings.max_num_seqs * length
+    return settings.kv_tokens or kv_memory.default_kv_tokens(length)
+
+
 def has_partial_state(model: llama.llama_model_p) -> bool:
     """Returns whether sequences have a state that can't be cut at a token: recurrent layers or a sliding window."""
     is_recurrent = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
@@ -51,7 +58,7 @@ def create(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_
     """Raises ModelError if there is not enough memory."""
     length = kv_memory.context_length(settings, llama.llama_model_n_ctx_train(model))
     params = _params(settings)
-    params.n_ctx = -(-(settings.kv_tokens or kv_memory.default_kv_tokens(length)) // _CELLS) * _CELLS
+    params.n_ctx = -(-_kv_tokens(model, settings, length) // _CELLS) * _CELLS
     params.n_batch = settings.max_num_batched_tokens
     params.n_ubatch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
     params.n_seq_max = num_lanes(model, settings) + first_seq_id(settings)

@@ -228,8 +228,16 @@ class GgufRunner:
             prefix_cache=capabilities.can_share or sizes is not None,
             checkpoint_sizes=sizes,
             chat_format=self._model.chat_format,
-            kv_bytes=llama.llama_n_ctx(self._context) * kv_memory.bytes_per_token(self._model.metadata, settings),
+            kv_bytes=self._kv_bytes(settings, capabilities),
         )
+
+    def _kv_bytes(self, settings: EngineSettings, capabilities: probe.Capabilities) -> int:
+        """Returns the device memory that all lanes take, at the most."""
+        num_tokens = int(llama.llama_n_ctx(self._context))
+        if capabilities.checkpoint is None:
+            return num_tokens * kv_memory.bytes_per_token(self._model.metadata, settings)
+        state_bytes, token_bytes = capabilities.checkpoint
+        return num_tokens * token_bytes + int(llama.llama_n_seq_max(self._context)) * state_bytes
 
 
 def _identity(fingerprint: str, settings: EngineSettings, capabilities: probe.Capabilities) -> str:

@@ -107,7 +107,7 @@ class Fleet:
         assert sizes is not None
         self.runner = runner
         self.pool = BlockPool(
-            runner.config.total_kv_blocks,
+            1_024 // BLOCK,
             BLOCK,
             runner.num_lanes,
             checkpoint_sizes=sizes._replace(budget_bytes=budget_bytes),
@@ -184,3 +184,16 @@ def test_answers_do_not_depend_on_reuse_under_pressure(make: Make, budget_states
     assert len(fleet.turns) == 8 + num_turns
     for turn in fleet.turns:
         assert_alone_the_same(turn, lone)
+
+
+def test_the_memory_of_states_is_counted_by_lanes(make: Make, kind: str) -> None:
+    few, many = make(max_num_seqs=2), make(max_num_seqs=6)
+    assert few.config.checkpoint_sizes is not None
+    budget, state_bytes, token_bytes = few.config.checkpoint_sizes
+    assert many.config.checkpoint_sizes == (budget, state_bytes, token_bytes)
+    assert many.config.kv_bytes - few.config.kv_bytes == 4 * state_bytes
+    assert (token_bytes == 0) == (kind == "recurrent")
+    if kind == "recurrent":  # whose tokens take no memory
+        assert (few.config.total_kv_blocks, many.config.total_kv_blocks) == (2 * 768 // BLOCK, 6 * 768 // BLOCK)
+    else:
+        assert few.config.total_kv_blocks == many.config.total_kv_blocks == 1_024 // BLOCK
