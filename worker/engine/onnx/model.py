@@ -65,6 +65,7 @@ class OnnxModel:
         """The adapters of all replicas of the model."""
         self._settings = settings
         self.takes_adapters = False
+        """Whether the graph has inputs for adapters."""
         self._opening = threading.Lock()
         last_logits_only = self._edit(model)
         session = Session(model, files.weights, settings, device)

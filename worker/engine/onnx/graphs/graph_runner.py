@@ -43,8 +43,8 @@ class GraphRunner:
         return self._loaded.session
 
     def replace(self, session: Session, no_adapters: Mapping[str, Array]) -> None:
-        """Uses a session of the same graph with inputs for adapters from now on. Bindings that there are stay valid, and
-        keep their session alive. May be called from any thread."""
+        """Uses a session of the same graph with inputs for adapters from now on. Earlier bindings stay valid, and keep
+        their session alive. May be called from any thread."""
         self._loaded = _Loaded(session, {name: session.tensor(array) for name, array in no_adapters.items()})
 
     def bind(self) -> Binding:
