@@ -277,3 +277,18 @@ async def test_a_request_is_held_for_no_longer_than_that(system: System) -> None
     began = time.monotonic()
     assert (await complete(bare, "a"))["error"]["code"] == "no_worker"
     assert 0.9 < time.monotonic() - began < 3
+
+
+async def test_a_request_outlives_the_worker_that_is_killed_while_it_loads(system: System) -> None:
+    system.router("router", "--hold-s", "30")
+    system.worker("worker", "--memory-budget-mib", "150", served_name="a")
+    bare = await system.connect()
+    await listed(bare, "a")
+    answer = await ask(bare, "a")
+    async with asyncio.timeout(10):
+        while not engines(system):
+            await asyncio.sleep(0.005)
+    system.kill("worker")
+    system.worker("worker", "--memory-budget-mib", "150", served_name="a")
+    assert (await answer.terminal())["finish_reason"] == "length"
+    check_stream(answer)

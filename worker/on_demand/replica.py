@@ -9,6 +9,7 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
+from tokenbus.worker.engine.models import registry
 from tokenbus.worker.engine.models.model_files import source_name
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client.engine_process import EngineProcess
@@ -143,7 +144,7 @@ class OnDemandReplica(Replica):
 def _listing(settings: EngineSettings, context_length: int) -> contract.EngineConfig:
     """Stands for the configuration of an engine that was never started."""
     return contract.EngineConfig(
-        engine=settings.engine,
+        engine=registry.engine_of(settings.model) if settings.engine == "auto" else settings.engine,
         engine_version="",
         source=source_name(settings.model),
         fingerprint=settings.fingerprint,
