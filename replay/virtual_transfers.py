@@ -87,9 +87,12 @@ class TransferLink:
         self._receives_until = source._sends_until = ends_at
         return Transfer(prefix, start, start + count * self._block_size, began_at, ends_at)
 
-    def finish_sending(self) -> None:
-        """Makes room for another transfer."""
+    def finish_sending(self, transfer: Transfer) -> None:
+        """Makes room for another transfer, and for other blocks than those that were given."""
         self._num_sent -= 1
+        prefix = transfer.prefix
+        path = self._pool.cache.tree.known_path(prefix.domain, prefix.token_ids[: transfer.end])
+        self._pool.cache.demote(path)
 
     def finish_receiving(self, transfer: Transfer) -> None:
         """Caches the blocks that have come, if there is room for them."""

@@ -213,7 +213,7 @@ class VirtualWorker:
         if transfer is None:
             self._call_at(now, lambda at: self._end_leg(sequence, at))
             return
-        source._call_at(transfer.ends_at, lambda at: source._link.finish_sending())
+        source._call_at(transfer.ends_at, lambda at: source._link.finish_sending(transfer))
         self._call_at(transfer.ends_at, lambda at: self._end_leg(sequence, at, transfer))
 
     def _end_leg(self, sequence: Sequence, now: float, transfer: Transfer | None = None) -> None:
@@ -232,7 +232,7 @@ class VirtualWorker:
         transfer = self._link.begin(source._link, prefix, compute_s, now)
         if transfer is not None:
             self._fetching[sequence.seq_no] = sequence.num_prompt
-            source._call_at(transfer.ends_at, lambda at: source._link.finish_sending())
+            source._call_at(transfer.ends_at, lambda at: source._link.finish_sending(transfer))
             self._call_at(transfer.ends_at, lambda at: self._end_fetch(source, sequence, transfer, at))
         return transfer
 

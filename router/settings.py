@@ -43,6 +43,10 @@ class RouterSettings:
     max_prompt_bytes: int = 256 * 1024 * 1024
     """Memory for the prompts and completions of open requests. If those that no worker has accepted take more, further
     requests are refused with `overloaded`; if all together take more, the largest can't survive their worker."""
+    hold_s: float = 0.0
+    """Time that a request waits for a worker when its model has none, as after scaling to zero; 0 refuses it."""
+    expected_models: tuple[str, ...] = ()
+    """Models whose requests are held although no worker has served them since this router started."""
     patience_s: float = 60.0
     """Time that a request which a worker has begun waits for another that can continue it."""
     tenant_limits: TenantLimits = dataclasses.field(default_factory=TenantLimits)

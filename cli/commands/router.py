@@ -68,6 +68,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="seconds that a request which has lost its worker waits for another to continue it (%(default)s)",
     )
     parser.add_argument(
+        "--hold-s",
+        type=arguments.at_least(0),
+        default=0,
+        help="seconds that a request waits if its model has no worker at all, as after scaling to zero (%(default)s)",
+    )
+    parser.add_argument(
+        "--expect-model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a model whose requests wait for --hold-s even if this router has never seen a worker of it",
+    )
+    parser.add_argument(
         "--max-request-bytes",
         type=arguments.at_least(1),
         default=16 * 1024 * 1024,
@@ -103,6 +116,8 @@ def settings_of(options: argparse.Namespace) -> "RouterSettings":
         max_request_bytes=options.max_request_bytes,
         tenant_upload_bytes=options.tenant_upload_bytes,
         patience_s=options.patience_s,
+        hold_s=options.hold_s,
+        expected_models=tuple(options.expect_model),
         status_page=serve.status_settings(options),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         tenant_limits=options.tenant_limit,

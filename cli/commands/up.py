@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import collections
 import contextlib
 import os
 import socket
@@ -20,7 +21,6 @@ from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker.engine.models import registry
 
 _READY_TIMEOUT_S = 600.0
 _POLL_S = 0.2
@@ -117,7 +117,7 @@ class LocalSystem:
             reply = await self._until_ready(client)
             self._is_ready = True
             http = listen.base_url(self._gateway_socket) if self._gateway_socket else ""
-            name, metrics = self._options.served_name, self._metrics_urls()
+            name, metrics = self._options.served_name[0], self._metrics_urls()
             addresses = screen.SystemAddresses(self._settings.redacted_url, http, name, self._log_folder, metrics)
             self._out.ready(addresses, reply)
             while True:
@@ -132,8 +132,16 @@ class LocalSystem:
             common += connection_flags.anonymous_flags()  # credentials in the environment are for another broker
         grace = ["--grace-s", str(_GRACE_S)]
         self._start("router", ["router", *common])
-        threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
-        model = ["--model", str(options.model), "--served-name", options.served_name, "--threads", str(threads)]
+        owners = options.workers * min(len(options.model), worker.BUSY_MODELS)
+        threads = options.threads or max(1, len(os.sched_getaffinity(0)) // owners)
+        model = [flag for one in options.model for flag in ("--model", str(one))]
+        model += [flag for one in options.served_name for flag in ("--served-name", one)]
+        model += ["--threads", str(threads), "--memory-budget-mib", str(options.memory_budget_mib)]
+        model += [
+            "--idle-unload-s",
+            str(options.idle_unload_s),
+            *(flag for one in options.pin for flag in ("--pin", one)),
+        ]
         model += ["--engine", options.engine, *grace, "--handover-s", str(_HANDOVER_S)]
         model += [flag for one in options.lora for flag in ("--lora", str(one))]
         model += ["--lora-dir", options.lora_dir] if options.lora_dir else []
@@ -168,11 +176,21 @@ class LocalSystem:
         while time.monotonic() < deadline:
             self._supervisor.check()
             reply = await self._models(client)
-            if reply is not None and _num_ready(reply, self._options.served_name) >= self._options.workers:
+            if reply is not None and self._num_ready(reply) >= self._options.workers:
                 return reply
             self._out.loading(reply, self._options.workers)
             await asyncio.sleep(_POLL_S)
         raise StartError(f"not ready after {_READY_TIMEOUT_S:g} s; logs: {self._log_folder}")
+
+    def _num_ready(self, reply: messages.ModelsReply) -> int:
+        """Returns how many workers have all models ready or loadable."""
+        ready = collections.Counter(
+            card.model
+            for served in reply.models
+            for card in served.workers or []
+            if card.loadable or card.state is messages.WorkerState.READY
+        )
+        return min(ready[name] for name in self._options.served_name)
 
     async def _models(self, client: Client) -> messages.ModelsReply | None:
         try:
@@ -213,17 +231,12 @@ def _bind_metrics(ports: range) -> socket.socket:
         raise StartError(str(error)) from error
 
 
-def _num_ready(reply: messages.ModelsReply, name: str) -> int:
-    cards = [card for served in reply.models if served.model == name for card in served.workers or []]
-    return sum(card.state is messages.WorkerState.READY for card in cards)
-
-
 def run(options: argparse.Namespace) -> int:
     """Runs the system until it is stopped; returns the exit status."""
     if options.model is None:
-        options.model = str(ONNX_PATH if options.engine == "onnx" else MODEL_PATH)
-        options.served_name = options.served_name or "demo"
-    options.served_name = options.served_name or registry.served_name(options.model)
+        options.model = [str(ONNX_PATH if options.engine == "onnx" else MODEL_PATH)]
+        options.served_name = options.served_name or ["demo"]
+    options.served_name = worker.names_of(options)
     logs.log_errors_only()
     if options.prefill_workers >= options.workers:
         print("tokenbus: --prefill-workers must be less than --workers", file=sys.stderr)

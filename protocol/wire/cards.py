@@ -29,6 +29,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """KV blocks that its requests use or are expected to use before they end, also those that wait. 0 if unknown."""
     expected_answer_tokens: int = 0
     """Tokens that the next completion is expected to have, as recent ones had. 0 if unknown."""
+    host_blocks: int = 0
+    """Copies of KV blocks in host memory. A block may be on the device too."""
+    fetched_blocks: int = 0
+    """KV blocks that came from other workers since the engine started."""
     generated_tokens: int = 0
     """Tokens sampled since the engine started."""
     computed_tokens: int = 0
@@ -149,6 +153,8 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """KV blocks in device memory; absent where there is no prefix cache."""
     host_kv_blocks: int | None = None
     """KV blocks that can be offloaded to host memory beside these; absent where there is no prefix cache."""
+    kv_checkpoints: bool = False
+    """Prefixes can be reused only up to a block that it lists, and not up to one before."""
     kv_identity: str = ""
     """Workers of the model with equal ones can read each other's KV blocks; absent where the worker exchanges none."""
     kv_token_bytes: int = 0
@@ -167,6 +173,9 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The share of the work that it is to get. `both`: prompts and completions. `prefill`: prompts of others, and
     requests of its own only where no other worker can take them. `decode`: its long prompts are computed by workers of
     the role `prefill`, where any has time."""
+    loadable: bool = False
+    """The model is not loaded, or is being unloaded, and a `load` without a `model` loads it. Its state is `draining`
+    then, and it takes no requests. Before it was first loaded, it has no features, and its numbers are estimates."""
     load: Load | None = None
     """Its load; only in a `models` reply."""
     watched: WorkerTracking | None = None
@@ -176,6 +185,11 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     def address(self) -> WorkerAddress:
         """The worker whose card this is; a worker's name is unique only within its model."""
         return WorkerAddress(self.model, self.worker_id)
+
+    @property
+    def shown_state(self) -> str:
+        """Its state as people see it."""
+        return "loadable" if self.loadable else self.state
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +201,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest context length of its workers."""
     features: list[str]
     """Features that all its workers have."""
+    loadable: bool | UnsetType = UNSET
+    """true if no worker has it loaded, and a request for it has one load it."""
     adapters: list[str] = []
     """Names of the LoRA adapters that its workers have and the asking tenant may use. `<model>:<adapter>` is a name of
     the model with that adapter."""

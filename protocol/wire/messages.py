@@ -268,6 +268,8 @@ class Chunk(Message, frozen=True, kw_only=True):
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     """New tool calls, and more of the last one. All of them are complete if the finish reason is `tool_calls`;
     otherwise the last one may be cut off."""
+    load_progress: float | UnsetType = UNSET
+    """The share of the model that is loaded, 0 to 1, in empty chunks that come while a worker loads it."""
     progress: Progress | UnsetType = UNSET
     """Progress of the prompt's computation, if asked for."""
     usage: Usage | UnsetType = UNSET

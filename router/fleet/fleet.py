@@ -26,8 +26,8 @@ _BOOKING_TTL_S = 5.0
 class Fleet(WorkerRegistry):
     """Everything that one router knows about its workers."""
 
-    def __init__(self, began_at: float) -> None:
-        super().__init__(began_at)
+    def __init__(self, began_at: float, expected_models: tuple[str, ...] = ()) -> None:
+        super().__init__(began_at, expected_models)
         self.stats = DecisionStats()
 
     def apply_events(self, model: str, events: internal.Events, now: float) -> FleetUpdate | None:

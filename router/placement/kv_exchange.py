@@ -53,9 +53,14 @@ class FetchOffer(NamedTuple):
     """The group of each candidate."""
     holders: dict[int, Holder]
 
+    @property
+    def tokens(self) -> Floats:
+        """The tokens that each candidate would fetch if it were chosen."""
+        return np.maximum(self.fetchable.tokens, self.probed)
+
     def holder_for(self, candidate: int) -> Holder | None:
         """Returns the worker that a candidate should fetch from, if any."""
-        if not self.fetchable.tokens[candidate] and not self.probed[candidate]:
+        if not self.tokens[candidate]:
             return None
         return self.holders[int(self.groups[candidate])]
 

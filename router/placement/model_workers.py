@@ -70,7 +70,7 @@ class ModelWorkers:
 
     def add_worker(self, worker: Worker) -> None:
         """Adds a worker that holds no blocks yet."""
-        worker.row = self._index.add_worker(_max_blocks(worker.card))
+        worker.row = self._index.add_worker(_max_blocks(worker.card), has_checkpoints=worker.card.kv_checkpoints)
         while worker.row >= len(self._by_row):
             self._by_row.append(None)
             self._prefill_s = np.append(self._prefill_s, 0.0)
@@ -86,7 +86,8 @@ class ModelWorkers:
 
     def update_card(self, worker: Worker) -> None:
         """Takes over what has changed with a worker's card."""
-        self._index.set_max_blocks(worker.row, _max_blocks(worker.card))
+        card = worker.card
+        self._index.update_worker(worker.row, _max_blocks(card), has_checkpoints=card.kv_checkpoints)
         self._exchange.set_worker(worker.row, worker.card.kv_identity, worker.card.kv_token_bytes)
         self.refresh(worker)
 
@@ -177,7 +178,8 @@ class ModelWorkers:
         report = None
         if options.explain:
             workers, has_leg = self._workers_at(rows), leg is not None
-            report = explain(worker, policy.name, workers, view, costs.tolist(), source, has_leg=has_leg)
+            fetched = np.zeros(len(rows)) if offer is None else offer.tokens
+            report = explain(worker, policy.name, workers, view, costs.tolist(), fetched, source, has_leg=has_leg)
         self.book(worker, request, now, overlap_blocks, fetch_blocks, leg_worker_id)
         leg_s = 0.0 if leg is None else leg.seconds
         return Placement(worker, policy.name, overlap_blocks, report, source, fetch_blocks, leg_s)
@@ -251,14 +253,15 @@ class ModelWorkers:
         self._predictions.expire(now)
         self._index.sweep()
         self._sessions.expire(now)
-        prefill_s_per_token, itl_s = np.zeros(len(self._by_row)), np.zeros(len(self._by_row))
+        prefill_s_per_token, itl_s, first_s = (np.zeros(len(self._by_row)) for _ in range(3))
         for worker in self._workers.values():
             prefill_s_per_token[worker.row] = worker.speed.prefill_s_per_token
             itl_s[worker.row] = worker.speed.itl_s
+            first_s[worker.row] = worker.speed.first_prefill_s_per_token
         self._table.update_slowdowns(prefill_s_per_token, itl_s)
-        known = prefill_s_per_token > 0
+        known = first_s > 0
         if known.any():
-            self._prefill_s = np.where(known, prefill_s_per_token, prefill_s_per_token[known].min())
+            self._prefill_s = np.where(known, first_s, first_s[known].min())
 
     @property
     def transfer_mb_per_s(self) -> float:

@@ -11,6 +11,7 @@ from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement.adapters import has_all
 from tokenbus.router.placement.legs import MIN_LEG_TOKENS
 from tokenbus.router.placement.policies import View
+from tokenbus.router.placement.worker_table import Floats
 
 
 class PlacementRequest(NamedTuple):
@@ -112,12 +113,14 @@ def explain(
     workers: Sequence[Worker],
     view: View,
     costs: Sequence[float],
+    fetched_tokens: Floats,
     holder: Worker | None,
     *,
     has_leg: bool,
 ) -> messages.RoutingReport:
-    """Reports what was known about each candidate. `workers`, the columns of `view` and `costs` are in the same
-    order; `holder` is the worker that the chosen one fetches from, if any, and that computes the prompt in a leg."""
+    """Reports what was known about each candidate. `workers`, the columns of `view`, `costs` and `fetched_tokens` are
+    in the same order; `holder` is the worker that the chosen one fetches from, if any, and that computes the prompt in
+    a leg."""
     candidates = []
     for number, worker in enumerate(workers):
         block_size = max(1.0, float(view.block_size[number]))
@@ -128,7 +131,7 @@ def explain(
             overlap_blocks=int(view.overlap_tokens[number] / block_size),
             prefill_blocks=math.ceil((float(view.prefill_tokens[number]) + uncached_tokens) / block_size),
             decode_blocks=int(view.used_blocks[number]),
-            fetch_blocks=0 if view.fetchable is None else int(view.fetchable.tokens[number] / block_size),
+            fetch_blocks=int(fetched_tokens[number] / block_size),
             state=worker.state,
         )
         candidates.append(candidate)

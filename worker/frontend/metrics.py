@@ -71,7 +71,14 @@ class WorkerMetrics(MetricFamilies):
             "Keys and values that were copied between device and host memory, by direction: offload or onload.",
             "direction",
         )
+        self.checkpoints = counter(
+            "checkpoints",
+            "Checkpoints of models whose state can't be cut at a token, by what happened: saved, restored or evicted.",
+            "event",
+        )
+        self.checkpoint_bytes = gauge("checkpoint_bytes", "Host memory that checkpoints take, in bytes.")
         self.evicted = counter("evicted_blocks", "Cached blocks that were evicted from the device.")
+        self.host_blocks = gauge("host_cache_blocks", "Copies of blocks in host memory.")
         self.recovered_blocks = counter(
             "host_cache_recovered_blocks", "Blocks of which a new engine found the copy that an earlier one had made."
         )
@@ -109,6 +116,25 @@ class WorkerMetrics(MetricFamilies):
         )
         self.legs_awaited = counter(
             "legs_awaited", "Prompts that another worker was to compute for this one, by outcome.", "outcome"
+        )
+        self.loading = gauge("loading", "1 while an engine is being started.")
+        self.model_loads = counter("model_loads", "Loads of models on demand, by outcome: ok or failed.", "outcome")
+        self.model_unloads = counter(
+            "model_unloads", "Models that were unloaded, by reason: idle, or room for another.", "reason"
+        )
+        self.model_load_seconds = histogram(
+            "model_load_seconds", "From the decision to load a model on demand until it serves.", REQUEST_BUCKETS
+        )
+        self.model_state = gauge(
+            "model_state",
+            "1 for the state of a model that is loaded on demand: unloaded, loading, loaded or unloading.",
+            "state",
+        )
+        self.memory_budget = Gauge(
+            "tokenbus_worker_memory_budget_bytes", "Memory that models on demand may take together; 0: what is free."
+        )
+        self.memory_reserved = Gauge(
+            "tokenbus_worker_memory_reserved_bytes", "Memory that the loaded models on demand are expected to take."
         )
         self.kv_leases = gauge("kv_leases", "Workers that are reading KV blocks here.")
         self.embeddings = counter("embeddings", "Inputs that were embedded.")
@@ -157,7 +183,11 @@ class ReplicaMetrics:
             (metrics.transferred.labels(*own, "offload"), "offloaded_bytes"),
             (metrics.transferred.labels(*own, "onload"), "onloaded_bytes"),
             (metrics.follower_tokens.labels(*own), "follower_tokens"),
+            (metrics.checkpoints.labels(*own, "saved"), "saved_checkpoints"),
+            (metrics.checkpoints.labels(*own, "restored"), "restored_checkpoints"),
+            (metrics.checkpoints.labels(*own, "evicted"), "evicted_checkpoints"),
         ]
+        self._checkpoint_bytes = metrics.checkpoint_bytes.labels(*own)
         self._last_load = messages.Load()
         self._load_counters = [
             (metrics.generation_tokens.labels(*own), "generated_tokens"),
@@ -197,6 +227,7 @@ class ReplicaMetrics:
         self._steps[stats.kind].observe(stats.seconds)
         self._inference.inc(stats.seconds)
         self._gap.inc(stats.gap_s)
+        self._checkpoint_bytes.set(stats.checkpoint_bytes)
         for child, name in self._step_counters:
             if count := getattr(stats, name):
                 child.inc(count)
@@ -250,6 +281,7 @@ class ReplicaMetrics:
         blocks = {"used": load.used_blocks, "cached": load.cached_blocks, "free": load.free_blocks}
         for state, count in blocks.items():
             metrics.kv_blocks.labels(*who, state).set(count)
+        metrics.host_blocks.labels(*who).set(load.host_blocks)
         metrics.kv_expected.labels(*who).set(load.expected_blocks / max(1, config.total_kv_blocks))
         metrics.expected_tokens.labels(*who).set(load.expected_answer_tokens)
         metrics.kv_usage.labels(*who).set(load.used_blocks / max(1, config.total_kv_blocks))
@@ -258,6 +290,15 @@ class ReplicaMetrics:
         metrics.unguarded.labels(*who).set(num_unguarded)
         metrics.adapters.labels(*who).set(num_adapters)
         metrics.kv_leases.labels(*who).set(num_leases)
+
+    def set_loading(self, *, is_loading: bool) -> None:
+        """Sets whether an engine is being started."""
+        self._metrics.loading.labels(*self._own_labels).set(is_loading)
+
+    def engine_unloaded(self) -> None:
+        """Says that there is no engine; counters of the next one start at 0."""
+        self._last_load = messages.Load()
+        self._metrics.ready.labels(*self._own_labels).set(0)
 
     def forget(self) -> None:
         """Stops exporting the replica's metrics."""

@@ -41,6 +41,10 @@ class KvExchange:
         """Other workers that are reading blocks here."""
         return self._holder.num_leases
 
+    async def wait_no_leases(self) -> None:
+        """Returns when no other worker reads blocks here."""
+        await self._holder.none_leased.wait()
+
     async def open(self, incoming: Bus, names: subjects.Subjects, connect: Connect) -> None:
         """Takes the questions of other workers, which arrive over `incoming`. `connect` opens a connection for blocks
         when the first are to move."""

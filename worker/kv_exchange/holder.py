@@ -76,7 +76,8 @@ class _OpenLease:
         prefix = self._lease.prefix
         needed = codec.replace(prefix, token_ids=prefix.token_ids[: self._block_bytes * (start + count)])
         try:
-            _, blocks = await self._engine.export_blocks(needed, start, count)
+            is_last = start + count == self._lease.end
+            _, blocks = await self._engine.export_blocks(needed, start, count, is_last=is_last)
         except errors.RequestError:  # the engine has died
             return []
         return blocks
@@ -95,6 +96,9 @@ class Holder:
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
         self._granting = 0
+        self.none_leased = asyncio.Event()
+        """Set while nobody reads blocks; after a lease that expires, from the next tick on."""
+        self.none_leased.set()
 
     def __repr__(self) -> str:
         return f"<Holder {self._leases!r}>"
@@ -131,6 +135,7 @@ class Holder:
             return internal.BlockLease()
         lease = self._leases.grant(prefix, request.first, num_cached, time.monotonic())
         self._open[lease.name] = _OpenLease(lease, engine, config)
+        self.none_leased.clear()
         return internal.BlockLease(lease=lease.name, num_blocks=num_cached - request.first)
 
     def _start_leg(
@@ -155,6 +160,7 @@ class Holder:
             return internal.BlockLease(busy=error.error.code is errors.Code.OVERLOADED)
         leg.on_ended = self.on_leg
         self._open[lease.name] = _OpenLease(lease, engine, config, leg)
+        self.none_leased.clear()
         self.on_leg(leg)
         return internal.BlockLease(lease=lease.name, num_blocks=end - request.first)
 
@@ -181,6 +187,8 @@ class Holder:
             if leg is not None:
                 # not now: an engine that is just dying has yet to find out which request has killed it
                 asyncio.get_running_loop().call_soon(leg.stop)
+        if not self._open:
+            self.none_leased.set()
 
 
 def _may_read(request: internal.BlockLeaseRequest, config: contract.EngineConfig) -> bool:

@@ -76,7 +76,7 @@ class NatsTransport:
         self._pace = Pace()
         self._bus: Bus | None = None
         self._sender: PartsSender | None = None
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Task[Bus] | None = None
         self._used_at = time.monotonic()
         self._asked: dict[str, asyncio.Future[Msg]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -100,6 +100,10 @@ class NatsTransport:
     async def close(self) -> None:
         """Closes the connection for blocks."""
         self._receiver.stop()
+        if self._opening is not None:
+            await asyncio.wait([self._opening], timeout=ANSWER_S)
+            if self._opening is not None:
+                self._opening.cancel()
         await self._disconnect()
 
     def close_if_idle(self, now: float) -> None:
@@ -126,17 +130,31 @@ class NatsTransport:
     async def _open(self) -> Bus:
         """Returns the connection for blocks. Raises ConnectionError and TimeoutError if it can't be made."""
         self._used_at = time.monotonic()
-        async with self._opening:
-            if self._bus is None:
-                bus = await self._connect()
+        if self._bus is not None:
+            return self._bus
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._make_connection())
+            # whoever still waits gets its error
+            self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._opening)  # others may wait for it, and half a connection can't be closed
+
+    async def _make_connection(self) -> Bus:
+        try:
+            bus = await self._connect()
+            try:
                 await bus.subscribe(self._own("kv.reply.*"), self._answer)
                 await bus.subscribe(self._own("kv.read"), self._read)
                 await bus.flush()  # the broker must know the subjects before another worker is told to use them
-                self._sender = PartsSender(
-                    bus, lambda number: self._own(f"kv.received.{number}"), timeout_s=ANSWER_S, tries=1
-                )
-                self._bus = bus
-            return self._bus
+            except BaseException:
+                await bus.close()
+                raise
+            self._sender = PartsSender(
+                bus, lambda number: self._own(f"kv.received.{number}"), timeout_s=ANSWER_S, tries=1
+            )
+            self._bus = bus
+            return bus
+        finally:
+            self._opening = None
 
     async def _disconnect(self) -> None:
         bus, self._bus, self._sender = self._bus, None, None

@@ -54,8 +54,8 @@ async def _fleet(model: Path, roles: Sequence[str], more: Sequence[str]) -> Asyn
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
         folder = Path(name)
         broker = await nats_server.start(0, folder / "nats.log")
-        served = ("worker", "--nats", broker.url, "--model", str(model), "--served-name", "m", "--threads", "1")
-        served += ("--context-length", "4096", "--kv-tokens", "16384", *more)
+        name_flags = ("--nats", broker.url, "--model", str(model), "--served-name", "m")
+        served = ("worker", *name_flags, "--threads", "1", "--context-length", "4096", "--kv-tokens", "16384", *more)
         processes: list[subprocess.Popen[bytes]] = []
         for core, role in zip(sorted(os.sched_getaffinity(0)), roles, strict=False):
             flags_of_one = ("--role", role, "--worker-id", f"{role}-{core}")

@@ -114,7 +114,10 @@ class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     moved: bool = False
     """Whether another worker continues the request to `drop`, so that it ends here even if it has sent a token."""
     model: str | None = None
-    """The model to `load`: a file, a directory or a name on the Hub, as seen from the worker."""
+    """The model to `load` beside the worker's own: a file, a directory or a name on the Hub, as seen from the worker.
+    Without it, `load` asks a worker whose card says `loadable` for its own model. A load in progress is joined. There
+    is one reply, with the `progress`; a router asks again every 500 ms, and a model for which nobody has asked for 3 s
+    is not loaded any more."""
     served_name: str | None = None
     """The name under which to serve the model to `load`; the file's name if absent."""
     replicas: int = 1

@@ -97,14 +97,18 @@ class PlacementQueue:
                 except Exception as error:  # a bug, possibly in a plug-in policy: it must only end this request
                     waiter.outcome.set_exception(error)
             if queue and not self._fleet.workers_of(model):
-                for waiter in [waiter for waiter in self._waiters.values() if waiter.flight.model == model]:
-                    self._resolve(waiter.flight.key, NoWorker())
+                self.end_all(model, NoWorker())
             self._drop_if_empty(model)
 
     def cancel(self, flight: Flight) -> None:
         """Ends the wait of a request, if it is waiting."""
         if flight.key in self._waiters:
             self._resolve(flight.key, None)
+
+    def end_all(self, model: str, outcome: NoWorker | errors.Error) -> None:
+        """Ends the wait of all requests for a model."""
+        for key in [key for key, waiter in self._waiters.items() if waiter.flight.model == model]:
+            self._resolve(key, outcome)
 
     def check_integrity(self) -> None:
         waiting = {key for key in self._waiters for queue in self._queues.values() if key in queue}

@@ -60,6 +60,7 @@ FULL_CARD = codec.replace(
     kv_block_size=16,
     total_kv_blocks=4_096,
     host_kv_blocks=65_536,
+    kv_checkpoints=True,
     kv_identity="8f1d2c3b4a596877",
     kv_token_bytes=12_288,
     watched=messages.WorkerTracking(events="live", indexed_blocks=11, lost_events=2, booked=1),
@@ -69,6 +70,7 @@ FULL_CARD = codec.replace(
     earlier=[messages.PreviousEpoch(epoch="1740000000000-abcdef", seq=-1)],
     adapters=[messages.CardAdapter(name="style", digest="7bd09cb0", tenants=["acme"])],
     role=messages.WorkerRole.DECODE,
+    loadable=True,
     load=LOAD,
 )
 ERROR = errors.make_error(errors.Code.OVERLOADED, "the queue holds 64 of 64", retry_after_ms=250.0)
@@ -194,6 +196,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
         "a terminal with tool calls",
         messages.Chunk(id="r-1", finish_reason=messages.FinishReason.TOOL_CALLS, tool_calls=[CALL]),
     ),
+    ("nothing yet, while the model is loaded", messages.Chunk(id="r-1", worker_id=None, load_progress=0.25)),
     (
         "reasoning, and a call that begins",
         messages.Chunk(id="r-1", offset=3, tokens=2, reasoning_offset=4, reasoning="mm", tool_calls=[CALL]),

@@ -30,6 +30,16 @@ def test_there_is_no_estimate_before_there_are_enough_samples() -> None:
     assert speed.itl_s == 0.0
 
 
+def test_the_first_prompt_gives_a_first_estimate_however_short_it_was() -> None:
+    speed = Speed()
+    assert speed.first_prefill_s_per_token == 0.0
+    speed.observe(*prompts(1_000), 0.1)
+    assert speed.first_prefill_s_per_token == pytest.approx(0.0001)
+    speed.observe(*prompts(500), 0.1)
+    assert speed.first_prefill_s_per_token == pytest.approx(0.2 / 1_500)
+    assert speed.prefill_s_per_token == 0.0
+
+
 def test_the_inter_token_latency_is_that_of_a_step_however_many_sequences_run() -> None:
     speed = Speed()
     for running in (1, 4, 8, 16) * 6:
