@@ -22,6 +22,7 @@ STANDALONE = {
     "conversation": ("bench.serving.conversation",),
     "fetched_blocks": ("bench.serving.kv.fetched_blocks",),
     "fetched_gaps": ("bench.serving.kv.fetched_blocks", "--gaps"),
+    "disaggregation": ("bench.serving.kv.disaggregation",),
     "idle_cache": ("bench.serving.kv.idle_cache",),
     "on_demand_first": ("bench.serving.on_demand", "first"),
     "on_demand_gaps": ("bench.serving.on_demand", "gaps"),

@@ -32,6 +32,8 @@ class Target(NamedTuple):
     max_request_bytes: int
     max_upload_bytes: int
     """0 if the reply names none."""
+    adapters: tuple[str, ...] = ()
+    """Names of LoRA adapters that are loaded for this tenant."""
 
 
 class Probe:

@@ -30,10 +30,18 @@ def check_order(messages: Sequence[Message]) -> None:
 
 def _check_head(messages: Sequence[Message]) -> None:
     """Checks the first message that is not a router's empty chunk."""
-    candidates = (message for message in messages if message.get("worker_id") is not None or message.get("tokens"))
-    head = next(candidates, messages[-1])
+    head = next(iter(_without_router_s(messages)), messages[-1])
     is_empty = head.get("text") == "" and head.get("tokens") == 0 and head.get("finish_reason") is None
     expect(is_empty and head.get("worker_id") is not None, f"no head before {shorten(head)}")
+
+
+def _without_router_s(messages: Sequence[Message]) -> list[Message]:
+    """Leaves out the empty chunks with which a router says that it holds a request."""
+    return [
+        message
+        for message in messages
+        if message.get("worker_id") is not None or message.get("tokens") or message.get("finish_reason") is not None
+    ]
 
 
 def check_fields(messages: Sequence[Message]) -> None:
@@ -168,9 +176,11 @@ def check_token_ids(messages: Sequence[Message]) -> None:
 
 
 def check_refusal(messages: Sequence[Message], *codes: str, param: str | None = None) -> Message:
-    """Checks for a lone error terminal with zero offsets and one of these codes; returns its error.
+    """Checks for a lone error terminal with zero offsets and one of these codes; returns its error. A router's empty
+    chunks may come before it.
 
     `param` is the field at fault. The error's own param may name a part of it."""
+    messages = _without_router_s(messages) or messages
     expect(len(messages) == 1, f"{len(messages)} messages instead of a refusal: {shorten(messages[0])}")
     (refusal,) = messages
     field_types.check(refusal, schemas.CHUNK, "the refusal")

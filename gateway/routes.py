@@ -3,9 +3,8 @@
 import asyncio
 import functools
 import importlib.metadata
-import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import structlog
@@ -27,13 +26,12 @@ from tokenbus.gateway.calls.embed import embed
 from tokenbus.gateway.calls.endpoint import CallEndpoint
 from tokenbus.gateway.catalog import Catalog, Catalogs, Listing
 from tokenbus.gateway.cohere import rerank
+from tokenbus.gateway.error_forms import form_of
 from tokenbus.gateway.generation.dialect import Dialect
 from tokenbus.gateway.generation.endpoint import GenerationEndpoint
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.http.endpoint import Endpoint, ErrorForm, Services
-from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
-from tokenbus.gateway.ollama.model_info import OllamaError
-from tokenbus.gateway.ollama.routes import PREFIX as OLLAMA_PREFIX
+from tokenbus.gateway.http.endpoint import Endpoint, Services
+from tokenbus.gateway.http.http_errors import ApiError
 from tokenbus.gateway.ollama.routes import OllamaRoutes
 from tokenbus.gateway.openai import chat_request, embeddings, error_bodies, schemas
 from tokenbus.gateway.openai.completions import request as completions_request
@@ -113,16 +111,6 @@ class Routes:
         return listing._replace(models=self._services.aliases.listed(listing.models))
 
 
-class _OllamaErrors(NamedTuple):
-    """The form of errors of Ollama's calls."""
-
-    error_body: Callable[[ErrorResponse], bytes] = lambda response: _encoder.encode(OllamaError(error=response.message))
-    status_of: Callable[[ErrorResponse], int] = operator.attrgetter("status")
-
-
-_OLLAMA = _OllamaErrors()
-_CHAT_COMPLETIONS = Dialect(chat_request.parse, error_bodies.encode)
-_MESSAGES = Dialect(messages_request.parse, anthropic_errors.encode, anthropic_errors.status_of)
 CALLS: dict[str, CallDialect[Any, Any]] = {
     "/v1/embeddings": CallDialect(embeddings.parse, embed, error_bodies.encode, usage_of=embeddings.usage_of),
     "/v1/rerank": CallDialect(rerank.parse, Client.rerank, error_bodies.encode, usage_of=rerank.usage_of),
@@ -135,10 +123,12 @@ CALLS: dict[str, CallDialect[Any, Any]] = {
 }
 """The endpoints that are answered in one piece and generate nothing, by path."""
 GENERATING: dict[str, Dialect] = {
-    "/v1/chat/completions": _CHAT_COMPLETIONS,
+    "/v1/chat/completions": Dialect(chat_request.parse, error_bodies.encode),
     "/v1/completions": Dialect(completions_request.parse, error_bodies.encode),
-    "/v1/responses": Dialect(responses_request.parse, error_bodies.encode, streamed_errors=STREAMED_ERRORS),
-    "/v1/messages": _MESSAGES,
+    "/v1/responses": Dialect(
+        responses_request.parse, error_bodies.encode, streamed_errors=STREAMED_ERRORS, repeats_logprobs=True
+    ),
+    "/v1/messages": Dialect(messages_request.parse, anthropic_errors.encode, anthropic_errors.status_of),
 }
 """The endpoints that generate, by path."""
 
@@ -188,20 +178,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case _:
             structlog.get_logger().error("request_failed", exc_info=error)
             response = http_errors.INTERNAL_ERROR
-    form, headers = _error_form(request), response.headers
+    form, headers = form_of(request.scope["path"], request.headers), response.headers
     if isinstance(error, HTTPException):
         headers |= error.headers or {}  # the methods that the path has
     body, status = form.error_body(response), form.status_of(response)
     return Response(body, status, headers, media_type="application/json")
-
-
-def _error_form(request: Request) -> ErrorForm:
-    path = request.scope["path"].rstrip("/")
-    if path.startswith(OLLAMA_PREFIX):
-        return _OLLAMA
-    if model_list.is_wanted(request.headers):
-        return _MESSAGES
-    return GENERATING.get(path, _CHAT_COMPLETIONS)
 
 
 def _cors(allowed_origins: Sequence[str]) -> list[Middleware]:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import structlog
 from starlette.types import ASGIApp
 
+from tokenbus.gateway.error_forms import refusal_response
 from tokenbus.gateway.http import listen
 from tokenbus.gateway.http.body_memory import BodyMemory
 from tokenbus.gateway.http.closed_connections import ClosedConnections
 from tokenbus.gateway.http.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.http.endpoint import Services
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.openai.error_bodies import refusal_response
 from tokenbus.gateway.routes import Routes, make_app
 from tokenbus.gateway.settings import GatewaySettings
 from tokenbus.gateway.tenants import Tenants

@@ -53,6 +53,7 @@ class RouterMetrics(MetricFamilies):
             ("model",),
             models,
         )
+        self.legs = Counter(f"{_P}_legs", "Placements whose prompt another worker was to compute.", ("model",), models)
         self.transfer_rate = Gauge(
             f"{_P}_transfer_megabytes_per_second", "How fast KV blocks move between workers.", ("model",), models
         )
@@ -111,6 +112,7 @@ class RouterMetrics(MetricFamilies):
                 self.prompt_tokens,
                 self.overlap_tokens,
                 self.fetch_tokens,
+                self.legs,
                 self.lost_workers,
                 self.queue_wait,
             ):

@@ -32,8 +32,9 @@ from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.model_loads import ModelLoads
 from tokenbus.router.requests.pooling.embeddings import Embeddings
 from tokenbus.router.requests.pooling.reranks import Reranks
-from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings
+from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter
+from tokenbus.router.requests.queueing.settings import PolicySettings
 from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.requests.request_telemetry import RequestTelemetry
 from tokenbus.router.requests.terminals import TerminalPublisher
@@ -65,7 +66,7 @@ class Router:
         self.flights = Flights(settings.max_flights, settings.max_prompt_bytes)
         self._bus = bus
         self._replies = ReplySender(bus)
-        policy = PolicySettings(make_policies(), settings.policy, rng, settings.temperature)
+        policy = PolicySettings(make_policies(), settings.policy, rng, settings.temperature, settings.min_leg_tokens)
         self._queue = PlacementQueue(self.fleet, policy, settings.queue, self.metrics)
         self._rate_limiter = RateLimiter(settings.tenant_limits, settings.tenant_limit_overrides)
         self._telemetry = RequestTelemetry(self.metrics, tracer, settings.request_log)

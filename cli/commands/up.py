@@ -38,6 +38,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     worker.add_model_flags(parser)
     parser.add_argument("--workers", type=arguments.at_least(1), default=2, help="number of workers (%(default)s)")
     parser.add_argument(
+        "--prefill-workers",
+        type=arguments.at_least(0),
+        default=0,
+        help="workers among these that compute prompts for the others (%(default)s)",
+    )
+    parser.add_argument(
         "--port", type=arguments.port, default=4222, help="port of the embedded broker; 0: any free port (%(default)s)"
     )
     parser.add_argument("--nats", metavar="URL", help="use this broker and start none")
@@ -143,10 +149,17 @@ class LocalSystem:
             name = f"worker-{number}"
             # On a shared broker other machines run workers of the same numbers.
             worker_id = f"{socket.gethostname()}-{os.getpid()}-{number}" if options.nats else name
-            self._start(name, ["worker", *common, *model, "--worker-id", worker_id])
+            self._start(name, ["worker", *common, *model, "--worker-id", worker_id, "--role", self._role_of(number)])
         if self._gateway_socket is not None:
             fd = self._gateway_socket.fileno()
             self._start("gateway", ["gateway", *common, "--fd", str(fd), *grace], fd)
+
+    def _role_of(self, number: int) -> messages.WorkerRole:
+        """Returns the role of a worker by its number, which begins at 1."""
+        num_prefill = self._options.prefill_workers
+        if number <= num_prefill:
+            return messages.WorkerRole.PREFILL
+        return messages.WorkerRole.DECODE if num_prefill else messages.WorkerRole.BOTH
 
     def _start(self, name: str, arguments: list[str], *fds: int) -> None:
         if self._options.metrics:
@@ -225,6 +238,9 @@ def run(options: argparse.Namespace) -> int:
         options.served_name = options.served_name or ["demo"]
     options.served_name = worker.names_of(options)
     logs.log_errors_only()
+    if options.prefill_workers >= options.workers:
+        print("tokenbus: --prefill-workers must be less than --workers", file=sys.stderr)
+        return EXIT_BAD_SETTINGS
     try:
         settings = connection_flags.settings_from_environment(options.nats) if options.nats else nats.Settings()
     except ValueError as error:

@@ -98,4 +98,5 @@ def _served(reply: Message, model: str) -> Target:
         tuple(str(card.get("worker_id")) for card in ready),
         int((reply.get("limits") or {}).get("max_request_bytes") or 0),
         int((reply.get("limits") or {}).get("max_upload_bytes") or 0),
+        tuple(map(str, served.get("adapters") or [])),
     )

@@ -9,7 +9,7 @@ from tokenbus.cli import arguments, connection_flags, serve
 from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.telemetry import logs
-from tokenbus.protocol.wire import codec, subjects
+from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.worker.engine.models import model_files, registry
 from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings
 from tokenbus.worker.frontend import adapter_settings
@@ -163,6 +163,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_on_demand_flags(parser)
     parser.add_argument("--kv-budget", type=int, default=0, metavar="MIB", help="KV memory of all models; 0: no limit")
     _add_engine_flags(parser)
+    parser.add_argument(
+        "--role",
+        choices=tuple(messages.WorkerRole),
+        default=FrontendSettings.role.value,
+        help="both, prefill (computes prompts for others) or decode (lets these compute long ones) (%(default)s)",
+    )
     parser.add_argument("--worker-id", default="", help="stable name of this worker; replicas add -1, -2, ...")
     for name, default, text in _FLAGS:
         shown = "" if default in (None, "") else f" ({default})"
@@ -231,6 +237,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         frontend=FrontendSettings(
             inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
             max_new_tokens=options.max_new_tokens,
+            role=messages.WorkerRole(options.role),
             slow_wait_s=options.slow_wait_s,
             debug=_is_debug(),
         ),

@@ -140,6 +140,19 @@ def _json_schema(schema: object) -> object:
     return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
+async def adapters(probe: Probe) -> None:
+    """lora uses an adapter that is loaded, as the model's name with it does; another name is not found."""
+    unknown = await probe.ask(short_request(4, lora=[{"name": probe.new_id()}]))
+    skip_if_unsupported(unknown.messages[-1])
+    stream_checks.check_refusal(unknown.messages, "model_not_found", param="lora")
+    for name in probe.target.adapters[:2]:
+        listed = await _short_answer(probe, lora=[{"name": name}])
+        subject = probe.names.generate(f"{probe.target.model}:{name}", probe.tenant)
+        named = await probe.send(short_request(16, id=probe.new_id()), subject=subject)
+        await named.terminal()
+        expect(named.text == listed.text, f"{shorten(named.text)} by the name, {shorten(listed.text)} by lora: {name}")
+
+
 async def resumed(probe: Probe) -> None:
     """resume_from continues after the given tokens, and so do the offsets."""
     whole = await _short_answer(probe, return_token_ids=True)

@@ -162,6 +162,13 @@ _FLEET = (
         ),
     ),
     Panel(
+        "Prompts that another worker computes",
+        "Placements per second whose prompt goes to a worker of the role `prefill`. If there are none although there "
+        "are such workers, these are busy, prompts are short, or blocks can't move: `kv_identity` in the cards.",
+        "ops",
+        (Query(rate(f"{_P}_legs_total", MODEL_ROUTER_FILTER, "model"), "{{model}}"),),
+    ),
+    Panel(
         "How fast KV blocks move between workers",
         "Measured by fetches, 60 MB/s before the first. If it falls so low that computing is about as fast, routers "
         "let workers compute instead, and have one fetch tried each minute.",

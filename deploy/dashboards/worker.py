@@ -178,9 +178,21 @@ _MEMORY = (
     ),
     Panel(
         "Workers that read KV blocks here",
-        "At most two at a time read from a worker. If it is two for long, others compute what they could fetch.",
+        "At most two at a time read what a worker has, and eight what it computes for them. If it is two for long on a "
+        "worker that computes nothing for others, these compute what they could fetch.",
         "short",
         (Query(sum_of(f"{_P}_kv_leases", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
+        "Prompts computed for other workers",
+        "Per second, by what came of them: at workers that compute for others, and at those that wait for it. Most "
+        "should be `complete`. If many are `timeout`, the others are slower than routers expect; if they are `busy`, "
+        "there are too few; if they are `lost`, one does not answer.",
+        "ops",
+        (
+            Query(rate(f"{_P}_legs_total", WORKER_FILTER, "outcome"), "computed: {{outcome}}"),
+            Query(rate(f"{_P}_legs_awaited_total", WORKER_FILTER, "outcome"), "awaited: {{outcome}}"),
+        ),
     ),
     Panel(
         "Prompt tokens found cached",
@@ -229,6 +241,13 @@ _MEMORY = (
         (Query(sum_of(f"{_P}_expected_answer_tokens", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
+        "Copies in host memory",
+        "Blocks that can be restored, or given to other workers, without being computed. If the number has stopped "
+        "growing while blocks are evicted, --host-cache-mib is used up.",
+        "short",
+        (Query(sum_of(f"{_P}_host_cache_blocks", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
         "Blocks that new engines have recovered",
         "Copies of KV blocks that an engine had made before it died, or a worker before it restarted. If more are "
         "discarded than a few torn ones after a crash, remove --host-cache-file.",
@@ -253,6 +272,19 @@ _MEMORY = (
         "Bps",
         (Query(_rate("kv_transferred_bytes", "worker_id, direction"), f"{_NAME} {{{{direction}}}}"),),
         "stacked",
+    ),
+    Panel(
+        "Checkpoints, by what happened to them",
+        "Of models with windows or recurrent layers: saved, restored for a request, evicted to make room. If many "
+        "are evicted and few restored, raise --host-cache-mib.",
+        "suffix: /s",
+        (Query(_rate("checkpoints", "worker_id, event"), f"{_NAME} {{{{event}}}}"),),
+    ),
+    Panel(
+        "Memory of checkpoints",
+        "Host memory that their copies take. If it stays far below --host-cache-mib, less would do.",
+        "bytes",
+        (Query(sum_of(f"{_P}_checkpoint_bytes", WORKER_FILTER, "worker_id"), _NAME),),
     ),
 )
 

@@ -62,8 +62,7 @@ class FieldNames:
 
 def with_name_first(message: str, param: str, theirs: str) -> str:
     """Returns the message of an error with the name of the field in front of the problem."""
-    # Messages of validation begin with the field's name, those of the decoder end with it.
-    for begin, end in ((f"{param}: ", ""), (f"{param} ", ""), ("", f" at {param}")):
-        if message.startswith(begin) and message.endswith(end):
-            return f"{theirs}: {message[len(begin) : len(message) - len(end)]}"
+    for begin in (f"{param}: ", f"{param} "):
+        if message.startswith(begin):
+            return f"{theirs}: {message.removeprefix(begin)}"
     return message

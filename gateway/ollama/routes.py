@@ -12,7 +12,6 @@ from tokenbus.gateway.http import body
 from tokenbus.gateway.http.body_memory import BodyMemory
 from tokenbus.gateway.ollama import model_info
 
-PREFIX = "/api/"
 _MAX_BODY_BYTES = 64 * 1024
 _CLIENT_GONE = 499
 _encoder = msgspec.json.Encoder()
@@ -26,7 +25,7 @@ class OllamaRoutes:
         self._bodies = bodies
 
     def __repr__(self) -> str:
-        return f"<OllamaRoutes {PREFIX}>"
+        return f"<OllamaRoutes {self._bodies!r}>"
 
     def routes(self) -> list[Route]:
         return [

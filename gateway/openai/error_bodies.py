@@ -4,7 +4,6 @@ import msgspec
 
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import schemas
-from tokenbus.protocol.http.refusals import Headers, Refusal
 from tokenbus.protocol.wire import errors
 
 _CODES = {
@@ -12,7 +11,6 @@ _CODES = {
     str(errors.Code.OVERLOADED): "rate_limit_exceeded",
 }
 """OpenAI's names of codes on which its clients act."""
-_RETRY_REFUSED_AFTER_MS = 1_000.0
 _encoder = msgspec.json.Encoder()
 
 
@@ -46,17 +44,3 @@ def encode(response: ErrorResponse) -> bytes:
         message=message_of(response), type=type_of(response), param=response.param, code=code_of(response)
     )
     return _encoder.encode(schemas.ErrorBody(error=detail))
-
-
-def refusal_response(refusal: Refusal) -> tuple[Headers, bytes]:
-    """Returns headers and body of what the server itself refuses."""
-    is_full = refusal.status in (429, 503)
-    response = ErrorResponse(
-        refusal.status,
-        refusal.code,
-        refusal.message,
-        retryable=is_full or refusal.status == 408,
-        retry_after_ms=_RETRY_REFUSED_AFTER_MS if is_full else None,
-    )
-    headers = {"content-type": "application/json"} | response.headers
-    return [(name.encode(), value.encode()) for name, value in headers.items()], encode(response)

@@ -8,6 +8,13 @@ import h11
 MAX_HEAD_BYTES = 16 * 1024
 MAX_HEADERS = 100
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
+_EMPTY_LINES = re.compile(rb"(?:\r?\n)+")
+_ORIGIN = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
+_PATH = re.compile(rb"[!-~]+ (?:%s)?(/[!->@-~]*)[ ?]" % _ORIGIN.pattern, re.IGNORECASE)
+"""The path in a request line, before h11 has seen that it is one."""
+_HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
+_QUOTED = re.compile(r": (?:b|bytearray\(b)['\"].*", re.DOTALL)
+"""Text of the client, which h11 quotes at the end of its messages."""
 _FREE_CHUNKS = 1_024
 _MIN_CHUNK_BYTES = 16
 """Minimum mean size of chunks, once there are more than these. Parsing a chunk takes 5 us however small it is: a read
@@ -23,8 +30,11 @@ class Parser(h11.Connection):
         self._num_bytes = 0
         self.is_head = False
         """Whether the last request was a HEAD request, whose response has no body."""
+        self.path = ""
+        """The path of the last request line that has come; empty where another request may begin."""
         self.status = 400
         self.problem = ""
+        self._sends_events = False
 
     @property
     def is_request_complete(self) -> bool:
@@ -36,40 +46,68 @@ class Parser(h11.Connection):
         """Whether part of a request has been received."""
         return self.their_state is not h11.IDLE or bool(self.trailing_data[0])
 
+    @property
+    def is_http_1_0(self) -> bool:
+        """Whether the last request was one of HTTP/1.0."""
+        return self.their_http_version == b"1.0"
+
+    def receive_data(self, data: bytes) -> None:
+        if self.their_state is not h11.MUST_CLOSE:  # what follows the last request of a connection is ignored
+            super().receive_data(data)
+
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        if isinstance(event, h11.Response) and self.they_are_waiting_for_100_continue:
-            # The client may now leave the body out: only the end of the connection tells it from a next request.
-            headers = [*event.headers.raw_items(), (b"connection", b"close")]
-            event = h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)
+        if isinstance(event, h11.Response):
+            self._sends_events = any(value.startswith(b"text/event-stream") for _, value in event.headers)
+            if self.they_are_waiting_for_100_continue:
+                # The client may now leave the body out: only the end of the connection tells it from a next request.
+                headers = [*event.headers.raw_items(), (b"connection", b"close")]
+                event = h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)
         return super().send_with_data_passthrough(event)
+
+    def send_filler(self) -> bytes:
+        """Returns bytes to send that mean nothing to the client: an interim response, or a comment in a stream of
+        events. There are none elsewhere."""
+        if self.our_state is h11.SEND_RESPONSE:
+            return self.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")) or b""
+        if self.our_state is h11.SEND_BODY and self._sends_events:
+            return self.send(h11.Data(data=b":\n\n")) or b""
+        return b""
 
     def next_event(self) -> Any:
         try:
-            self._check_head_size()
-            event = super().next_event()
-            self._check(event)
+            if self.their_state is h11.IDLE and not self._begin_head():
+                return h11.NEED_DATA
+            return self._checked(super().next_event())
         except h11.RemoteProtocolError as error:
-            self.status, self.problem = error.error_status_hint, str(error).partition(":")[0]  # h11 quotes what came
+            self.status, self.problem = error.error_status_hint, _QUOTED.sub("", str(error))
             raise
-        return event
 
-    def _check_head_size(self) -> None:
-        """Limits heads that arrive in one piece: h11 only limits those that are still incomplete."""
-        if self.their_state is h11.IDLE:
-            waiting, _ = self.trailing_data
-            if len(waiting) > MAX_HEAD_BYTES and not _END_OF_HEAD.search(waiting, 0, MAX_HEAD_BYTES):
-                raise h11.RemoteProtocolError(f"the head has more than {MAX_HEAD_BYTES} bytes", 431)
+    def _begin_head(self) -> bool:
+        """Skips empty lines, which some clients send behind a body, notes the path, and limits the size of heads that
+        arrive in one piece: h11 only limits those that are still incomplete. Returns whether h11 may go on."""
+        waiting, _ = self.trailing_data
+        empty = _EMPTY_LINES.match(waiting)
+        if empty is not None:
+            self._receive_buffer.maybe_extract_at_most(empty.end())
+            waiting = waiting[empty.end() :]
+        path = _PATH.match(waiting)
+        self.path = path[1].decode() if path else ""
+        if len(waiting) > MAX_HEAD_BYTES and not _END_OF_HEAD.search(waiting, 0, MAX_HEAD_BYTES):
+            raise h11.RemoteProtocolError(f"the head has more than {MAX_HEAD_BYTES} bytes", 431)
+        return waiting != b"\r"  # half of an empty line, which h11 would refuse
 
-    def _check(self, event: Any) -> None:
+    def _checked(self, event: Any) -> Any:
         if isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0  # counted for each request
             self.is_head = event.method == b"HEAD"
             _check_request(event)
-        elif isinstance(event, h11.Data):
+            return _in_origin_form(event)
+        if isinstance(event, h11.Data):
             self._num_chunks += 1
             self._num_bytes += len(event.data)
             if self._num_chunks > _FREE_CHUNKS and self._num_bytes < self._num_chunks * _MIN_CHUNK_BYTES:
                 raise h11.RemoteProtocolError("the body comes in too many small chunks", 400)
+        return event
 
 
 def _check_request(request: h11.Request) -> None:
@@ -83,3 +121,19 @@ def _check_request(request: h11.Request) -> None:
         raise h11.RemoteProtocolError("Transfer-Encoding needs HTTP/1.1", 400)
     if request.http_version not in (b"1.0", b"1.1"):
         raise h11.RemoteProtocolError("this server speaks HTTP/1.1", 505)
+    if not all(_HOST.fullmatch(value) for name, value in request.headers if name == b"host"):
+        raise h11.RemoteProtocolError("the Host header is not a host", 400)
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """Returns a request whose target begins with its path: clients of proxies write the whole URL."""
+    origin = _ORIGIN.match(request.target)
+    if origin is None:
+        return request
+    target = request.target[origin.end() :]
+    return h11.Request(
+        method=request.method,
+        headers=list(request.headers.raw_items()),
+        target=target if target.startswith(b"/") else b"/" + target,
+        http_version=request.http_version,
+    )

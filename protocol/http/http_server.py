@@ -7,10 +7,16 @@ A connection is in one of three states:
 
 An idle connection has a deadline (`deadlines.py`): for the rest of the head once part of a request has come, else for
 the next request. When there are too many connections, the longest idle one is evicted (`connection_table.py`). A
-closing connection reads no more requests, and lingers until its client has read the last response. Independently of all
-that, a response that is not read has a deadline too: here for a client that reads too little and, if the listening
-socket sets TCP_USER_TIMEOUT, in the kernel for one that reads nothing. How long a request's body may take is up to the
-application."""
+closing connection reads no more requests, and lingers until its client has read the last response.
+
+A client that has shut down its sending side may still read: its connection stays open until it has its answers. One
+that has closed the connection looks the same, except that its machine answers whatever is sent with a reset. So it is
+sent a filler that means nothing to a client, twice within 50 ms and then less and less often. Clients of HTTP/1.0 know
+no such filler, and count as gone.
+
+Independently of all that, a response that is not read has a deadline too: here for a client that reads too little and,
+if the listening socket sets TCP_USER_TIMEOUT, in the kernel for one that reads nothing. How long a request's body may
+take is up to the application."""
 
 import asyncio
 import contextlib
@@ -36,6 +42,8 @@ _MAX_REFUSED = 64
 """Refused connections that get a response at the same time; further ones are just closed."""
 _MIN_READ_BYTES = 16 * 1024
 """A client that reads less than this before the deadline counts as gone."""
+_FIRST_PROBE_S, _MAX_PROBE_S = 0.05, 10.0
+"""The time between two probes of a client that sends nothing more; it doubles."""
 
 
 class ServerConfig(uvicorn.Config):
@@ -46,13 +54,14 @@ class ServerConfig(uvicorn.Config):
         app: ASGIApp,
         limits: ConnectionLimits,
         *,
-        refusal_response: Callable[[Refusal], tuple[Headers, bytes]] = plain_text_response,
+        refusal_response: Callable[[Refusal, str], tuple[int, Headers, bytes]] = plain_text_response,
         on_closed: Callable[[Reason, str], None] = lambda reason, address: None,
         timeouts: Timeouts = DEFAULT_TIMEOUTS,
         grace_s: int = 1,
     ) -> None:
-        """`refusal_response` makes headers and body of a refusal, `on_closed` is called with the reason and address of
-        each connection that the server closes, and open connections have `grace_s` when the server shuts down."""
+        """`refusal_response` makes status, headers and body of a refusal of a request to a path, which is empty if it
+        has not come. `on_closed` is called with the reason and address of each connection that the server closes, and
+        open connections have `grace_s` when the server shuts down."""
         super().__init__(
             app,
             http=Connection,
@@ -100,6 +109,8 @@ class Connection(H11Protocol):
         self._address = ""
         self._deadline = Deadline(self.loop)
         self._reader_deadline = Deadline(self.loop)
+        self._probe_deadline = Deadline(self.loop)
+        self._is_half_closed = False
         self._is_busy = False
         self._is_closing = False
         self._reads_too_little = False
@@ -125,6 +136,14 @@ class Connection(H11Protocol):
             super().data_received(data)
             self._update_state()
             self._listen_for_the_end()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Returns whether the connection stays open for its answers."""
+        is_answering = self._is_busy and self.conn.is_request_complete
+        self._is_half_closed = is_answering and not self._is_closing and not self.conn.is_http_1_0
+        if self._is_half_closed:
+            self._probe(_FIRST_PROBE_S)
+        return self._is_half_closed
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -161,8 +180,8 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self.config.open_connections.remove(self)
         self.config.refused.discard(self)
-        self._deadline.cancel()
-        self._reader_deadline.cancel()
+        for deadline in (self._deadline, self._reader_deadline, self._probe_deadline):
+            deadline.cancel()
 
     # From idle to busy and back.
 
@@ -170,6 +189,9 @@ class Connection(H11Protocol):
         if self._is_closing:
             return
         is_busy = self.cycle is not None and not self.cycle.response_complete
+        if self._is_half_closed and not (is_busy and self.conn.is_request_complete):
+            self.transport.close()  # no other request will come, nor the rest of one
+            return
         if is_busy != self._is_busy:
             self._is_busy = is_busy
             self._deadline.cancel()
@@ -185,6 +207,14 @@ class Connection(H11Protocol):
         uvicorn stops at the first byte of a next request. That is kept until its turn comes, and bounded."""
         if self.conn.is_request_complete and len(self.conn.trailing_data[0]) <= MAX_HEAD_BYTES:
             self.flow.resume_reading()
+
+    def _probe(self, next_s: float) -> None:
+        """Finds out whether a client that sends nothing more still reads: what is sent to a closed connection makes
+        the next sending fail."""
+        filler = self.conn.send_filler()
+        if filler and not self.transport.is_closing():
+            self.transport.write(filler)
+        self._probe_deadline.start("probe", next_s, functools.partial(self._probe, min(2 * next_s, _MAX_PROBE_S)))
 
     def _wait_for_request(self, *, has_begun: bool) -> None:
         timeouts = self.config.timeouts
@@ -241,12 +271,12 @@ class Connection(H11Protocol):
         if self.cycle is not None:  # the application may be waiting for the rest of a body
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        headers, body = self.config.refusal_response(refusal)
+        status, headers, body = self.config.refusal_response(refusal, self.conn.path)
         headers = [*self.server_state.default_headers, *headers, (b"content-length", b"%d" % len(body))]
         response = h11.Response(
-            status_code=refusal.status,
+            status_code=status,
             headers=[*headers, (b"connection", b"close")],
-            reason=STATUS_PHRASES[refusal.status],
+            reason=STATUS_PHRASES[status],
         )
         for event in (response, h11.Data(data=b"" if self.conn.is_head else body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")

@@ -46,6 +46,6 @@ def malformed(status: int, problem: str) -> Refusal:
     return Refusal(status, f"this is not a valid HTTP request: {problem}", code)
 
 
-def plain_text_response(refusal: Refusal) -> tuple[Headers, bytes]:
-    """Returns headers and body of a refusal, for people to read."""
-    return [(b"content-type", b"text/plain; charset=utf-8")], f"{refusal.message}\n".encode()
+def plain_text_response(refusal: Refusal, path: str) -> tuple[int, Headers, bytes]:
+    """Returns status, headers and body of a refusal, for people to read."""
+    return refusal.status, [(b"content-type", b"text/plain; charset=utf-8")], f"{refusal.message}\n".encode()

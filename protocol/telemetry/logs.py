@@ -57,7 +57,8 @@ def configure(process: str, settings: Settings = DEFAULTS) -> LevelFilter:
     level = LevelFilter(settings.level or os.environ.get(LEVEL_VARIABLE, "info"))
     form = settings.form or os.environ.get(FORMAT_VARIABLE, "console" if sys.stderr.isatty() else "json")
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        # repr: names that clients choose must not control the terminal
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback, repr_native_str=True)
         if form == "console"
         else structlog.processors.JSONRenderer(serializer=_as_json)
     )

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokenbus.protocol.wire import errors, limits
+from tokenbus.protocol.wire import errors, limits, type_errors
 
 MessageT = TypeVar("MessageT")
 ValueT = TypeVar("ValueT")
@@ -22,7 +22,6 @@ FREE_FORM = frozenset({"chat_template_kwargs", "tools", "tool_choice", "json_sch
 _LARGEST_EXACT = 2.0**53
 _WITHOUT_FLOATS = (int, str, bytes, bool, type(None), UnsetType)
 _PLAIN_TYPES = frozenset((int, str))
-_ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _NOT_FINITE_64 = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search
 _NOT_FINITE_32 = re.compile(rb"\xca[\x7f\xff][\x80-\xff]").search
 """The first bytes of a MessagePack float that may be NaN or infinite. They may also stand inside a string, and are
@@ -120,10 +119,8 @@ class Decoder(Generic[MessageT]):
             _check_finite(message)
             return message
         except msgspec.ValidationError as error:
-            text = str(error)
-            match = _ERROR_PATH.search(text)  # anchored at the end: a key of the client's could look like a path
-            path = match[1] if match else None
-            raise _invalid(_ERROR_PATH.sub("", text) + (f" at {path}" if path else ""), param=path) from error
+            path, problem = type_errors.problem_of(error, self._type)
+            raise _invalid(problem, param=path) from error
         except RecursionError as error:  # in a free-form value, which is passed on as it is
             raise _invalid("the message is nested too deeply") from error
 
@@ -170,10 +167,15 @@ def check_nesting(value: object, path: str) -> None:
 
 
 def _deeper_than(value: object, levels: int) -> bool:
-    level = [value]
-    while level and levels:
-        parents = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [child for children in parents for child in children]
+    # Only what has children is kept: a value of megabytes would otherwise become as many objects again for each level.
+    level = [value] if value and isinstance(value, (dict, list)) else []
+    while level and levels > 1:
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if child and isinstance(child, (dict, list))
+        ]
         levels -= 1
     return bool(level)
 

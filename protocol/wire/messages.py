@@ -24,6 +24,7 @@ from tokenbus.protocol.wire.cards import (
     RouterStats,
     ServedModel,
     ServerLimits,
+    WorkerRole,
     WorkerState,
     WorkerTracking,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "TokenizeRequest",
     "ToolCallDelta",
     "Usage",
+    "WorkerRole",
     "WorkerState",
     "WorkerTracking",
 ]
@@ -202,6 +204,8 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     """All workers that could have been chosen."""
     fetch_from: str = ""
     """Name of the worker from which the chosen one was told to fetch blocks; empty if it was not."""
+    has_leg: bool = False
+    """Whether that worker was to compute the prompt first."""
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,8 @@ from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ranges_o
 from tokenbus.protocol.wire.tools import check_free_form, check_json_size, check_members, check_tool_choice, check_tools
 
 _TOOLS_NEED_MESSAGES = "need messages: a prompt has no place for them"
+_MAX_DIGITS = 32
+"""Digits of a number that an error repeats."""
 
 
 class RequiredFeature(NamedTuple):
@@ -132,6 +134,7 @@ def check_router_id(router_id: str) -> None:
 def _check_fetch_source(source: internal.FetchSource) -> None:
     if not 0 < len(source.worker_id.encode()) <= limits.MAX_NAME_BYTES:
         raise invalid_field("fetch_from.worker_id", f"must have 1 to {limits.MAX_NAME_BYTES} bytes")
+    check_ranges(source, "fetch_from.")
 
 
 def check_id(request_id: str | None) -> None:
@@ -147,7 +150,7 @@ def check_ranges(struct: msgspec.Struct, path: str = "") -> None:
     for name, allowed in ranges_of(type(struct)).items():
         value = getattr(struct, name)
         if value is not None and not allowed.contains(value):
-            raise invalid_field(path + name, f"must be {allowed}")
+            raise invalid_field(path + name, f"must be {allowed}, got {str(value)[:_MAX_DIGITS]}")
 
 
 def required_features(request: messages.GenerateRequest) -> Iterator[RequiredFeature]:

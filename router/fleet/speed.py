@@ -28,6 +28,11 @@ class _BestTime:
         self._value += weight * (value - self._value)
 
     @property
+    def mean(self) -> float:
+        """The estimate from however few samples; 0 before the first."""
+        return self._value
+
+    @property
     def value(self) -> float:
         """The estimate; 0 while there are too few samples."""
         return self._value if self._count >= _MIN_SAMPLES else 0.0
@@ -50,6 +55,11 @@ class _Window:
             self._seconds = self._weighted_s = 0.0
             self._tokens = 0
 
+    @property
+    def first(self) -> float:
+        """The estimate from whatever there is; 0 before the first event."""
+        return self.best.mean or (self._weighted_s / self._tokens if self._tokens else 0.0)
+
 
 class Speed:
     """A worker's time per prompt token and its inter-token latency."""
@@ -65,6 +75,11 @@ class Speed:
     def prefill_s_per_token(self) -> float:
         """Seconds per prompt token; 0 while unknown."""
         return self._prefill.best.value
+
+    @property
+    def first_prefill_s_per_token(self) -> float:
+        """The same from the first prompt on, which is enough to compare computing with something else."""
+        return self._prefill.first
 
     @property
     def itl_s(self) -> float:

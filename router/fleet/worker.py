@@ -9,7 +9,7 @@ from tokenbus.protocol.wire import codec, limits, messages
 from tokenbus.protocol.wire.subjects import WorkerAddress
 from tokenbus.router.fleet.event_log import EventLog
 from tokenbus.router.fleet.speed import Speed
-from tokenbus.router.placement.worker_table import WorkerRow
+from tokenbus.router.placement.worker_row import WorkerRow
 
 _QUEUE_SHARE = 8
 """A worker is given an eighth more requests than it can run, so that it always has a next one to start."""
@@ -38,6 +38,8 @@ class Booking(NamedTuple):
     """KV blocks that it is expected to use in the end, without those that the worker holds already."""
     will_cache_blocks: bool = False
     """Whether the worker should report blocks of its prompt as stored."""
+    leg_worker_id: str = ""
+    """The worker that is to compute the prompt for it, and has a booking of it too; empty if there is none."""
 
 
 class Worker:
@@ -173,6 +175,7 @@ class Worker:
             self.last_seen_at,
             load.step_age_ms,
             card.context_length,
+            card.role is messages.WorkerRole.PREFILL,
             load.expected_answer_tokens,
             block_size,
             prefill_tokens,

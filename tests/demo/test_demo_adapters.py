@@ -3,10 +3,11 @@
 import itertools
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 import pytest_asyncio
 
-from tests.support.engines import Recorder, demo_engine
+from tests.support.engines import DEMO, ONNX, Recorder, demo_engine, gqa_demo
 from tokenbus import demo
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.protocol.wire.block_hash import Adapter
@@ -21,9 +22,16 @@ ANSWERS = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine() -> AsyncIterator[EngineClient]:
-    started = demo_engine()
+ENGINES = {
+    "gguf": lambda: DEMO,
+    "onnx-plain": lambda: ONNX,
+    "onnx-gqa": lambda: msgspec.structs.replace(ONNX, model=str(gqa_demo())),
+}
+
+
+@pytest_asyncio.fixture(params=ENGINES, scope="module", loop_scope="module")
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[EngineClient]:
+    started = demo_engine(ENGINES[request.param]())
     await started.start("demo")
     yield started
     await started.cleanup()

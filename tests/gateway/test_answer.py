@@ -143,6 +143,21 @@ async def test_a_whole_answer_that_fails_has_the_status_of_its_end(reason: messa
     assert not peer.status
 
 
+async def test_a_whole_answer_has_log_probabilities_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    alternative = messages.TokenAlternative(id=7, text="b", bytes=[98], logprob=-1.0)
+    sampled = messages.TokenLogprob(id=7, text="b", bytes=[98], logprob=-1.0, top=[alternative] * 2)
+    end = chunk("bb", 1, messages.FinishReason.STOP, logprobs=[sampled] * 2)
+    monkeypatch.setattr(endpoint, "MAX_LOGPROBS", 6)
+    peer = Peer()
+    await respond_to(peer, end)
+    assert len(json.loads(peer.body)["choices"][0]["logprobs"]["content"]) == 2
+    monkeypatch.setattr(endpoint, "MAX_LOGPROBS", 5)
+    with pytest.raises(ApiError) as raised:
+        await respond_to(Peer(), end)
+    assert raised.value.response.status == 413
+    assert b'"logprobs":{"content"' in (await events_of(HEAD, chunk("a"), end, hold_s=NEVER_S)).body
+
+
 async def respond_to(peer: Peer, end: messages.Chunk) -> None:
     log, writer = RequestLog("r", GatewayMetrics()), ResponseWriter(peer.take, "r")
     encode = functools.partial(chat_response.encode_whole, HEADING)

@@ -159,6 +159,15 @@ MALFORMED = {
     "chunks of http 1.0": (CHUNKED.replace(b"1.1", b"1.0") + b"\r\n0\r\n\r\n", 400, "invalid_http"),
     "a chunk without a length": (CHUNKED + b"\r\nx\r\n", 400, "invalid_http"),
     "chunks of a byte": (CHUNKED + b"\r\n" + b"1\r\nx\r\n" * 2_000, 400, "invalid_http"),
+    "a host with a space": (b"GET /livez HTTP/1.1\r\nHost: a b\r\n\r\n", 400, "invalid_http"),
+    "a bare CR": (POST + b"X: a\rContent-Length: 6\r\n\r\n", 400, "invalid_http"),
+    "a bare CR before it": (b"\r" + POST + b"\r\n", 400, "invalid_http"),
+    "a null byte in a header": (POST + b"X: a\0b\r\n\r\n", 400, "invalid_http"),
+    "a null byte in a path": (b"GET /li\0vez HTTP/1.1\r\n" + HOST + b"\r\n", 400, "invalid_http"),
+    "a folded line after none": (b"GET /livez HTTP/1.1\r\n Host: a\r\n\r\n", 400, "invalid_http"),
+    "a signed length": (POST + b"Content-Length: +6\r\n\r\n", 400, "invalid_http"),
+    "a signed chunk": (CHUNKED + b"\r\n+6\r\nabcdef\r\n", 400, "invalid_http"),
+    "a chunk that is longer than it says": (CHUNKED + b"\r\n1\r\nabc\r\n0\r\n\r\n", 400, "invalid_http"),
     "no host": (b"GET /livez HTTP/1.1\r\n\r\n", 400, "invalid_http"),
     "two hosts": (b"GET /livez HTTP/1.1\r\n" + HOST + HOST + b"\r\n", 400, "invalid_http"),
     "a space before the colon": (POST + b"Content-Length : 6\r\n\r\n", 400, "invalid_http"),
@@ -179,6 +188,116 @@ async def test_what_is_no_request_is_an_error_of_the_api_and_the_end_of_its_conn
         assert small.ended == [Reason.MALFORMED] * len(MALFORMED)
         assert small.bodies == []
         assert "/livez" not in small.paths, "what follows a bad request is no request"
+
+
+REASONS = {
+    b"GET /livez HTTP/1.1\r\n\r\n": "Missing mandatory Host: header",
+    b"GET /livez HTTP/1.1\r\n" + HOST + HOST + b"\r\n": "Found multiple Host: headers",
+    POST + b"Transfer-Encoding: gzip\r\n\r\n": "Only Transfer-Encoding: chunked is supported",
+    POST + b"secret \r\n\r\n": "illegal header line",
+    b"secret: secret\r\n\r\n": "illegal request line",
+    CHUNKED + b"\r\nsecret\r\n": "illegal chunk header",
+    CHUNKED + b"\r\n1\r\nxsecret": "malformed chunk footer",
+}
+
+
+@pytest.mark.parametrize(("said", "reason"), REASONS.items(), ids=REASONS.values())
+async def test_the_whole_reason_of_a_refusal_is_told_without_what_was_sent(said: bytes, reason: str) -> None:
+    async with small_server() as (_, port):
+        _, body = await ask(port, said)
+    assert json.loads(body)["error"]["message"] == f"this is not a valid HTTP request: {reason}"
+
+
+BAD_HEADS = {
+    "a bad header": b" HTTP/1.1\r\nbad\r\n\r\n",
+    "another version": b" HTTP/1.2\r\nHost: a\r\n\r\n",
+    "a long head": b" HTTP/1.1\r\nX: " + b"x" * 20_000,
+    "a long query": b"?" + b"x" * 20_000,
+    "a bad chunk": b" HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nno chunk\r\n",
+    "the start of a head": b" HTTP/1.1\r\nHo",
+}
+FORMS = {
+    "/v1/messages": {"type", "error", "request_id"},
+    "/v1/messages/count_tokens": {"type", "error", "request_id"},
+    "http://a/v1/messages": {"type", "error", "request_id"},
+    "/v1/chat/completions": {"message", "type", "param", "code"},
+    "/read?/v1/messages": {"message", "type", "param", "code"},
+    "/api/show": {"error"},
+}
+
+
+@pytest.mark.parametrize("bad", BAD_HEADS.values(), ids=BAD_HEADS)
+@pytest.mark.parametrize("path", FORMS)
+async def test_what_is_no_request_is_refused_in_the_form_of_its_path(path: str, bad: bytes) -> None:
+    async with small_server(timeouts=SOON) as (_, port):
+        status, body = await ask(port, b"POST " + path.encode() + bad)
+    assert 400 <= status < 600
+    found = json.loads(body)
+    if "type" in FORMS[path] and "code" in FORMS[path]:
+        found = found["error"]
+    assert found.keys() == FORMS[path]
+
+
+async def test_the_path_of_a_request_says_nothing_about_the_next_one() -> None:
+    async with small_server() as (_, port):
+        kept = KEPT.replace(b"/livez", b"/v1/messages")
+        with cut_after([await Socket.open(port, kept)]) as (one,):
+            assert await one.answer() == OK
+            one.say(b"bad\r\n\r\n")
+            assert code_of(await one.answer()) == (400, "invalid_http")
+
+
+UNUSUAL = {
+    "a whole URL": POST.replace(b"/read", b"http://a:80/read") + b"Content-Length: 3\r\n\r\nabc",
+    "a whole URL in capitals": POST.replace(b"/read", b"HTTP://A/read") + b"Content-Length: 3\r\n\r\nabc",
+    "an empty line before it": b"\r\n" + POST + b"Content-Length: 3\r\n\r\nabc",
+    "two bare line feeds before it": b"\n\n" + POST + b"Content-Length: 3\r\n\r\nabc",
+    "a folded header": POST + b"X: a\r\n  b\r\nContent-Length: 3\r\n\r\nabc",
+    "the same length twice": POST + b"Content-Length: 3\r\n" * 2 + b"\r\nabc",
+    "extensions of chunks": CHUNKED + b'\r\n1;a=b\r\na\r\n2;a="b;c"\r\nbc\r\n0;d\r\n\r\n',
+    "trailers": CHUNKED + b"\r\n3\r\nabc\r\n0\r\nContent-Length: 5\r\nX: y\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("said", UNUSUAL.values(), ids=UNUSUAL)
+@pytest.mark.parametrize("cut", [0, 1], ids=["in one piece", "byte by byte"])
+async def test_unusual_requests_that_the_rfc_allows_are_served_and_the_next_one_too(said: bytes, cut: int) -> None:
+    async with small_server() as (small, port):
+        with cut_after([await Socket.open(port)]) as (one,):
+            for number in range(0, len(said), cut or len(said)):
+                one.say(said[number : number + (cut or len(said))])
+                await asyncio.sleep(0)
+            assert await one.answer() == OK
+            one.say(b"\r\n" + LIVEZ)
+            assert await one.answer() == OK
+            assert await one.rest() == b""
+        assert small.paths == ["/read", "/livez"]
+        assert small.bodies == [b"abc"]
+
+
+async def test_an_empty_line_between_requests_in_a_row_is_skipped() -> None:
+    async with small_server() as (small, port):
+        with cut_after([await Socket.open(port, (KEPT + b"\r\n") * 3 + b"\r\n" + LIVEZ)]) as (one,):
+            assert [await one.answer() for _ in range(4)] == [OK] * 4
+        assert small.ended == []
+
+
+async def test_a_whole_url_without_a_path_means_the_root() -> None:
+    async with small_server() as (small, port):
+        assert await ask(port, b"GET http://a?b HTTP/1.1\r\n" + HOST + b"\r\n") == OK
+        assert small.paths == ["/"]
+
+
+async def test_what_follows_the_last_request_of_a_connection_does_not_disturb_it() -> None:
+    async with small_server() as (small, port):
+        with cut_after([await Socket.open(port, LIVEZ.replace(b"livez", b"wait"))]) as (one,):
+            await small.until_asked(1)
+            one.say(b"\r\n" + LIVEZ)
+            assert await ask(port) == OK  # by then these bytes have been read
+            small.may_answer.set()
+            assert await one.answer() == OK
+            assert await one.rest() == b""
+        assert small.paths == ["/wait", "/livez"]
 
 
 async def test_requests_that_are_sent_in_a_row_are_answered_in_a_row() -> None:

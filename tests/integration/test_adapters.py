@@ -4,6 +4,7 @@ go and are replaced."""
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from tests.support import adapters
 from tests.support.exact_client import until_ready
 from tests.support.raw_client import PREFIX, RawClient
-from tests.support.system import System, running_gateway
+from tests.support.system import System, command, running_gateway
 from tokenbus import demo
 
 PROMPT = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -43,6 +44,13 @@ async def refusal(bare: RawClient, request: Request, tenant: str = "acme", model
     answer = await bare.ask(request, subject=f"{PREFIX}.generate.{model}.{tenant}")
     error = answer.terminals[0]["error"]
     return error["code"], error.get("param", "")
+
+
+async def wire_check(*flags: str) -> str:
+    done = await asyncio.to_thread(
+        subprocess.run, command("wire-check", *flags), capture_output=True, text=True, check=False
+    )
+    return str(done.stdout)
 
 
 async def engine_pid(bare: RawClient) -> int:
@@ -85,6 +93,9 @@ async def test_requests_name_adapters_and_tenants_see_their_own(system: System, 
     assert (await refusal(bare, PROMPT, "initech", "demo=3Asecret"))[0] == "no_worker"  # this router is too young
     assert await text(bare, with_lora("style"), "initech") == style
     assert set(await until_listed(bare, "style")) == {"style"}
+    for rule in ("lora uses", "The models reply has"):
+        flags = ("--nats", system.url, "--model", "demo", "--tenant", "acme", "--only", rule)
+        assert "1 rules hold, 0 broken, 0 skipped" in await wire_check(*flags)
     assert await refusal(bare, with_lora("style", "style")) == ("invalid_request", "lora[1].name")
     assert await refusal(bare, PROMPT | {"lora": [{"name": "style", "scale": 5}]}) == (
         "invalid_request",

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from starlette.types import Receive, Scope, Send
 
-from tokenbus.gateway.openai.error_bodies import refusal_response
+from tokenbus.gateway.error_forms import refusal_response
 from tokenbus.protocol.http.connection_table import ConnectionLimits
 from tokenbus.protocol.http.deadlines import Timeouts
 from tokenbus.protocol.http.disconnects import Disconnect, disconnect_of
@@ -16,6 +16,7 @@ from tokenbus.protocol.http.refusals import Reason
 
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 WIDE, USUAL = ConnectionLimits(1_000), Timeouts()
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 HALF_A_HEAD = b"GET /livez HTTP/1.1\r\nHo"
 
 
@@ -34,6 +35,14 @@ class Socket:
 
     def say(self, said: bytes) -> None:
         self._writer.write(said)
+
+    def say_no_more(self) -> None:
+        """Shuts down the sending side."""
+        self._writer.write_eof()
+
+    def close(self) -> None:
+        """Closes the connection once everything is sent."""
+        self._writer.close()
 
     @property
     def num_unsent_bytes(self) -> int:
@@ -76,8 +85,8 @@ def cut_after(sockets: list[Socket]) -> Iterator[list[Socket]]:
 
 
 class SmallServer:
-    """A server with five paths: a health check, one that reads a body, two that wait, for their client to leave or for
-    the test, and an endless response."""
+    """A server with a health check, and paths that read a body, that wait for their client to leave or for the test,
+    within a stream of events or before an answer, and one with an endless response."""
 
     def __init__(self, limits: ConnectionLimits, timeouts: Timeouts) -> None:
         self.ended: list[Reason] = []
@@ -106,12 +115,21 @@ class SmallServer:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.paths.append(scope["path"])
         self._arrived.set()
-        if scope["path"] == "/read":
+        if scope["method"] == "POST" and scope["path"] != "/livez":
             await self._read(receive)
         elif scope["path"] == "/wait":
             await self.may_answer.wait()
-        elif scope["path"] == "/hold":
+        elif scope["path"] == "/events":
+            await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+            await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+            await self.may_answer.wait()
+            await send({"type": "http.response.body", "body": b"data: 2\n\n"})
+            return
+        elif scope["path"] in ("/hold", "/hold_events"):
+            if scope["path"] == "/hold_events":
+                await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
             await self._until_gone(receive)
+            self.disconnects.append(disconnect_of(scope))
             return
         elif scope["path"] == "/endless":
             await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -37,7 +37,14 @@ def new_epoch() -> str:
 class Announcer:
     """Collects what happens and publishes it in the next event; holds it back while the broker is away."""
 
-    def __init__(self, connection: Bus, names: subjects.Subjects, model: str, worker_id: str) -> None:
+    def __init__(
+        self,
+        connection: Bus,
+        names: subjects.Subjects,
+        model: str,
+        worker_id: str,
+        role: messages.WorkerRole = messages.WorkerRole.BOTH,
+    ) -> None:
         self._connection = connection
         self._names = names
         self._card_subject = names.card(model, worker_id)
@@ -45,6 +52,7 @@ class Announcer:
         self._seal_subject = names.seal(model, worker_id)
         self.model = model
         self.worker_id = worker_id
+        self._role = role
         self.epoch = new_epoch()
         self.state = messages.WorkerState.STARTING
         self.is_loadable = False
@@ -145,6 +153,10 @@ class Announcer:
     def blocks_fetched(self, fetched: internal.Fetched) -> None:
         """Puts the end of a fetch into the next event."""
         self._log.blocks_fetched(fetched)
+
+    def leg_started(self, key: str) -> None:
+        """The engine has begun to compute the prompt of another worker's request. Call `publish_events` after that."""
+        self._log.leg_started(key)
 
     def request_started(self, started: internal.Started) -> None:
         """A request was accepted."""
@@ -249,6 +261,7 @@ class Announcer:
             kv_block_size=config.kv_block_size if config.prefix_cache else None,
             total_kv_blocks=config.total_kv_blocks if config.prefix_cache else None,
             host_kv_blocks=config.host_kv_blocks if config.prefix_cache else None,
+            kv_checkpoints=config.checkpoint_sizes is not None,
             kv_identity=config.kv_identity,
             kv_token_bytes=0 if config.kv_format is None else -(-config.kv_format.num_bytes // config.kv_block_size),
             tokenizer_digest=self._digest,
@@ -256,6 +269,7 @@ class Announcer:
             previous=self._ended_epochs[0] if self._ended_epochs else None,
             earlier=self._ended_epochs[1:],
             adapters=self.adapters(),
+            role=self._role,
             loadable=self.is_loadable,
         )
 

@@ -113,11 +113,11 @@ class EngineClient(asyncio.Protocol):
             self._adapters.send_unloads()
 
     async def export_blocks(
-        self, prefix: contract.CachedPrefix, first: int, max_blocks: int
+        self, prefix: contract.CachedPrefix, first: int, max_blocks: int, *, is_last: bool = False
     ) -> tuple[int, list[bytes]]:
         self._require_running()
         found = await self._exporting.call(
-            lambda call_id: self._send(ipc.ExportBlocks(call_id, prefix, first, max_blocks))
+            lambda call_id: self._send(ipc.ExportBlocks(call_id, prefix, first, max_blocks, is_last))
         )
         return found.num_cached, found.blocks
 
@@ -202,10 +202,11 @@ class EngineClient(asyncio.Protocol):
     def load(self) -> messages.Load:
         if not self._sequences:
             return self._load
-        # the engine's own count is as old as its last report
+        # the engine's own counts are as old as its last report
         waiting = max(0, len(self._sequences) - self._load.running)
+        queued = self._load.queued_prefill_tokens + self._sequences.unreported_tokens
         age_ms = self._watchdog.age_s(time.monotonic()) * 1e3 if self._sequences.num_given else 0.0
-        return codec.replace(self._load, waiting=waiting, step_age_ms=age_ms)
+        return codec.replace(self._load, waiting=waiting, queued_prefill_tokens=queued, step_age_ms=age_ms)
 
     def check_step(self, now: float, gap_s: float, timeout_s: float) -> None:
         """Kills the engine if its step will never end; call it a few times a second, `gap_s` after the last call.

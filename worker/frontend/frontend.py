@@ -30,7 +30,8 @@ from tokenbus.worker.streams.streams import Streams
 
 _PART_TIMEOUT_S = 1.0
 _LINGER_S = 1.0
-"""A worker that has given up streams can still be asked for them after the last one, if their routers got no reply."""
+"""A worker that has given up streams can still be asked for them after the last one, if their routers got no reply, and
+for their blocks by workers that continue them."""
 
 
 class ReplacedError(RuntimeError):
@@ -55,7 +56,7 @@ class Frontend:
     ) -> None:
         self._bus = bus
         self._names = names
-        self._announcer = Announcer(bus, names, model, worker_id)
+        self._announcer = Announcer(bus, names, model, worker_id, settings.role)
         telemetry = RequestTelemetry(metrics, tracer, model, worker_id)
         self._outbox = Outbox(bus, self._announcer, telemetry)
         self.adapters = Adapters(self._announcer.publish_card)
@@ -193,11 +194,12 @@ class Frontend:
         self._announcer.set_state(messages.WorkerState.LEAVING)
 
     async def wait_left(self) -> None:
-        """Returns when no stream is open any more, and a router whose connection has broken could ask again for one
-        that it has taken."""
+        """Returns when no stream is open any more, a router whose connection has broken could ask again for one that it
+        has taken, and workers that continue them have fetched their blocks."""
         await self._streams.wait_none()
         if self._streams.has_taken:
             await asyncio.sleep(_LINGER_S)
+        await self._exchange.wait_no_leases()
 
     def announce_stopped(self) -> None:
         """Announces that the worker has stopped, if there still is a connection."""

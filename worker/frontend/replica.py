@@ -168,6 +168,8 @@ class Replica(EngineListener):
         if self._config is not None:
             self._metrics.engine_restarted()
         self._config = config
+        if self._host_cache_file and not config.host_kv_blocks:
+            self._log.warning("host_cache_unused", path=self._host_cache_file)
         self._engine = msgspec.structs.replace(self._engine, files=config.files, kv_limit_bytes=config.kv_bytes)
         assert self.frontend is not None
         self.frontend.engine_started(engine, config)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.telemetry import backoff, logs, status
-from tokenbus.protocol.wire import internal, subjects
+from tokenbus.protocol.wire import internal, messages, subjects
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.frontend.adapter_settings import AdapterSettings
 
@@ -21,6 +21,8 @@ class FrontendSettings:
     """Prefixes that a client's reply subject may have."""
     max_new_tokens: int = 1_024
     """Longest completion of a request without `max_tokens`, in tokens."""
+    role: messages.WorkerRole = messages.WorkerRole.BOTH
+    """The share of the work that routers give it."""
     slow_wait_s: float = backoff.FIRST_S
     """A stream that waits this long for its first token is logged, and again each time the wait has doubled."""
     debug: bool = False

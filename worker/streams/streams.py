@@ -294,6 +294,7 @@ class Streams:
         if self._streams.get(stream.key) is stream and self._engine is not None:
             self._announcer.blocks_fetched(stream.fetched(fetch))
             self._engine.release(stream.key)
+            self._announcer.publish_events()  # routers measure the computing from here on
 
     def _refusal(self, run: internal.Run, error: errors.Error) -> internal.RunReply:
         live = self._streams.get(run.request_id)

@@ -37,13 +37,15 @@ class RunAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """Factor by which its weights are multiplied."""
 
 
-class FetchSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker of the same model that holds more of the prompt's KV blocks than the one that gets the run."""
+class FetchSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker of the model that has more of a prompt's KV blocks than the one of the run, or computes them."""
 
     worker_id: str
     """The worker."""
     epoch: str
     """Its epoch; in any other epoch it has nothing to give."""
+    leg_ms: Annotated[float, DURATION_MS] = 0.0
+    """If above 0, that worker computes what it lacks of the prompt. The router expects that to take so long."""
 
 
 class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -4,9 +4,9 @@ import json
 
 from structlog.testing import capture_logs
 
+from tokenbus.gateway.error_forms import refusal_response
 from tokenbus.gateway.http.closed_connections import ClosedConnections
 from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.gateway.openai.error_bodies import refusal_response
 from tokenbus.protocol.http.refusals import Reason, Refusal
 
 
@@ -30,7 +30,8 @@ def test_thousands_of_ended_connections_are_counted_and_leave_a_line_every_ten_s
 
 
 def test_a_refused_connection_gets_the_error_of_the_api_and_when_to_come_back() -> None:
-    headers, body = refusal_response(Refusal(429, "too many", "too_many_connections"))
+    status, headers, body = refusal_response(Refusal(429, "too many", "too_many_connections"), "")
+    assert status == 429
     assert dict(headers)[b"retry-after"] == b"1"
     assert dict(headers)[b"content-type"] == b"application/json"
     error = {"message": "too many", "type": "rate_limit_error", "param": None, "code": "too_many_connections"}

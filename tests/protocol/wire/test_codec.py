@@ -415,7 +415,7 @@ def test_both_encodings_of_a_value_are_read_alike(value: dict[str, object]) -> N
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"tools": [1]}, "tools[0]"),
         ({"stream": "yes"}, "stream"),
-        ({"messages": [{"content": "a"}]}, "messages[0]"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
     ],
 )
 def test_a_refusal_names_the_path_of_the_field(value: Json, param: str, encoding: Encoding) -> None:

@@ -102,8 +102,8 @@ def test_no_range_holds_what_is_not_a_number_or_beyond_all_of_them(name: str, va
 
 
 def test_a_range_says_what_it_holds() -> None:
-    assert refusal(make(top_p=0)).message == "top_p: must be above 0 and at most 1"
-    assert refusal(make(logprobs=21)).message == "logprobs: must be at least 0 and at most 20"
+    assert refusal(make(top_p=0)).message == "top_p: must be above 0 and at most 1, got 0"
+    assert refusal(make(logprobs=21)).message == "logprobs: must be at least 0 and at most 20, got 21"
 
 
 # The prompt

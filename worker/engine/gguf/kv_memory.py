@@ -22,11 +22,13 @@ _BLOCK_BYTES = {
 
 
 def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:
-    """Returns the size of one token's keys and values, for a model whose layers all attend; others take less."""
+    """Returns the size of one token's keys and values, if all layers attend to all tokens; others take less."""
     arch = metadata.text("general.architecture") or ""
     layers = metadata.number(f"{arch}.block_count")
     heads = metadata.number(f"{arch}.attention.head_count")
-    heads = heads or max(metadata.ints(f"{arch}.attention.head_count"), default=1)
+    heads = heads or max(metadata.ints(f"{arch}.attention.head_count"), default=0)
+    if not heads:  # no layer attends
+        return 0
     width = metadata.number(f"{arch}.embedding_length") // heads
     key_width = metadata.number(f"{arch}.attention.key_length") or width
     value_width = metadata.number(f"{arch}.attention.value_length") or width

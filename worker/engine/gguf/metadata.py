@@ -34,6 +34,7 @@ _MAX_KEYS = 100_000
 
 
 _MAX_DIMENSIONS = 4
+_DEFAULT_ALIGNMENT = 32
 
 
 class Tensor(NamedTuple):
@@ -43,6 +44,8 @@ class Tensor(NamedTuple):
     """The lengths of its dimensions, the innermost first: (inputs, outputs) for a matrix."""
     type: int
     """GGUF's number for the type of its values."""
+    start: int = 0
+    """Where its values begin in the file."""
 
 
 class Metadata(NamedTuple):
@@ -144,15 +147,18 @@ class _Reader:
 
     def tensors(self) -> dict[str, Tensor]:
         found = {}
-        for _ in range(self.metadata().num_tensors):
+        metadata = self.metadata()
+        for _ in range(metadata.num_tensors):
             name = self._string()
             num_dimensions = self._unpack(_U32)
             if num_dimensions > _MAX_DIMENSIONS:
                 raise _CorruptError(f"a tensor of {num_dimensions} dimensions")
             shape = tuple(self._unpack(_U64) for _ in range(num_dimensions))
-            found[name] = Tensor(shape, self._unpack(_U32))
-            self._unpack(_U64)  # the place of its values
-        return found
+            found[name] = Tensor(shape, self._unpack(_U32), self._unpack(_U64))
+        # The table has places behind it, from the next multiple of the alignment on.
+        alignment = metadata.number("general.alignment") or _DEFAULT_ALIGNMENT
+        begin = -(-self._at // alignment) * alignment
+        return {name: one._replace(start=begin + one.start) for name, one in found.items()}
 
     def metadata(self) -> Metadata:
         self._check_version(self._unpack(_U32))

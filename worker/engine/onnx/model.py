@@ -1,6 +1,7 @@
 """An ONNX model in memory: its graph, its tokenizer and what its files say. Any number of caches can share it."""
 
 import os
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +18,13 @@ from tokenbus.worker.engine.onnx.device import Device
 from tokenbus.worker.engine.onnx.graphs import external_data, graph, graph_edits
 from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
 from tokenbus.worker.engine.onnx.graphs.session import Session
+from tokenbus.worker.engine.onnx.lora import projections
+from tokenbus.worker.engine.onnx.lora.matrices import LoadedAdapter, no_adapters
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
+from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import Embedder
+from tokenbus.worker.engine.runner import Embedder, ModelError
 from tokenbus.worker.models import in_use
 
 _SAMPLES = 64
@@ -55,6 +59,13 @@ class OnnxModel:
         self.fingerprint = _fingerprint(files.weights, model)
         # A run of plain attention reads one copy of the cache and writes another.
         self.bytes_per_token = self.graph.bytes_per_token * (1 if self.graph.uses_gqa else 2)
+        generates = self.graph.logits is not None
+        self.projections = projections.find(model, self.graph.kv_width) if generates else ()
+        self.adapters: LoadedModels[LoadedAdapter] = LoadedModels()
+        """The adapters of all replicas of the model."""
+        self._settings = settings
+        self._takes_adapters = False
+        self._opening = threading.Lock()
         last_logits_only = self._edit(model)
         session = Session(model, files.weights, settings, device)
         self.graph_runner = GraphRunner(self.graph, session, self.tokenizer.size, last_logits_only=last_logits_only)
@@ -97,12 +108,29 @@ class OnnxModel:
         self._held.close()
         del self.graph_runner
 
+    def take_adapters(self) -> None:
+        """Opens the graph again with inputs for adapters, unless it has them already: a graph that has none is a little
+        faster. Steps go on meanwhile. Raises ModelError."""
+        with self._opening:
+            if self._takes_adapters:
+                return
+            path = self.files.weights
+            model = external_data.load(path)
+            if _fingerprint(path, model) != self.fingerprint:
+                raise ModelError(f"{path}: is not the model any more that was loaded; start the worker again")
+            self._edit(model)
+            projections.add_inputs(model, self.graph.kv_width)
+            session = Session(model, path, self._settings, self.device)
+            self.graph_runner.replace(session, no_adapters(self.projections))
+            self._takes_adapters = True
+        structlog.get_logger().info("onnx_takes_adapters", projections=len(self.projections))
+
     def _edit(self, model: onnx.ModelProto) -> bool:
         """Exposes the hidden states if possible. Returns whether the graph computes the last token's logits only."""
         logits = self.graph.logits
         if logits is None:
             return False
-        if self.graph.hidden is None and graph_edits.expose_hidden_states(model, logits):
+        if self.graph.hidden in (None, graph_edits.HIDDEN) and graph_edits.expose_hidden_states(model, logits):
             self.graph = self.graph._replace(hidden=graph_edits.HIDDEN)
         return self.graph.keep_logits is None and graph_edits.keep_last_logits(model, logits)
 

@@ -26,6 +26,7 @@ class _Config(msgspec.Struct, frozen=True):
     num_attention_heads: int | None = None
     hidden_size: int | None = None
     head_dim: int | None = None
+    architectures: list[str] = []
 
 
 class GenaiDecoder(msgspec.Struct, frozen=True):
@@ -39,6 +40,7 @@ class GenaiDecoder(msgspec.Struct, frozen=True):
 class GenaiModel(msgspec.Struct, frozen=True):
     """The fields of `genai_config.json` that matter here."""
 
+    type: str = ""
     context_length: int | None = None
     eos_token_id: int | list[int] | None = None
     decoder: GenaiDecoder = GenaiDecoder()
@@ -69,6 +71,8 @@ class ModelConfig(NamedTuple):
     sliding_window: int | None
     """The number of tokens that a token attends to at most."""
     head_sizes: HeadSizes
+    architecture: str = ""
+    """The name of its class in transformers without the task, in small letters, such as `llama`; empty if unknown."""
 
 
 def read(sidecars: dict[str, Path]) -> ModelConfig:
@@ -85,6 +89,7 @@ def read(sidecars: dict[str, Path]) -> ModelConfig:
             kv_heads=genai.decoder.num_key_value_heads or config.num_key_value_heads or config.num_attention_heads,
             head_width=genai.decoder.head_size or width,
         ),
+        architecture=next(iter(config.architectures), genai.type).lower().removesuffix("forcausallm"),
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine.onnx.arrays import Array
-from tokenbus.worker.engine.onnx.cache.kv_cache import KvCache
+from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, KvCache
 from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneLengths
 from tokenbus.worker.engine.runner import DeviceError, InsufficientMemoryError, ModelError
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
@@ -44,7 +44,7 @@ def batches_agree(cache: KvCache, lanes: LaneLengths, vocab_size: int, where: st
         for _ in range(_STEPS):
             batch = (shared, longer, equal)
             parts = [ScheduledTokens(sequence, lanes.lengths[sequence.seq_no], 1) for sequence in batch]
-            in_rows, logits = cache.decode(parts)
+            ((in_rows, logits),) = cache.decode([DecodeGroup(parts)])
             found = logits[[part.sequence is shared for part in in_rows]]
             for part in parts:
                 lanes.grow(part.lane, part.start, part.start + 1)

@@ -1,4 +1,5 @@
-"""Executes step plans with onnxruntime: one run for all sequences that decode, and one for each part of a prompt."""
+"""Executes step plans with onnxruntime: one run for all sequences that decode with the same adapters, and one for each
+part of a prompt."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
@@ -19,10 +20,12 @@ from tokenbus.worker.engine.onnx import device, embedder, host_moves, probe, row
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache import saved_tokens
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
-from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeResult, KvCache
+from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, DecodeResult, KvCache
 from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths, Shrink
 from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
+from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.onnx.layout import OnnxLayout
+from tokenbus.worker.engine.onnx.lora.adapters import ReplicaAdapters
 from tokenbus.worker.engine.onnx.model import OnnxModel, model_key
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
@@ -81,12 +84,15 @@ class OnnxRunner:
         self._cache = self._make_cache(settings, size)
         self.embedder = self._make_embedder(settings, size)
         self.reranker: Reranker | None = None
-        self.adapters: Adapters | None = None
+        self._session = model.graph_runner.session
+        self._adapters = ReplicaAdapters(model, self._cache.drop_bindings) if model.projections else None
+        self.adapters: Adapters | None = self._adapters
         offered = features.with_sampler(
             chat=self._tokenizer.supports_chat,
             ends=bool(self.end_token_ids),
             fim=self._tokenizer.supports_fim,
             chat_format=model.chat_format,
+            lora=self.adapters is not None,
         )
         self.kv_identity = _identity(model, size)
         self.copies = self._make_store(settings, size)
@@ -113,6 +119,9 @@ class OnnxRunner:
             raise DeviceError(str(error)) from error
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+        if self._session is not self._model.graph_runner.session:  # a first adapter was loaded
+            self._session = self._model.graph_runner.session
+            self._cache.drop_bindings()
         try:
             computed = self._compute(plan)
         except InsufficientMemoryError:
@@ -137,6 +146,8 @@ class OnnxRunner:
         return self._tokenizer.encode(text)
 
     def close(self) -> None:
+        if self._adapters is not None:
+            self._adapters.close()
         self._release()
 
     def _compute(self, plan: StepPlan) -> list[DecodeResult]:
@@ -147,7 +158,9 @@ class OnnxRunner:
             self._check_memory()
         found: list[DecodeResult] = []
         if decodes:
-            found.append(self._cache.decode(decodes))
+            # Always in the same order, so that rows stay where they are.
+            groups = sorted(StepPlan(tuple(decodes)).by_adapters(), key=lambda group: group[0].sequence.adapters)
+            found += self._cache.decode([DecodeGroup(group, self._inputs_for(group[0])) for group in groups])
             self._grow(decodes)
         for part in prompts:
             logits = self._prompt(part)
@@ -159,10 +172,16 @@ class OnnxRunner:
     def _prompt(self, part: ScheduledTokens) -> Array:
         """Computes a part of a prompt, in several runs if the graph computes the logits of every token."""
         most, end = self._model.graph_runner.max_row_tokens, part.start + part.num_tokens
+        adapters = self._inputs_for(part)
         for start in range(part.start, end, most):
             chunk = ScheduledTokens(part.sequence, start, min(most, end - start))
-            logits = self._cache.prompt(chunk, wants_logits=chunk.samples)
+            logits = self._cache.prompt(chunk, wants_logits=chunk.samples, adapters=adapters)
         return logits
+
+    def _inputs_for(self, part: ScheduledTokens) -> AdapterInputs:
+        used = part.sequence.adapters
+        assert self._adapters is not None or not used, part
+        return NO_ADAPTERS if self._adapters is None else self._adapters.inputs_of(used)
 
     def _grow(self, parts: list[ScheduledTokens]) -> None:
         for part in parts:

@@ -135,7 +135,10 @@ def _load_adapter(runner: Runner, call: ipc.LoadAdapter, send: Send) -> None:
     try:
         if runner.adapters is None:
             engine = runner.config.engine
-            raise ModelError(f"{call.path}: LoRA adapters need a gguf engine, and this one is {engine}")
+            raise ModelError(
+                f"{call.path}: LoRA adapters need a gguf engine, or an onnx engine whose graph names its projections; "
+                f"this one is {engine}"
+            )
         result = ipc.AdapterResult(call.call_id, runner.adapters.load(Path(call.path)), None)
     except ModelError as error:
         problem = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="path")

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.models.convert import safetensors
 from tokenbus.worker.models.convert.architectures import Architecture, PlannedTensor
 from tokenbus.worker.models.convert.config import ModelConfig
 from tokenbus.worker.models.convert.safetensors import Tensor
@@ -145,7 +146,7 @@ def _rotated_order(num_rows: int, heads: int) -> Array:
 def _encode(rows: Array, source: Tensor, kind: str) -> Array:
     if source.dtype.lower() == kind:
         return rows
-    floats = (rows.astype(np.uint32) << 16).view(np.float32) if source.dtype == "BF16" else rows.astype(np.float32)
+    floats = safetensors.to_float32(rows, source.dtype)
     if kind == "f32":
         return floats
     if kind == "bf16":

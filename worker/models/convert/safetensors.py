@@ -3,11 +3,12 @@
 Nothing that a header says is believed: offsets, sizes and types are checked against each other and the file. Format:
 https://huggingface.co/docs/safetensors"""
 
+import io
 import math
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -63,13 +64,33 @@ def read(paths: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
-    size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(_LENGTH.size)
-        length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
-        if length > min(_MAX_HEADER_BYTES, size - _LENGTH.size):
-            raise _lies(path, f"a header of {length:,} bytes does not fit in {size:,}")
-        header = file.read(length)
+        return _read_table(path, file, path.stat().st_size)
+
+
+def parse(path: Path, data: bytes) -> dict[str, Array]:
+    """Returns the tensors in the contents of a file by name, in float32. Raises ModelError if they contradict
+    themselves."""
+    found = {}
+    for name, tensor in _read_table(path, io.BytesIO(data), len(data)).items():
+        raw = np.frombuffer(data, _DTYPES[tensor.dtype], tensor.size, tensor.start).reshape(tensor.shape)
+        found[name] = to_float32(raw, tensor.dtype)
+    return found
+
+
+def to_float32(values: Array, dtype: str) -> Array:
+    """Converts values as they are in a file."""
+    if dtype == "BF16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+def _read_table(path: Path, file: BinaryIO, size: int) -> dict[str, Tensor]:
+    start = file.read(_LENGTH.size)
+    length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
+    if length > min(_MAX_HEADER_BYTES, size - _LENGTH.size):
+        raise _lies(path, f"a header of {length:,} bytes does not fit in {size:,}")
+    header = file.read(length)
     try:
         document = msgspec.json.decode(header, type=dict[str, Any])
         document.pop("__metadata__", None)

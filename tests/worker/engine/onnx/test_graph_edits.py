@@ -236,5 +236,5 @@ def logits_of(model: onnx.ModelProto, path: Path) -> np.ndarray[Any, Any]:
     last = model.graph.output[0].type.tensor_type.shape.dim[1].dim_value == 1
     logits = np.empty((1, 1 if last else ids.shape[1], graphs.VOCAB), np.float32)
     binding.bind_output("logits", logits)
-    opened.run(binding)
+    binding.run()
     return logits

@@ -42,32 +42,36 @@ def test_truncating_beyond_a_lanes_length_does_nothing() -> None:
 
 
 @st.composite
-def _histories(draw: st.DrawFn) -> list[tuple[list[int], list[int]]]:
-    """The lengths of all lanes before each step, and the lanes that decode in it."""
+def _histories(draw: st.DrawFn) -> list[tuple[list[int], list[list[int]]]]:
+    """The lengths of all lanes before each step, and the lanes that decode in it, in up to three groups."""
     steps = []
     for _ in range(draw(st.integers(1, 12))):
         lengths = draw(st.lists(st.sampled_from([0, 0, 1, 3, 7]), min_size=NUM_LANES, max_size=NUM_LANES))
         filled = [lane for lane, length in enumerate(lengths) if length]
         decoding = draw(st.lists(st.sampled_from(filled), unique=True)) if filled else []
-        steps.append((lengths, decoding))
+        cuts = sorted(draw(st.lists(st.integers(0, len(decoding)), min_size=2, max_size=2)))
+        steps.append((lengths, [decoding[: cuts[0]], decoding[cuts[0] : cuts[1]], decoding[cuts[1] :]]))
     return steps
 
 
 @given(_histories())
-def test_gathering_rows_loses_no_token_and_leaves_no_hole(history: list[tuple[list[int], list[int]]]) -> None:
+def test_gathering_rows_loses_no_token_and_leaves_no_hole(history: list[tuple[list[int], list[list[int]]]]) -> None:
     lengths = [0] * NUM_LANES
     rows = RowTable(NUM_LANES, lengths)
     memory: list[list[str]] = [[] for _ in range(NUM_LANES + 1)]
-    for step, (wanted, decoding) in enumerate(history):
+    for step, (wanted, groups) in enumerate(history):
         for lane, length in enumerate(wanted):
             if not lengths[lane] and length:
                 rows.claim_first_free_row(lane)
             lengths[lane] = length
             memory[rows.row_of(lane)][:] = [f"{lane}.{step}.{place}" for place in range(length)]
-        for copy in rows.gather(decoding):
+        for copy in rows.gather(groups):
             memory[copy.target][: copy.num_tokens] = memory[copy.source][: copy.num_tokens]
         rows.check_integrity()
-        assert sorted(map(rows.row_of, decoding)) == list(range(len(decoding)))
+        first = 0
+        for lanes in groups:
+            assert sorted(map(rows.row_of, lanes)) == list(range(first, first + len(lanes)))
+            first += len(lanes)
         for lane, length in enumerate(lengths):
             expected = [f"{lane}.{step}.{place}" for place in range(length)]
             assert memory[rows.row_of(lane)][:length] == expected
@@ -79,9 +83,9 @@ def test_an_empty_lane_claims_the_first_free_row() -> None:
     rows.claim_first_free_row(3)
     assert rows.row_of(3) == 1
     lengths[3] = 4
-    assert rows.gather([0, 3]) == []
+    assert rows.gather([[0, 3]]) == []
 
 
 def test_rows_that_are_all_full_are_exchanged_through_the_spare_one() -> None:
     rows = RowTable(3, [5, 6, 7])
-    assert [(copy.source, copy.target) for copy in rows.gather([2])] == [(0, 3), (2, 0), (3, 2)]
+    assert [(copy.source, copy.target) for copy in rows.gather([[2]])] == [(0, 3), (2, 0), (3, 2)]

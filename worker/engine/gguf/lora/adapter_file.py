@@ -41,13 +41,18 @@ def read(path: Path, architecture: str, base: Mapping[str, Tensor]) -> AdapterFi
         data = path.read_bytes()
     except OSError as error:
         raise ModelError(f"{path}: can't be read: {error.strerror}") from error
+    check(path, data, architecture, base)
+    return AdapterFile(hashlib.blake2b(data, digest_size=16).hexdigest(), data)
+
+
+def check(path: Path, data: bytes, architecture: str, base: Mapping[str, Tensor]) -> None:
+    """Raises ModelError unless a file's contents are an adapter of the model."""
     _check_kind(path, metadata.parse(path, data), architecture)
     try:
         for name, pair in _pairs(metadata.parse_tensors(path, data)).items():
             _check_pair(name, pair, base)
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from error
-    return AdapterFile(hashlib.blake2b(data, digest_size=16).hexdigest(), data)
 
 
 def _check_kind(path: Path, found: Metadata, architecture: str) -> None:

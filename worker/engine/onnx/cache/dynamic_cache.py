@@ -15,9 +15,10 @@ import numpy as np
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache import saved_tokens
 from tokenbus.worker.engine.onnx.cache.batch import LEFT, Batch, bucket_by_length
-from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeResult
+from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, DecodeResult
 from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneChange, Shrink, Transfer
 from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
+from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 
 
@@ -56,7 +57,10 @@ class DynamicCache:
         saved = saved_tokens.unpack(self._graph_runner.graph.kv, data)
         self._append(lane, [array[:, : end - start] for array in saved], end - start)
 
-    def decode(self, parts: Listing[ScheduledTokens]) -> DecodeResult:
+    def decode(self, groups: Listing[DecodeGroup]) -> list[DecodeResult]:
+        return [self._decode(parts, adapters) for parts, adapters in groups]
+
+    def _decode(self, parts: Listing[ScheduledTokens], adapters: AdapterInputs) -> DecodeResult:
         by_lane = {part.lane: part for part in parts}
         in_rows: list[ScheduledTokens] = []
         found: list[Array] = []
@@ -65,16 +69,22 @@ class DynamicCache:
             rows = [by_lane[lane] for lane in batch.lanes]
             ids = np.array([[part.token_ids[0]] for part in rows])
             positions = np.array([[part.start] for part in rows])
-            found.append(self._run(batch, ids, positions))
+            found.append(self._run(batch, ids, positions, adapters))
             in_rows += rows
         return DecodeResult(in_rows, found[0] if len(found) == 1 else np.concatenate(found))
 
-    def prompt(self, part: ScheduledTokens, *, wants_logits: bool) -> Array:
+    def prompt(self, part: ScheduledTokens, *, wants_logits: bool, adapters: AdapterInputs = NO_ADAPTERS) -> Array:
         ids = np.array(part.token_ids, np.int64)[None]
         positions = np.arange(part.start, part.start + part.num_tokens)[None]
-        return self._run(self._batch_of([part.lane]), ids, positions, wants_logits=wants_logits)
+        return self._run(self._batch_of([part.lane]), ids, positions, adapters, wants_logits=wants_logits)
 
-    def _run(self, batch: Batch, ids: Array, positions: Array, *, wants_logits: bool = True) -> Array:
+    def drop_bindings(self) -> None:
+        for batch in self._batches.values():
+            batch.binding = None
+
+    def _run(
+        self, batch: Batch, ids: Array, positions: Array, adapters: AdapterInputs, *, wants_logits: bool = True
+    ) -> Array:
         runner, has_past = self._graph_runner, batch.columns > 0
         mask = np.concatenate([batch.mask, np.ones(ids.shape, np.int64)], axis=1)
         batch.reserve(mask.shape[1])
@@ -82,7 +92,9 @@ class DynamicCache:
         for kv, past, present in zip(runner.graph.kv, batch.arrays(), batch.targets(mask.shape[1]), strict=True):
             batch.binding.bind_input(kv.past, past)
             batch.binding.bind_output(kv.present, present)
-        logits = runner.run(batch.binding, ids, mask, positions, has_past=has_past, wants_logits=wants_logits)
+        logits = runner.run(
+            batch.binding, ids, mask, positions, has_past=has_past, wants_logits=wants_logits, adapters=adapters
+        )
         batch.commit(mask)
         return logits
 

@@ -5,7 +5,15 @@ from typing import NamedTuple, Protocol
 
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache.lanes import LaneChange
+from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
+
+
+class DecodeGroup(NamedTuple):
+    """Parts of one token each, of sequences that have the same adapters."""
+
+    parts: Listing[ScheduledTokens]
+    adapters: AdapterInputs = NO_ADAPTERS
 
 
 class DecodeResult(NamedTuple):
@@ -34,10 +42,14 @@ class KvCache(Protocol):
         InsufficientMemoryError."""
         ...
 
-    def decode(self, parts: Listing[ScheduledTokens]) -> DecodeResult:
-        """Computes parts of one token each."""
+    def decode(self, groups: Listing[DecodeGroup]) -> list[DecodeResult]:
+        """Computes groups, each in runs of its own."""
         ...
 
-    def prompt(self, part: ScheduledTokens, *, wants_logits: bool) -> Array:
+    def prompt(self, part: ScheduledTokens, *, wants_logits: bool, adapters: AdapterInputs = NO_ADAPTERS) -> Array:
         """Computes a part of any length. Returns its last logits, of (1, vocabulary), or (0, vocabulary)."""
+        ...
+
+    def drop_bindings(self) -> None:
+        """Drops all bindings, which keep alive what they bind: matrices of adapters, and their session."""
         ...

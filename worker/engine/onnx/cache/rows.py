@@ -1,7 +1,8 @@
-"""Assigns lanes to rows of the cache: those that decode must lie side by side, from row 0 on; pure.
+"""Assigns lanes to rows of the cache: those that decode together must lie side by side, from row 0 on; pure.
 
-    rows    | 0 1 2  | 3   4   5   6                    |
-    lanes   | decode | prompts, cached prefixes, empty  |
+    rows    | 0 1 2        | 3 4         | 5   6   7   8                    |
+    lanes   | decode (one  | decode (the | prompts, cached prefixes, empty  |
+            |  group)      |  next)      |
 
 A batch is a run of rows without gaps, since every row in it costs the work of a row. A lane that starts or stops
 decoding costs a copy or two; an empty lane changes rows for free."""
@@ -48,13 +49,22 @@ class RowTable:
         self._row_of[one], self._row_of[other] = b, a
         self._lane_at[a], self._lane_at[b] = other, one
 
-    def gather(self, lanes: Listing[int]) -> list[RowCopy]:
-        """Moves these lanes to the first rows. Returns the copies that this takes, in order."""
+    def gather(self, groups: Listing[Listing[int]]) -> list[RowCopy]:
+        """Moves groups of lanes to the first rows, one group after another. Returns the copies that this takes, in
+        order."""
+        copies: list[RowCopy] = []
+        first = 0
+        for lanes in groups:
+            copies += self._gather(lanes, range(first, first + len(lanes)))
+            first += len(lanes)
+        return copies
+
+    def _gather(self, lanes: Listing[int], rows: range) -> list[RowCopy]:
         wanted = set(lanes)
         assert len(wanted) == len(lanes), lanes
-        # As many of the first rows are taken by others as wanted lanes lie outside of them.
-        holes = [row for row in range(len(lanes)) if self._lane_at[row] not in wanted]
-        outside = [lane for lane in lanes if self._row_of[lane] >= len(lanes)]
+        # As many of these rows are taken by others as wanted lanes lie outside of them.
+        holes = [row for row in rows if self._lane_at[row] not in wanted]
+        outside = [lane for lane in lanes if self._row_of[lane] not in rows]
         return [copy for hole, lane in zip(holes, outside, strict=True) for copy in self._move(lane, hole)]
 
     def check_integrity(self) -> None:

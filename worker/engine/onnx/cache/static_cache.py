@@ -1,8 +1,9 @@
 """The cache of a graph with GroupQueryAttention: rows of fixed length, read and written in place.
 
 Past and present are bound to the same memory, with a row for each lane. One run computes a token for each of the first
-rows, whose lengths may differ. The tokens of a prompt are computed by a run over its row alone, because such a graph
-takes more than one token after a past for one row only."""
+rows, whose lengths may differ; sequences with other adapters are in the rows after them, and in a run of their own. The
+tokens of a prompt are computed by a run over its row alone, because such a graph takes more than one token after a past
+for one row only."""
 
 from collections.abc import Sequence as Listing
 
@@ -10,11 +11,11 @@ import numpy as np
 
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache import saved_tokens
-from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeResult
+from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, DecodeResult
 from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneChange, LaneLengths, Shrink, Transfer
 from tokenbus.worker.engine.onnx.cache.rows import RowTable
 from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
-from tokenbus.worker.engine.onnx.graphs.session import Binding
+from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs, Binding
 from tokenbus.worker.engine.onnx.row_memory import RowMemory
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 
@@ -51,19 +52,24 @@ class StaticCache:
         for memory, saved in zip(self._memory, saved_tokens.unpack(self._graph_runner.graph.kv, data), strict=True):
             memory.view(row)[:, start:end] = saved[:, : end - start]
 
-    def decode(self, parts: Listing[ScheduledTokens]) -> DecodeResult:
-        for copy in self._rows.gather([part.lane for part in parts]):
+    def decode(self, groups: Listing[DecodeGroup]) -> list[DecodeResult]:
+        for copy in self._rows.gather([[part.lane for part in group.parts] for group in groups]):
             self._copy(copy.source, copy.target, 0, copy.num_tokens)
+        return [self._decode(group) for group in groups]
+
+    def _decode(self, group: DecodeGroup) -> DecodeResult:
+        parts = group.parts
+        first = min(self._rows.row_of(part.lane) for part in parts)
         in_rows = sorted(parts, key=lambda part: self._rows.row_of(part.lane))
         ids = np.array([[part.token_ids[0]] for part in in_rows])
         starts = np.array([[part.start] for part in in_rows])
         # Such a graph takes the length of each row from the sum of its mask.
         mask = np.arange(starts.max() + 1) <= starts
-        return DecodeResult(
-            in_rows, self._graph_runner.run(self._binding(0, len(parts)), ids, mask, starts, has_past=True)
-        )
+        binding = self._binding(first, len(parts))
+        logits = self._graph_runner.run(binding, ids, mask, starts, has_past=True, adapters=group.adapters)
+        return DecodeResult(in_rows, logits)
 
-    def prompt(self, part: ScheduledTokens, *, wants_logits: bool) -> Array:
+    def prompt(self, part: ScheduledTokens, *, wants_logits: bool, adapters: AdapterInputs = NO_ADAPTERS) -> Array:
         if not part.start:
             self._rows.claim_first_free_row(part.lane)
         columns = np.arange(part.start + part.num_tokens)[None]
@@ -74,7 +80,11 @@ class StaticCache:
             columns[:, part.start :],
             has_past=part.start > 0,
             wants_logits=wants_logits,
+            adapters=adapters,
         )
+
+    def drop_bindings(self) -> None:
+        self._bindings.clear()
 
     def _copy(self, source: int, target: int, start: int, end: int) -> None:
         for memory in self._memory:

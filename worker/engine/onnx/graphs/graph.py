@@ -85,6 +85,11 @@ class Graph(NamedTuple):
     """The vectors of (batch, width) that the graph itself makes of whole texts."""
 
     @property
+    def kv_width(self) -> int:
+        """The width of a token's keys in a layer, which is that of its values; 0 for an encoder."""
+        return self.kv[0].heads * self.kv[0].width if self.kv else 0
+
+    @property
     def bytes_per_token(self) -> int:
         return sum(kv.bytes_per_token for kv in self.kv)
 

@@ -1,5 +1,6 @@
 """Loads a graph into onnxruntime and binds the tensors of its runs."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ from tokenbus.worker.engine.runner import DeviceError, InsufficientMemoryError, 
 _ERRORS_ONLY = 3
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation")
 """Words by which a failure for lack of memory is recognised: onnxruntime has no error class for it."""
+
+AdapterInputs = Mapping[str, Any]
+"""The matrices of a set of adapters in the device's memory, by input of the graph. It never changes, so that a binding
+knows it again."""
+NO_ADAPTERS: AdapterInputs = {}
 
 
 class Session:
@@ -37,56 +43,74 @@ class Session:
     def __repr__(self) -> str:
         return f"<Session on {self.device.kind}>"
 
-    def bind(self) -> "Binding":
-        return Binding(self._session.io_binding(), self.device)
+    def bind(self, adapter_inputs: AdapterInputs = NO_ADAPTERS) -> "Binding":
+        """Returns a binding with all inputs for adapters that the graph has, bound to these."""
+        return Binding(self._session, self.device, adapter_inputs)
 
-    def run(self, binding: "Binding") -> None:
-        """Raises InsufficientMemoryError if memory ran out, and DeviceError for any other failure."""
-        try:
-            self._session.run_with_iobinding(binding.io_binding)
-        except Exception as error:  # as above
-            reason = _reason(error)
-            if any(sign in str(error) for sign in _OUT_OF_MEMORY):
-                raise InsufficientMemoryError(reason) from error
-            raise DeviceError(f"onnxruntime failed: {reason}") from error
-
-    def fetch(self, binding: "Binding", name: str) -> Array:
-        """Runs, and returns an output of any shape. Raises as `run` does."""
-        binding.io_binding.bind_output(name, "cpu")
-        self.run(binding)
-        found: Array = binding.io_binding.get_outputs()[0].numpy()
-        return found
+    def tensor(self, array: Array) -> Any:
+        """Returns an array in the device's memory. On a CPU that is the array's own, which must not change."""
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array, self.device.kind, self.device.number)
 
 
 class Binding:
     """The inputs and outputs of a run, by name. It keeps the arrays alive as long as they are bound."""
 
-    def __init__(self, io_binding: Any, device: Device) -> None:
-        self.io_binding = io_binding
+    def __init__(self, session: Any, device: Device, adapter_inputs: AdapterInputs) -> None:
+        self._session = session
+        self._io_binding = session.io_binding()
         self._device = device
         self._kept: dict[str, Array] = {}
+        self._no_adapters = adapter_inputs
+        self._adapters = NO_ADAPTERS
+        for name, tensor in adapter_inputs.items():
+            self._io_binding.bind_ortvalue_input(name, tensor)
 
     def __repr__(self) -> str:
         return f"<Binding of {', '.join(self._kept)}>"
 
+    def run(self) -> None:
+        """Raises InsufficientMemoryError if memory ran out, and DeviceError for any other failure."""
+        try:
+            self._session.run_with_iobinding(self._io_binding)
+        except Exception as error:  # onnxruntime raises a class of its own for each kind of failure
+            reason = _reason(error)
+            if any(sign in str(error) for sign in _OUT_OF_MEMORY):
+                raise InsufficientMemoryError(reason) from error
+            raise DeviceError(f"onnxruntime failed: {reason}") from error
+
+    def fetch(self, name: str) -> Array:
+        """Runs, and returns an output of any shape. Raises as `run` does."""
+        self._io_binding.bind_output(name, "cpu")
+        self.run()
+        found: Array = self._io_binding.get_outputs()[0].numpy()
+        return found
+
+    def bind_adapters(self, inputs: AdapterInputs) -> None:
+        """Binds the matrices of a set of adapters; all inputs that it leaves out get those that change nothing."""
+        if inputs is self._adapters:
+            return
+        for name in {**self._adapters, **inputs}:
+            self._io_binding.bind_ortvalue_input(name, inputs.get(name, self._no_adapters[name]))
+        self._adapters = inputs
+
     def bind_input(self, name: str, array: Array) -> None:
         """Binds an input in host memory."""
         self._kept[name] = array
-        self.io_binding.bind_cpu_input(name, array)
+        self._io_binding.bind_cpu_input(name, array)
 
     def bind_output(self, name: str, array: Array) -> None:
         """Binds an output to host memory."""
         assert array.flags.c_contiguous, name
         self._kept[name] = array
-        self.io_binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        self._io_binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
     def bind_device_input(self, name: str, address: int, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> None:
         """Binds an input in the device's memory."""
-        self.io_binding.bind_input(name, self._device.kind, self._device.number, dtype.type, shape, address)
+        self._io_binding.bind_input(name, self._device.kind, self._device.number, dtype.type, shape, address)
 
     def bind_device_output(self, name: str, address: int, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> None:
         """Binds an output to the device's memory."""
-        self.io_binding.bind_output(name, self._device.kind, self._device.number, dtype.type, shape, address)
+        self._io_binding.bind_output(name, self._device.kind, self._device.number, dtype.type, shape, address)
 
 
 def _open(model: onnx.ModelProto, path: Path, settings: EngineSettings, device: Device) -> Any:

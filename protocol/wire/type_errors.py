@@ -1,0 +1,76 @@
+"""Says in the words of JSON that a value has a wrong type: its field, what is allowed and what was given; pure."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+"""Anchored at the end: a value or key of the sender could look like a path."""
+_MISMATCH = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
+_MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_ENUM = re.compile(r"Invalid enum value (.*)", re.DOTALL)
+_PART = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
+_NAMES = {
+    "array": "an array",
+    "bool": "a boolean",
+    "float": "a number",
+    "int": "an integer",
+    "object": "an object",
+    "str": "a string",
+}
+_MAX_VALUE = 64
+
+
+def problem_of(error: msgspec.ValidationError, message_type: Any) -> tuple[str | None, str]:
+    """Returns the path of the field at fault, None for the message itself, and a text that begins with it."""
+    text = str(error)
+    found = _PATH.search(text)
+    path, problem = (found[1], text[: found.start()]) if found else ("", text)
+    missing = _MISSING.fullmatch(problem)
+    if missing:
+        path, problem = f"{path}.{missing[1]}".lstrip("."), "is required"
+    elif mismatch := _MISMATCH.fullmatch(problem):
+        allowed = _choices(message_type, path) or [_NAMES.get(one, one) for one in _alternatives(mismatch[1])]
+        problem = f"must be {' or '.join(allowed)}, got {_NAMES.get(mismatch[2], mismatch[2])}"
+    elif enum := _ENUM.fullmatch(problem):
+        problem = f"must be {' or '.join(_choices(message_type, path))}, got {enum[1][:_MAX_VALUE]}"
+    return path or None, f"{path}: {problem}" if path else f"the message {problem}"
+
+
+def _alternatives(expected: str) -> list[str]:
+    """Returns the names of the expected types. Null means the same as an absent field, and goes without saying."""
+    return [one for one in expected.split(" | ") if one != "null"] or ["null"]
+
+
+def _choices(message_type: Any, path: str) -> list[str]:
+    """Returns the values that a field may have if these can be counted."""
+    nodes = [inspect.type_info(message_type)]
+    for part in _PART.findall(path):
+        nodes = [child for node in nodes for one in _members(node) for child in _children(one, part)]
+    return [repr(value) for node in nodes for one in _members(node) for value in _values(one)]
+
+
+def _members(node: inspect.Type) -> tuple[inspect.Type, ...]:
+    return node.types if isinstance(node, inspect.UnionType) else (node,)
+
+
+def _children(node: inspect.Type, part: str) -> Iterator[inspect.Type]:
+    match node:
+        case inspect.StructType():
+            yield from (field.type for field in node.fields if field.encode_name == part)
+        case inspect.ListType() | inspect.VarTupleType():
+            yield node.item_type
+        case inspect.DictType():
+            yield node.value_type
+
+
+def _values(node: inspect.Type) -> tuple[object, ...]:
+    match node:
+        case inspect.LiteralType():
+            return tuple(node.values)
+        case inspect.EnumType():
+            return tuple(one.value for one in node.cls)
+    return ()

@@ -1,0 +1,69 @@
+"""Reads LoRA adapters for an ONNX model and checks them against its projections: folders of PEFT, and GGUF files."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenbus.worker.engine.onnx.lora import gguf_adapter, peft_adapter
+from tokenbus.worker.engine.onnx.lora.base import MAX_RANK, Base
+from tokenbus.worker.engine.onnx.lora.matrices import Change
+from tokenbus.worker.engine.onnx.lora.projections import Place
+from tokenbus.worker.engine.runner import ModelError
+
+_GGUF = b"GGUF"
+
+
+class AdapterFile(NamedTuple):
+    """The contents of a file that is an adapter of the model."""
+
+    digest: str
+    """The name by which the adapter is known everywhere."""
+    changes: Mapping[Place, Change]
+
+
+def read(path: Path, base: Base) -> AdapterFile:
+    """Reads each file once, since it may be replaced at any time. Raises ModelError, naming what is wrong, unless they
+    are a LoRA adapter of the model."""
+    weights = path / peft_adapter.WEIGHTS if path.is_dir() else path
+    data = _contents(weights)
+    if data[: len(_GGUF)] == _GGUF:
+        return AdapterFile(_digest(data), gguf_adapter.changes(path, data, base))
+    if weights.suffix != peft_adapter.SUFFIX:
+        raise ModelError(f"{path}: is no LoRA adapter; pass a folder of PEFT with {peft_adapter.WEIGHTS}, or a GGUF")
+    config = _contents(weights.with_name(peft_adapter.CONFIG))
+    changes = peft_adapter.changes(weights, data, config)
+    _check(path, changes, base)
+    return AdapterFile(_digest(data, config), changes)
+
+
+def _contents(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path}: can't be read: {error.strerror}") from error
+
+
+def _digest(data: bytes, config: bytes = b"") -> str:
+    """Returns for a GGUF the digest by which the engine of GGUF models knows the same file."""
+    digest = hashlib.blake2b(data, digest_size=16)
+    digest.update(config)
+    return digest.hexdigest()
+
+
+def _check(path: Path, changes: Mapping[Place, Change], base: Base) -> None:
+    """Raises ModelError for matrices that can't be added to the projections."""
+    if not changes:
+        raise ModelError(f"{path}: the adapter has no matrices")
+    for place, (a, b) in changes.items():
+        name = f"layer {place.layer}'s {place.name}"
+        if place not in base.sizes:
+            raise ModelError(f"{path}: {name} is no projection of the graph: is it an adapter of another base?")
+        inputs, outputs = base.sizes[place]
+        if not 1 <= len(a) <= MAX_RANK:
+            raise ModelError(f"{path}: {name} has the rank {len(a)}; it must be 1 to {MAX_RANK}")
+        if a.shape != (len(a), inputs) or b.shape != (outputs, len(a)):
+            raise ModelError(
+                f"{path}: {name} has matrices of {a.shape} and {b.shape} for {inputs} inputs and {outputs} outputs: "
+                "the ranks differ, or it is an adapter of another base"
+            )

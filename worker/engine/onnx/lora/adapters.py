@@ -1,0 +1,80 @@
+"""The LoRA adapters of one replica: loaded beside the model, and bound to the inputs of one run after another."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+from tokenbus.protocol.wire.block_hash import Adapter
+from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs
+from tokenbus.worker.engine.onnx.lora import adapter_file, base, matrices
+from tokenbus.worker.engine.onnx.lora.matrices import LoadedAdapter
+from tokenbus.worker.engine.onnx.model import OnnxModel
+
+_MAX_SETS = 8
+"""The sets of adapters whose inputs are kept: clients choose scales, so there could be any number."""
+
+
+class ReplicaAdapters:
+    """The adapters of one replica by digest, with the number of times that each was loaded.
+
+    `load` may be called from any thread; everything else belongs to the thread that steps. `drop_bindings` drops what
+    could keep the matrices of an adapter in memory."""
+
+    def __init__(self, model: OnnxModel, drop_bindings: Callable[[], None]) -> None:
+        self._model = model
+        self._base = base.make(model.projections, model.model_config.architecture, model.graph.kv[0].width)
+        self._drop_bindings = drop_bindings
+        self._lock = threading.Lock()
+        self._loaded: dict[str, list[LoadedAdapter]] = {}
+        """The same adapter as many times as it was loaded."""
+        self._sets: OrderedDict[tuple[Adapter, ...], AdapterInputs] = OrderedDict()
+        """The sets that were used last, the latest at the end."""
+
+    def __repr__(self) -> str:
+        return f"<ReplicaAdapters {sorted(self._loaded)}>"
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._loaded
+
+    def load(self, path: Path) -> str:
+        """Loads an adapter beside those that there are, and returns its digest. Raises ModelError, and no request is
+        affected."""
+        digest, changes = adapter_file.read(path, self._base)
+        projections = self._model.projections
+        self._model.take_adapters()
+        adapter = self._model.adapters.acquire(digest, lambda: LoadedAdapter(matrices.arrange(changes, projections)))
+        with self._lock:
+            self._loaded.setdefault(digest, []).append(adapter)
+        return digest
+
+    def unload(self, digest: str) -> None:
+        """Reverses one `load`. No sequence may use the adapter if that was the last one."""
+        with self._lock:
+            times = self._loaded[digest]
+            adapter = times.pop()
+            if not times:
+                del self._loaded[digest]
+        if digest not in self._loaded:
+            for used in [used for used in self._sets if any(one.digest == digest for one in used)]:
+                del self._sets[used]
+            self._drop_bindings()
+        self._model.adapters.release(adapter)
+
+    def inputs_of(self, used: tuple[Adapter, ...]) -> AdapterInputs:
+        """Returns the inputs of the graph for a set of adapters, the same object as long as it is used often."""
+        if not used:
+            return NO_ADAPTERS
+        if used not in self._sets:
+            arrays = matrices.combine([(self._loaded[one.digest][0], one.scale) for one in used])
+            session = self._model.graph_runner.session
+            self._sets[used] = {name: session.tensor(array) for name, array in arrays.items()}
+            if len(self._sets) > _MAX_SETS:
+                self._sets.popitem(last=False)
+        self._sets.move_to_end(used)
+        return self._sets[used]
+
+    def close(self) -> None:
+        """Frees every adapter that no other replica has. Nothing is computed any more."""
+        for digest in [digest for digest, times in self._loaded.items() for _ in times]:
+            self.unload(digest)

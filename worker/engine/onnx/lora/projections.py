@@ -1,0 +1,147 @@
+"""Finds the projections of a graph, which LoRA adapters change, and gives them inputs for an adapter's matrices.
+
+    y = x W        becomes        y = x W + (x a) b
+
+`a` and `b` are inputs of the graph for each projection, with the rank left open. onnxruntime's own adapters do nothing
+when inputs are bound, and weights can't be changed for one sequence of a step, or where they are quantized."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+_PREFIX = "tokenbus.lora"
+_PLACE = re.compile(
+    r"(?:.*[./])?(?:layers|blk)\.(\d+)[./](?:(?:self_attn|attn|attention|mlp|feed_forward)[./])?(\w+?)"
+    r"[./](?:MatMul\w*|weight)(?:[._]\w+)*"
+)
+"""A projection's place in the name of its node or of its weight, as Optimum, the builder of onnxruntime-genai and
+llama.cpp write it."""
+_DTYPES: dict[int, "np.dtype[Any]"] = {
+    TensorProto.FLOAT: np.dtype(np.float32),
+    TensorProto.FLOAT16: np.dtype(np.float16),
+}
+LLAMA_CPP_NAMES = {
+    "attn_q": "q_proj",
+    "attn_k": "k_proj",
+    "attn_v": "v_proj",
+    "attn_output": "o_proj",
+    "ffn_gate": "gate_proj",
+    "ffn_up": "up_proj",
+    "ffn_down": "down_proj",
+}
+"""llama.cpp's names of projections, with the names of transformers."""
+_NAMES = {*LLAMA_CPP_NAMES.values(), "qkv_proj", "gate_up_proj"}
+
+
+class Place(NamedTuple):
+    """A projection: the number of its layer, and its name in transformers."""
+
+    layer: int
+    name: str
+
+
+class Projection(NamedTuple):
+    """A node that multiplies with a weight. `y`, `a` and `b` have a type of their own in half-precision graphs."""
+
+    place: Place
+    inputs: int
+    outputs: int
+    dtype: "np.dtype[Any]"
+    parts: Mapping[Place, slice]
+    """The outputs of each projection that is computed by this node: its own, or those of three that are one weight."""
+
+    @property
+    def a(self) -> str:
+        """The input of the graph for a matrix of (inputs, rank)."""
+        return f"{_PREFIX}.{self.place.layer}.{self.place.name}.a"
+
+    @property
+    def b(self) -> str:
+        """The input of the graph for a matrix of (rank, outputs)."""
+        return f"{_PREFIX}.{self.place.layer}.{self.place.name}.b"
+
+
+def find(model: onnx.ModelProto, kv_width: int) -> tuple[Projection, ...]:
+    """Returns the projections of a graph; none if they can't be told apart. `kv_width` is that of a token's keys."""
+    found = [projection for _, projection in _projections(model.graph, kv_width)]
+    return tuple(found) if len({one.place for one in found}) == len(found) else ()
+
+
+def add_inputs(model: onnx.ModelProto, kv_width: int) -> None:
+    """Gives each projection inputs for an adapter's matrices, all of which have to be bound in every run."""
+    graph = model.graph
+    behind: dict[str, list[onnx.NodeProto]] = {}
+    for node, projection in _projections(graph, kv_width):
+        output = node.output[0]
+        base, low, change = (f"{projection.a}.{part}" for part in ("base", "low", "change"))
+        node.output[0] = base
+        behind[base] = [
+            helper.make_node("MatMul", [node.input[0], projection.a], [low]),
+            helper.make_node("MatMul", [low, projection.b], [change]),
+            helper.make_node("Add", [base, change], [output]),
+        ]
+        kind = helper.np_dtype_to_tensor_dtype(projection.dtype)
+        for name, sizes in ((projection.a, [projection.inputs, None]), (projection.b, [None, projection.outputs])):
+            graph.input.append(helper.make_tensor_value_info(name, kind, sizes))
+    # Nodes must be in topological order.
+    nodes = [one for node in graph.node for one in (node, *behind.get(node.output[0] if node.output else "", ()))]
+    ordered = onnx.GraphProto()
+    ordered.node.extend(nodes)
+    del graph.node[:]
+    graph.node.extend(ordered.node)
+
+
+def _projections(graph: onnx.GraphProto, kv_width: int) -> Iterator[tuple[onnx.NodeProto, Projection]]:
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type in _SIZES and len(node.input) > 1 and node.input[1] in weights:
+            place = _place(node.name) or _place(node.input[1])
+            sizes = _SIZES[node.op_type](node, weights)
+            if place is not None and sizes is not None:
+                inputs, outputs, dtype = sizes
+                yield node, Projection(place, inputs, outputs, dtype, _parts(place, outputs, kv_width))
+
+
+def _place(name: str) -> Place | None:
+    found = _PLACE.fullmatch(name)
+    if found is None:
+        return None
+    projection = LLAMA_CPP_NAMES.get(found[2], found[2])
+    return Place(int(found[1]), projection) if projection in _NAMES else None
+
+
+def _parts(place: Place, outputs: int, kv_width: int) -> dict[Place, slice]:
+    layer, name = place
+    parts = {place: slice(0, outputs)}
+    if name == "qkv_proj":
+        ends = (0, outputs - 2 * kv_width, outputs - kv_width, outputs)
+        parts |= {Place(layer, f"{one}_proj"): slice(*ends[n : n + 2]) for n, one in enumerate("qkv")}
+    elif name == "gate_up_proj":
+        half = outputs // 2
+        parts |= {Place(layer, "gate_proj"): slice(0, half), Place(layer, "up_proj"): slice(half, outputs)}
+    return parts
+
+
+_Weights = Mapping[str, TensorProto]
+_Sizes = tuple[int, int, "np.dtype[Any]"]
+
+
+def _matmul_sizes(node: onnx.NodeProto, weights: _Weights) -> _Sizes | None:
+    weight = weights[node.input[1]]
+    dtype = _DTYPES.get(weight.data_type)
+    return None if dtype is None or len(weight.dims) != 2 else (weight.dims[0], weight.dims[1], dtype)
+
+
+def _nbits_sizes(node: onnx.NodeProto, weights: _Weights) -> _Sizes | None:
+    numbers = {one.name: one.i for one in node.attribute}
+    scales = weights.get(node.input[2]) if len(node.input) > 2 else None
+    dtype = None if scales is None else _DTYPES.get(scales.data_type)
+    return None if dtype is None else (numbers["K"], numbers["N"], dtype)
+
+
+_SIZES = {"MatMul": _matmul_sizes, "MatMulNBits": _nbits_sizes}
+"""The nodes that are projections: how many inputs and outputs they have, and of what type those are."""
