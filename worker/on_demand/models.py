@@ -145,7 +145,9 @@ class OnDemandModels:
             match action:
                 case Load(name):
                     self._began_at[name] = now
-                    self._replicas[name].load()
+                    need = self._plan.need_of(name)
+                    assert need is not None, self._plan
+                    self._replicas[name].load(need.kv_bytes)
                 case Unload(name, reason):
                     replica = self._replicas[name]
                     self._metrics.model_unloads.labels(name, replica.worker_id, reason).inc()
