@@ -1,6 +1,6 @@
 """The workers: their requests, steps, memory and cache."""
 
-from deploy.dashboards.promql import WORKER_FILTER, increase, max_of, quantile, rate, sum_of
+from deploy.dashboards.promql import MODEL_FILTER, WORKER_FILTER, increase, max_of, quantile, rate, sum_of
 from deploy.dashboards.spec import MODEL, WORKER, Dashboard, Panel, Query, Row
 
 _P = "tokenbus_worker"
@@ -348,8 +348,8 @@ _ON_DEMAND = (
         "As estimated from their files. If the budget is never used up, others could be pinned.",
         "bytes",
         (
-            Query(sum_of(f"{_P}_memory_reserved_bytes", "", "instance"), "{{instance}} reserved"),
-            Query(sum_of(f"{_P}_memory_budget_bytes", "", "instance"), "{{instance}} budget"),
+            Query(sum_of(f"{_P}_memory_reserved_bytes", MODEL_FILTER, "instance"), "{{instance}} reserved"),
+            Query(max_of(f"{_P}_memory_budget_bytes", MODEL_FILTER, "instance"), "{{instance}} budget"),
         ),
     ),
     Panel(

@@ -48,9 +48,8 @@ def test_an_empty_name_of_a_device_is_refused(capsys: pytest.CaptureFixture[str]
 
 
 def test_with_a_memory_budget_all_models_but_the_pinned_ones_are_loaded_on_demand() -> None:
-    made = settings(
-        "--served-name", "a", "--model", "demo", "--served-name", "b", "--pin", "b", "--memory-budget-mib", "9"
-    )
+    names = ("--served-name", "a", "--model", "demo", "--served-name", "b")
+    made = settings(*names, "--pin", "b", "--memory-budget-mib", "9")
     assert {model.served_name: model.on_demand for model in made.models} == {"a": True, "b": False}
     assert made.memory_budget_bytes == 9 << 20
     assert made.models[0].engine.host_cache_mib == 0, "what is kept for later goes with the model"

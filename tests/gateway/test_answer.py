@@ -107,6 +107,12 @@ async def test_a_stream_that_is_silent_for_too_long_is_begun_and_kept_alive_by_c
     assert peer.body.endswith(b"data: [DONE]\n\n")
 
 
+async def test_while_the_model_is_loaded_a_comment_says_how_far_that_is() -> None:
+    loading = codec.replace(HEAD, worker_id=None, load_progress=0.404)
+    peer = await events_of(loading, failed(), hold_s=0.0)
+    assert peer.body.startswith(b': loading the model, 40 %\n\n: still here\n\ndata: {"error"')
+
+
 async def test_a_stream_that_outlives_its_worker_goes_on_in_the_same_response_and_is_counted() -> None:
     peer, metrics = Peer(), GatewayMetrics()
     log = RequestLog("r", metrics)

@@ -262,7 +262,7 @@ async def test_an_engine_that_is_killed_while_it_loads_is_started_again_and_othe
 async def test_a_router_holds_requests_until_there_is_a_worker(system: System) -> None:
     system.router("router", "--hold-s", "30", "--expect-model", "a")
     bare = await system.connect()
-    await system.until_logged("router", "router_ready")
+    await listed(bare)
     answer = await ask(bare, "a")
     await answer.until(1)
     sim_worker(system, "a", room=1)
@@ -273,7 +273,7 @@ async def test_a_router_holds_requests_until_there_is_a_worker(system: System) -
 async def test_a_request_is_held_for_no_longer_than_that(system: System) -> None:
     system.router("router", "--hold-s", "1", "--expect-model", "a")
     bare = await system.connect()
-    await system.until_logged("router", "router_ready")
+    await listed(bare)
     began = time.monotonic()
     assert (await complete(bare, "a"))["error"]["code"] == "no_worker"
     assert 0.9 < time.monotonic() - began < 3

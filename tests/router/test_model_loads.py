@@ -51,9 +51,8 @@ def loads(
 
 
 def refuse(worker_id: str) -> internal.ControlReply:
-    return internal.ControlReply(
-        ok=False, error=errors.make_error(errors.Code.INSUFFICIENT_MEMORY, f"{worker_id} is full")
-    )
+    error = errors.make_error(errors.Code.INSUFFICIENT_MEMORY, f"{worker_id} is full")
+    return internal.ControlReply(ok=False, error=error)
 
 
 def load_half(worker_id: str) -> internal.ControlReply:

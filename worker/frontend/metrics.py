@@ -130,11 +130,11 @@ class WorkerMetrics(MetricFamilies):
             "1 for the state of a model that is loaded on demand: unloaded, loading, loaded or unloading.",
             "state",
         )
-        self.memory_budget = Gauge(
-            "tokenbus_worker_memory_budget_bytes", "Memory that models on demand may take together; 0: what is free."
+        self.memory_budget = gauge(
+            "memory_budget_bytes", "Memory that all models on demand of the process may take together; 0: what is free."
         )
-        self.memory_reserved = Gauge(
-            "tokenbus_worker_memory_reserved_bytes", "Memory that the loaded models on demand are expected to take."
+        self.memory_reserved = gauge(
+            "memory_reserved_bytes", "Memory that a model on demand is expected to take; 0 while it is not loaded."
         )
         self.kv_leases = gauge("kv_leases", "Workers that are reading KV blocks here.")
         self.embeddings = counter("embeddings", "Inputs that were embedded.")

@@ -244,7 +244,8 @@ class Replica(EngineListener):
             for task in tasks:
                 if task.done():
                     task.result()
-            await self._drain(frontend)
+            assert self._supervisor is not None
+            await self._drain(self._supervisor, frontend)
         finally:
             left.cancel()
             for task in tasks:
@@ -252,13 +253,12 @@ class Replica(EngineListener):
             await asyncio.gather(left, *tasks, return_exceptions=True)
             frontend.announce_stopped()
 
-    async def _drain(self, frontend: Frontend) -> None:
+    async def _drain(self, supervisor: Supervisor, frontend: Frontend) -> None:
         """Accepts nothing new, lets running requests finish within the grace period, has routers take the rest, and
         ends what nobody has taken."""
         frontend.start_draining()
         self._log.info("draining", grace_s=self._settings.grace_s)
-        assert self._supervisor is not None
-        engine = self._supervisor.engine
+        engine = supervisor.engine
         if engine is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.grace_s):
@@ -269,5 +269,5 @@ class Replica(EngineListener):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.handover_s):
                     await frontend.wait_left()
-        await self._supervisor.cleanup()
+        await supervisor.cleanup()
         self._log.info("drained")

@@ -56,7 +56,8 @@ class Worker:
         self._is_single = sum(model.replicas for model in settings.models) == 1
         self._on_demand = OnDemandModels(settings, self._metrics, self._name)
         self._replicas: dict[Replica, asyncio.Task[None]] = {}
-        self._ended: asyncio.Queue[Replica] = asyncio.Queue()
+        self._ended: asyncio.Queue[Replica | None] = asyncio.Queue()
+        """Replicas that have ended; None if the task that loads models on demand has."""
         self._loads: set[asyncio.Task[None]] = set()
         self._starting = asyncio.Lock()
         self._last_number = 0
@@ -75,10 +76,14 @@ class Worker:
 
     async def _serve(self) -> None:
         loading = asyncio.create_task(self._on_demand.run())
+        loading.add_done_callback(lambda _: self._ended.put_nowait(None))
         try:
             await self._start_first()
             while self._replicas:
                 replica = await self._ended.get()
+                if replica is None:
+                    loading.result()  # raises what ended it
+                    continue
                 life = self._replicas.pop(replica)
                 if isinstance(replica, OnDemandReplica):
                     self._on_demand.remove(replica)

@@ -30,6 +30,7 @@ class OnDemandModels:
         self._metrics = metrics
         self._worker_id = worker_id
         self._plan = LoadPlan((), 0)
+        self._budget_bytes = 0
         self._replicas: dict[str, OnDemandReplica] = {}
         self._measuring: dict[str, asyncio.Task[None]] = {}
         self._changing: set[asyncio.Task[None]] = set()
@@ -57,7 +58,7 @@ class OnDemandModels:
                     f"may take {whole}; raise --memory-budget-mib"
                 )
         self._plan = LoadPlan(self._models, budget, self._settings.idle_unload_s)
-        self._metrics.memory_budget.set(budget)
+        self._budget_bytes = budget
 
     def add(self, replica: OnDemandReplica) -> None:
         """Takes over a replica before it runs."""
@@ -74,8 +75,11 @@ class OnDemandModels:
 
     def update_gauges(self) -> None:
         """Updates the gauges for a scrape."""
-        self._metrics.memory_reserved.set(self._plan.reserved_bytes)
         for name, replica in self._replicas.items():
+            need, is_reserved = self._plan.need_of(name), self._plan.state_of(name) is not State.UNLOADED
+            reserved = need.total_bytes if need is not None and is_reserved else 0
+            self._metrics.memory_budget.labels(name, replica.worker_id).set(self._budget_bytes)
+            self._metrics.memory_reserved.labels(name, replica.worker_id).set(reserved)
             for state in State:
                 own = self._metrics.model_state.labels(name, replica.worker_id, state)
                 own.set(self._plan.state_of(name) is state)
@@ -141,7 +145,9 @@ class OnDemandModels:
             match action:
                 case Load(name):
                     self._began_at[name] = now
-                    self._replicas[name].load()
+                    need = self._plan.need_of(name)
+                    assert need is not None, self._plan
+                    self._replicas[name].load(need.kv_bytes)
                 case Unload(name, reason):
                     replica = self._replicas[name]
                     self._metrics.model_unloads.labels(name, replica.worker_id, reason).inc()
@@ -160,17 +166,19 @@ class OnDemandModels:
 
     async def _measure(self, name: str) -> None:
         """Finds out how much memory a model needs, which may begin with a download."""
-        replica = self._replicas[name]
         try:
             need = await _measure(self._models[name])
         except (ModelError, OSError) as error:
-            if self._plan.state_of(name) is State.UNLOADED:
+            # what was loaded before is tried again: the load says why it fails
+            if name in self._replicas and self._plan.need_of(name) is None:
+                worker_id = self._replicas[name].worker_id
                 self._plan.failed(name, str(error), time.monotonic())
-                self._log.error("model_not_loaded", worker_id=replica.worker_id, model=name, error=str(error))
+                self._log.error("model_not_loaded", worker_id=worker_id, model=name, error=str(error))
             return
-        self._plan.set_need(name, need)
-        replica.set_context_length(need.context_length)
-        self._changed.set()
+        if name in self._replicas:
+            self._plan.set_need(name, need)
+            self._replicas[name].set_context_length(need.context_length)
+            self._changed.set()
 
 
 async def _measure(model: ServedModel) -> MemoryNeed:

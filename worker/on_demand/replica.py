@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import internal
+from tokenbus.protocol.wire import codec, internal
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
 from tokenbus.worker.engine.models import registry
@@ -63,10 +63,11 @@ class OnDemandReplica(Replica):
         if self.started.done() and not self._load_requested.is_set():
             self._announce_loadable()
 
-    def load(self) -> None:
-        """Starts an engine. The listener is told whether it serves."""
+    def load(self, kv_limit_bytes: int) -> None:
+        """Starts an engine with no more KV memory than that; 0 is no limit. The listener is told whether it serves."""
         assert self.frontend is not None, "only a started replica is wanted"
         self.load_progress = 0.0
+        self._engine = codec.replace(self._model.engine, kv_limit_bytes=kv_limit_bytes)
         self.frontend.announce_loading()
         self._load_requested.set()
 
