@@ -45,13 +45,13 @@ def sim_worker(system: System, *names: str, room: int, worker: str = "worker", a
 
 async def listed(bare: RawClient, *names: str) -> dict[str, Message]:
     """Waits until all models are listed; returns them by name."""
-    found: dict[str, Message] = {}
+    found: dict[str, Message] | None = None
     async with asyncio.timeout(30):
         while True:
             with contextlib.suppress(NoRespondersError):
                 reply = json.loads((await bare.nats.request(f"{PREFIX}.models", b"", timeout=5)).data)
                 found = {served["model"]: served for served in reply["models"]}
-            if found.keys() >= set(names):
+            if found is not None and found.keys() >= set(names):
                 return found
             await asyncio.sleep(0.05)
 
@@ -292,3 +292,21 @@ async def test_a_request_outlives_the_worker_that_is_killed_while_it_loads(syste
     system.worker("worker", "--memory-budget-mib", "150", served_name="a")
     assert (await answer.terminal())["finish_reason"] == "length"
     check_stream(answer)
+
+
+async def test_an_engine_that_dies_and_can_t_be_loaded_again_gives_its_memory_back(
+    system: System, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(demo.MODEL_PATH.read_bytes())
+    system.router("router")
+    arguments = models("other", "model", model=path, engine="auto")
+    system.worker("worker", *arguments, "--memory-budget-mib", "150", served_name="other")
+    bare = await system.connect()
+    await listed(bare, "other", "model")
+    assert (await complete(bare, "model"))["finish_reason"] == "length"
+    path.unlink()
+    os.kill(engines(system).pop(), signal.SIGKILL)
+    await system.until_logged("worker", "model_not_loaded")
+    assert "there is no such file" in (await complete(bare, "model"))["error"]["message"]
+    assert (await complete(bare, "other"))["finish_reason"] == "length"
