@@ -86,6 +86,8 @@ class Row(NamedTuple):
     """Blocks of this worker that the answering router has in its prefix index."""
     events: str
     lost_events: int
+    adapters: tuple[str, ...] = ()
+    """Names of its LoRA adapters."""
 
 
 class Rates:
@@ -139,6 +141,7 @@ def rows_of(reply: messages.ModelsReply, rates: FleetRates, now: float) -> list[
                     indexed_blocks=watched.indexed_blocks if watched else 0,
                     events=watched.events if watched else "",
                     lost_events=watched.lost_events if watched else 0,
+                    adapters=tuple(one.name for one in card.adapters),
                 )
             )
     return rows
@@ -202,6 +205,8 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
             f"{copies} blocks copied to host memory, {sum(row.fetched_blocks for row in rows)} fetched from other "
             f"workers, {sum(row.fetched_per_s for row in rows):.0f} a second"
         )
+    for model, names in _adapters_by_model(rows).items():
+        yield f"adapters of {model}: {', '.join(names)}"
     if router is None:
         return
     yield (
@@ -216,6 +221,17 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
         yield f"{router.uploads} large requests on their way in parts, of which {mebibytes:.1f} MiB came"
     for refused in router.refused_cards:
         yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"
+
+
+def _adapters_by_model(rows: list[Row]) -> dict[str, list[str]]:
+    """Returns the names of each model's adapters; a worker that lacks one is named behind it."""
+    found: dict[str, list[str]] = {}
+    for model in dict.fromkeys(row.model for row in rows):
+        workers = [row for row in rows if row.model == model]
+        for name in sorted({name for row in workers for name in row.adapters}):
+            lacking = [row.worker_id for row in workers if name not in row.adapters]
+            found.setdefault(model, []).append(f"{name} (not at {', '.join(lacking)})" if lacking else name)
+    return found
 
 
 async def _top(options: argparse.Namespace, client: Client) -> int:

@@ -143,13 +143,14 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH[@TENANT,...]",
-        help="LoRA adapter of the model, for all tenants or for these; may be repeated",
+        help="LoRA adapter of the model, a GGUF or for ONNX a folder of PEFT too, for all tenants or for these; may be "
+        "repeated",
     )
     parser.add_argument(
         "--lora-dir",
         default="",
         metavar="DIR[@TENANT,...]",
-        help="folder whose adapters NAME.gguf are loaded, replaced and unloaded as they come and go",
+        help="folder whose adapters, NAME.gguf or folders of PEFT, are loaded and unloaded as they come and go",
     )
 
 

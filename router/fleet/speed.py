@@ -67,6 +67,8 @@ class Speed:
     def __init__(self) -> None:
         self._prefill = _Window()
         self._itl = _Window()
+        self._step_s = 0.0
+        """Time since the last event that a step had ended before, while prompts were queued."""
 
     def __repr__(self) -> str:
         return f"<Speed {self.prefill_s_per_token:.6f} s, {self.itl_s:.4f} s>"
@@ -90,9 +92,14 @@ class Speed:
         """Learns from the loads of two consecutive events, `seconds` apart.
 
         They say something only if the worker was busy all the time between them: with prompts still queued at the first
-        event, or with streams alone."""
+        event, or with streams alone. Events in the middle of a step, such as heartbeats, show no tokens yet: their time
+        counts towards those of the next one."""
         computed = after.computed_tokens - before.computed_tokens
         generated = after.generated_tokens - before.generated_tokens
+        if before.queued_prefill_tokens and not computed:
+            self._step_s += seconds
+            return
+        seconds, self._step_s = seconds + self._step_s, 0.0
         if before.queued_prefill_tokens > after.queued_prefill_tokens and computed > 0:
             self._prefill.add(seconds, 1.0, computed)
         elif not before.queued_prefill_tokens and not after.queued_prefill_tokens and generated > 0 and before.running:

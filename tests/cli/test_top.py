@@ -91,6 +91,14 @@ def test_blocks_that_move_are_told_of_where_there_are_copies() -> None:
     assert len(str(make_table(none).caption).splitlines()) == 1
 
 
+def test_adapters_are_listed_by_model_with_the_workers_that_lack_one() -> None:
+    first, second, third = rows()
+    some = [first._replace(adapters=("b", "a")), second._replace(adapters=("a",)), third._replace(model="other")]
+    told = [line for line in str(make_table(some).caption).splitlines() if line.startswith("adapters")]
+    assert told == ["adapters of qwen2.5-0.5b-instruct: a, b (not at worker-1)"]
+    assert "adapters" not in str(make_table(rows()).caption)
+
+
 @pytest.mark.parametrize(
     ("uploads", "lines"), [(0, []), (3, ["3 large requests on their way in parts, of which 1.5 MiB came"])]
 )

@@ -212,13 +212,30 @@ async def test_a_worker_does_not_start_with_an_adapter_that_does_not_fit(system:
     assert "another base" in system.text_log("worker")
 
 
-async def test_an_onnx_worker_says_that_it_has_no_adapters(system: System, tmp_path: Path) -> None:
-    one = adapters.write(tmp_path / "1.gguf", 1)
+async def test_workers_of_both_formats_have_the_same_adapter(system: System, tmp_path: Path) -> None:
+    one, same = adapters.write(tmp_path / "1.gguf", 1), ("--served-name", "demo", "--fingerprint", "demo-1")
+    peft = adapters.write_peft(tmp_path / "peft", adapters.peft_tensors(2))
     system.router("router")
-    system.worker("worker", "--lora", f"style={one}", model=str(demo.ONNX_PATH))
-    assert system.wait("worker", timeout_s=150) != 0
-    assert "LoRA adapters need a gguf engine, and this one is onnx" in system.text_log("worker")
-    system.worker("other", model=str(demo.ONNX_PATH))
+    system.worker("onnx", "--lora", f"style={one}", "--lora", f"peft={peft}", *same, model=str(demo.ONNX_PATH))
     bare = await system.connect()
     await until_ready(bare, 1)
-    assert await refusal(bare, with_lora("style")) == ("unsupported", "lora")
+    base, style, other = [
+        await text(bare, PROMPT),
+        await text(bare, with_lora("style")),
+        await text(bare, with_lora("peft")),
+    ]
+    assert len({base, style, other}) == 3
+    digests = await until_listed(bare, "peft", "style")
+    system.worker("gguf", "--lora", f"style={one}", *same)
+    await until_ready(bare, 2)
+    assert await until_listed(bare, "peft", "style") == digests  # of one digest each
+    system.kill("onnx")
+    assert await text(bare, with_lora("style")) == style
+
+
+async def test_a_worker_whose_engine_has_no_adapters_says_so(system: System, tmp_path: Path) -> None:
+    one = adapters.write(tmp_path / "1.gguf", 1)
+    system.router("router")
+    system.worker("worker", "--lora", f"style={one}", "--engine", "sim", model="dynamo")
+    assert system.wait("worker", timeout_s=150) != 0
+    assert "LoRA adapters need a gguf engine, or an onnx engine" in system.text_log("worker")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tokenbus.demo import MODEL_PATH, ONNX_PATH
 
 Array = npt.NDArray[Any]
-_SOURCES = {
+SOURCES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -60,7 +60,7 @@ def source_name(name: str) -> str:
     if name in ("token_embd.weight", "output_norm.weight"):
         return {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[name]
     _, layer, kind, suffix = name.split(".")
-    return f"model.layers.{layer}.{_SOURCES[kind]}.{suffix}"
+    return f"model.layers.{layer}.{SOURCES[kind]}.{suffix}"
 
 
 def header_of(tensors: Mapping[str, Array]) -> dict[str, Any]:

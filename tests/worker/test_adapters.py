@@ -160,6 +160,31 @@ async def test_a_file_of_a_folder_is_loaded_once_two_looks_find_it_the_same(tmp_
     assert not adapters.cards()
 
 
+async def test_a_folder_of_peft_is_loaded_as_a_whole(tmp_path: Path) -> None:
+    adapters, engine, _ = await opened()
+    paths: list[str] = []
+
+    async def load_folder(path: str) -> str:
+        paths.append(path)
+        return "one"
+
+    engine.load_adapter = load_folder  # type: ignore[method-assign]
+    folder = AdapterFolder(tmp_path, None, adapters)
+    weights = file(make_folder(tmp_path / "style"), "adapter_model.safetensors", "one")
+    file(make_folder(tmp_path / "other"), "model.safetensors", "two")
+    for _ in range(3):
+        await folder.look()
+    assert adapters.cards() == [messages.CardAdapter(name="style", digest="one")]
+    assert paths == [str(tmp_path / "style")]
+    os.utime(weights, ns=(1, 1))
+    for _ in range(3):
+        await folder.look()
+    assert len(paths) == 2
+    remove(weights)
+    await folder.look()
+    assert not adapters.cards()
+
+
 async def test_a_folder_does_not_take_a_name_that_an_operator_has_given(tmp_path: Path) -> None:
     folder_path = make_folder(tmp_path / "folder")
     adapters, _, _ = await opened(AdapterSettings("a", file(tmp_path, "1", "one")))

@@ -1,5 +1,5 @@
-"""Watches a folder of LoRA adapters: each file NAME.gguf in it is loaded as NAME, again when it is replaced, and
-unloaded when it is gone."""
+"""Watches a folder of LoRA adapters: each file NAME.gguf in it, and each folder NAME as PEFT writes it, is loaded as
+NAME, again when it is replaced, and unloaded when it is gone."""
 
 import asyncio
 from pathlib import Path
@@ -13,11 +13,14 @@ from tokenbus.worker.frontend.adapters import Adapters
 
 _INTERVAL_S = 1.0
 _SUFFIX = ".gguf"
+_PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
 class Stamp(NamedTuple):
-    """The properties of a file that tell one version of it from another."""
+    """The properties of an adapter's file that tell one version of it from another."""
 
+    path: Path
+    """The file, or the folder of PEFT with it."""
     modified_ns: int
     size: int
     inode: int
@@ -60,7 +63,7 @@ class AdapterFolder:
         self._seen = files
 
     async def _load(self, name: str, stamp: Stamp) -> None:
-        settings = AdapterSettings(name, str(self._path / f"{name}{_SUFFIX}"), self._tenants)
+        settings = AdapterSettings(name, str(stamp.path), self._tenants)
         try:
             settings.check()
             if name in self._adapters and name not in self._own:
@@ -84,13 +87,15 @@ class AdapterFolder:
 
 
 def _stamps(folder: Path) -> dict[str, Stamp]:
-    """Returns the files of a folder by their names without the ending; none if it can't be read."""
+    """Returns the adapters of a folder by their names without the ending; none if it can't be read."""
     found = {}
     try:
-        for path in folder.iterdir():
-            if path.suffix == _SUFFIX and path.is_file():
-                status = path.stat()
-                found[path.name.removesuffix(_SUFFIX)] = Stamp(status.st_mtime_ns, status.st_size, status.st_ino)
+        for path in sorted(folder.iterdir()):
+            weights = path / _PEFT_WEIGHTS if path.is_dir() else path
+            if weights.is_file() and (path.is_dir() or path.suffix == _SUFFIX):
+                status = weights.stat()
+                name = path.name.removesuffix(_SUFFIX)
+                found[name] = Stamp(path, status.st_mtime_ns, status.st_size, status.st_ino)
     except OSError:  # a file may go while the folder is read: the next look will tell
         return found
     return found

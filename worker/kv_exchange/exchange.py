@@ -117,7 +117,8 @@ class KvExchange:
                 tokens=leg.num_tokens,
                 duration_ms=round(1e3 * (time.monotonic() - leg.began_at), 1),
             )
-        self._announcer.publish_events()
+        # not now: until the sink has returned, the engine still counts the leg
+        asyncio.get_running_loop().call_soon(self._announcer.publish_events)
 
     @property
     def _is_computing(self) -> bool:

@@ -68,8 +68,7 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     params: GenerationParams
     """The generation parameters of the request."""
     adapters: list[RunAdapter] = []
-    """The adapters behind `lora` in `params`, in the order of their digests: one for each digest, and none whose scale
-    is 0."""
+    """The adapters behind `lora` in `params`, ordered by digest: one for each, and none whose scale is 0."""
     is_chat: bool = False
     """Whether the prompt is a conversation that was rendered with the chat template, so that its answer may have
     reasoning and tool calls."""
@@ -136,8 +135,7 @@ class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True
     """A worker's answer to a command."""
 
     ok: bool
-    """Whether the command was carried out. An attempt that has sent a token or has ended refuses a `drop` that does
-    not say `moved`."""
+    """Whether the command was carried out. An attempt that has sent a token or ended needs `moved` to be dropped."""
     error: errors.Error | None = None
     """Why the command was not carried out."""
     progress: float | None = None

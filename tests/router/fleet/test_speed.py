@@ -75,6 +75,26 @@ def test_late_events_make_no_difference() -> None:
     assert speed.itl_s == pytest.approx(0.05)
 
 
+def test_events_in_the_middle_of_a_step_do_not_make_it_seem_shorter() -> None:
+    """Steps of 150 tokens take 0.6 s, and events come five times in a step, as of an engine without streams."""
+    speed = Speed()
+    for _ in range(20):
+        before, after = prompts(150, left=500)
+        for _ in range(4):
+            speed.observe(before, before, 0.12)
+        speed.observe(before, after, 0.12)
+    assert speed.prefill_s_per_token == pytest.approx(0.004)
+
+
+def test_time_in_which_nothing_was_queued_is_nobodys() -> None:
+    speed, (before, after) = Speed(), prompts(150, left=500)
+    for _ in range(20):
+        speed.observe(before, before, 0.3)
+        speed.observe(before, after, 0.3)
+        speed.observe(messages.Load(), messages.Load(), 100.0)
+    assert speed.prefill_s_per_token == pytest.approx(0.004)
+
+
 def test_decisions_are_counted_with_their_rate_hit_rate_and_duration() -> None:
     stats = DecisionStats()
     assert (stats.predicted_hit_rate, stats.decision_percentiles_us()) == (0.0, (0.0, 0.0))

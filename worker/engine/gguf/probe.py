@@ -115,7 +115,10 @@ def _try_checkpoint(
     if truth is None or restored is None or np.abs(truth - restored).max() > float(truth.std()) * _CLOSE:
         return None
     growth = -(-(len(state) - len(state_of_half)) // (last - half))  # of a window that is not full
-    return CheckpointBytes(len(state) + growth * max(0, window - last), lanes.num_kv_bytes(blob) // last)
+    token_bytes = lanes.num_kv_bytes(blob) // last
+    if growth and not token_bytes:  # all KV counts as state, which has no largest size then
+        return None
+    return CheckpointBytes(len(state) + growth * max(0, window - last), token_bytes)
 
 
 def _decode(

@@ -5,16 +5,17 @@ class MemoryCopies:
     """The data of each copy, by its id."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, bytearray] = {}
+        self._copies: dict[int, memoryview] = {}
 
     def __repr__(self) -> str:
         return f"<MemoryCopies {len(self._copies)}>"
 
     def write(self, number: int, data: memoryview) -> None:
+        """Keeps data, which belongs to nobody else from now on."""
         assert number not in self._copies, number
-        self._copies[number] = bytearray(data)
+        self._copies[number] = data
 
-    def read(self, number: int) -> bytearray:
+    def read(self, number: int) -> memoryview:
         return self._copies[number]
 
     def discard(self, number: int) -> None:

@@ -49,6 +49,9 @@ class CheckpointedAllocation(Allocation):
 
     def stop_for(self, token_ids: "array[int]", other: "array[int]", num_computed: int) -> int:
         """Has a step end where another prompt of the same domain leaves this one; returns that position."""
+        size = self._cache.block_size
+        if token_ids[:size] != other[:size]:  # as most often
+            return 0
         count = min(len(token_ids), len(other))
         one, two = block_hash.pack_token_ids(token_ids[:count]), block_hash.pack_token_ids(other[:count])
         position = self._last_boundary(min(num_common_tokens(one, two), count - _GENERATION_PROMPT_TOKENS))

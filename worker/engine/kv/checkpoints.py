@@ -15,6 +15,7 @@ Where memory is needed, the state that was not used for the longest time goes fi
 checkpoint behind it stands on it: of a long conversation only the last states stay, and all of the KV.
 """
 
+import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ class Checkpoints:
         self._roots: dict[Domain, Run] = {}
         self._states: OrderedDict[Checkpoint, None] = OrderedDict()
         """Checkpoints with a state, the least recently used first."""
-        self._last_copy_id = 0
+        self._copy_ids = itertools.count(1)
         self._stored: dict[int, StoredBlock] = {}
         self._removed: list[int] = []
         self.used_bytes = 0
@@ -111,9 +112,9 @@ class Checkpoints:
             self._collect(one)
             return None
         if num_kv_bytes:
-            one.kv_copy = self._new_copy_id()
+            one.kv_copy = next(self._copy_ids)
             self._ops.add(Offload(one.kv_copy, lane, one.start, end))
-        one.state_copy = self._new_copy_id()
+        one.state_copy = next(self._copy_ids)
         self._ops.add(SaveState(one.state_copy, lane))
         self._states[one] = None
         self.used_bytes += self._sizes.state_bytes + num_kv_bytes
@@ -215,7 +216,3 @@ class Checkpoints:
         hashes = [parent, *block_hash.block_hashes_of_bytes(tokens, self._block_size, parent)]
         one.hash = hashes[-1]
         self._stored[one.hash] = StoredBlock(hashes[-2], one.hash)
-
-    def _new_copy_id(self) -> int:
-        self._last_copy_id += 1
-        return self._last_copy_id

@@ -71,7 +71,7 @@ class OnnxEmbedder:
         for kv in self._graph.kv:  # a generating model starts from an empty cache
             binding.bind_input(kv.past, np.empty((len(inputs), kv.heads, 0, kv.width), kv.dtype))
         assert self._output is not None
-        states = self._graph_runner.fetch(binding, self._output).astype(np.float32)
+        states = binding.fetch(self._output).astype(np.float32)
         found: Matrix = states if states.ndim == 2 else pool_states(states, lengths, self._mode)
         return found
 

@@ -64,7 +64,8 @@ class OnnxModel:
         self.adapters: LoadedModels[LoadedAdapter] = LoadedModels()
         """The adapters of all replicas of the model."""
         self._settings = settings
-        self._takes_adapters = False
+        self.takes_adapters = False
+        """Whether the graph has inputs for adapters."""
         self._opening = threading.Lock()
         last_logits_only = self._edit(model)
         session = Session(model, files.weights, settings, device)
@@ -112,7 +113,7 @@ class OnnxModel:
         """Opens the graph again with inputs for adapters, unless it has them already: a graph that has none is a little
         faster. Steps go on meanwhile. Raises ModelError."""
         with self._opening:
-            if self._takes_adapters:
+            if self.takes_adapters:
                 return
             path = self.files.weights
             model = external_data.load(path)
@@ -122,7 +123,7 @@ class OnnxModel:
             projections.add_inputs(model, self.graph.kv_width)
             session = Session(model, path, self._settings, self.device)
             self.graph_runner.replace(session, no_adapters(self.projections))
-            self._takes_adapters = True
+            self.takes_adapters = True
         structlog.get_logger().info("onnx_takes_adapters", projections=len(self.projections))
 
     def _edit(self, model: onnx.ModelProto) -> bool:

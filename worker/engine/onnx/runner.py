@@ -84,7 +84,7 @@ class OnnxRunner:
         self._cache = self._make_cache(settings, size)
         self.embedder = self._make_embedder(settings, size)
         self.reranker: Reranker | None = None
-        self._session = model.graph_runner.session
+        self._takes_adapters = model.takes_adapters
         self._adapters = ReplicaAdapters(model, self._cache.drop_bindings) if model.projections else None
         self.adapters: Adapters | None = self._adapters
         offered = features.with_sampler(
@@ -119,8 +119,8 @@ class OnnxRunner:
             raise DeviceError(str(error)) from error
 
     def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
-        if self._session is not self._model.graph_runner.session:  # a first adapter was loaded
-            self._session = self._model.graph_runner.session
+        if self._takes_adapters is not self._model.takes_adapters:  # the session of these bindings was replaced
+            self._takes_adapters = True
             self._cache.drop_bindings()
         try:
             computed = self._compute(plan)

@@ -196,6 +196,8 @@ def test_an_adapter_of_another_architecture_and_a_model_are_refused(runner: Gguf
         runner.adapters.load(adapters.write(tmp_path / "wrong.gguf", architecture="qwen2"))
     with pytest.raises(ModelError, match="is no LoRA adapter"):
         runner.adapters.load(Path(exact_demo().model))
+    with pytest.raises(ModelError, match="is a folder, as PEFT writes it; convert it"):
+        runner.adapters.load(tmp_path)
 
 
 def test_an_adapter_that_is_cut_anywhere_is_refused(runner: GgufRunner, tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ class AdapterFile(NamedTuple):
 def read(path: Path, architecture: str, base: Mapping[str, Tensor]) -> AdapterFile:
     """Reads a file once, since it may be replaced at any time. Raises ModelError, naming what is wrong, unless it is a
     LoRA adapter of the model with these tensors."""
+    if path.is_dir():
+        raise ModelError(f"{path}: is a folder, as PEFT writes it; convert it with convert_lora_to_gguf")
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -39,13 +39,12 @@ class GraphRunner:
 
     @property
     def session(self) -> Session:
-        """The session of new bindings. Others keep theirs alive, and should go once it is another."""
+        """The session of new bindings."""
         return self._loaded.session
 
     def replace(self, session: Session, no_adapters: Mapping[str, Array]) -> None:
-        """Uses a session of the same graph with inputs for adapters from now on. Bindings that there are stay valid.
-
-        May be called from any thread."""
+        """Uses a session of the same graph with inputs for adapters from now on. Earlier bindings stay valid, and keep
+        their session alive. May be called from any thread."""
         self._loaded = _Loaded(session, {name: session.tensor(array) for name, array in no_adapters.items()})
 
     def bind(self) -> Binding:
@@ -94,7 +93,3 @@ class GraphRunner:
         binding.run()
         last: Array = logits[:, -1] if wants_logits else logits[:0, -1]
         return last if last.dtype == np.float32 else last.astype(np.float32)
-
-    def fetch(self, binding: Binding, output: str) -> Array:
-        """Runs, and returns an output of any shape. Raises as `run` does."""
-        return binding.fetch(output)
