@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import structlog
@@ -37,6 +38,9 @@ _LOADING_LOG_INTERVAL_S = 2.0
 
 class Replica(EngineListener):
     """Serves from `run` until it is drained. Its engine is a step loop in `process`."""
+
+    _is_patient: ClassVar[bool] = True
+    """Whether a model that has served is tried again and again when it can't be loaded any more."""
 
     def __init__(
         self,
@@ -209,11 +213,11 @@ class Replica(EngineListener):
         assert self.frontend is not None
         self.frontend.step_done()
 
-    def _make_supervisor(self, *, is_patient: bool = True) -> Supervisor:
+    def _make_supervisor(self) -> Supervisor:
         assert self.frontend is not None
         prepare = self.frontend.adapters.load_all
         timeout_s = self._settings.step_timeout_s
-        return Supervisor(self._make_engine, self.worker_id, self, timeout_s, prepare, is_patient=is_patient)
+        return Supervisor(self._make_engine, self.worker_id, self, timeout_s, prepare, is_patient=self._is_patient)
 
     async def _run_engines(self) -> None:
         """Runs engines, one after another. Raises EngineStartError."""

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, internal
@@ -39,6 +39,8 @@ class LoadListener(Protocol):
 class OnDemandReplica(Replica):
     """Serves a model from each `load` to the next `unload`. Its engine has a process of its own, so that all of its
     memory is given back, and a load disturbs no other model."""
+
+    _is_patient: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -134,7 +136,7 @@ class OnDemandReplica(Replica):
         if not self._host_cache_file and self._memory_fd is not None:
             os.ftruncate(self._memory_fd, 0)
         self._load_requested.clear()
-        self._supervisor = self._make_supervisor(is_patient=False)
+        self._supervisor = self._make_supervisor()
         self._announce_loadable()
 
     def _announce_loadable(self) -> None:
