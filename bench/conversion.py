@@ -1,6 +1,6 @@
 """Measures conversions of safetensors: CPU time, peak memory, and how near the logits are to transformers'.
 
-    python -m bench.conversion [--gigabytes 1] [--kinds f16,q8_0,q4_k_m]
+    python -m bench.conversion [--gigabytes 1] [--width 2048] [--kinds f16,q8_0,q4_k_m]
     python -m bench.conversion --logits     # needs the extra `transformers`
 
 The first writes random weights of a Llama in BF16 with the demo's tokenizer. The second makes a tiny random model of
@@ -29,18 +29,7 @@ from tokenbus.worker.engine.gguf import backend
 from tokenbus.worker.models.convert.layout import SafetensorsLayout
 from tokenbus.worker.models.convert.process import Job
 
-_WIDTH, _INNER, _HEADS = 2_048, 8_192, 16
-_LAYER = {
-    "input_layernorm.weight": (_WIDTH,),
-    "self_attn.q_proj.weight": (_WIDTH, _WIDTH),
-    "self_attn.k_proj.weight": (_WIDTH, _WIDTH),
-    "self_attn.v_proj.weight": (_WIDTH, _WIDTH),
-    "self_attn.o_proj.weight": (_WIDTH, _WIDTH),
-    "post_attention_layernorm.weight": (_WIDTH,),
-    "mlp.gate_proj.weight": (_INNER, _WIDTH),
-    "mlp.up_proj.weight": (_INNER, _WIDTH),
-    "mlp.down_proj.weight": (_WIDTH, _INNER),
-}
+_HEAD_SIZE = 128
 _TOKENS = 200
 _VOCAB = 640
 _TINY = {
@@ -86,6 +75,7 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure conversions of safetensors.", allow_abbrev=False)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the published weights (%(default)s)")
+    parser.add_argument("--width", type=int, default=2_048, help="width of the model, a multiple of 128 (%(default)s)")
     parser.add_argument("--kinds", default="f16,q8_0,q4_k_m", help="types to convert to (%(default)s)")
     parser.add_argument("--logits", action="store_true", help="compare logits with transformers instead")
     options = parser.parse_args()
@@ -94,12 +84,12 @@ def main() -> None:
         if options.logits:
             _compare_logits(Path(name))
         else:
-            _measure(Path(name), options.gigabytes, options.kinds.split(","))
+            _measure(Path(name), options.gigabytes, options.width, options.kinds.split(","))
 
 
-def _measure(folder: Path, gigabytes: float, kinds: list[str]) -> None:
-    published = _write_random(folder / "random", gigabytes)
-    print(f"{published / 1e9:.2f} GB of BF16; largest tensor {2 * _WIDTH * _INNER / 2**20:.0f} MiB")
+def _measure(folder: Path, gigabytes: float, width: int, kinds: list[str]) -> None:
+    published = _write_random(folder / "random", gigabytes, width)
+    print(f"{published / 1e9:.2f} GB of BF16, width {width}; largest tensor {8 * width**2 / 2**20:.0f} MiB")
     for kind in kinds:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         peak = _convert(folder / "random", kind, folder / "out.gguf")
@@ -134,16 +124,16 @@ def _private_bytes(pid: int) -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon")), 0)
 
 
-def _write_random(folder: Path, gigabytes: float) -> int:
+def _write_random(folder: Path, gigabytes: float, width: int) -> int:
     """Writes a Llama of about that size; returns the bytes of its weights."""
     _copy_tokenizer(folder)
     config = json.loads((folder / "config.json").read_text())
-    layer_bytes = 2 * sum(int(np.prod(shape)) for shape in _LAYER.values())
+    layer_bytes = 2 * sum(int(np.prod(shape)) for shape in _layer_shapes(width).values())
     layers = max(1, round(gigabytes * 1e9 / layer_bytes))
-    shape = {"hidden_size": _WIDTH, "intermediate_size": _INNER, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": _HEADS, "num_key_value_heads": _HEADS}
+    shape = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), width // _HEAD_SIZE)
     (folder / "config.json").write_text(json.dumps(config | shape | heads))
-    tensors = dict(_random_shapes(layers, config["vocab_size"]))
+    tensors = dict(_random_shapes(layers, config["vocab_size"], width))
     header, at = {}, 0
     for name, sizes in tensors.items():
         num_bytes = 2 * int(np.prod(sizes))
@@ -159,11 +149,26 @@ def _write_random(folder: Path, gigabytes: float) -> int:
     return at
 
 
-def _random_shapes(layers: int, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (vocab, _WIDTH)
-    yield "model.norm.weight", (_WIDTH,)
+def _layer_shapes(width: int) -> dict[str, tuple[int, ...]]:
+    inner = 4 * width
+    return {
+        "input_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (width, width),
+        "self_attn.k_proj.weight": (width, width),
+        "self_attn.v_proj.weight": (width, width),
+        "self_attn.o_proj.weight": (width, width),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }
+
+
+def _random_shapes(layers: int, vocab: int, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (vocab, width)
+    yield "model.norm.weight", (width,)
     for number in range(layers):
-        for name, shape in _LAYER.items():
+        for name, shape in _layer_shapes(width).items():
             yield f"model.layers.{number}.{name}", shape
 
 

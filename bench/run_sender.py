@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from collections import Counter
 
 import nats
 from nats.aio.client import Client
@@ -63,6 +64,10 @@ class RunSender:
         self.model = model
         self.cards: dict[str, messages.Card] = {}
         self.fetches: list[internal.Fetched] = []
+        self.legs: list[str] = []
+        """Keys of requests whose prompts workers have begun to compute for others."""
+        self.num_stored: Counter[str] = Counter()
+        """Blocks that each worker has said to be new."""
         self.num_removed = 0
         """Blocks that workers have said to be gone."""
         self._told = asyncio.Event()
@@ -83,6 +88,8 @@ class RunSender:
         async def take_events(message: Msg) -> None:
             told = _events.decode(message.data, codec.Encoding.MSGPACK)
             self.fetches += told.fetches
+            self.legs += told.legs
+            self.num_stored[told.worker_id] += sum(len(run.hashes) for run in told.stored)
             self.num_removed += len(told.removed)
             self._told.set()
 
@@ -141,6 +148,20 @@ class RunSender:
                 self._told.clear()
                 await self._told.wait()
         return self.fetches[count - 1]
+
+    async def until_leg(self, count: int) -> None:
+        """Waits until workers have begun to compute so many prompts for others."""
+        async with asyncio.timeout(30):
+            while len(self.legs) < count:
+                self._told.clear()
+                await self._told.wait()
+
+    async def until_stored(self, worker_id: str, count: int) -> None:
+        """Waits until a worker has said of so many blocks that it has them."""
+        async with asyncio.timeout(30):
+            while self.num_stored[worker_id] < count:
+                self._told.clear()
+                await self._told.wait()
 
     async def until_removed(self, num_before: int) -> None:
         """Waits until workers have said of more blocks than before that they are gone."""

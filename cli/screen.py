@@ -169,7 +169,7 @@ class JsonScreen(Screen):
 def _states(reply: messages.ModelsReply | None) -> dict[str, str]:
     if reply is None:
         return {}
-    return {card.worker_id: str(card.state) for served in reply.models for card in served.workers or []}
+    return {card.worker_id: card.shown_state for served in reply.models for card in served.workers or []}
 
 
 def _table(reply: messages.ModelsReply) -> Table:
@@ -180,7 +180,7 @@ def _table(reply: messages.ModelsReply) -> Table:
             table.add_row(
                 card.worker_id,
                 served.model,
-                card.state,
+                card.shown_state,
                 f"{load.running} of {card.max_num_seqs}",
                 str(load.waiting),
                 str(load.used_blocks),

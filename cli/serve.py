@@ -28,6 +28,7 @@ CHANGEABLE = {
             "max_queued_tokens",
             "policy",
             "temperature",
+            "hold_s",
             "slow_wait_s",
             "log_prompt_chars",
             "log_level",

@@ -1,4 +1,4 @@
-"""The schemas of the wire's messages, written from docs/wire.md and not from this project's structs."""
+"""The schemas of clients' messages and of cards, written from docs/wire.md and not from this project's structs."""
 
 from tokenbus.conformance import field_types
 from tokenbus.conformance.field_types import (
@@ -46,6 +46,7 @@ CHUNK: Schema = {
     "text_offset": COUNT,
     "text": TEXT,
     "finish_reason": optional(field_types.one_of(*FINISH_REASONS)),
+    "load_progress": optional(DURATION),
 }
 """The fields of every message of a stream."""
 
@@ -95,6 +96,7 @@ ROUTING: Schema = {
     "policy": NAME,
     "candidates": list_of(map_of(CANDIDATE)),
     "fetch_from": optional(TEXT),
+    "has_leg": optional(FLAG),
 }
 
 LOAD: Schema = {
@@ -104,12 +106,14 @@ LOAD: Schema = {
     "used_blocks": COUNT,
     "cached_blocks": COUNT,
     "free_blocks": COUNT,
+    "host_blocks": optional(COUNT),
+    "fetched_blocks": optional(COUNT),
     "step_age_ms": DURATION,
 }
-_EPOCH = field_types.matching("[0-9]+-.+")
+EPOCH = field_types.matching("[0-9]+-.+")
 CARD: Schema = {
     "worker_id": NAME,
-    "epoch": _EPOCH,
+    "epoch": EPOCH,
     "model": NAME,
     "source": TEXT,
     "engine": NAME,
@@ -117,6 +121,7 @@ CARD: Schema = {
     "context_length": POSITIVE,
     "kv_block_size": optional(POSITIVE),
     "total_kv_blocks": optional(COUNT),
+    "kv_checkpoints": optional(FLAG),
     "kv_identity": optional(TEXT),
     "kv_token_bytes": optional(COUNT),
     "max_num_seqs": POSITIVE,
@@ -126,7 +131,8 @@ CARD: Schema = {
     "chat_format_digest": optional(NAME),
     "features": list_of(NAME),
     "adapters": optional(list_of(map_of({"name": NAME, "digest": NAME}))),
-    "role": optional(NAME),
+    "role": optional(field_types.one_of("both", "prefill", "decode")),
+    "loadable": optional(FLAG),
     "state": NAME,
     "host": TEXT,
     "pids": map_of({"front": COUNT, "engine": COUNT}),
@@ -137,6 +143,7 @@ SERVED: Schema = {
     "context_length": POSITIVE,
     "features": list_of(NAME),
     "adapters": optional(list_of(NAME)),
+    "loadable": optional(FLAG),
 }
 TOKENS: Schema = {
     "id": NAME,
@@ -146,75 +153,3 @@ TOKENS: Schema = {
     "context_length": POSITIVE,
 }
 LIMITS: Schema = {"max_request_bytes": POSITIVE}
-
-SEAL: Schema = {"epoch": _EPOCH, "seq": COUNT}
-_RUN_OF_BLOCKS = field_types.MAP
-_STARTED: Schema = {"id": NAME, "stream_no": COUNT, "attempt": POSITIVE, "prompt_tokens": COUNT, "router_id": NAME}
-_FETCHED: Schema = {
-    "stream_no": COUNT,
-    "worker_id": NAME,
-    "fetched_tokens": optional(COUNT),
-    "fetched_bytes": optional(COUNT),
-    "fetch_ms": optional(DURATION),
-}
-EVENTS: Schema = {
-    "worker_id": NAME,
-    "epoch": _EPOCH,
-    "seq": COUNT,
-    "cleared": optional(FLAG),
-    "removed": optional(list_of(COUNT)),
-    "stored": optional(list_of(_RUN_OF_BLOCKS)),
-    "started": optional(list_of(map_of(_STARTED))),
-    "stream_nos": optional(field_types.BYTES),
-    "token_ids": optional(field_types.BYTES),
-    "fetches": optional(list_of(map_of(_FETCHED))),
-    "finished": optional(list_of(NAME)),
-    "taken": optional(list_of(NAME)),
-    "guardians": optional(field_types.MAP),
-    "load": map_of(LOAD),
-    "state": NAME,
-}
-_RUNNING: Schema = {
-    "id": NAME,
-    "attempt": POSITIVE,
-    "stream_no": COUNT,
-    "num_tokens": optional(COUNT),
-    "router_id": optional(NAME),
-}
-SNAPSHOT: Schema = {
-    "worker_id": NAME,
-    "epoch": _EPOCH,
-    "seq": COUNT,
-    "part": COUNT,
-    "parts": POSITIVE,
-    "runs": optional(list_of(_RUN_OF_BLOCKS)),
-    "running": optional(list_of(map_of(_RUNNING))),
-    "load": map_of(LOAD),
-}
-TOKENIZER: Schema = {"digest": NAME, "part": COUNT, "parts": POSITIVE, "data": field_types.BYTES}
-
-TAKE_REPLY: Schema = {"ok": FLAG, "epoch": _EPOCH}
-RUN: Schema = {
-    "request_id": NAME,
-    "attempt": COUNT,
-    "epoch": TEXT,
-    "router_id": NAME,
-    "reply": NAME,
-    "encoding": field_types.one_of("json", "msgpack"),
-    "token_ids": field_types.BYTES,
-    "params": field_types.MAP,
-    "fetch_from": optional(map_of({"worker_id": NAME, "epoch": _EPOCH})),
-    "age_ms": optional(DURATION),
-    "remaining_ms": optional(DURATION),
-}
-RUN_RESUME: Schema = {
-    "token_ids": field_types.BYTES,
-    "cached_tokens": optional(COUNT),
-    "queue_ms": optional(DURATION),
-    "prefill_ms": optional(DURATION),
-    "elapsed_ms": optional(DURATION),
-}
-GUARD: Schema = {"run": map_of(RUN), "stream_no": optional(COUNT), "hash_scheme": optional(NAME)}
-GUARD_REPLY: Schema = {"request_id": NAME, "attempt": COUNT, "accepted": FLAG, "router_id": NAME}
-GUARD_CHECK: Schema = {"request_ids": list_of(NAME)}
-UNGUARDED: Schema = {"router_id": NAME, "request_ids": list_of(NAME)}

@@ -125,7 +125,9 @@ CALLS: dict[str, CallDialect[Any, Any]] = {
 GENERATING: dict[str, Dialect] = {
     "/v1/chat/completions": Dialect(chat_request.parse, error_bodies.encode),
     "/v1/completions": Dialect(completions_request.parse, error_bodies.encode),
-    "/v1/responses": Dialect(responses_request.parse, error_bodies.encode, streamed_errors=STREAMED_ERRORS),
+    "/v1/responses": Dialect(
+        responses_request.parse, error_bodies.encode, streamed_errors=STREAMED_ERRORS, repeats_logprobs=True
+    ),
     "/v1/messages": Dialect(messages_request.parse, anthropic_errors.encode, anthropic_errors.status_of),
 }
 """The endpoints that generate, by path."""

@@ -28,7 +28,8 @@ def play(settings: ReplaySettings, policy: str) -> PolicyResult:
     simulation = Simulation(settings, make_policies()[policy])
     steps = simulation.play(load_requests(settings))
     simulation.check_integrity()
-    return summarize(policy, simulation.outcomes, steps, settings.workers, simulation.num_fetched_tokens)
+    fetched, computed = simulation.num_fetched_tokens, simulation.num_leg_tokens
+    return summarize(policy, simulation.outcomes, steps, settings.workers, fetched, computed)
 
 
 def play_all(

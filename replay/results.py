@@ -28,7 +28,9 @@ class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
     hit_rate: float
     """The share of all prompt tokens that did not have to be computed."""
     fetched_rate: float
-    """The share of all prompt tokens whose blocks came from other workers."""
+    """The share of all prompt tokens whose blocks came from other workers, which had them."""
+    leg_rate: float
+    """The share of all prompt tokens that one worker has computed for another."""
     predicted_rate: float
     """The same share as the router predicted it."""
     ttft_ms: LatencyStats
@@ -53,6 +55,7 @@ def summarize(
     steps: Iterable[DecodeSteps],
     num_workers: int,
     fetched_tokens: int = 0,
+    leg_tokens: int = 0,
 ) -> PolicyResult:
     """Returns the results of one replay, in which at least one request ended."""
     prompt_tokens = sum(one.request.prompt_tokens for one in outcomes)
@@ -63,8 +66,9 @@ def summarize(
     return PolicyResult(
         policy=policy,
         requests=len(outcomes),
-        hit_rate=_share(sum(one.cached_tokens for one in outcomes), prompt_tokens),
+        hit_rate=_share(sum(one.cached_tokens for one in outcomes) - leg_tokens, prompt_tokens),
         fetched_rate=_share(fetched_tokens, prompt_tokens),
+        leg_rate=_share(leg_tokens, prompt_tokens),
         predicted_rate=_share(sum(one.predicted_tokens for one in outcomes), prompt_tokens),
         ttft_ms=_latency_stats(one.first_at - one.arrived_at for one in outcomes),
         itl_ms=_itl_stats(steps),

@@ -9,6 +9,8 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     trace: str
     """A trace file, or a workload as `generators.parse` takes it."""
     workers: int = 8
+    prefill_workers: int = 0
+    """The number of workers among these that compute prompts for the others, which are `decode` workers then."""
     kv_blocks: int = 3_000
     """KV blocks of each worker."""
     block_size: int = 512

@@ -9,7 +9,7 @@ import random
 from collections import deque
 from typing import NamedTuple
 
-from tokenbus.protocol.wire import internal
+from tokenbus.protocol.wire import internal, messages
 from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.traces import TracedRequest
 from tokenbus.replay.virtual_worker import MODEL, DecodeSteps, RequestProgress, VirtualWorker
@@ -93,7 +93,11 @@ class Simulation:
         self._settings = settings
         self._delay_s = settings.delay_ms / 1e3
         speeds = itertools.islice(itertools.cycle(settings.speeds), settings.workers)
-        self._workers = [VirtualWorker(f"w{number:04}", settings, speed) for number, speed in enumerate(speeds)]
+        self._workers = [
+            VirtualWorker(f"w{number:04}", settings, speed, _role_of(number, settings.prefill_workers))
+            for number, speed in enumerate(speeds)
+        ]
+        """Those that compute prompts for others come first, since these have to know when the prompts are computed."""
         self._numbers = {worker.worker_id: number for number, worker in enumerate(self._workers)}
         rngs = [random.Random(f"{settings.seed} {number}") for number in range(settings.routers)]
         self._routers = [_Router(self._workers, policy, rng, settings.temperature) for rng in rngs]
@@ -122,6 +126,10 @@ class Simulation:
     @property
     def num_fetched_tokens(self) -> int:
         return sum(worker.num_fetched_tokens for worker in self._workers)
+
+    @property
+    def num_leg_tokens(self) -> int:
+        return sum(worker.num_leg_tokens for worker in self._workers)
 
     def check_integrity(self) -> None:
         for worker in self._workers:
@@ -161,11 +169,15 @@ class Simulation:
         while (placed := router.place_next(now)) is not None:
             number, placement = placed
             at = self._numbers[placement.worker.card.worker_id]
-            predicted_tokens = (placement.overlap_blocks + placement.fetch_blocks) * self._settings.block_size
+            predicted_tokens = placement.overlap_tokens + placement.fetch_tokens
             self._placed[number] = _Placed(at, now, predicted_tokens)
             holder = placement.fetch_from
             source = None if holder is None else self._workers[self._numbers[holder.card.worker_id]]
-            self._workers[at].submit(number, self._requests[number], now, source)
+            worker, request = self._workers[at], self._requests[number]
+            if placement.has_leg and source is not None:
+                worker.submit_with_leg(number, request, now, source)
+            else:
+                worker.submit(number, request, now, source)
 
     def _record(self, progress: RequestProgress) -> None:
         number = progress.number
@@ -187,3 +199,9 @@ class Simulation:
                 placed.predicted_tokens,
             )
         )
+
+
+def _role_of(number: int, num_prefill: int) -> messages.WorkerRole:
+    if number < num_prefill:
+        return messages.WorkerRole.PREFILL
+    return messages.WorkerRole.DECODE if num_prefill else messages.WorkerRole.BOTH

@@ -72,9 +72,27 @@ class TransferLink:
         ends_at = self._receives_until = source._sends_until = began_at + count * self._block_s
         return Transfer(prefix, start, end, now, ends_at)
 
-    def finish_sending(self) -> None:
-        """Makes room for another transfer."""
+    def begin_leg(self, source: "TransferLink", prefix: Prefix, began_at: float, now: float) -> Transfer | None:
+        """Begins to take what another worker has just computed, since `began_at`; None if there is nothing.
+
+        All but the last block have moved meanwhile, as far as both ends were free."""
+        start, end = self._num_held(prefix), source._num_held(prefix)
+        count = (end - start) // self._block_size
+        if count <= 0:
+            return None
+        free_at = max(began_at, self._receives_until, source._sends_until)
+        ends_at = max(free_at + count * self._block_s, now + self._block_s)
+        self._num_received += 1
+        source._num_sent += 1
+        self._receives_until = source._sends_until = ends_at
+        return Transfer(prefix, start, start + count * self._block_size, began_at, ends_at)
+
+    def finish_sending(self, transfer: Transfer) -> None:
+        """Makes room for another transfer, and for other blocks than those that were given."""
         self._num_sent -= 1
+        prefix = transfer.prefix
+        path = self._pool.cache.tree.known_path(prefix.domain, prefix.token_ids[: transfer.end])
+        self._pool.cache.demote(path)
 
     def finish_receiving(self, transfer: Transfer) -> None:
         """Caches the blocks that have come, if there is room for them."""

@@ -51,8 +51,15 @@ class VirtualWorker:
 
     The simulation reads its `events` and `progress` and clears them."""
 
-    def __init__(self, worker_id: str, settings: ReplaySettings, speed: float = 1.0) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        settings: ReplaySettings,
+        speed: float = 1.0,
+        role: messages.WorkerRole = messages.WorkerRole.BOTH,
+    ) -> None:
         self.worker_id = worker_id
+        self.role = role
         self._settings = settings
         self._timing, self._speed = PRESETS[settings.timing], speed
         pool = BlockPool(
@@ -76,11 +83,17 @@ class VirtualWorker:
         self._timer_numbers = itertools.count()
         self._fetching: dict[int, int] = {}
         """Prompt tokens of the sequences that wait for blocks, by number."""
+        self._legs: dict[int, Callable[[float], None]] = {}
+        """Who waits for the prompts that this worker computes for others, by the number of the sequence."""
+        self._num_awaited = 0
+        """Sequences that wait for another worker to compute their prompts."""
         self._last_token_at: dict[int, float] = {}
         self.step_ends_at: float | None = None
         """When the step in progress ends; None while the worker is idle."""
         self.num_fetched_tokens = 0
-        """Tokens whose blocks came from other workers."""
+        """Tokens whose blocks came from other workers, which had them."""
+        self.num_leg_tokens = 0
+        """Tokens that this worker has computed for others."""
         self.events: list[tuple[float, internal.Events]] = []
         """The new entries of its event log with their times."""
         self.progress: list[RequestProgress] = []
@@ -117,22 +130,13 @@ class VirtualWorker:
             total_kv_blocks=settings.kv_blocks,
             kv_identity=FINGERPRINT if settings.kv_token_bytes else "",
             kv_token_bytes=settings.kv_token_bytes,
+            role=self.role,
         )
 
     def submit(self, number: int, request: TracedRequest, now: float, source: "VirtualWorker | None" = None) -> None:
         """Accepts a request of the trace, and fetches blocks from `source` first. Starts a step at once if it was idle
         and has nothing to wait for."""
-        sequence = Sequence(
-            number,
-            request.token_ids(VOCAB_SIZE),
-            engine_request.Sampling(max_tokens=request.output_tokens),
-            frozenset(),
-            domain=Domain(request.tenant),
-            priority=request.priority,
-            arrived_at=now,
-        )
-        key = self._keys[number] = request.key(number)
-        started = internal.Started(id=key, stream_no=number, attempt=1, prompt_tokens=request.prompt_tokens)
+        sequence, started = self._accept(number, request, now)
         transfer = None if source is None else self._begin_fetch(source, sequence, now)
         fetches = []
         if transfer is None:
@@ -142,6 +146,14 @@ class VirtualWorker:
         self._publish(now, started=[started], fetches=fetches)
         if self._plan is None:
             self._start_step(now)
+
+    def submit_with_leg(self, number: int, request: TracedRequest, now: float, source: "VirtualWorker") -> None:
+        """Accepts a request of the trace whose prompt another worker computes. That one must be advanced before this
+        one, which has to know when the blocks come."""
+        sequence, started = self._accept(number, request, now)
+        self._num_awaited += 1
+        self._publish(now, started=[started])
+        source._compute_for(self._keys[number], sequence, now, lambda at: self._take_leg(source, sequence, now, at))
 
     def advance(self, now: float, coalesce_until: float) -> None:
         """Takes all steps that end by `now`. Steps that end by `coalesce_until` are taken several at a time where they
@@ -162,6 +174,57 @@ class VirtualWorker:
     def _timer_at(self) -> float | None:
         return self._timers[0][0] if self._timers else None
 
+    def _accept(self, number: int, request: TracedRequest, now: float) -> tuple[Sequence, internal.Started]:
+        sequence = Sequence(
+            number,
+            request.token_ids(VOCAB_SIZE),
+            engine_request.Sampling(max_tokens=request.output_tokens),
+            frozenset(),
+            domain=Domain(request.tenant),
+            priority=request.priority,
+            arrived_at=now,
+        )
+        key = self._keys[number] = request.key(number)
+        return sequence, internal.Started(id=key, stream_no=number, attempt=1, prompt_tokens=request.prompt_tokens)
+
+    def _compute_for(self, key: str, other: Sequence, now: float, on_computed: Callable[[float], None]) -> None:
+        """Computes the whole blocks of another worker's prompt, and says when they are there."""
+        size = self._settings.block_size
+        number = -1 - other.seq_no
+        leg = Sequence(
+            number,
+            other.token_ids[: max(1, (other.num_prompt - 1) // size * size)],
+            engine_request.Sampling(max_tokens=1),
+            frozenset(),
+            domain=other.domain,
+            priority=other.priority,
+            arrived_at=now,
+        )
+        self._legs[number] = on_computed
+        self._scheduler.add(leg)
+        self._publish(now, legs=[key])
+        if self._plan is None:
+            self._start_step(now)
+
+    def _take_leg(self, source: "VirtualWorker", sequence: Sequence, began_at: float, now: float) -> None:
+        """Takes the blocks that another worker has computed since `began_at`."""
+        assert sequence.domain is not None
+        transfer = self._link.begin_leg(source._link, Prefix(sequence.domain, sequence.token_ids), began_at, now)
+        if transfer is None:
+            self._call_at(now, lambda at: self._end_leg(sequence, at))
+            return
+        source._call_at(transfer.ends_at, lambda at: source._link.finish_sending(transfer))
+        self._call_at(transfer.ends_at, lambda at: self._end_leg(sequence, at, transfer))
+
+    def _end_leg(self, sequence: Sequence, now: float, transfer: Transfer | None = None) -> None:
+        self._num_awaited -= 1
+        if transfer is not None:
+            self._link.finish_receiving(transfer)
+        self._scheduler.add(sequence)
+        self._publish(now)
+        if self._plan is None:
+            self._start_step(now)
+
     def _begin_fetch(self, source: "VirtualWorker", sequence: Sequence, now: float) -> Transfer | None:
         assert sequence.domain is not None
         prefix = Prefix(sequence.domain, sequence.token_ids)
@@ -169,7 +232,7 @@ class VirtualWorker:
         transfer = self._link.begin(source._link, prefix, compute_s, now)
         if transfer is not None:
             self._fetching[sequence.seq_no] = sequence.num_prompt
-            source._call_at(transfer.ends_at, lambda at: source._link.finish_sending())
+            source._call_at(transfer.ends_at, lambda at: source._link.finish_sending(transfer))
             self._call_at(transfer.ends_at, lambda at: self._end_fetch(source, sequence, transfer, at))
         return transfer
 
@@ -215,13 +278,19 @@ class VirtualWorker:
         sampled = [SampledToken(_sampled(part.sequence)) for part in plan.scheduled if part.samples]
         results = self._scheduler.update(plan, sampled)
         self._record(results, now)
-        ended = [result.sequence.seq_no for result in results if result.finish_reason is not None]
-        self._publish(now, finished=[self._keys.pop(number) for number in ended])
+        ended = [result.sequence for result in results if result.finish_reason is not None]
+        self._publish(now, finished=[self._keys.pop(one.seq_no) for one in ended if one.seq_no not in self._legs])
+        for sequence in ended:
+            if (on_computed := self._legs.pop(sequence.seq_no, None)) is not None:
+                self.num_leg_tokens += sequence.num_prompt - sequence.num_cached
+                on_computed(now)
 
     def _record(self, results: Iterable[StepResult], now: float) -> None:
         gaps: Counter[float] = Counter()
         for sequence, _, finish_reason in results:
             number = sequence.seq_no
+            if number in self._legs:
+                continue
             before = self._last_token_at.get(number)
             if before is None:
                 self.progress.append(RequestProgress(number, now, sequence.num_cached, finish_reason))
@@ -264,12 +333,13 @@ class VirtualWorker:
         started: list[internal.Started] | None = None,
         finished: list[str] | None = None,
         fetches: list[internal.Fetched] | None = None,
+        legs: list[str] | None = None,
     ) -> None:
         load = self._scheduler.load()
-        if self._fetching:
+        if self._fetching or self._num_awaited:
             load = codec.replace(
                 load,
-                waiting=load.waiting + len(self._fetching),
+                waiting=load.waiting + len(self._fetching) + self._num_awaited,
                 queued_prefill_tokens=load.queued_prefill_tokens + sum(self._fetching.values()),
             )
         removed, stored = self._scheduler.take_kv_events()
@@ -284,6 +354,7 @@ class VirtualWorker:
             started=started or [],
             finished=finished or [],
             fetches=fetches or [],
+            legs=legs or [],
         )
         self._seq += 1
         self.events.append((now, entry))

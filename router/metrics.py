@@ -53,6 +53,7 @@ class RouterMetrics(MetricFamilies):
             ("model",),
             models,
         )
+        self.legs = Counter(f"{_P}_legs", "Placements whose prompt another worker was to compute.", ("model",), models)
         self.transfer_rate = Gauge(
             f"{_P}_transfer_megabytes_per_second", "How fast KV blocks move between workers.", ("model",), models
         )
@@ -61,9 +62,14 @@ class RouterMetrics(MetricFamilies):
             f"{_P}_queue_wait_seconds", "Time that requests waited for capacity.", ("model",), REQUEST_BUCKETS, models
         )
         self.queue_depth = Gauge(f"{_P}_queue_depth", "Requests waiting for capacity.", ("model",), models)
+        self.held = Gauge(
+            f"{_P}_requests_held", "Requests that wait because no worker has their model loaded.", ("model",), models
+        )
         self.queue_limit = Gauge(f"{_P}_queue_limit", "Requests of one model that may wait.")
         self.in_flight = Gauge(f"{_P}_requests_in_flight", "Open requests, waiting or at a worker.")
-        self.workers = Gauge(f"{_P}_workers", "Workers, by state; silent if lost.", ("model", "state"), models)
+        self.workers = Gauge(
+            f"{_P}_workers", "Workers, by state, which may also be silent or loadable.", ("model", "state"), models
+        )
         self.event_logs = Gauge(
             f"{_P}_event_logs",
             "Workers, by whether their cached blocks are known: live, behind a gap, or silent about them.",
@@ -106,6 +112,7 @@ class RouterMetrics(MetricFamilies):
                 self.prompt_tokens,
                 self.overlap_tokens,
                 self.fetch_tokens,
+                self.legs,
                 self.lost_workers,
                 self.queue_wait,
             ):

@@ -1,6 +1,7 @@
 """Answers `models` requests with the models that are served and what this router knows about their workers."""
 
 import time
+from collections.abc import Sequence
 
 from msgspec import UNSET
 
@@ -51,14 +52,7 @@ class ModelCatalog:
             max_request_bytes=min(most, max_bytes - limits.MESSAGE_RESERVE_BYTES), max_upload_bytes=most
         )
         served = [
-            messages.ServedModel(
-                model=model,
-                context_length=min(worker.card.context_length for worker in workers),
-                features=sorted(set.intersection(*(set(worker.card.features) for worker in workers))),
-                adapters=sorted({name for worker in workers for name in visible(worker.card, tenant)}),
-                workers=[self._card(worker, tenant) for worker in workers] if with_workers else UNSET,
-            )
-            for model, workers in self._fleet.models()
+            self._served(model, workers, tenant, with_workers=with_workers) for model, workers in self._fleet.models()
         ]
         now = time.monotonic()
         names = self._fleet.unserved(now)
@@ -68,6 +62,21 @@ class ModelCatalog:
         view = self._fleet.router_view(self._router_id, len(self._queue), now)
         view = codec.replace(view, uploads=parts.num_uploads, upload_bytes=parts.held_bytes)
         return messages.ModelsReply(models=served, limits=server, router=view, unserved=unserved)
+
+    def _served(
+        self, model: str, workers: Sequence[Worker], tenant: str, *, with_workers: bool
+    ) -> messages.ServedModel:
+        # the card of a worker that has never loaded the model says little about it
+        loaded = [worker for worker in workers if not worker.is_loadable]
+        cards = [worker.card for worker in loaded or workers]
+        return messages.ServedModel(
+            model=model,
+            context_length=min(card.context_length for card in cards),
+            features=sorted(set.intersection(*(set(card.features) for card in cards))),
+            loadable=UNSET if loaded else True,
+            adapters=sorted({name for card in cards for name in visible(card, tenant)}),
+            workers=[self._card(worker, tenant) for worker in workers] if with_workers else UNSET,
+        )
 
     def _card(self, worker: Worker, tenant: str) -> messages.Card:
         """Returns a worker's card as a tenant sees it."""

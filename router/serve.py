@@ -18,6 +18,7 @@ from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import codec, internal, subjects
 from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.models import ModelCatalog
 from tokenbus.router.placement.policies import make_policies
@@ -28,10 +29,12 @@ from tokenbus.router.requests.guardianship import Guardianship
 from tokenbus.router.requests.intake import Intake
 from tokenbus.router.requests.internal_parts import InternalParts
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.model_loads import ModelLoads
 from tokenbus.router.requests.pooling.embeddings import Embeddings
 from tokenbus.router.requests.pooling.reranks import Reranks
-from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings
+from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter
+from tokenbus.router.requests.queueing.settings import PolicySettings
 from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.requests.request_telemetry import RequestTelemetry
 from tokenbus.router.requests.terminals import TerminalPublisher
@@ -59,11 +62,11 @@ class Router:
         tracer: tracing.Tracer,
     ) -> None:
         self.metrics = RouterMetrics()
-        self.fleet = Fleet(time.monotonic())
+        self.fleet = Fleet(time.monotonic(), settings.expected_models)
         self.flights = Flights(settings.max_flights, settings.max_prompt_bytes)
         self._bus = bus
         self._replies = ReplySender(bus)
-        policy = PolicySettings(make_policies(), settings.policy, rng, settings.temperature)
+        policy = PolicySettings(make_policies(), settings.policy, rng, settings.temperature, settings.min_leg_tokens)
         self._queue = PlacementQueue(self.fleet, policy, settings.queue, self.metrics)
         self._rate_limiter = RateLimiter(settings.tenant_limits, settings.tenant_limit_overrides)
         self._telemetry = RequestTelemetry(self.metrics, tracer, settings.request_log)
@@ -71,14 +74,16 @@ class Router:
         self._parts = InternalParts(bus, names, router_id, settings.max_upload_bytes)
         workers = WorkerClient(bus, names, self._parts)
         tokenizers = TokenizerCache(bus, names, self.fleet)
-        prompts = PromptTokenizer(self.fleet, tokenizers, workers, self._telemetry)
+        self._loads = ModelLoads(self.fleet, workers, self._queue, settings.hold_s)
+        prompts = PromptTokenizer(self.fleet, tokenizers, workers, self._loads, self._telemetry)
         attempts = Attempts(bus, names, workers, self.fleet, self.flights, router_id)
         self._lifecycle = RequestLifecycle(
             self.fleet,
             self.flights,
             prompts,
             self._queue,
-            Dispatcher(self.fleet, self._queue, attempts, self.metrics, settings.patience_s),
+            Dispatcher(self.fleet, self._queue, attempts, self._loads, self.metrics, settings.patience_s),
+            self._loads,
             terminals,
             self._rate_limiter,
             self._telemetry,
@@ -88,6 +93,7 @@ class Router:
             self._replies,
             workers,
             self.fleet,
+            self._loads,
             rng,
             codec.Decoder(internal.EmbedResult),
             self.metrics.embeddings,
@@ -97,6 +103,7 @@ class Router:
             self._replies,
             workers,
             self.fleet,
+            self._loads,
             rng,
             codec.Decoder(internal.RerankResult),
             self.metrics.reranks,
@@ -152,6 +159,7 @@ class Router:
         gauges.queue_limit.set(self._queue.max_requests)
         for family in (
             gauges.queue_depth,
+            gauges.held,
             gauges.workers,
             gauges.event_logs,
             gauges.index_blocks,
@@ -162,18 +170,21 @@ class Router:
         gauges.show_models({model for model, _ in self.fleet.models()}, self.fleet.known_models())
         for model, depth in self._queue.depths().items():
             gauges.queue_depth.labels(model).inc(depth)  # models without a label of their own share one
+        for model, held in self._loads.num_held().items():
+            gauges.held.labels(model).inc(held)
         for model, workers in self.fleet.models():
             blocks = self.fleet.num_blocks(model)
             gauges.index_blocks.labels(model).inc(blocks)
             gauges.index_bytes.labels(model).inc(blocks * _INDEX_BYTES_PER_BLOCK)
             gauges.transfer_rate.labels(model).set(self.fleet.transfer_mb_per_s(model))
             for worker in workers:
-                gauges.workers.labels(model, "silent" if worker.lease_expired else worker.state).inc()
+                gauges.workers.labels(model, _state_of(worker)).inc()
                 gauges.event_logs.labels(model, worker.event_state).inc()
 
     def update_settings(self, settings: RouterSettings) -> None:
         """Applies the settings that may change while the router serves, and ignores the others."""
         self._queue.update_settings(settings.policy, settings.temperature, settings.queue)
+        self._loads.hold_s = settings.hold_s
         self._rate_limiter.set_limits(settings.tenant_limits, settings.tenant_limit_overrides)
         self._telemetry.settings = settings.request_log
 
@@ -208,6 +219,12 @@ class Router:
         await self._reranks.shut_down()
         self._parts.receiver.stop()
         self._replies.send_pending()
+
+
+def _state_of(worker: Worker) -> str:
+    if worker.lease_expired:
+        return "silent"
+    return worker.card.shown_state if worker.card.loadable else worker.state
 
 
 async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSettings]) -> None:

@@ -7,9 +7,10 @@ from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.telemetry import status
 from tokenbus.protocol.wire import subjects
+from tokenbus.router.placement.legs import MIN_LEG_TOKENS
 from tokenbus.router.placement.policies import make_policies
-from tokenbus.router.requests.queueing.placement_queue import QueueSettings
 from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
+from tokenbus.router.requests.queueing.settings import QueueSettings
 from tokenbus.router.requests.request_telemetry import RequestLogSettings
 
 
@@ -25,6 +26,8 @@ class RouterSettings:
     """Policy for requests that name none."""
     temperature: float = 0.0
     """At 0 the cheapest worker is always chosen. The higher it is, the more often dearer ones are."""
+    min_leg_tokens: int = MIN_LEG_TOKENS
+    """Missing tokens of a prompt from which on a worker of the role `prefill` may compute it; 0: none ever does."""
     queue: QueueSettings = dataclasses.field(default_factory=QueueSettings)
     """Limits of the requests that wait while every worker is busy."""
     inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
@@ -40,6 +43,10 @@ class RouterSettings:
     max_prompt_bytes: int = 256 * 1024 * 1024
     """Memory for the prompts and completions of open requests. If those that no worker has accepted take more, further
     requests are refused with `overloaded`; if all together take more, the largest can't survive their worker."""
+    hold_s: float = 0.0
+    """Time that a request waits for a worker when its model has none, as after scaling to zero; 0 refuses it."""
+    expected_models: tuple[str, ...] = ()
+    """Models whose requests are held although no worker has served them since this router started."""
     patience_s: float = 60.0
     """Time that a request which a worker has begun waits for another that can continue it."""
     tenant_limits: TenantLimits = dataclasses.field(default_factory=TenantLimits)

@@ -51,6 +51,7 @@ from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.chat_format.chat_format import ChatFormat
+from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
@@ -93,6 +94,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks of the device's KV memory."""
     host_kv_blocks: int = 0
     """The number of blocks of which host memory can hold a copy besides."""
+    checkpoint_sizes: CheckpointSizes | None = None
+    """The sizes of checkpoints, if prefixes can be reused only at these and not at any block."""
     writes_through: bool = False
     """Whether blocks are copied to host memory as soon as they are complete."""
     idle_blocks_cost: bool = True
@@ -152,9 +155,13 @@ class Engine(Protocol):
         """Has a request computed that was held back; does nothing for any other."""
         ...
 
-    async def export_blocks(self, prefix: CachedPrefix, first: int, max_blocks: int) -> tuple[int, list[bytes]]:
+    async def export_blocks(
+        self, prefix: CachedPrefix, first: int, max_blocks: int, *, is_last: bool = False
+    ) -> tuple[int, list[bytes]]:
         """Returns how many blocks of a prefix are cached, from its beginning on without a gap, and the contents of up
-        to `max_blocks` of them from block `first` on. Raises RequestError."""
+        to `max_blocks` of them from block `first` on. Raises RequestError.
+
+        With the last of them, whoever asks has the whole prefix, and the engine need not keep it for long."""
         ...
 
     def put_blocks(self, prefix: CachedPrefix, first: int, blocks: list[bytes]) -> None:

@@ -65,7 +65,7 @@ def _write_header(path: Path, shape: Shape, file_type: int, matrix_type: gguf.GG
     writer.add_name("Tokenbus random")
     writer.add_file_type(file_type)
     _add_shape(writer, shape)
-    _add_vocabulary(writer, random_vocabulary.build(shape.vocab))
+    add_vocabulary(writer, random_vocabulary.build(shape.vocab))
     for tensor in tensors(shape):
         kind = _type_of(tensor, matrix_type)
         _, value_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -89,7 +89,7 @@ def _add_shape(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_vocab_size(shape.vocab)
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: random_vocabulary.Vocabulary) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter, vocabulary: random_vocabulary.Vocabulary) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(PRE_TOKENIZER)
     writer.add_token_list(vocabulary.texts)

@@ -24,6 +24,7 @@ from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineProcess
+from tokenbus.worker.on_demand import free_memory, memory_need, model_facts
 
 _CONNECT_TIMEOUT_S = 3.0
 _MIN_PAYLOAD = 64 * 1024
@@ -42,6 +43,9 @@ class Finding(NamedTuple):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("--model", action="append", default=[], metavar="MODEL", help="a file or folder to check")
+    parser.add_argument(
+        "--memory-budget-mib", type=int, default=0, metavar="MIB", help="compare models with this; 0: with free memory"
+    )
     parser.add_argument(
         "--ports",
         type=arguments.port,
@@ -78,6 +82,8 @@ async def _run(options: argparse.Namespace) -> int:
 
 async def _all_findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
     for finding in (*_machine(), *_ports(options.ports)):
+        yield finding
+    for finding in check_memory(options.model, options.memory_budget_mib << 20, free_memory.read()):
         yield finding
     for model in options.model:
         finding = check_model(model)
@@ -116,6 +122,28 @@ def _ports(ports: list[int]) -> Iterator[Finding]:
                 )
             else:
                 yield Finding("ok", f"port {port} is free")
+
+
+def check_memory(models: list[str], budget_bytes: int, free_bytes: int) -> Iterator[Finding]:
+    """Says what each model on this machine needs when it is loaded, and whether they fit in memory together."""
+    limit, limited = (free_bytes, "free") if not budget_bytes else (budget_bytes, "allowed by the budget")
+    total = 0
+    for model in models:
+        if model_files.is_hub_name(model):
+            continue
+        settings = EngineSettings(model=model, host_cache_mib=0)
+        try:
+            need = memory_need.estimate(model_facts.read(settings, lambda _: None), settings)
+        except (ModelError, OSError):
+            continue  # `check_model` says what is wrong with it
+        total += need.total_bytes
+        fits = need.total_bytes <= limit
+        what = f"{model} needs {need}; {memory_need.mib(limit)} are {limited}"
+        yield Finding("ok" if fits else "bad", what, "" if fits else "lower --kv-tokens or --context-length")
+    if len(models) > 1 and total:
+        together = f"all of them need {memory_need.mib(total)} together"
+        advice = "with --memory-budget-mib a worker loads them in turn"
+        yield Finding("ok", together) if total <= limit else Finding("note", f"{together}, more than there is", advice)
 
 
 def check_model(model: str) -> Finding:

@@ -39,6 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("trace", metavar="TRACE", help="a file in Mooncake's format, gzipped or not, or a workload (docs/routing.md)")
     flag("--policy", default=",".join(POLICIES[:3]), help="policies to compare, comma-separated (%(default)s)")
     flag("--workers", type=int, default=_DEFAULTS.workers, help="number of workers (%(default)s)")
+    flag("--prefill-workers", type=int, default=0, help="workers among these that compute the others' prompts (0)")
     flag("--kv-blocks", type=int, default=_DEFAULTS.kv_blocks, help="KV blocks per worker (%(default)s)")
     flag("--block-size", type=int, default=_DEFAULTS.block_size, help="tokens per KV block (%(default)s)")
     flag("--speedup", type=float, default=_DEFAULTS.speedup, help="how many times faster requests come (%(default)s)")
@@ -125,6 +126,7 @@ def _settings_of(options: argparse.Namespace) -> ReplaySettings:
     """Returns the settings that parsed flags describe. Raises ValueError."""
     ranges = {
         "workers": (1, 4_096),
+        "prefill_workers": (0, 4_095),
         "kv_blocks": (1, 1 << 22),
         "block_size": (1, 1 << 16),
         "speedup": (1e-3, 1e6),
@@ -142,6 +144,10 @@ def _settings_of(options: argparse.Namespace) -> ReplaySettings:
     for name, (low, high) in ranges.items():
         if not low <= getattr(options, name) <= high:
             raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {getattr(options, name)}")
+    if options.prefill_workers >= options.workers:
+        raise ValueError("--prefill-workers must be less than --workers")
+    if options.prefill_workers and not options.kv_token_bytes:
+        raise ValueError("--prefill-workers needs --kv-token-bytes: the others fetch what these compute")
     if options.live and (options.routers > 1 or options.speeds != "1" or options.kv_token_bytes):
         raise ValueError(
             "--live runs one router and workers of one speed that fetch no blocks: leave out --routers, --speeds "
@@ -175,6 +181,7 @@ def _table(runs: Sequence[PolicyResult]) -> Table:
     heads = (
         "hit rate",
         "fetched",
+        "legs",
         "TTFT ms mean",
         "p50",
         "p99",
@@ -191,6 +198,7 @@ def _table(runs: Sequence[PolicyResult]) -> Table:
             run.policy,
             f"{run.hit_rate:.3f}",
             f"{run.fetched_rate:.3f}",
+            f"{run.leg_rate:.3f}",
             *_cells(run.ttft_ms, "mean", "p50", "p99"),
             *_cells(run.itl_ms, "mean", "p99"),
             *_cells(run.queue_ms, "p99"),

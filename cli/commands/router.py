@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 from tokenbus.cli import arguments, connection_flags, serve
 from tokenbus.protocol.wire import subjects
+from tokenbus.router.placement.legs import MIN_LEG_TOKENS
 from tokenbus.router.placement.policies import POLICIES
-from tokenbus.router.requests.queueing.placement_queue import QueueSettings
 from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
+from tokenbus.router.requests.queueing.settings import QueueSettings
 
 if TYPE_CHECKING:
     from tokenbus.router.settings import RouterSettings
@@ -24,6 +25,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         help="above 0, sometimes choose a worker that costs more (%(default)s)",
+    )
+    parser.add_argument(
+        "--leg-tokens",
+        type=arguments.at_least(0),
+        default=MIN_LEG_TOKENS,
+        help="missing tokens from which on a prefill worker may compute a prompt; 0: none ever does (%(default)s)",
     )
     parser.add_argument(
         "--tenant-limit",
@@ -61,6 +68,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="seconds that a request which has lost its worker waits for another to continue it (%(default)s)",
     )
     parser.add_argument(
+        "--hold-s",
+        type=arguments.at_least(0),
+        default=0,
+        help="seconds that a request waits if its model has no worker at all, as after scaling to zero (%(default)s)",
+    )
+    parser.add_argument(
+        "--expect-model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a model whose requests wait for --hold-s even if this router has never seen a worker of it",
+    )
+    parser.add_argument(
         "--max-request-bytes",
         type=arguments.at_least(1),
         default=16 * 1024 * 1024,
@@ -90,11 +110,14 @@ def settings_of(options: argparse.Namespace) -> "RouterSettings":
         router_id=options.router_id,
         policy=options.policy,
         temperature=options.temperature,
+        min_leg_tokens=options.leg_tokens,
         queue=QueueSettings(options.max_queued_requests, options.max_queued_tokens),
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
         max_request_bytes=options.max_request_bytes,
         tenant_upload_bytes=options.tenant_upload_bytes,
         patience_s=options.patience_s,
+        hold_s=options.hold_s,
+        expected_models=tuple(options.expect_model),
         status_page=serve.status_settings(options),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         tenant_limits=options.tenant_limit,

@@ -20,7 +20,7 @@ from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 _COLUMNS_BY_PRIORITY = (
     *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
-    *("step ms", "events", "expected", "indexed"),
+    *("copies", "fetched", "role", "step ms", "events", "expected", "indexed"),
 )
 """Columns in the order in which they are kept when the terminal is too narrow for all."""
 _GAP = 2
@@ -63,6 +63,7 @@ class Row(NamedTuple):
     worker_id: str
     model: str
     state: str
+    role: str
     running: int
     max_num_seqs: int
     waiting: int
@@ -73,6 +74,11 @@ class Row(NamedTuple):
     total_blocks: int
     expected_blocks: int
     """Blocks that its requests use or are expected to use before they end."""
+    host_blocks: int
+    """Copies of blocks in host memory."""
+    fetched_blocks: int
+    """Blocks that came from other workers since the engine started."""
+    fetched_per_s: float
     step_age_ms: float
     hit_rate: float
     """Share of all prompt tokens that were cached, since the engine started."""
@@ -80,23 +86,33 @@ class Row(NamedTuple):
     """Blocks of this worker that the answering router has in its prefix index."""
     events: str
     lost_events: int
+    adapters: tuple[str, ...] = ()
+    """Names of its LoRA adapters."""
 
 
-class TokenRates:
-    """Tokens per second of each worker between two updates."""
+class Rates:
+    """The growth a second of a counter of each worker, between two updates."""
 
     def __init__(self) -> None:
         self._seen: dict[subjects.WorkerAddress, tuple[int, float]] = {}
 
-    def update(self, worker: subjects.WorkerAddress, tokens: int, now: float) -> float:
+    def update(self, worker: subjects.WorkerAddress, count: int, now: float) -> float:
         """Returns the rate since the last update. It is 0 for a counter that fell, whose engine has restarted."""
-        before, at = self._seen.get(worker, (tokens, now))
-        self._seen[worker] = (tokens, now)
+        before, at = self._seen.get(worker, (count, now))
+        self._seen[worker] = (count, now)
         # Counters restart at 0 together with the engine.
-        return max(0, tokens - before) / (now - at) if now > at else 0.0
+        return max(0, count - before) / (now - at) if now > at else 0.0
 
 
-def rows_of(reply: messages.ModelsReply, rates: TokenRates, now: float) -> list[Row]:
+class FleetRates:
+    """The counts that `rows_of` has to remember between two updates."""
+
+    def __init__(self) -> None:
+        self.tokens = Rates()
+        self.fetched = Rates()
+
+
+def rows_of(reply: messages.ModelsReply, rates: FleetRates, now: float) -> list[Row]:
     """Returns the workers, ordered by model and name."""
     rows = []
     for served in reply.models:
@@ -106,21 +122,26 @@ def rows_of(reply: messages.ModelsReply, rates: TokenRates, now: float) -> list[
                 Row(
                     worker_id=card.worker_id,
                     model=served.model,
-                    state=card.state,
+                    state=card.shown_state,
+                    role=card.role,
                     running=load.running,
                     max_num_seqs=card.max_num_seqs,
                     waiting=load.waiting,
                     queued_prefill_tokens=load.queued_prefill_tokens,
-                    tokens_per_s=rates.update(card.address, load.generated_tokens, now),
+                    tokens_per_s=rates.tokens.update(card.address, load.generated_tokens, now),
                     used_blocks=load.used_blocks,
                     cached_blocks=load.cached_blocks,
                     total_blocks=load.used_blocks + load.cached_blocks + load.free_blocks,
                     expected_blocks=load.expected_blocks,
+                    host_blocks=load.host_blocks,
+                    fetched_blocks=load.fetched_blocks,
+                    fetched_per_s=rates.fetched.update(card.address, load.fetched_blocks, now),
                     step_age_ms=load.step_age_ms,
                     hit_rate=load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0,
                     indexed_blocks=watched.indexed_blocks if watched else 0,
                     events=watched.events if watched else "",
                     lost_events=watched.lost_events if watched else 0,
+                    adapters=tuple(one.name for one in card.adapters),
                 )
             )
     return rows
@@ -145,6 +166,7 @@ def _cells(row: Row) -> dict[str, str]:
         "worker": row.worker_id,
         "model": row.model,
         "state": row.state,
+        "role": row.role,
         "run": f"{row.running}/{row.max_num_seqs}",
         "wait": str(row.waiting),
         "prefill": str(row.queued_prefill_tokens),
@@ -152,6 +174,8 @@ def _cells(row: Row) -> dict[str, str]:
         "KV used": f"{row.used_blocks}/{row.total_blocks}",
         "expected": str(row.expected_blocks),
         "cached": str(row.cached_blocks),
+        "copies": str(row.host_blocks),
+        "fetched": str(row.fetched_blocks),
         "indexed": str(row.indexed_blocks),
         "hits": f"{row.hit_rate:.0%}",
         "events": f"{row.events} -{row.lost_events}" if row.lost_events else row.events,
@@ -176,6 +200,13 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
         f"{sum(row.running for row in rows)} running, {sum(row.waiting for row in rows)} waiting, "
         f"{sum(row.tokens_per_s for row in rows):.0f} tokens/s"
     )
+    if copies := sum(row.host_blocks for row in rows):
+        yield (
+            f"{copies} blocks copied to host memory, {sum(row.fetched_blocks for row in rows)} fetched from other "
+            f"workers, {sum(row.fetched_per_s for row in rows):.0f} a second"
+        )
+    for model, names in _adapters_by_model(rows).items():
+        yield f"adapters of {model}: {', '.join(names)}"
     if router is None:
         return
     yield (
@@ -183,7 +214,7 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
         f"in {router.decision_p50_us:.0f} µs (p99 {router.decision_p99_us:.0f}), "
         f"{router.waiting} wait here, {router.continued} went on elsewhere; {router.indexed_blocks} blocks indexed; "
         f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real, "
-        f"{router.predicted_fetch_rate:.0%} to be fetched"
+        f"{router.predicted_fetch_rate:.0%} to be fetched, {router.legs} prompts computed elsewhere"
     )
     if router.uploads:
         mebibytes = router.upload_bytes / 2**20
@@ -192,8 +223,19 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
         yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"
 
 
+def _adapters_by_model(rows: list[Row]) -> dict[str, list[str]]:
+    """Returns the names of each model's adapters; a worker that lacks one is named behind it."""
+    found: dict[str, list[str]] = {}
+    for model in dict.fromkeys(row.model for row in rows):
+        workers = [row for row in rows if row.model == model]
+        for name in sorted({name for row in workers for name in row.adapters}):
+            lacking = [row.worker_id for row in workers if name not in row.adapters]
+            found.setdefault(model, []).append(f"{name} (not at {', '.join(lacking)})" if lacking else name)
+    return found
+
+
 async def _top(options: argparse.Namespace, client: Client) -> int:
-    rates = TokenRates()
+    rates = FleetRates()
     rows_of(await client.models(), rates, time.monotonic())  # rates need two readings
     await asyncio.sleep(options.interval_s)
     if options.once or options.json:
@@ -206,7 +248,7 @@ async def _top(options: argparse.Namespace, client: Client) -> int:
             await asyncio.sleep(options.interval_s)
 
 
-async def _look(client: Client, rates: TokenRates, width: int) -> Table | str:
+async def _look(client: Client, rates: FleetRates, width: int) -> Table | str:
     try:
         reply = await client.models(timeout_s=2.0)
         return make_table(rows_of(reply, rates, time.monotonic()), reply.router or None, width)
@@ -214,7 +256,7 @@ async def _look(client: Client, rates: TokenRates, width: int) -> Table | str:
         return f"no router answers: {error.error.message}"
 
 
-def _show_once(reply: messages.ModelsReply, rates: TokenRates, *, as_json: bool) -> int:
+def _show_once(reply: messages.ModelsReply, rates: FleetRates, *, as_json: bool) -> int:
     rows = rows_of(reply, rates, time.monotonic())
     if as_json:
         print(json.dumps([row._asdict() for row in rows]))
@@ -239,7 +281,7 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
                 served.model,
                 str(served.context_length),
                 card.worker_id,
-                f"{card.state}, events silent" if is_silent else card.state,
+                f"{card.state}, events silent" if is_silent else card.shown_state,
                 card.engine,
                 str(load.running),
                 str(load.waiting),

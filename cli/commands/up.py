@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import collections
 import contextlib
 import os
 import socket
@@ -20,7 +21,6 @@ from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker.engine.models import registry
 
 _READY_TIMEOUT_S = 600.0
 _POLL_S = 0.2
@@ -37,6 +37,12 @@ _METRICS_PORTS = {"router": range(9100, 9110), "worker": range(9110, 9130), "gat
 def add_flags(parser: argparse.ArgumentParser) -> None:
     worker.add_model_flags(parser)
     parser.add_argument("--workers", type=arguments.at_least(1), default=2, help="number of workers (%(default)s)")
+    parser.add_argument(
+        "--prefill-workers",
+        type=arguments.at_least(0),
+        default=0,
+        help="workers among these that compute prompts for the others (%(default)s)",
+    )
     parser.add_argument(
         "--port", type=arguments.port, default=4222, help="port of the embedded broker; 0: any free port (%(default)s)"
     )
@@ -111,7 +117,7 @@ class LocalSystem:
             reply = await self._until_ready(client)
             self._is_ready = True
             http = listen.base_url(self._gateway_socket) if self._gateway_socket else ""
-            name, metrics = self._options.served_name, self._metrics_urls()
+            name, metrics = self._options.served_name[0], self._metrics_urls()
             addresses = screen.SystemAddresses(self._settings.redacted_url, http, name, self._log_folder, metrics)
             self._out.ready(addresses, reply)
             while True:
@@ -126,8 +132,16 @@ class LocalSystem:
             common += connection_flags.anonymous_flags()  # credentials in the environment are for another broker
         grace = ["--grace-s", str(_GRACE_S)]
         self._start("router", ["router", *common])
-        threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.workers)
-        model = ["--model", str(options.model), "--served-name", options.served_name, "--threads", str(threads)]
+        owners = options.workers * min(len(options.model), worker.BUSY_MODELS)
+        threads = options.threads or max(1, len(os.sched_getaffinity(0)) // owners)
+        model = [flag for one in options.model for flag in ("--model", str(one))]
+        model += [flag for one in options.served_name for flag in ("--served-name", one)]
+        model += ["--threads", str(threads), "--memory-budget-mib", str(options.memory_budget_mib)]
+        model += [
+            "--idle-unload-s",
+            str(options.idle_unload_s),
+            *(flag for one in options.pin for flag in ("--pin", one)),
+        ]
         model += ["--engine", options.engine, *grace, "--handover-s", str(_HANDOVER_S)]
         model += [flag for one in options.lora for flag in ("--lora", str(one))]
         model += ["--lora-dir", options.lora_dir] if options.lora_dir else []
@@ -135,10 +149,17 @@ class LocalSystem:
             name = f"worker-{number}"
             # On a shared broker other machines run workers of the same numbers.
             worker_id = f"{socket.gethostname()}-{os.getpid()}-{number}" if options.nats else name
-            self._start(name, ["worker", *common, *model, "--worker-id", worker_id])
+            self._start(name, ["worker", *common, *model, "--worker-id", worker_id, "--role", self._role_of(number)])
         if self._gateway_socket is not None:
             fd = self._gateway_socket.fileno()
             self._start("gateway", ["gateway", *common, "--fd", str(fd), *grace], fd)
+
+    def _role_of(self, number: int) -> messages.WorkerRole:
+        """Returns the role of a worker by its number, which begins at 1."""
+        num_prefill = self._options.prefill_workers
+        if number <= num_prefill:
+            return messages.WorkerRole.PREFILL
+        return messages.WorkerRole.DECODE if num_prefill else messages.WorkerRole.BOTH
 
     def _start(self, name: str, arguments: list[str], *fds: int) -> None:
         if self._options.metrics:
@@ -155,11 +176,21 @@ class LocalSystem:
         while time.monotonic() < deadline:
             self._supervisor.check()
             reply = await self._models(client)
-            if reply is not None and _num_ready(reply, self._options.served_name) >= self._options.workers:
+            if reply is not None and self._num_ready(reply) >= self._options.workers:
                 return reply
             self._out.loading(reply, self._options.workers)
             await asyncio.sleep(_POLL_S)
         raise StartError(f"not ready after {_READY_TIMEOUT_S:g} s; logs: {self._log_folder}")
+
+    def _num_ready(self, reply: messages.ModelsReply) -> int:
+        """Returns how many workers have all models ready or loadable."""
+        ready = collections.Counter(
+            card.model
+            for served in reply.models
+            for card in served.workers or []
+            if card.loadable or card.state is messages.WorkerState.READY
+        )
+        return min(ready[name] for name in self._options.served_name)
 
     async def _models(self, client: Client) -> messages.ModelsReply | None:
         try:
@@ -200,18 +231,16 @@ def _bind_metrics(ports: range) -> socket.socket:
         raise StartError(str(error)) from error
 
 
-def _num_ready(reply: messages.ModelsReply, name: str) -> int:
-    cards = [card for served in reply.models if served.model == name for card in served.workers or []]
-    return sum(card.state is messages.WorkerState.READY for card in cards)
-
-
 def run(options: argparse.Namespace) -> int:
     """Runs the system until it is stopped; returns the exit status."""
     if options.model is None:
-        options.model = str(ONNX_PATH if options.engine == "onnx" else MODEL_PATH)
-        options.served_name = options.served_name or "demo"
-    options.served_name = options.served_name or registry.served_name(options.model)
+        options.model = [str(ONNX_PATH if options.engine == "onnx" else MODEL_PATH)]
+        options.served_name = options.served_name or ["demo"]
+    options.served_name = worker.names_of(options)
     logs.log_errors_only()
+    if options.prefill_workers >= options.workers:
+        print("tokenbus: --prefill-workers must be less than --workers", file=sys.stderr)
+        return EXIT_BAD_SETTINGS
     try:
         settings = connection_flags.settings_from_environment(options.nats) if options.nats else nats.Settings()
     except ValueError as error:

@@ -9,7 +9,7 @@ from tokenbus.cli import arguments, connection_flags, serve
 from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.telemetry import logs
-from tokenbus.protocol.wire import codec, subjects
+from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.worker.engine.models import model_files, registry
 from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings
 from tokenbus.worker.frontend import adapter_settings
@@ -23,6 +23,8 @@ _ONNX = OnnxSettings()
 _RANGES = (
     ("replicas", 1, 64),
     ("kv_budget", 0, 1 << 30),
+    ("memory_budget_mib", 0, 1 << 30),
+    ("idle_unload_s", 0, 1 << 30),
     ("threads", 0, 4_096),
     ("max_waiting", 0, 1 << 20),
     ("max_new_tokens", 1, 1 << 30),
@@ -31,6 +33,9 @@ _RANGES = (
     ("step_timeout_s", 0.1, 86_400),
 )
 """Allowed ranges of the frontend's settings. The engine checks its own."""
+
+BUSY_MODELS = 2
+"""Models on demand that are expected to compute at the same time: each gets its share of the cores."""
 
 _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     (
@@ -87,9 +92,42 @@ _NAME_HELP = "name that clients ask for (the file's name)"
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `tokenbus up` that describe its workers."""
-    parser.add_argument("--model", metavar="MODEL", help=_MODEL_HELP)
-    parser.add_argument("--served-name", metavar="NAME", help=_NAME_HELP)
+    _add_model_flags(parser)
+    _add_on_demand_flags(parser)
     _add_engine_flags(parser)
+
+
+def _add_model_flags(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    parser.add_argument(
+        "--model", metavar="MODEL", required=required, action="append", help=_MODEL_HELP + "; may be repeated"
+    )
+    parser.add_argument(
+        "--served-name", metavar="NAME", action="append", default=[], help=_NAME_HELP + ", one for each --model"
+    )
+
+
+def _add_on_demand_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory-budget-mib",
+        type=int,
+        default=0,
+        metavar="MIB",
+        help="load models when they are asked for, and unload others so that all together take no more than this",
+    )
+    parser.add_argument(
+        "--idle-unload-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="load models when they are asked for, and unload those that have had no request for so long; 0: never",
+    )
+    parser.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a model, by its served name, that is loaded from the start and never unloaded; may be repeated",
+    )
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -120,16 +158,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     serve.add_status_flags(parser)
     serve.add_request_flags(parser)
-    parser.add_argument(
-        "--model", metavar="MODEL", required=True, action="append", help=_MODEL_HELP + "; may be repeated"
-    )
-    parser.add_argument(
-        "--served-name", metavar="NAME", action="append", default=[], help=_NAME_HELP + ", one for each --model"
-    )
+    _add_model_flags(parser, required=True)
     parser.add_argument("--vllm-metrics", action="store_true", help="also export metrics under vLLM's names")
     parser.add_argument("--replicas", type=int, default=1, help="replicas of each model, sharing its weights (1)")
+    _add_on_demand_flags(parser)
     parser.add_argument("--kv-budget", type=int, default=0, metavar="MIB", help="KV memory of all models; 0: no limit")
     _add_engine_flags(parser)
+    parser.add_argument(
+        "--role",
+        choices=tuple(messages.WorkerRole),
+        default=FrontendSettings.role.value,
+        help="both, prefill (computes prompts for others) or decode (lets these compute long ones) (%(default)s)",
+    )
     parser.add_argument("--worker-id", default="", help="stable name of this worker; replicas add -1, -2, ...")
     for name, default, text in _FLAGS:
         shown = "" if default in (None, "") else f" ({default})"
@@ -176,15 +216,18 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
             f"--devices was given {len(options.device_groups)} times: give it once, or once for each of the "
             f"{options.replicas} replicas"
         )
-    names = options.served_name + [registry.served_name(model) for model in options.model[len(options.served_name) :]]
+    names = names_of(options)
+    on_demand = _on_demand_of(options, names)
     return WorkerSettings(
         models=tuple(
-            ServedModel(name, engine, replicas, tuple(options.lora), options.lora_dir)
+            ServedModel(name, engine, replicas, tuple(options.lora), name in on_demand, options.lora_dir)
             for name, model in zip(names, options.model, strict=True)
-            for engine, replicas in _engines_of(options, model)
+            for engine, replicas in _engines_of(options, model, on_demand=name in on_demand)
         ),
         host_cache_file=options.host_cache_file,
         kv_budget_bytes=options.kv_budget << 20,
+        memory_budget_bytes=options.memory_budget_mib << 20,
+        idle_unload_s=options.idle_unload_s,
         broker=connection_flags.settings_of(options),
         prefix=options.prefix,
         worker_id=options.worker_id,
@@ -195,6 +238,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         frontend=FrontendSettings(
             inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
             max_new_tokens=options.max_new_tokens,
+            role=messages.WorkerRole(options.role),
             slow_wait_s=options.slow_wait_s,
             debug=_is_debug(),
         ),
@@ -205,23 +249,47 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
     )
 
 
+def names_of(options: argparse.Namespace) -> list[str]:
+    """Returns the served names of all models."""
+    given: list[str] = options.served_name
+    return given + [registry.served_name(model) for model in options.model[len(given) :]]
+
+
+def _on_demand_of(options: argparse.Namespace, names: list[str]) -> set[str]:
+    """Returns the models that are loaded when they are asked for. Raises ValueError."""
+    unknown = [name for name in options.pin if name not in names]
+    if unknown:
+        raise ValueError(f"--pin {unknown[0]}: is not served here; there are {', '.join(names)}")
+    if not options.memory_budget_mib and not options.idle_unload_s:
+        if options.pin:
+            raise ValueError("--pin needs --memory-budget-mib or --idle-unload-s: without them nothing is unloaded")
+        return set()
+    if len(set(names)) < len(names):
+        raise ValueError(f"models that are loaded on demand need names of their own, got {', '.join(names)}")
+    if options.replicas > 1 or options.kv_budget:
+        raise ValueError("--replicas and --kv-budget are not for models on demand: use --memory-budget-mib alone")
+    return set(names) - set(options.pin)
+
+
 def _is_debug() -> bool:
     return os.environ.get("TOKENBUS_DEBUG", "") not in ("", "0")
 
 
-def _engines_of(options: argparse.Namespace, model: str) -> list[tuple[EngineSettings, int]]:
+def _engines_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> list[tuple[EngineSettings, int]]:
     """Returns the engines of a model that differ, each with the number of its replicas."""
-    groups, engine = options.device_groups or [()], _engine_of(options, model)
+    groups, engine = options.device_groups or [()], _engine_of(options, model, on_demand=on_demand)
     replicas = options.replicas if len(groups) == 1 else 1
     return [(codec.replace(engine, devices=group), replicas) for group in groups]
 
 
-def _engine_of(options: argparse.Namespace, model: str) -> EngineSettings:
+def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> EngineSettings:
     own = {name: getattr(options, name) for name in EngineSettings.__struct_fields__ if hasattr(options, name)}
     own["debug"] = _is_debug()
     own["model"] = model if model_files.is_hub_name(model) else str(_path_of(model))
-    replicas = options.replicas * len(options.model)
-    own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // replicas)
+    if on_demand and options.host_cache_mib < 0:
+        own["host_cache_mib"] = 0  # what is kept for later goes with the model
+    owners = min(BUSY_MODELS, len(options.model)) if on_demand else options.replicas * len(options.model)
+    own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // owners)
     scheduler = SchedulerSettings(**{name: getattr(options, name) for name in SchedulerSettings.__struct_fields__})
     onnx = OnnxSettings(**{name: getattr(options, name) for name in OnnxSettings.__struct_fields__ if name in options})
     return EngineSettings(**own, scheduler=scheduler, onnx=onnx)

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 
-from tokenbus.conformance import acting_router, field_types, schemas, stream_checks
+from tokenbus.conformance import acting_router, field_types, internal_schemas, stream_checks
 from tokenbus.conformance.acting_router import PROMPT_IDS
 from tokenbus.conformance.assertions import Message, expect
 from tokenbus.conformance.exchange import Exchange
@@ -68,7 +68,7 @@ async def unguarded(probe: Probe) -> None:
     for keys in ([key, unknown := f"{key}-unknown"], [key]):
         await probe.publish(probe.names.router(router_id), msgspec.msgpack.encode({"request_ids": keys}), reply)
     answer = await answers.first("an answer to a check")
-    field_types.check(answer, schemas.UNGUARDED, "the answer to a check")
+    field_types.check(answer, internal_schemas.UNGUARDED, "the answer to a check")
     expect(answer["router_id"] == router_id, f"{router_id} was asked, and {answer['router_id']} answers")
     expect(answer["request_ids"] == [unknown], f"of {key} and an unknown key it does not guard {answer['request_ids']}")
     await asyncio.sleep(_SILENCE_S)
@@ -91,7 +91,7 @@ async def handed_on(probe: Probe) -> None:
         "remaining_ms": 20_000.0,
     }
     reply = await probe.call_internal(probe.names.guard(probe.target.model), {"run": run})
-    field_types.check(reply, schemas.GUARD_REPLY, "the reply")
+    field_types.check(reply, internal_schemas.GUARD_REPLY, "the reply")
     expect(reply["accepted"] and reply["router_id"] != router_id, f"the offer got {reply}")
     expect((reply["request_id"], reply["attempt"]) == (key, 2), f"the offer of attempt 2 of {key} got {reply}")
     await client.terminal()
@@ -106,7 +106,7 @@ async def take(probe: Probe) -> None:
     key = subjects.request_key(probe.tenant, str(live.request_id))
     body = {"request_id": key, "attempt": live.messages[-1]["attempt"], "known_tokens": 0, "router_id": router_id}
     reply = await probe.call_internal(acting_router.service(probe, "take"), body)
-    field_types.check(reply, schemas.TAKE_REPLY, "the reply")
+    field_types.check(reply, internal_schemas.TAKE_REPLY, "the reply")
     expect(reply["ok"] is False, f"the take got {reply}")
     await live.tokens(live.num_tokens + 4)
     await probe.cancel(live)
@@ -115,21 +115,21 @@ async def take(probe: Probe) -> None:
 
 def check_guardian_check(received: Received, check: Message, key: str, reply: str) -> None:
     """Checks what a worker asks the guardian of its only stream with such a key."""
-    field_types.check(check, schemas.GUARD_CHECK, "a check")
+    field_types.check(check, internal_schemas.GUARD_CHECK, "a check")
     expect(check["request_ids"] == [key], f"a check of {check['request_ids']}, and the router has placed {key} there")
     expect(received.reply == reply, f"a check with reply subject {received.reply!r} instead of {reply}")
 
 
 def check_offer(guard: Message, router_id: str, stream_no: int) -> None:
     """Checks what a worker offers of a stream that this router has placed there."""
-    field_types.check(guard, schemas.GUARD, "an offer")
+    field_types.check(guard, internal_schemas.GUARD, "an offer")
     run = guard["run"]
     expect(guard.get("stream_no") == stream_no, f"stream {stream_no} was offered as {guard.get('stream_no')}")
     expect(run["router_id"] == router_id, f"its guardian was {router_id}, and the offer names {run['router_id']}")
     expect(run["token_ids"] == PROMPT_IDS, "the offer has another prompt than the run")
     expect(bool(run["epoch"]) and guard.get("hash_scheme") is not None, "it names no epoch or no hash scheme")
     if (resume_from := run.get("resume_from")) is not None:
-        field_types.check(resume_from, schemas.RUN_RESUME, "resume_from of an offer")
+        field_types.check(resume_from, internal_schemas.RUN_RESUME, "resume_from of an offer")
         expect(len(resume_from["token_ids"]) % 4 == 0, "token_ids of an offer are not of four bytes each")
 
 

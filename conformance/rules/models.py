@@ -184,6 +184,8 @@ def check_models(reply: Message) -> None:
             field_types.check(card, schemas.CARD, "a card")
             field_types.check(card.get("load"), schemas.LOAD, "a card's load")
             expect(card["model"] == served["model"], f"a card of model {card['model']} under {served['model']}")
+            is_loadable = card.get("loadable") or served.get("loadable")
+            expect(not is_loadable or card["state"] != "ready", f"{card['worker_id']} is both loadable and ready")
 
 
 def check_embeddings(reply: Message, request_id: str, count: int) -> None:

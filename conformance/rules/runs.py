@@ -4,7 +4,7 @@ import asyncio
 
 import xxhash
 
-from tokenbus.conformance import acting_router, field_types, schemas, stream_checks
+from tokenbus.conformance import acting_router, field_types, internal_schemas, stream_checks
 from tokenbus.conformance.assertions import Message, SkippedError, expect, shorten
 from tokenbus.conformance.exchange import Exchange
 from tokenbus.conformance.probe import Probe
@@ -75,7 +75,7 @@ async def tokenize(probe: Probe) -> None:
 def check_parts(parts: list[Message], digest: str) -> None:
     """Checks all parts of a tokenizer, in any order, against the digest in the card."""
     for message in parts:
-        field_types.check(message, schemas.TOKENIZER, "a part")
+        field_types.check(message, internal_schemas.TOKENIZER, "a part")
         expect(message["digest"] == digest, f"a part with digest {message['digest']} instead of {digest}")
     parts = sorted(parts, key=lambda message: int(message["part"]))
     numbers = [message["part"] for message in parts]

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
-from tokenbus.conformance import field_types, schemas
+from tokenbus.conformance import field_types, internal_schemas, schemas
 from tokenbus.conformance.assertions import Message, expect
 from tokenbus.conformance.exchange import Exchange
 from tokenbus.conformance.link import Received
@@ -35,6 +35,14 @@ async def cards(probe: Probe) -> None:
         field_types.check(card, schemas.CARD, f"the card on {received.subject}")
         own = probe.names.card(card["model"], card["worker_id"])
         expect(received.subject == own, f"the card of {card['worker_id']} arrived on {received.subject}")
+
+
+async def loads(probe: Probe) -> None:
+    """A worker that serves its model answers a load without a model once, and has nothing to load."""
+    control = probe.names.worker(probe.target.model, probe.require_workers()[0], "control")
+    exchange = await probe.send_internal(control, {"op": "load"})
+    await asyncio.sleep(_HEARTBEAT_S)
+    expect([(m.get("ok"), m.get("progress")) for m in exchange.messages] == [(True, 1)], "it has something to load")
 
 
 async def heartbeats(probe: Probe) -> None:
@@ -110,7 +118,7 @@ async def snapshot(probe: Probe) -> None:
 def check_event_log(events: Sequence[Message], worker_id: str) -> None:
     """Checks one worker's events of one or several watches."""
     for message in events:
-        field_types.check(message, schemas.EVENTS, f"an event of {worker_id}")
+        field_types.check(message, internal_schemas.EVENTS, f"an event of {worker_id}")
     for before, after in itertools.pairwise(events):
         if before["epoch"] == after["epoch"]:
             expect(after["seq"] == before["seq"] + 1, f"{worker_id}: event {after['seq']} follows {before['seq']}")
@@ -133,7 +141,7 @@ def check_request_events(
     started = places["started"][1]
     own = [pair for pair in events if _life(pair[1]) == _life(started)]
     for _, seal in seals:
-        field_types.check(seal, schemas.SEAL, "a seal")
+        field_types.check(seal, internal_schemas.SEAL, "a seal")
     sealed = [(received.order, seal["seq"]) for received, seal in seals if seal["epoch"] == started["epoch"]]
     # an entry without tokens seals those before it; one with tokens may belong to the same step
     sealed += [(received.order, entry["seq"] - 1) for received, entry in own if not entry.get("token_ids")]
@@ -186,7 +194,7 @@ def _named(message: Message, what: str) -> list[str]:
 def check_snapshot(parts: Sequence[Message], key: str) -> None:
     """Checks all parts of a snapshot, in any order."""
     for message in parts:
-        field_types.check(message, schemas.SNAPSHOT, "a part")
+        field_types.check(message, internal_schemas.SNAPSHOT, "a part")
     numbers = sorted(message["part"] for message in parts)
     expect(numbers == list(range(parts[0]["parts"])), f"parts {numbers} of {parts[0]['parts']}")
     instants = {(message["epoch"], message["seq"]) for message in parts}

@@ -89,6 +89,13 @@ _PLACEMENT = (
 
 _QUEUE = (
     Panel(
+        "Requests held for a model that is not loaded",
+        "A worker is loading it, or there is no worker and --hold-s lets requests wait. If the number stays, the "
+        "worker's log says why (`model_not_loaded`), or no worker has been started.",
+        "short",
+        (Query(sum_of(f"{_P}_requests_held", MODEL_ROUTER_FILTER, "instance, model"), f"{_NAME} {{{{model}}}}"),),
+    ),
+    Panel(
         "Waiting requests, and their limit",
         "By model. If it nears the limit, add workers: beyond it the tenant with most waiting is refused.",
         "short",
@@ -153,6 +160,13 @@ _FLEET = (
                 "{{model}} cached",
             ),
         ),
+    ),
+    Panel(
+        "Prompts that another worker computes",
+        "Placements per second whose prompt goes to a worker of the role `prefill`. If there are none although there "
+        "are such workers, these are busy, prompts are short, or blocks can't move: `kv_identity` in the cards.",
+        "ops",
+        (Query(rate(f"{_P}_legs_total", MODEL_ROUTER_FILTER, "model"), "{{model}}"),),
     ),
     Panel(
         "How fast KV blocks move between workers",

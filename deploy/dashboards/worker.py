@@ -1,6 +1,6 @@
 """The workers: their requests, steps, memory and cache."""
 
-from deploy.dashboards.promql import WORKER_FILTER, increase, max_of, quantile, rate, sum_of
+from deploy.dashboards.promql import MODEL_FILTER, WORKER_FILTER, increase, max_of, quantile, rate, sum_of
 from deploy.dashboards.spec import MODEL, WORKER, Dashboard, Panel, Query, Row
 
 _P = "tokenbus_worker"
@@ -178,9 +178,21 @@ _MEMORY = (
     ),
     Panel(
         "Workers that read KV blocks here",
-        "At most two at a time read from a worker. If it is two for long, others compute what they could fetch.",
+        "At most two at a time read what a worker has, and eight what it computes for them. If it is two for long on a "
+        "worker that computes nothing for others, these compute what they could fetch.",
         "short",
         (Query(sum_of(f"{_P}_kv_leases", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
+        "Prompts computed for other workers",
+        "Per second, by what came of them: at workers that compute for others, and at those that wait for it. Most "
+        "should be `complete`. If many are `timeout`, the others are slower than routers expect; if they are `busy`, "
+        "there are too few; if they are `lost`, one does not answer.",
+        "ops",
+        (
+            Query(rate(f"{_P}_legs_total", WORKER_FILTER, "outcome"), "computed: {{outcome}}"),
+            Query(rate(f"{_P}_legs_awaited_total", WORKER_FILTER, "outcome"), "awaited: {{outcome}}"),
+        ),
     ),
     Panel(
         "Prompt tokens found cached",
@@ -229,6 +241,13 @@ _MEMORY = (
         (Query(sum_of(f"{_P}_expected_answer_tokens", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
+        "Copies in host memory",
+        "Blocks that can be restored, or given to other workers, without being computed. If the number has stopped "
+        "growing while blocks are evicted, --host-cache-mib is used up.",
+        "short",
+        (Query(sum_of(f"{_P}_host_cache_blocks", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
         "Blocks that new engines have recovered",
         "Copies of KV blocks that an engine had made before it died, or a worker before it restarted. If more are "
         "discarded than a few torn ones after a crash, remove --host-cache-file.",
@@ -253,6 +272,19 @@ _MEMORY = (
         "Bps",
         (Query(_rate("kv_transferred_bytes", "worker_id, direction"), f"{_NAME} {{{{direction}}}}"),),
         "stacked",
+    ),
+    Panel(
+        "Checkpoints, by what happened to them",
+        "Of models with windows or recurrent layers: saved, restored for a request, evicted to make room. If many "
+        "are evicted and few restored, raise --host-cache-mib.",
+        "suffix: /s",
+        (Query(_rate("checkpoints", "worker_id, event"), f"{_NAME} {{{{event}}}}"),),
+    ),
+    Panel(
+        "Memory of checkpoints",
+        "Host memory that their copies take. If it stays far below --host-cache-mib, less would do.",
+        "bytes",
+        (Query(sum_of(f"{_P}_checkpoint_bytes", WORKER_FILTER, "worker_id"), _NAME),),
     ),
 )
 
@@ -302,6 +334,48 @@ _ANSWERS = (
     ),
 )
 
+_ON_DEMAND = (
+    Panel(
+        "Models, by state",
+        "Which are loaded, and which come and go. If two models take turns all the time, there is not enough memory "
+        "for both: raise --memory-budget-mib, or move one to another worker.",
+        "short",
+        (Query(sum_of(f"{_P}_model_state", WORKER_FILTER, "model, worker_id, state"), "{{model}} {{state}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Memory of the loaded models, and the budget",
+        "As estimated from their files. If the budget is never used up, others could be pinned.",
+        "bytes",
+        (
+            Query(sum_of(f"{_P}_memory_reserved_bytes", MODEL_FILTER, "instance"), "{{instance}} reserved"),
+            Query(max_of(f"{_P}_memory_budget_bytes", MODEL_FILTER, "instance"), "{{instance}} budget"),
+        ),
+    ),
+    Panel(
+        "Loads and unloads",
+        "Loads by outcome, unloads by reason. If loads fail, `model_not_loaded` in the worker's log says why.",
+        "short",
+        (
+            Query(increase(f"{_P}_model_loads_total", WORKER_FILTER, "model, outcome"), "{{model}} load {{outcome}}"),
+            Query(
+                increase(f"{_P}_model_unloads_total", WORKER_FILTER, "model, reason"), "{{model}} unload: {{reason}}"
+            ),
+        ),
+    ),
+    Panel(
+        "Time to load a model",
+        "95th percentile. If it is much longer than on an idle machine, the disk is slow, or others use all cores.",
+        "s",
+        (Query(quantile(0.95, f"{_P}_model_load_seconds", WORKER_FILTER, "model"), "{{model}}"),),
+    ),
+    Panel(
+        "Workers that load",
+        "1 while an engine is being started. If it stays, the engine's log says what it waits for.",
+        "short",
+        (Query(sum_of(f"{_P}_loading", WORKER_FILTER, "model, worker_id"), "{{model}} {{worker_id}}"),),
+    ),
+)
 DASHBOARD = Dashboard(
     "worker",
     "Tokenbus worker",
@@ -313,5 +387,6 @@ DASHBOARD = Dashboard(
         Row("Constraints", _CONSTRAINTS),
         Row("Tools and reasoning", _ANSWERS),
         Row("Memory and cache", _MEMORY),
+        Row("Models on demand", _ON_DEMAND),
     ),
 )

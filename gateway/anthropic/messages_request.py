@@ -148,6 +148,7 @@ def _check_conversation(given: Sequence[InputMessage] | None) -> None:
         raise errors.invalid_field("messages", "is required")
     if not given:
         raise errors.invalid_field("messages", "at least one message is required")
+    conversation.check_count("messages", given)
     if given[-1].role == "assistant":
         problem = "messages: the conversation must end with a user message; this model does not support prefill"
         raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="messages")

@@ -1,6 +1,7 @@
 """Serves an endpoint that generates nothing: one request and one reply of the wire, in the words of its dialect."""
 
 import asyncio
+import functools
 from collections.abc import Awaitable
 from typing import Any, Generic, TypeVar
 
@@ -31,7 +32,8 @@ class CallEndpoint(Endpoint, Generic[RequestT, ReplyT]):
         # In a method of its own, so that nothing holds the body while the request is served.
         payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
         default = self._services.aliases.default
-        parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id, default)
+        parse = functools.partial(self._dialect.parse, payload, exchange.request.headers, exchange.request_id, default)
+        parsed = await self._services.parser.parse(parse, len(payload))
         exchange.log.received(parsed.model, body_bytes=len(payload))
         return parsed
 

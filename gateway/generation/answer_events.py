@@ -81,7 +81,9 @@ AnswerEvent = PromptSeen | TokensSampled | PartStarted | PartGrew | PartEnded | 
 class AnswerReader:
     """Turns the chunks of one stream into events, and keeps the parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_logprobs: bool = True) -> None:
+        """Log probabilities are kept on request only: those of a token may take 10 KB, a thousand times its text."""
+        self._keeps_logprobs = keeps_logprobs
         self.parts: list[Part] = []
         self.logprobs: list[messages.TokenLogprob] = []
         self.end: AnswerEnded | None = None
@@ -101,8 +103,9 @@ class AnswerReader:
             self._prompt_seen = True
             events.append(PromptSeen(chunk.progress.prompt_tokens, chunk.progress.cached_tokens))
         if chunk.logprobs:
-            self.logprobs += chunk.logprobs
-            self._unplaced += chunk.logprobs
+            if self._keeps_logprobs:
+                self.logprobs += chunk.logprobs
+                self._unplaced += chunk.logprobs
             events.append(TokensSampled(chunk.logprobs))
         if chunk.reasoning:
             self._grow(events, PartKind.REASONING, chunk.reasoning)

@@ -4,11 +4,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenbus.protocol.wire import codec, messages
+from tokenbus.protocol.wire import codec, errors, limits, messages
 
 _SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-session-id")
 """Headers in which agents name their session."""
 _MAX_SESSION_BYTES = 256
+_MAX_ITEMS = 4 * limits.MAX_MESSAGES
+"""Items or messages of an API that joins several to one message of the wire."""
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 _OFF = ("none", "minimal")
 """Reasoning efforts that ask for no reasoning."""
@@ -27,6 +29,12 @@ def normalized(conversation: Sequence[messages.ChatMessage]) -> list[messages.Ch
         return known
     joined = "\n\n".join(text for text in texts if text)
     return [messages.ChatMessage(role="system", content=joined), *known[count:]]
+
+
+def check_count(field: str, items: Sequence[object]) -> None:
+    """Raises RequestError for more items than any conversation of the wire can be made of."""
+    if len(items) > _MAX_ITEMS:
+        raise errors.invalid_field(field, f"must have at most {_MAX_ITEMS} items, got {len(items)}")
 
 
 def counting(request: messages.GenerateRequest) -> messages.TokenizeRequest:

@@ -86,3 +86,5 @@ class Dialect(NamedTuple):
     """Returns the status of an error response, where the API has others than the wire."""
     streamed_errors: frozenset[str] = frozenset()
     """Codes of errors of which a stream tells by an event even if they come before its first one."""
+    repeats_logprobs: bool = False
+    """Whether the last events of a stream repeat the log probabilities of earlier ones."""

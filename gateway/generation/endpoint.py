@@ -4,6 +4,8 @@ import functools
 import time
 from collections.abc import Callable
 
+from msgspec import UNSET
+
 from tokenbus.client.choices import Answers
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import Dialect, EventEncoder, ParsedRequest, ResponseHead
@@ -11,10 +13,15 @@ from tokenbus.gateway.http import body, http_errors
 from tokenbus.gateway.http.endpoint import Endpoint, Exchange, Services
 from tokenbus.gateway.http.response_writer import ResponseWriter
 from tokenbus.gateway.request_log import RequestLog
+from tokenbus.protocol.wire import messages
 
 STATUS_HOLD_S = 10.0
 """A streamed response starts with its first event, or after this time; until then an error can still set the status.
 Later it is kept alive whenever nothing has been sent for as long."""
+
+MAX_LOGPROBS = 256 * 1024
+"""The log probabilities that a whole response may have, each of which takes about 0.4 KB until then: with 20
+alternatives, those of 12,483 tokens."""
 
 
 class GenerationEndpoint(Endpoint):
@@ -39,7 +46,8 @@ class GenerationEndpoint(Endpoint):
         # In a method of its own, so that nothing holds the body while the request is served.
         payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
         default = self._services.aliases.default
-        parsed = self._dialect.parse(payload, exchange.request.headers, exchange.request_id, default)
+        parse = functools.partial(self._dialect.parse, payload, exchange.request.headers, exchange.request_id, default)
+        parsed = await self._services.parser.parse(parse, len(payload))
         exchange.log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload), n=parsed.n)
         return parsed
 
@@ -58,6 +66,7 @@ class GenerationEndpoint(Endpoint):
                         writer,
                         log,
                         streamed_errors=self._dialect.streamed_errors,
+                        keeps_logprobs=self._dialect.repeats_logprobs,
                     )
                 else:
                     encode = functools.partial(parsed.encode_whole, head)
@@ -73,8 +82,12 @@ async def respond(
 ) -> None:
     """Waits for the ends of all answers, and sends one response. Raises ApiError if one of them fails."""
     answers = [AnswerReader() for _ in range(num_choices)]
+    num_logprobs = 0
     async for number, chunk in choices.chunks():
         log.on_chunk(chunk, number)
+        num_logprobs += sum(1 + len(token.top) for token in chunk.logprobs or ())
+        if num_logprobs > MAX_LOGPROBS:
+            raise http_errors.ApiError(http_errors.TOO_MANY_LOGPROBS)
         answers[number].read(chunk)
         response = http_errors.from_terminal(chunk)
         if response is not None:
@@ -90,10 +103,12 @@ async def stream_response(
     log: RequestLog,
     hold_s: float = STATUS_HOLD_S,
     streamed_errors: frozenset[str] = frozenset(),
+    *,
+    keeps_logprobs: bool = False,
 ) -> None:
     """Sends the answers as events. Raises ApiError if one of them fails before the first event, unless the error is to
     be streamed."""
-    answers = [AnswerReader() for _ in range(num_choices)]
+    answers = [AnswerReader(keeps_logprobs=keeps_logprobs) for _ in range(num_choices)]
     num_open = num_choices
     sent_s = 0.0
     async for number, chunk in choices.chunks():
@@ -115,4 +130,11 @@ async def stream_response(
         # Workers and routers send empty chunks while a request waits, and these drive the comments: no timer is needed.
         elif not chunk.tokens and log.age_s - sent_s >= hold_s:
             sent_s = log.age_s
-            await writer.send_events(encoder.keep_alive())
+            await writer.send_events(*_comment(chunk), encoder.keep_alive())
+
+
+def _comment(chunk: messages.Chunk) -> list[bytes]:
+    """Returns a comment that says how far the model is loaded, if it is being loaded."""
+    if chunk.load_progress is UNSET:
+        return []
+    return [b": loading the model, %d %%\n\n" % round(100 * chunk.load_progress)]

@@ -1,8 +1,9 @@
 """Reads the body of a request within limits, and notices when its client disconnects."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+import gc
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -10,7 +11,10 @@ from starlette.types import Receive
 from tokenbus.gateway.http.body_memory import HeldBody
 from tokenbus.gateway.http.http_errors import BODY_TIMEOUT, UNSUPPORTED_MEDIA_TYPE, ApiError, too_large
 
+ParsedT = TypeVar("ParsedT")
 BODY_TIMEOUT_S = 30.0
+_PARSED_AT_ONCE_BYTES = 256 * 1024
+"""Bodies up to this size are parsed within milliseconds."""
 _MAX_DISCARDED_BYTES = 16 * 1024 * 1024
 """Bytes of a body that are read and discarded once it is too large: a client that still sends would not read why."""
 
@@ -35,6 +39,32 @@ async def read(request: Request, limit_bytes: int, held: HeldBody) -> bytes:
     if num_bytes > limit_bytes:
         raise ApiError(too_large(limit_bytes))
     return body
+
+
+class LargeBodyParser:
+    """Parses large bodies in a thread, one at a time: other requests would wait for the event loop meanwhile."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<LargeBodyParser, {'busy' if self._turn.locked() else 'idle'}>"
+
+    async def parse(self, parse: Callable[[], ParsedT], num_bytes: int) -> ParsedT:
+        """Returns the result of a parser, and raises what it raises."""
+        if num_bytes <= _PARSED_AT_ONCE_BYTES:
+            return parse()
+        async with self._turn:
+            return await asyncio.to_thread(_without_collections, parse)
+
+
+def _without_collections(parse: Callable[[], ParsedT]) -> ParsedT:
+    """Parses while no garbage is collected: all that is made is in use, and looking at it stops every thread."""
+    gc.disable()
+    try:
+        return parse()
+    finally:
+        gc.enable()
 
 
 async def _read(receive: Receive, limit_bytes: int, held: HeldBody) -> tuple[bytes, int]:

@@ -47,6 +47,7 @@ class Services:
         self.broker = broker
         self.metrics = metrics
         self.tracer = tracer
+        self.parser = body.LargeBodyParser()
 
     def __repr__(self) -> str:
         return f"<Services {self.limit!r}>"

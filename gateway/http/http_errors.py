@@ -122,6 +122,12 @@ TENANT_STARTING = ErrorResponse(
     503, "overloaded", "this key is new, and its tenant is not ready yet", None, True, 1_000.0
 )
 BODY_TIMEOUT = ErrorResponse(408, "request_timeout", "the body was not received in time", None, True)
+TOO_MANY_LOGPROBS = ErrorResponse(
+    413,
+    str(errors.Code.PAYLOAD_TOO_LARGE),
+    "the log probabilities are too many for a whole response: ask for a stream, or for fewer answers, tokens or "
+    "alternatives",
+)
 UNSUPPORTED_MEDIA_TYPE = ErrorResponse(
     415, "unsupported_media_type", "the request must be sent with Content-Type: application/json"
 )

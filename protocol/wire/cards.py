@@ -29,6 +29,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """KV blocks that its requests use or are expected to use before they end, also those that wait. 0 if unknown."""
     expected_answer_tokens: int = 0
     """Tokens that the next completion is expected to have, as recent ones had. 0 if unknown."""
+    host_blocks: int = 0
+    """Copies of KV blocks in host memory. A block may be on the device too."""
+    fetched_blocks: int = 0
+    """KV blocks that came from other workers since the engine started."""
     generated_tokens: int = 0
     """Tokens sampled since the engine started."""
     computed_tokens: int = 0
@@ -63,6 +67,17 @@ class WorkerState(enum.StrEnum):
     """Routers are to take its streams elsewhere."""
     STOPPED = "stopped"
     """It has withdrawn; this is the last thing it says."""
+
+
+class WorkerRole(enum.StrEnum):
+    """The share of the work that routers give a worker."""
+
+    BOTH = "both"
+    """It computes prompts and completions."""
+    PREFILL = "prefill"
+    """It computes prompts for others, and gets requests of its own only where no other worker can take them."""
+    DECODE = "decode"
+    """It has long prompts computed by workers with the role `prefill`, where there are any that have time."""
 
 
 class WorkerTracking(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +153,8 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """KV blocks in device memory; absent where there is no prefix cache."""
     host_kv_blocks: int | None = None
     """KV blocks that can be offloaded to host memory beside these; absent where there is no prefix cache."""
+    kv_checkpoints: bool = False
+    """Prefixes can be reused only up to a block that it lists, and not up to one before."""
     kv_identity: str = ""
     """Workers of the model with equal ones can read each other's KV blocks; absent where the worker exchanges none."""
     kv_token_bytes: int = 0
@@ -152,8 +169,13 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The epochs before `previous` that the same process ended, the latest first; at most 15."""
     adapters: list[CardAdapter] = []
     """The LoRA adapters that are loaded; in a `models` reply, those that the asking tenant may use."""
-    role: str = "both"
-    """`both`: the worker computes prompts and completions."""
+    role: WorkerRole = WorkerRole.BOTH
+    """The share of the work that it is to get. `both`: prompts and completions. `prefill`: prompts of others, and
+    requests of its own only where no other worker can take them. `decode`: its long prompts are computed by workers of
+    the role `prefill`, where any has time."""
+    loadable: bool = False
+    """The model is not loaded, or is being unloaded, and a `load` without a `model` loads it. Its state is `draining`
+    then, and it takes no requests. Before it was first loaded, it has no features, and its numbers are estimates."""
     load: Load | None = None
     """Its load; only in a `models` reply."""
     watched: WorkerTracking | None = None
@@ -163,6 +185,11 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     def address(self) -> WorkerAddress:
         """The worker whose card this is; a worker's name is unique only within its model."""
         return WorkerAddress(self.model, self.worker_id)
+
+    @property
+    def shown_state(self) -> str:
+        """Its state as people see it."""
+        return "loadable" if self.loadable else self.state
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +201,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest context length of its workers."""
     features: list[str]
     """Features that all its workers have."""
+    loadable: bool | UnsetType = UNSET
+    """true if no worker has it loaded, and a request for it has one load it."""
     adapters: list[str] = []
     """Names of the LoRA adapters that its workers have and the asking tenant may use. `<model>:<adapter>` is a name of
     the model with that adapter."""
@@ -221,6 +250,8 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that went on elsewhere after their worker was lost or left."""
     predicted_fetch_rate: float = 0.0
     """Share of prompt tokens that were to be fetched from another worker."""
+    legs: int = 0
+    """Requests whose prompt another worker was to compute."""
     uploads: int = 0
     """Large requests that are on their way to it in parts."""
     upload_bytes: int = 0

@@ -167,10 +167,15 @@ def check_nesting(value: object, path: str) -> None:
 
 
 def _deeper_than(value: object, levels: int) -> bool:
-    level = [value]
-    while level and levels:
-        parents = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [child for children in parents for child in children]
+    # Only what has children is kept: a value of megabytes would otherwise become as many objects again for each level.
+    level = [value] if value and isinstance(value, (dict, list)) else []
+    while level and levels > 1:
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if child and isinstance(child, (dict, list))
+        ]
         levels -= 1
     return bool(level)
 

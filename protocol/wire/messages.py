@@ -24,6 +24,7 @@ from tokenbus.protocol.wire.cards import (
     RouterStats,
     ServedModel,
     ServerLimits,
+    WorkerRole,
     WorkerState,
     WorkerTracking,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "TokenizeRequest",
     "ToolCallDelta",
     "Usage",
+    "WorkerRole",
     "WorkerState",
     "WorkerTracking",
 ]
@@ -202,6 +204,8 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     """All workers that could have been chosen."""
     fetch_from: str = ""
     """Name of the worker from which the chosen one was told to fetch blocks; empty if it was not."""
+    has_leg: bool = False
+    """Whether that worker was to compute the prompt first."""
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,6 +268,8 @@ class Chunk(Message, frozen=True, kw_only=True):
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     """New tool calls, and more of the last one. All of them are complete if the finish reason is `tool_calls`;
     otherwise the last one may be cut off."""
+    load_progress: float | UnsetType = UNSET
+    """The share of the model that is loaded, 0 to 1, in empty chunks that come while a worker loads it."""
     progress: Progress | UnsetType = UNSET
     """Progress of the prompt's computation, if asked for."""
     usage: Usage | UnsetType = UNSET

@@ -40,6 +40,7 @@ class Range(NamedTuple):
 COUNT = Range(0, limits.MAX_TOKENS)
 TIMEOUT_MS = Range(0, 1e12, above=True)
 DURATION_MS = Range(0, 1e12)
+PRIORITY = Range(-1_000, 1_000)
 REMAINING_MS = Range(-1e12, 1e12)
 """A signed duration: time left, negative once the deadline has passed, or time elapsed."""
 
@@ -151,7 +152,7 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     """Keeps caches apart within a tenant: only requests with the same salt share one. At most 256 bytes."""
     session_id: str | None = None
     """A hint that keeps the requests of a conversation on one worker. At most 256 bytes."""
-    priority: Annotated[int | None, Range(-1_000, 1_000)] = None
+    priority: Annotated[int | None, PRIORITY] = None
     """Lower is served sooner. 0 if absent."""
 
     lora: list[Lora] | None = None

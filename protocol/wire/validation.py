@@ -134,6 +134,7 @@ def check_router_id(router_id: str) -> None:
 def _check_fetch_source(source: internal.FetchSource) -> None:
     if not 0 < len(source.worker_id.encode()) <= limits.MAX_NAME_BYTES:
         raise invalid_field("fetch_from.worker_id", f"must have 1 to {limits.MAX_NAME_BYTES} bytes")
+    check_ranges(source, "fetch_from.")
 
 
 def check_id(request_id: str | None) -> None:

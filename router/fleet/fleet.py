@@ -26,8 +26,8 @@ _BOOKING_TTL_S = 5.0
 class Fleet(WorkerRegistry):
     """Everything that one router knows about its workers."""
 
-    def __init__(self, began_at: float) -> None:
-        super().__init__(began_at)
+    def __init__(self, began_at: float, expected_models: tuple[str, ...] = ()) -> None:
+        super().__init__(began_at, expected_models)
         self.stats = DecisionStats()
 
     def apply_events(self, model: str, events: internal.Events, now: float) -> FleetUpdate | None:
@@ -157,9 +157,7 @@ class Fleet(WorkerRegistry):
         """Chooses a worker of the model for a request and books it there, in one step."""
         placement = self._model(model).place(request, policy, rng, now, options)
         if isinstance(placement, Placement):
-            block_size = placement.worker.card.kv_block_size or 0
-            overlap, fetched = placement.overlap_blocks * block_size, placement.fetch_blocks * block_size
-            self.stats.record_placement(request.num_tokens, overlap + fetched, fetched, now)
+            self.stats.record_placement(request.num_tokens, placement, now)
         return placement
 
     def book(self, address: WorkerAddress, request: PlacementRequest, now: float) -> None:
@@ -170,8 +168,8 @@ class Fleet(WorkerRegistry):
     def unbook(self, address: WorkerAddress, key: str) -> None:
         """Takes a booking back; does nothing if there is none."""
         worker = self._workers.get(address)
-        if worker is not None and worker.bookings.pop(key, None) is not None:
-            self._refresh(worker)
+        if worker is not None:
+            self._models[address.model].unbook(worker, key)
 
     def sweep(self, now: float) -> None:
         """Forgets what is outdated: bookings, incarnations and some state of each model. It must be called a few times
@@ -212,6 +210,8 @@ class Fleet(WorkerRegistry):
                 self._owners.start(worker, started.id)
             for key in one.finished:
                 self._owners.finish(worker, key)
+            for key in one.legs:
+                worker.bookings.pop(key, None)
             for key in one.taken:
                 self._owners.forget(worker, key)
             self._models[worker.card.model].apply(worker, one, now)

@@ -38,14 +38,15 @@ _MAX_CARD_BYTES = 65_536
 class WorkerRegistry:
     """The workers of all models, and lookups among them."""
 
-    def __init__(self, began_at: float) -> None:
+    def __init__(self, began_at: float, expected_models: tuple[str, ...] = ()) -> None:
+        """`expected_models` count as known before any worker has served them."""
         self._began_at = began_at
         self._workers: dict[WorkerAddress, Worker] = {}
         self._models: dict[str, ModelWorkers] = {}
         """The workers of each model that has any."""
         self._unserved = ModelWorkers()
         """Stands for every other model."""
-        self._known_models: dict[str, None] = {}
+        self._known_models: dict[str, None] = dict.fromkeys(expected_models)
         """Models that some worker has served since `began_at`, in order of their first card."""
         self._owners = RequestOwners()
         self._refused: TTLCache[messages.RefusedCard] = TTLCache(_REFUSAL_TTL_S, MAX_WORKERS)
@@ -107,6 +108,15 @@ class WorkerRegistry:
     def eligible_workers(self, model: str, now: float) -> list[Worker]:
         """Returns the workers of the model that may be given a request now."""
         return self._model(model).eligible(now)
+
+    def is_served(self, model: str) -> bool:
+        """Whether some worker has the model loaded."""
+        return any(worker.has_loaded for worker in self._model(model).workers)
+
+    def loaders_of(self, model: str) -> list[Worker]:
+        """Returns the workers that can load the model, those first that do so already. The order is the same for all
+        routers, and differs from model to model."""
+        return sorted((one for one in self._model(model).workers if one.is_loadable), key=lambda one: one.load_order)
 
     def capacity(self, model: str, now: float) -> Capacity:
         """Returns whether the model's workers can start another request now."""

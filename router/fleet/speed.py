@@ -28,6 +28,11 @@ class _BestTime:
         self._value += weight * (value - self._value)
 
     @property
+    def mean(self) -> float:
+        """The estimate from however few samples; 0 before the first."""
+        return self._value
+
+    @property
     def value(self) -> float:
         """The estimate; 0 while there are too few samples."""
         return self._value if self._count >= _MIN_SAMPLES else 0.0
@@ -50,6 +55,11 @@ class _Window:
             self._seconds = self._weighted_s = 0.0
             self._tokens = 0
 
+    @property
+    def first(self) -> float:
+        """The estimate from whatever there is; 0 before the first event."""
+        return self.best.mean or (self._weighted_s / self._tokens if self._tokens else 0.0)
+
 
 class Speed:
     """A worker's time per prompt token and its inter-token latency."""
@@ -57,6 +67,8 @@ class Speed:
     def __init__(self) -> None:
         self._prefill = _Window()
         self._itl = _Window()
+        self._step_s = 0.0
+        """Time since the last event that a step had ended before, while prompts were queued."""
 
     def __repr__(self) -> str:
         return f"<Speed {self.prefill_s_per_token:.6f} s, {self.itl_s:.4f} s>"
@@ -67,6 +79,11 @@ class Speed:
         return self._prefill.best.value
 
     @property
+    def first_prefill_s_per_token(self) -> float:
+        """The same from the first prompt on, which is enough to compare computing with something else."""
+        return self._prefill.first
+
+    @property
     def itl_s(self) -> float:
         """Seconds from one token of a stream to the next; 0 while unknown."""
         return self._itl.best.value
@@ -75,9 +92,14 @@ class Speed:
         """Learns from the loads of two consecutive events, `seconds` apart.
 
         They say something only if the worker was busy all the time between them: with prompts still queued at the first
-        event, or with streams alone."""
+        event, or with streams alone. Events in the middle of a step, such as heartbeats, show no tokens yet: their time
+        counts towards those of the next one."""
         computed = after.computed_tokens - before.computed_tokens
         generated = after.generated_tokens - before.generated_tokens
+        if before.queued_prefill_tokens and not computed:
+            self._step_s += seconds
+            return
+        seconds, self._step_s = seconds + self._step_s, 0.0
         if before.queued_prefill_tokens > after.queued_prefill_tokens and computed > 0:
             self._prefill.add(seconds, 1.0, computed)
         elif not before.queued_prefill_tokens and not after.queued_prefill_tokens and generated > 0 and before.running:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from tokenbus.protocol.wire import messages
 from tokenbus.router.fleet.decaying_rate import DecayingRate
 from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.placement.placement import Placement
 
 _MAX_SAMPLES = 1_024
 """Decisions whose durations are kept."""
@@ -19,6 +20,7 @@ class DecisionStats:
         self.prompt_tokens = 0
         self.predicted_tokens = 0
         self.fetch_tokens = 0
+        self.legs = 0
         self.refused_messages = 0
         self.continued = 0
         self._durations_s: deque[float] = deque(maxlen=_MAX_SAMPLES)
@@ -27,13 +29,14 @@ class DecisionStats:
     def __repr__(self) -> str:
         return f"<DecisionStats {self.decisions} decisions, predicted hit rate {self.predicted_hit_rate:.3f}>"
 
-    def record_placement(self, prompt_tokens: int, predicted_tokens: int, fetch_tokens: int, now: float) -> None:
+    def record_placement(self, prompt_tokens: int, placement: Placement, now: float) -> None:
         """Counts a placed request, how many tokens of its prompt are predicted to be cached, and how many of these its
         worker has to fetch first."""
         self.decisions += 1
+        self.legs += placement.has_leg
         self.prompt_tokens += prompt_tokens
-        self.predicted_tokens += predicted_tokens
-        self.fetch_tokens += fetch_tokens
+        self.predicted_tokens += placement.overlap_tokens + placement.fetch_tokens
+        self.fetch_tokens += placement.fetch_tokens
         self._rate.add(now)
 
     def record_decision_time(self, seconds: float) -> None:
@@ -86,4 +89,5 @@ class DecisionStats:
             refused_messages=self.refused_messages,
             continued=self.continued,
             predicted_fetch_rate=round(self.predicted_fetch_rate, 4),
+            legs=self.legs,
         )

@@ -3,15 +3,18 @@
 import math
 from typing import Literal, NamedTuple
 
+import xxhash
+
 from tokenbus.protocol.wire import codec, limits, messages
 from tokenbus.protocol.wire.subjects import WorkerAddress
 from tokenbus.router.fleet.event_log import EventLog
 from tokenbus.router.fleet.speed import Speed
-from tokenbus.router.placement.worker_table import WorkerRow
+from tokenbus.router.placement.worker_row import WorkerRow
 
 _QUEUE_SHARE = 8
 """A worker is given an eighth more requests than it can run, so that it always has a next one to start."""
 _RECOVERABLE = (messages.WorkerState.STARTING, messages.WorkerState.READY, messages.WorkerState.RESTARTING)
+_LOADED = (messages.WorkerState.READY, messages.WorkerState.RESTARTING)
 _GIVING = (messages.WorkerState.READY, messages.WorkerState.DRAINING, messages.WorkerState.LEAVING)
 MAX_STEP_AGE_MS = 2_000.0
 """A worker whose engine's step is older than this gets no new work."""
@@ -35,6 +38,8 @@ class Booking(NamedTuple):
     """KV blocks that it is expected to use in the end, without those that the worker holds already."""
     will_cache_blocks: bool = False
     """Whether the worker should report blocks of its prompt as stored."""
+    leg_worker_id: str = ""
+    """The worker that is to compute the prompt for it, and has a booking of it too; empty if there is none."""
 
 
 class Worker:
@@ -89,7 +94,25 @@ class Worker:
     @property
     def may_recover(self) -> bool:
         """Whether it takes requests now or may do so soon, for instance when its engine has restarted."""
-        return self.state in _RECOVERABLE and not self.lease_expired and self.card.max_num_seqs > 0
+        may_serve = self.state in _RECOVERABLE or self.card.loadable
+        return may_serve and not self.lease_expired and self.card.max_num_seqs > 0
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether it has its model loaded, or had until its engine died."""
+        return self.state in _LOADED and not self.card.loadable and not self.lease_expired
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether it can be asked to load its model, or is loading it."""
+        may_load = self.card.loadable or self.state is messages.WorkerState.STARTING
+        return may_load and not self.lease_expired
+
+    @property
+    def load_order(self) -> tuple[bool, int]:
+        """Sorts workers that can load a model: those first that do so already, the others by hash."""
+        name = f"{self.card.model} {self.card.worker_id}"
+        return self.card.loadable, xxhash.xxh3_64_intdigest(name.encode())
 
     @property
     def can_give_blocks(self) -> bool:
@@ -152,6 +175,7 @@ class Worker:
             self.last_seen_at,
             load.step_age_ms,
             card.context_length,
+            card.role is messages.WorkerRole.PREFILL,
             load.expected_answer_tokens,
             block_size,
             prefill_tokens,

@@ -53,9 +53,14 @@ class FetchOffer(NamedTuple):
     """The group of each candidate."""
     holders: dict[int, Holder]
 
+    @property
+    def tokens(self) -> Floats:
+        """The tokens that each candidate would fetch if it were chosen."""
+        return np.maximum(self.fetchable.tokens, self.probed)
+
     def holder_for(self, candidate: int) -> Holder | None:
         """Returns the worker that a candidate should fetch from, if any."""
-        if not self.fetchable.tokens[candidate] and not self.probed[candidate]:
+        if not self.tokens[candidate]:
             return None
         return self.holders[int(self.groups[candidate])]
 
@@ -142,6 +147,16 @@ class KvExchange:
         fetchable = Fetchable(np.where(is_worth, extra, 0.0), cost)
         probed = extra if now - self._probed_at >= _PROBE_INTERVAL_S else np.zeros_like(extra)
         return FetchOffer(fetchable, probed, groups, holders) if extra.any() else None
+
+    def givers_of(self, receiver: int, rows: Rows) -> Rows:
+        """Returns those of some rows whose blocks a worker can read."""
+        group = self._group_of[receiver]
+        givers: Rows = rows[(self._group_of[rows] == group) & (group != _NO_GROUP) & (rows != receiver)]
+        return givers
+
+    def move_s(self, row: int, num_tokens: float, mb_per_s: float) -> float:
+        """Returns the time in which so many tokens of a row move."""
+        return num_tokens * self._token_bytes[int(self._group_of[row])] / max(mb_per_s, 1e-6) / 1e6
 
     def begin(self, holder: int, receiver: int, now: float) -> None:
         """Notes that one worker is about to fetch from another one."""

@@ -15,6 +15,8 @@ from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import internal, limits, messages
 from tokenbus.router.fleet.transfer_rate import TransferRate
 from tokenbus.router.fleet.worker import MAX_STEP_AGE_MS, Booking, Worker
+from tokenbus.router.placement import legs
+from tokenbus.router.placement.adapters import has_all
 from tokenbus.router.placement.hash_scheme import HashScheme, hash_scheme_of
 from tokenbus.router.placement.kv_exchange import KvExchange
 from tokenbus.router.placement.placement import (
@@ -28,7 +30,8 @@ from tokenbus.router.placement.placement import (
 from tokenbus.router.placement.policies import Policy, View, draw
 from tokenbus.router.placement.predictions import Predictions
 from tokenbus.router.placement.prefix_index import MatchLevel, PrefixIndex
-from tokenbus.router.placement.worker_table import Floats, Rows, WorkerRow, WorkerTable, is_contiguous
+from tokenbus.router.placement.worker_row import WorkerRow
+from tokenbus.router.placement.worker_table import Floats, Rows, WorkerTable, is_contiguous
 
 _SAMPLE_SIZE = 8
 _DEFAULT_ANSWER_TOKENS = 256
@@ -67,7 +70,7 @@ class ModelWorkers:
 
     def add_worker(self, worker: Worker) -> None:
         """Adds a worker that holds no blocks yet."""
-        worker.row = self._index.add_worker(_max_blocks(worker.card))
+        worker.row = self._index.add_worker(_max_blocks(worker.card), has_checkpoints=worker.card.kv_checkpoints)
         while worker.row >= len(self._by_row):
             self._by_row.append(None)
             self._prefill_s = np.append(self._prefill_s, 0.0)
@@ -83,7 +86,8 @@ class ModelWorkers:
 
     def update_card(self, worker: Worker) -> None:
         """Takes over what has changed with a worker's card."""
-        self._index.set_max_blocks(worker.row, _max_blocks(worker.card))
+        card = worker.card
+        self._index.update_worker(worker.row, _max_blocks(card), has_checkpoints=card.kv_checkpoints)
         self._exchange.set_worker(worker.row, worker.card.kv_identity, worker.card.kv_token_bytes)
         self.refresh(worker)
 
@@ -120,6 +124,8 @@ class ModelWorkers:
             self._table.record_work(worker.row, processed - worker.processed_tokens, now)
         worker.processed_tokens = processed
         for fetched in events.fetches:
+            if fetched.was_leg:
+                continue
             self._transfer_rate.observe(fetched)
             if (holder := self._workers.get(fetched.worker_id)) is not None:
                 self._exchange.end(holder.row, worker.row)
@@ -135,12 +141,13 @@ class ModelWorkers:
         self, request: PlacementRequest, policy: Policy, rng: random.Random, now: float, options: PlacementOptions
     ) -> Placement | NoWorker:
         """Chooses a worker and books the request there."""
-        rows = self._table.eligible(now, request.num_tokens)
+        rows = usable = self._table.eligible(now, request.num_tokens)
         if options.restricts:
             allowed = [one.row for one in self._workers_at(rows) if options.allows(one.card)]
             rows = np.array(allowed, dtype=np.intp)
         if not len(rows):
             return NoWorker()
+        rows = self._table.without_prefill(rows)
         levels = self._index.match(request.hashes)
         overlap = self._overlap_blocks(request.hashes, levels, now)
         view = self._view(request, rows, overlap, now)
@@ -155,17 +162,36 @@ class ModelWorkers:
         worker = self._by_row[int(rows[at])]
         assert worker is not None
         overlap_blocks, fetch_blocks, source = int(overlap[worker.row]), 0, None
-        if offer is not None and (holder := offer.holder_for(at)) is not None:
+        holder = None if offer is None else offer.holder_for(at)
+        if holder is not None:
             fetch_blocks, source = holder.overlap_blocks - overlap_blocks, self._by_row[holder.row]
+        leg = None
+        if request.hashes and len(rows) < len(usable):
+            leg = self._find_leg(request, worker, usable, overlap, fetch_blocks, options)
+        if leg is not None:
+            source, fetch_blocks = self._by_row[leg.row], len(request.hashes) - overlap_blocks
+            assert source is not None
+            self._book_leg(source, request, int(overlap[leg.row]), now)
+        elif holder is not None:
             self._exchange.begin(holder.row, worker.row, now)
+        leg_worker_id = "" if leg is None or source is None else source.card.worker_id
         report = None
         if options.explain:
-            report = explain(worker, policy.name, self._workers_at(rows), view, costs.tolist(), source)
-        self.book(worker, request, now, overlap_blocks, fetch_blocks)
-        return Placement(worker, policy.name, overlap_blocks, report, source, fetch_blocks)
+            workers, has_leg = self._workers_at(rows), leg is not None
+            fetched = np.zeros(len(rows)) if offer is None else offer.tokens
+            report = explain(worker, policy.name, workers, view, costs.tolist(), fetched, source, has_leg=has_leg)
+        self.book(worker, request, now, overlap_blocks, fetch_blocks, leg_worker_id)
+        leg_s = 0.0 if leg is None else leg.seconds
+        return Placement(worker, policy.name, overlap_blocks, report, source, fetch_blocks, leg_s)
 
     def book(
-        self, worker: Worker, request: PlacementRequest, now: float, overlap_blocks: int = 0, fetch_blocks: int = 0
+        self,
+        worker: Worker,
+        request: PlacementRequest,
+        now: float,
+        overlap_blocks: int = 0,
+        fetch_blocks: int = 0,
+        leg_worker_id: str = "",
     ) -> None:
         """Counts a request as a worker's load, and predicts that the worker will hold its blocks."""
         size = worker.card.kv_block_size or 0
@@ -176,6 +202,7 @@ class ModelWorkers:
             blocks=-(-request.num_tokens // size) if size else 0,
             expected_blocks=-(-(prefill_tokens + request.answer_tokens) // size) if size else 0,
             will_cache_blocks=len(request.hashes) > 0,
+            leg_worker_id=leg_worker_id,
         )
         self._num_chosen += 1
         self._table.mark_chosen(worker.row, self._num_chosen)
@@ -185,9 +212,19 @@ class ModelWorkers:
             self._predictions.add(worker.row, request.hashes, overlap_blocks, now)
         self.refresh(worker)
 
+    def unbook(self, worker: Worker, key: str) -> None:
+        """Takes back a booking, if there is one, and that of its leg."""
+        booking = worker.bookings.pop(key, None)
+        if booking is None:
+            return
+        self.refresh(worker)
+        if (leg_worker := self._workers.get(booking.leg_worker_id)) is not None:
+            leg_worker.bookings.pop(key, None)
+            self.refresh(leg_worker)
+
     def capacity(self, now: float) -> Capacity:
         """Returns whether a request that is placed now would start soon."""
-        rows = self._table.eligible(now)
+        rows = self._table.without_prefill(self._table.eligible(now))
         if not len(rows):
             may_recover = any(worker.may_recover for worker in self._workers.values())
             return Capacity.BUSY if may_recover else Capacity.NO_WORKERS
@@ -216,14 +253,15 @@ class ModelWorkers:
         self._predictions.expire(now)
         self._index.sweep()
         self._sessions.expire(now)
-        prefill_s_per_token, itl_s = np.zeros(len(self._by_row)), np.zeros(len(self._by_row))
+        prefill_s_per_token, itl_s, first_s = (np.zeros(len(self._by_row)) for _ in range(3))
         for worker in self._workers.values():
             prefill_s_per_token[worker.row] = worker.speed.prefill_s_per_token
             itl_s[worker.row] = worker.speed.itl_s
+            first_s[worker.row] = worker.speed.first_prefill_s_per_token
         self._table.update_slowdowns(prefill_s_per_token, itl_s)
-        known = prefill_s_per_token > 0
+        known = first_s > 0
         if known.any():
-            self._prefill_s = np.where(known, prefill_s_per_token, prefill_s_per_token[known].min())
+            self._prefill_s = np.where(known, first_s, first_s[known].min())
 
     @property
     def transfer_mb_per_s(self) -> float:
@@ -271,6 +309,47 @@ class ModelWorkers:
         if request.session and (worker := self._workers.get(self._sessions.get(request.session, now) or "")):
             session = (rows == worker.row).astype(np.float64)
         return View(request.num_tokens, overlap_blocks * columns[_BLOCK_SIZE], session, None, *columns[_BLOCK_SIZE:])
+
+    def _find_leg(
+        self,
+        request: PlacementRequest,
+        worker: Worker,
+        rows: Rows,
+        overlap: Floats,
+        fetch_blocks: int,
+        options: PlacementOptions,
+    ) -> legs.LegChoice | None:
+        """Returns which of the workers in `rows` should compute a prompt for the one that gets the request, if any.
+        That one is expected to fetch `fetch_blocks` otherwise."""
+        role, size = worker.card.role, worker.card.kv_block_size or 0
+        own_missing = request.num_tokens - (float(overlap[worker.row]) + fetch_blocks) * size
+        if role is messages.WorkerRole.PREFILL:
+            return None
+        if not legs.is_long(request.num_tokens, own_missing, options.min_leg_tokens):
+            return None
+        rows = self._exchange.givers_of(worker.row, self._table.free_prefill(rows, request.num_tokens))
+        if options.adapters:
+            has = [has_all(one.card, options.adapters, options.tenant) for one in self._workers_at(rows)]
+            rows = rows[np.array(has, dtype=bool)]
+        if not len(rows):
+            return None
+        queued = self._table.column("prefill_tokens")[: len(overlap)]
+        state = legs.PrefillState(request.num_tokens - overlap * size, queued, self._prefill_s)
+        own = legs.Prefill(own_missing, float(queued[worker.row]), float(self._prefill_s[worker.row]))
+        move_s = self._exchange.move_s(worker.row, own_missing, self._transfer_rate.mb_per_s)
+        return legs.choose(state, rows, own, worker.num_requests, role, move_s)
+
+    def _book_leg(self, worker: Worker, request: PlacementRequest, overlap_blocks: int, now: float) -> None:
+        """Counts a prompt as the load of the worker that computes it for another one, which will cache its blocks."""
+        size = worker.card.kv_block_size or 0
+        missing_tokens = request.num_tokens - overlap_blocks * size
+        num_blocks, num_missing = -(-request.num_tokens // size), -(-missing_tokens // size)
+        worker.bookings[request.key] = Booking(
+            now, prefill_tokens=missing_tokens, blocks=num_blocks, expected_blocks=num_missing
+        )
+        if not worker.reports_no_blocks:
+            self._predictions.add(worker.row, request.hashes, overlap_blocks, now)
+        self.refresh(worker)
 
     def _can_give(self, row: int) -> bool:
         worker = self._by_row[row]

@@ -9,7 +9,9 @@ from tokenbus.protocol.wire import messages
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement.adapters import has_all
+from tokenbus.router.placement.legs import MIN_LEG_TOKENS
 from tokenbus.router.placement.policies import View
+from tokenbus.router.placement.worker_table import Floats
 
 
 class PlacementRequest(NamedTuple):
@@ -43,6 +45,8 @@ class PlacementOptions(NamedTuple):
     adapters: tuple[Adapter, ...] = ()
     """Adapters that a chosen worker must have for `tenant`."""
     tenant: str = ""
+    min_leg_tokens: int = MIN_LEG_TOKENS
+    """Missing tokens from which on another worker may compute a prompt; 0: none ever does."""
 
     @property
     def restricts(self) -> bool:
@@ -70,6 +74,23 @@ class Placement(NamedTuple):
     """The worker from which the chosen one should fetch blocks instead of computing them."""
     fetch_blocks: int = 0
     """The blocks behind the overlap that are expected to come from there."""
+    leg_s: float = 0.0
+    """If above 0, that worker computes the prompt in a leg, which is expected to take so long."""
+
+    @property
+    def has_leg(self) -> bool:
+        """Whether another worker computes the prompt."""
+        return self.leg_s > 0
+
+    @property
+    def overlap_tokens(self) -> int:
+        """Tokens that the chosen worker is expected to hold."""
+        return self.overlap_blocks * (self.worker.card.kv_block_size or 0)
+
+    @property
+    def fetch_tokens(self) -> int:
+        """Tokens that it is expected to fetch of those that another worker holds."""
+        return 0 if self.has_leg else self.fetch_blocks * (self.worker.card.kv_block_size or 0)
 
 
 class NoWorker(NamedTuple):
@@ -87,10 +108,19 @@ class Capacity(enum.Enum):
 
 
 def explain(
-    chosen: Worker, policy: str, workers: Sequence[Worker], view: View, costs: Sequence[float], holder: Worker | None
+    chosen: Worker,
+    policy: str,
+    workers: Sequence[Worker],
+    view: View,
+    costs: Sequence[float],
+    fetched_tokens: Floats,
+    holder: Worker | None,
+    *,
+    has_leg: bool,
 ) -> messages.RoutingReport:
-    """Reports what was known about each candidate. `workers`, the columns of `view` and `costs` are in the same
-    order; `holder` is the worker that the chosen one fetches from, if any."""
+    """Reports what was known about each candidate. `workers`, the columns of `view`, `costs` and `fetched_tokens` are
+    in the same order; `holder` is the worker that the chosen one fetches from, if any, and that computes the prompt in
+    a leg."""
     candidates = []
     for number, worker in enumerate(workers):
         block_size = max(1.0, float(view.block_size[number]))
@@ -101,7 +131,7 @@ def explain(
             overlap_blocks=int(view.overlap_tokens[number] / block_size),
             prefill_blocks=math.ceil((float(view.prefill_tokens[number]) + uncached_tokens) / block_size),
             decode_blocks=int(view.used_blocks[number]),
-            fetch_blocks=0 if view.fetchable is None else int(view.fetchable.tokens[number] / block_size),
+            fetch_blocks=int(fetched_tokens[number] / block_size),
             state=worker.state,
         )
         candidates.append(candidate)
@@ -110,4 +140,5 @@ def explain(
         policy=policy,
         candidates=candidates,
         fetch_from="" if holder is None else holder.card.worker_id,
+        has_leg=has_leg,
     )

@@ -7,7 +7,10 @@ prompt, and the depth at which each of them stops is found with a few lookups, h
     block      1     2     3     4     5     6
     holders   ABC   ABC   AC    AC    A     -       A holds 5 blocks, C 4, B 2
 
-Where a worker breaks that rule it is only found less often."""
+Where a worker breaks that rule it is only found less often.
+
+Workers with checkpoints hold single blocks, at whose ends they can go on, and none of those before. They are found by
+lookups from the last block of the prompt up."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,6 +49,8 @@ class PrefixIndex:
         """Each worker's bit as one shared object: most blocks have a single holder, and an integer takes 32 bytes."""
         self._num_blocks: dict[int, int] = {}
         self._max_blocks: dict[int, int] = {}
+        self._checkpoint_bits = 0
+        """Bits of workers that hold single blocks."""
         self._removed_bits = 0
         """Bits of removed workers whose blocks the next sweep will forget."""
         self._sweeping_bits = 0
@@ -61,24 +66,27 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def add_worker(self, max_blocks: int) -> int:
-        """Returns a free row for a worker that can hold up to `max_blocks` blocks."""
+    def add_worker(self, max_blocks: int, *, has_checkpoints: bool = False) -> int:
+        """Returns a free row for a worker that can hold up to `max_blocks` blocks; with checkpoints, single ones."""
         taken = self._removed_bits | self._sweeping_bits
         for row in self._num_blocks:
             taken |= 1 << row
         row = (~taken & (taken + 1)).bit_length() - 1  # the lowest zero bit
         self._num_blocks[row], self._max_blocks[row] = 0, max_blocks
         self._single_bits[1 << row] = 1 << row
+        self._checkpoint_bits |= has_checkpoints << row
         return row
 
-    def set_max_blocks(self, row: int, max_blocks: int) -> None:
-        """Changes how many blocks a worker can hold; those that it holds already stay."""
+    def update_worker(self, row: int, max_blocks: int, *, has_checkpoints: bool = False) -> None:
+        """Changes what a worker can hold; those blocks that it holds already stay."""
         self._max_blocks[row] = max(max_blocks, self._num_blocks[row])
+        self._checkpoint_bits = self._checkpoint_bits & ~(1 << row) | has_checkpoints << row
 
     def remove_worker(self, row: int) -> None:
         """Removes a worker. Its blocks are not found from now on, and `sweep` forgets them step by step."""
         del self._num_blocks[row], self._max_blocks[row], self._single_bits[1 << row]
         self._removed_bits |= 1 << row
+        self._checkpoint_bits &= ~(1 << row)
 
     def store(self, row: int, hashes: Iterable[int]) -> None:
         """Notes blocks that a worker holds now. Those beyond what its card advertises are ignored."""
@@ -114,14 +122,35 @@ class PrefixIndex:
         self._num_blocks[row] -= count
 
     def match(self, hashes: Sequence[int]) -> list[MatchLevel]:
-        """Returns how many leading blocks of a prompt each worker holds, the most first, without those that hold none.
+        """Returns how many leading blocks of a prompt each worker holds, the most first; not those that hold none."""
+        levels = self._match_chains(hashes)
+        if self._checkpoint_bits:
+            depths = dict(levels)
+            for depth, bits in self._match_checkpoints(hashes):
+                depths[depth] = depths.get(depth, 0) | bits
+            levels = [MatchLevel(depth, depths[depth]) for depth in sorted(depths, reverse=True)]
+        return levels
+
+    def _match_checkpoints(self, hashes: Sequence[int]) -> Iterator[MatchLevel]:
+        """Finds the last block of a prompt that each worker with checkpoints holds."""
+        left = self._checkpoint_bits
+        for depth in range(len(hashes), 0, -1):
+            if found := left & self._holders.get(hashes[depth - 1], 0):
+                yield MatchLevel(depth, found)
+                left &= ~found
+            if not left:
+                return
+
+    def _match_chains(self, hashes: Sequence[int]) -> list[MatchLevel]:
+        """Does the same for workers that hold all blocks before a block.
 
         Gallops: from where the holders are known it looks twice as far each time they are still the same, then finds by
         bisection where they become fewer."""
         get = self._holders.get
         levels: list[MatchLevel] = []
         end = len(hashes)
-        now = get(hashes[0], 0) & ~(self._removed_bits | self._sweeping_bits) if end else 0
+        unwanted = self._removed_bits | self._sweeping_bits | self._checkpoint_bits
+        now = get(hashes[0], 0) & ~unwanted if end else 0
         reached = 1
         while now:  # all workers in `now` hold `low` blocks, and not all of them `high`
             low, stride = reached, 1

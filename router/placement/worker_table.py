@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tokenbus.protocol.wire import limits
+from tokenbus.router.placement.worker_row import WorkerRow
+
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Rows = np.ndarray[tuple[int], np.dtype[np.intp]]
 Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
@@ -28,44 +31,6 @@ _LATE_EVENT_S = 0.5
 _UTILIZATION_TTL_S = 0.05
 """A computed utilization is used for this long."""
 _MAX_SLOWDOWN_LOG2 = 4.0
-
-
-class WorkerRow(NamedTuple):
-    """One worker's numbers, from its card, its events and its bookings, and then those that are derived."""
-
-    is_open: bool
-    """Whether it may be given work unless it is silent or stuck."""
-    last_seen_at: float
-    step_age_ms: float
-    context_length: int
-    expected_answer_tokens: int
-    """Tokens that its next completion is expected to have; 0 if it does not say."""
-    block_size: int
-    """Tokens of a KV block; 0 if it has no blocks."""
-    prefill_tokens: int
-    """Prompt tokens that it still has to compute, bookings included."""
-    used_blocks: int
-    """KV blocks of its running sequences, bookings included."""
-    total_blocks: int
-    requests: int
-    """Requests that are running, waiting or booked."""
-    max_num_seqs: int
-    max_requests: int
-    """With this many requests it gets no more: another one would only wait there."""
-    waiting_requests: int
-    """Requests that would wait there if one more came, that one included."""
-    free_tokens: float
-    """Tokens that fit its KV cache beside those that its requests are expected to have in the end, bookings included.
-    Negative if these are too many; infinite if it has no blocks."""
-    prefill_slowdown: float = 1.0
-    """Its time per prompt token compared with the fastest worker's: a power of 2."""
-    decode_slowdown: float = 1.0
-    """The same for the tokens of streams."""
-    utilization: float = 0.0
-    """Its recent work compared with the most it has ever done: 0 when idle, near 1 at its most. While it has only its
-    first requests, it is the median of the others'."""
-    last_chosen: int = 0
-    """Larger the later it was chosen last; 0 if never."""
 
 
 class _Eligible(NamedTuple):
@@ -154,6 +119,19 @@ class WorkerTable:
             self._eligible = _Eligible(rows, until, float(context_length[rows].min()))
         long_enough: Rows = rows[context_length[rows] > num_tokens]
         return long_enough
+
+    def without_prefill(self, rows: Rows) -> Rows:
+        """Returns those of some rows that compute no prompts for others, or all if there are none."""
+        serving: Rows = rows[self.column("is_prefill")[rows] == 0]
+        return serving if len(serving) else rows
+
+    def free_prefill(self, rows: Rows, num_tokens: int) -> Rows:
+        """Returns those of some rows that compute prompts for others and can take one more, of so many tokens."""
+        is_free = self.column("is_prefill")[rows] > 0
+        is_free &= self.column("requests")[rows] < limits.MAX_LEGS
+        is_free &= self.column("free_tokens")[rows] >= num_tokens
+        free: Rows = rows[is_free]
+        return free
 
     def columns_of(self, rows: Rows, now: float) -> Table:
         """Returns all numbers of some rows, one array for each number; often a view that must not be written to."""

@@ -128,7 +128,7 @@ class Attempts:
             age_ms=(now - flight.received_at) * 1e3,
             resume_from=flight.completion.resume_from(elapsed_s * 1e3),
             routing=None if placement is None else placement.report,
-            fetch_from=None if placement is None else _to_source(placement.fetch_from),
+            fetch_from=None if placement is None else _to_source(placement),
             routing_options=flight.request.routing,
         )
 
@@ -288,10 +288,11 @@ class Attempts:
                 self._bus.publish(self._names.cancel(flight.request_id, flight.tenant), b"")
 
 
-def _to_source(holder: Worker | None) -> internal.FetchSource | None:
-    if holder is None:
+def _to_source(placement: Placement) -> internal.FetchSource | None:
+    if placement.fetch_from is None:
         return None
-    return internal.FetchSource(worker_id=holder.card.worker_id, epoch=holder.card.epoch)
+    card = placement.fetch_from.card
+    return internal.FetchSource(worker_id=card.worker_id, epoch=card.epoch, leg_ms=placement.leg_s * 1e3)
 
 
 def _to_params(flight: Flight) -> params.GenerationParams:

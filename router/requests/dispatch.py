@@ -15,6 +15,7 @@ from tokenbus.router.placement.adapters import has_all
 from tokenbus.router.placement.placement import NoWorker, Placement
 from tokenbus.router.requests.attempts import AlreadyStreamingError, Attempts, Revocation
 from tokenbus.router.requests.flight import Flight
+from tokenbus.router.requests.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 
 _MAX_TRIES = 12
@@ -29,12 +30,19 @@ class Dispatcher:
     """Finds a worker for each request, and another one if that worker is lost or leaves."""
 
     def __init__(
-        self, fleet: Fleet, queue: PlacementQueue, attempts: Attempts, metrics: RouterMetrics, patience_s: float
+        self,
+        fleet: Fleet,
+        queue: PlacementQueue,
+        attempts: Attempts,
+        loads: ModelLoads,
+        metrics: RouterMetrics,
+        patience_s: float,
     ) -> None:
         """`patience_s` is how long a request that has begun waits for a worker that can continue it."""
         self._fleet = fleet
         self._queue = queue
         self._attempts = attempts
+        self._loads = loads
         self._metrics = metrics
         self._patience_s = patience_s
         self.is_stopped = False
@@ -80,7 +88,9 @@ class Dispatcher:
                     passing = (*_UNREACHABLE, errors.Code.OVERLOADED) if is_patient else _UNREACHABLE
                     again = [worker_id for worker_id, error in refused.items() if error.code in passing]
                     if not again and not self._may_return(flight, refused):
-                        break
+                        if refused or not await self._wait_served(flight):
+                            break
+                        continue
                     for worker_id in again:
                         del refused[worker_id]
                     await asyncio.sleep(_RETRY_S * 2 ** min(pauses, 3))
@@ -99,6 +109,13 @@ class Dispatcher:
             served_at = time.monotonic()
         if not flight.cancelled and not self.is_stopped:
             raise errors.RequestError(_final_error(flight, refused))
+
+    async def _wait_served(self, flight: Flight) -> bool:
+        """Waits for a worker if none has the request's model loaded; returns whether there is one now that was not
+        there before. Raises RequestError."""
+        return await self._loads.wait_served(
+            flight.model, flight.remaining_s(time.monotonic()), lambda: flight.cancelled or self.is_stopped
+        )
 
     async def redispatch(self, flight: Flight, worker: Worker, *, is_certain: bool) -> None:
         """Continues a request whose worker is lost or leaves. Unless the loss is certain, the run is revoked first.

@@ -125,6 +125,11 @@ class Flight:
             return None
         return self.request.timeout_ms - (now - self.received_at) * 1e3
 
+    def remaining_s(self, now: float) -> float | None:
+        """The same in seconds."""
+        remaining_ms = self.remaining_ms(now)
+        return None if remaining_ms is None else remaining_ms / 1e3
+
 
 _NO_STREAMS: dict[int, Flight] = {}
 

@@ -22,6 +22,7 @@ from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests.attempts import AlreadyStreamingError
 from tokenbus.router.requests.dispatch import Dispatcher
 from tokenbus.router.requests.flight import Flight, Flights
+from tokenbus.router.requests.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter, Throttled
 from tokenbus.router.requests.request_telemetry import RequestTelemetry
@@ -30,6 +31,8 @@ from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokeniz
 
 _FIRST_KEEPALIVE_S = 1.0 - 2 * limits.TICK_S
 """A client whose request is held here gets its first keepalive within a second."""
+_PROGRESS_INTERVAL_S = 1.0
+"""A client whose model is being loaded gets keepalives more often, which say how far that is."""
 _TRIM_INTERVAL_S = 1.0
 _HAND_OVER_S = 5.0
 """A router that stops gives its requests this long to reach a worker that is just accepting them, or another router."""
@@ -45,6 +48,7 @@ class RequestLifecycle:
         prompts: PromptTokenizer,
         queue: PlacementQueue,
         dispatcher: Dispatcher,
+        loads: ModelLoads,
         terminals: TerminalPublisher,
         rate_limiter: RateLimiter,
         telemetry: RequestTelemetry,
@@ -54,6 +58,7 @@ class RequestLifecycle:
         self._prompts = prompts
         self._queue = queue
         self._dispatcher = dispatcher
+        self._loads = loads
         self._terminals = terminals
         self._rate_limiter = rate_limiter
         self._telemetry = telemetry
@@ -156,21 +161,25 @@ class RequestLifecycle:
 
     def tick(self, now: float) -> None:
         """Places waiting requests, and sends keepalives for those that have waited long."""
+        self._loads.check()
         self._queue.place_waiting(now)
         if now - self._trimmed_at >= _TRIM_INTERVAL_S:
             self._trimmed_at = now
             self._telemetry.forgotten(self._flights.trim())
         for flight in self._flights.unaccepted():
             self._telemetry.log_if_slow(flight, now)
+            progress = self._loads.progress_of(flight.model)
             if flight.keepalive_at is None:
                 is_due = now - flight.received_at >= _FIRST_KEEPALIVE_S
             else:
-                is_due = now - flight.keepalive_at >= limits.STREAM_KEEPALIVE_S - limits.TICK_S
+                interval_s = limits.STREAM_KEEPALIVE_S if progress is None else _PROGRESS_INTERVAL_S
+                is_due = now - flight.keepalive_at >= interval_s - limits.TICK_S
             if is_due and not flight.in_doubt:
                 self._send_keepalive(flight, now)
 
     def place_waiting(self) -> None:
-        """Places waiting requests, because a worker may have become free."""
+        """Places waiting requests, because a worker may have become free, or has loaded its model."""
+        self._loads.check()
         if self._queue:
             self._queue.place_waiting(time.monotonic())
 
@@ -185,6 +194,7 @@ class RequestLifecycle:
 
         `offer` asks another router to take one over and returns whether it does."""
         self._offer, self._dispatcher.is_stopped = offer, True
+        self._loads.close()
         for flight in self._flights.unaccepted():
             self._queue.cancel(flight)
         # a worker's answer to a run decides whether it has the request; workers may be lost, or leave, meanwhile
@@ -210,7 +220,7 @@ class RequestLifecycle:
     def _send_keepalive(self, flight: Flight, now: float) -> None:
         flight.keepalive_at = now
         if flight.request.is_streamed:
-            self._terminals.send_keepalive(flight)
+            self._terminals.send_keepalive(flight, self._loads.progress_of(flight.model))
 
     def _spawn(self, flight: Flight, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = asyncio.get_running_loop().create_task(self._carry(flight, work))

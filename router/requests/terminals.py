@@ -98,8 +98,9 @@ class TerminalPublisher:
             total_ms=round((time.monotonic() - flight.received_at) * 1e3, 3),
         )
 
-    def send_keepalive(self, flight: Flight) -> None:
-        """Publishes an empty chunk: this router still holds the request. It is skipped while the bus is busy."""
+    def send_keepalive(self, flight: Flight, load_progress: float | None = None) -> None:
+        """Publishes an empty chunk: this router still holds the request, perhaps while its model is loaded. It is
+        skipped while the bus is busy."""
         chunk = messages.Chunk(
             id=flight.request_id,
             attempt=flight.attempt,
@@ -107,6 +108,7 @@ class TerminalPublisher:
             worker_id=None,
             model=flight.model,
             created=int(time.time()),
+            load_progress=codec.unset_if_none(load_progress),
         )
         with contextlib.suppress(OutboundBufferLimitError):
             self._bus.publish(flight.reply, codec.encode(chunk, flight.encoding))

@@ -77,3 +77,12 @@ async def test_a_secret_that_everybody_can_read_is_noted(tmp_path: Path) -> None
             found = [finding async for finding in doctor.check_broker(options)]
             assert (found[0].what.startswith(f"broker at {system.url}"), found[0].mark) == (True, "ok")
             assert any(f"chmod 600 {seed}" in finding.advice for finding in found) == noted
+
+
+def test_models_are_compared_with_the_memory_that_there_is() -> None:
+    models = [str(demo.MODEL_PATH), str(demo.MODEL_PATH)]
+    assert [one.mark for one in doctor.check_memory(models, 0, 1 << 40)] == ["ok", "ok", "ok"]
+    assert [one.mark for one in doctor.check_memory(models, 150 << 20, 1 << 40)] == ["ok", "ok", "note"]
+    (alone,) = doctor.check_memory(models[:1], 50 << 20, 1 << 40)
+    assert (alone.mark, "50 MiB are allowed by the budget" in alone.what) == ("bad", True)
+    assert list(doctor.check_memory(["org/repo", "/no/such/file.gguf"], 0, 1 << 40)) == []

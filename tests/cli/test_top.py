@@ -3,12 +3,12 @@
 import pytest
 from rich.console import Console
 
-from tokenbus.cli.commands.top import Row, TokenRates, make_table
+from tokenbus.cli.commands.top import Rates, Row, make_table
 from tokenbus.protocol.wire import messages
 
 
 def test_a_rate_is_what_was_generated_between_two_looks() -> None:
-    rates = TokenRates()
+    rates = Rates()
     assert [rates.update("w", tokens, at) for tokens, at in ((100, 0.0), (150, 1.0), (150, 2.0), (400, 4.5))] == [
         0,
         50,
@@ -19,13 +19,13 @@ def test_a_rate_is_what_was_generated_between_two_looks() -> None:
 
 @pytest.mark.parametrize(("tokens", "at"), [(3, 1.0), (100, 0.0)])
 def test_a_counter_that_began_anew_or_no_time_at_all_gives_no_rate(tokens: int, at: float) -> None:
-    rates = TokenRates()
+    rates = Rates()
     rates.update("w", 100, 0.0)
     assert rates.update("w", tokens, at) == 0
 
 
 def test_workers_are_counted_apart() -> None:
-    rates = TokenRates()
+    rates = Rates()
     rates.update("a", 0, 0.0)
     rates.update("b", 1_000, 0.0)
     assert (rates.update("a", 10, 1.0), rates.update("b", 1_030, 1.0)) == (10, 30)
@@ -38,6 +38,7 @@ def rows() -> list[Row]:
             f"worker-{number}",
             name,
             "ready",
+            "decode",
             3,
             16,
             2,
@@ -47,6 +48,9 @@ def rows() -> list[Row]:
             400,
             1_024,
             150,
+            700,
+            90,
+            30.0,
             12.5,
             0.35,
             500,
@@ -72,11 +76,27 @@ def test_a_narrow_terminal_shows_the_columns_that_matter_most_and_all_of_them() 
 
 
 def test_no_width_cuts_a_cell() -> None:
-    for width in range(10, 140):
+    for width in range(10, 160):
         assert not any("…" in line for line in shown(width)[:4]), width
-    assert " ".join(shown(150)[0].split()) == (
-        "worker model state run wait prefill tok/s KV used expected cached indexed hits events step ms"
+    assert " ".join(shown(180)[0].split()) == (
+        "worker model state role run wait prefill tok/s KV used expected cached copies fetched indexed hits events "
+        "step ms"
     )
+
+
+def test_blocks_that_move_are_told_of_where_there_are_copies() -> None:
+    caption = str(make_table(rows()).caption).splitlines()
+    assert caption[1] == "2100 blocks copied to host memory, 270 fetched from other workers, 90 a second"
+    none = [row._replace(host_blocks=0) for row in rows()]
+    assert len(str(make_table(none).caption).splitlines()) == 1
+
+
+def test_adapters_are_listed_by_model_with_the_workers_that_lack_one() -> None:
+    first, second, third = rows()
+    some = [first._replace(adapters=("b", "a")), second._replace(adapters=("a",)), third._replace(model="other")]
+    told = [line for line in str(make_table(some).caption).splitlines() if line.startswith("adapters")]
+    assert told == ["adapters of qwen2.5-0.5b-instruct: a, b (not at worker-1)"]
+    assert "adapters" not in str(make_table(rows()).caption)
 
 
 @pytest.mark.parametrize(

@@ -45,3 +45,25 @@ def test_an_empty_name_of_a_device_is_refused(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         settings("--devices", "CUDA0,")
     assert "must be names with commas between them, got 'CUDA0,'" in capsys.readouterr().err
+
+
+def test_with_a_memory_budget_all_models_but_the_pinned_ones_are_loaded_on_demand() -> None:
+    names = ("--served-name", "a", "--model", "demo", "--served-name", "b")
+    made = settings(*names, "--pin", "b", "--memory-budget-mib", "9")
+    assert {model.served_name: model.on_demand for model in made.models} == {"a": True, "b": False}
+    assert made.memory_budget_bytes == 9 << 20
+    assert made.models[0].engine.host_cache_mib == 0, "what is kept for later goes with the model"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--pin", "demo"), "--pin needs --memory-budget-mib"),
+        (("--pin", "other", "--idle-unload-s", "1"), "--pin other: is not served here"),
+        (("--replicas", "2", "--memory-budget-mib", "9"), "--replicas and --kv-budget are not for models on demand"),
+        (("--model", "demo", "--memory-budget-mib", "9"), "need names of their own"),
+    ],
+)
+def test_flags_that_contradict_models_on_demand_are_refused(flags: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        settings(*flags)

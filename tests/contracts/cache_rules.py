@@ -22,6 +22,7 @@ class Held:
         self._root = block_hash.root_hash(domain)
         self._other_root = block_hash.root_hash(others)
         self._block_size = config.kv_block_size
+        self._are_single = config.checkpoint_sizes is not None
         engine.on_kv_events = self._take
 
     def has(self, token_ids: list[int]) -> list[bool]:
@@ -34,7 +35,7 @@ class Held:
         for parent, name in stored:
             assert name not in self.parents, "stored twice"
             self.parents[name] = parent
-        for parent in self.parents.values():
+        for parent in () if self._are_single else self.parents.values():
             assert parent in self.parents or parent in (self._root, self._other_root), "a block hangs in the air"
         assert len(self.parents) <= self._most, "more blocks than were advertised"
 
@@ -57,6 +58,13 @@ def long_prompt(config: contract.EngineConfig, number: int) -> list[int]:
     return prompt(config, number, length=min(5 * size + size // 2, config.context_length - 32))
 
 
+def reusable(config: contract.EngineConfig, length: int) -> int:
+    """Returns how much of a prompt of that length can be reused when it comes again."""
+    if config.checkpoint_sizes is None:
+        return length - 1
+    return (length - 8) // config.kv_block_size * config.kv_block_size
+
+
 async def computes_what_is_cached_only_once(engine: contract.Engine, config: contract.EngineConfig) -> None:
     token_ids = long_prompt(config, 41)
     answers = []
@@ -67,10 +75,10 @@ async def computes_what_is_cached_only_once(engine: contract.Engine, config: con
         answers.append(recorder.token_ids)
     assert answers[0] == answers[1] == answers[2]
     if config.prefix_cache:
-        assert usage.cached_tokens == len(token_ids) - 1
-        longer = token_ids + answers[0]
+        assert usage.cached_tokens == reusable(config, len(token_ids))
+        longer = token_ids + (answers[0] if config.checkpoint_sizes is None else [])
         _, usage, _ = await measured(engine, request([*longer, *prompt(config, 42)], salt="once", max_tokens=5))
-        assert usage.cached_tokens == len(longer) - 1
+        assert usage.cached_tokens == reusable(config, len(longer))
 
 
 async def shares_a_prefix_with_what_runs(engine: contract.Engine, config: contract.EngineConfig) -> None:
@@ -88,7 +96,9 @@ async def shares_a_prefix_with_what_runs(engine: contract.Engine, config: contra
         await recorder.terminal()
     await settled(engine)
     assert [recorder.token_ids for recorder in recorders] == alone
-    if config.prefix_cache:
+    if config.checkpoint_sizes is not None:  # the first may have gone past where the others leave it
+        assert recorders[-1].outputs[-1].usage.cached_tokens >= reusable(config, len(prefix))  # type: ignore[union-attr]
+    elif config.prefix_cache:
         shared = len(prefix) // config.kv_block_size * config.kv_block_size
         everything = sum(len(prefix) + len(tail) + 11 for tail in tails)
         assert engine.load().computed_tokens - before <= everything - 3 * shared
@@ -119,13 +129,21 @@ async def tells_which_blocks_it_holds(engine: contract.Engine, config: contract.
     recorder = await run(engine, request(token_ids, tenant="a tenant", salt="told"))
     await settled(engine)
     whole = token_ids + recorder.token_ids[:-1]
-    assert held.has(whole) == [config.prefix_cache] * (len(whole) // config.kv_block_size)
+    full = len(whole) // config.kv_block_size
+    if config.checkpoint_sizes is None:
+        assert held.has(whole) == [config.prefix_cache] * full
+    else:
+        end = reusable(config, len(token_ids)) // config.kv_block_size
+        assert held.has(whole)[:end] == [*[False] * (end - 1), True]
     for number in range(12):  # many others, each as large as fits, so that blocks have to go
         await run(engine, request(prompt(config, 60 + number, config.context_length - 24), salt="others"))
     engine.clear_cache()
     _, usage, _ = await measured(engine, request(token_ids, tenant="a tenant", salt="told", max_tokens=1))
     assert usage.cached_tokens == 0
-    assert held.has(token_ids) == [config.prefix_cache] * (len(token_ids) // config.kv_block_size)
+    if config.checkpoint_sizes is None:
+        assert held.has(token_ids) == [config.prefix_cache] * (len(token_ids) // config.kv_block_size)
+    else:
+        assert held.has(token_ids)[end - 1]
     await run(engine, request(prompt(config, 53), cache=False, max_tokens=1))
     assert len(held.parents) == sum(held.has(token_ids))
 

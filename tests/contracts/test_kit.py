@@ -57,9 +57,9 @@ class Honest:
         self.inner.release(key)
 
     async def export_blocks(
-        self, prefix: contract.CachedPrefix, first: int, max_blocks: int
+        self, prefix: contract.CachedPrefix, first: int, max_blocks: int, *, is_last: bool = False
     ) -> tuple[int, list[bytes]]:
-        return await self.inner.export_blocks(prefix, first, max_blocks)
+        return await self.inner.export_blocks(prefix, first, max_blocks, is_last=is_last)
 
     def put_blocks(self, prefix: contract.CachedPrefix, first: int, blocks: list[bytes]) -> None:
         self.inner.put_blocks(prefix, first, blocks)
@@ -331,7 +331,7 @@ class FailsAbortsOfTheUnknown(Honest):
 
 
 class GivesBlocksToEverySalt(Honest):
-    async def export_blocks(self, prefix, first, max_blocks):  # type: ignore[no-untyped-def]
+    async def export_blocks(self, prefix, first, max_blocks, *, is_last=False):  # type: ignore[no-untyped-def]
         return await self.inner.export_blocks(replace(prefix, tenant="one", cache_salt="a"), first, max_blocks)
 
 

@@ -107,6 +107,12 @@ async def test_a_stream_that_is_silent_for_too_long_is_begun_and_kept_alive_by_c
     assert peer.body.endswith(b"data: [DONE]\n\n")
 
 
+async def test_while_the_model_is_loaded_a_comment_says_how_far_that_is() -> None:
+    loading = codec.replace(HEAD, worker_id=None, load_progress=0.404)
+    peer = await events_of(loading, failed(), hold_s=0.0)
+    assert peer.body.startswith(b': loading the model, 40 %\n\n: still here\n\ndata: {"error"')
+
+
 async def test_a_stream_that_outlives_its_worker_goes_on_in_the_same_response_and_is_counted() -> None:
     peer, metrics = Peer(), GatewayMetrics()
     log = RequestLog("r", metrics)
@@ -141,6 +147,21 @@ async def test_a_whole_answer_that_fails_has_the_status_of_its_end(reason: messa
         await respond_to(peer, chunk("b", 1, reason, **({"error": FAILURE} if status == 503 else {})))
     assert raised.value.response.status == status
     assert not peer.status
+
+
+async def test_a_whole_answer_has_log_probabilities_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    alternative = messages.TokenAlternative(id=7, text="b", bytes=[98], logprob=-1.0)
+    sampled = messages.TokenLogprob(id=7, text="b", bytes=[98], logprob=-1.0, top=[alternative] * 2)
+    end = chunk("bb", 1, messages.FinishReason.STOP, logprobs=[sampled] * 2)
+    monkeypatch.setattr(endpoint, "MAX_LOGPROBS", 6)
+    peer = Peer()
+    await respond_to(peer, end)
+    assert len(json.loads(peer.body)["choices"][0]["logprobs"]["content"]) == 2
+    monkeypatch.setattr(endpoint, "MAX_LOGPROBS", 5)
+    with pytest.raises(ApiError) as raised:
+        await respond_to(Peer(), end)
+    assert raised.value.response.status == 413
+    assert b'"logprobs":{"content"' in (await events_of(HEAD, chunk("a"), end, hold_s=NEVER_S)).body
 
 
 async def respond_to(peer: Peer, end: messages.Chunk) -> None:

@@ -219,6 +219,13 @@ def test_ten_thousand_messages_are_refused(gateway: Gateway, path: str, field: s
     assert found.message.startswith(f"{field}: at most {limits.MAX_MESSAGES} messages")
 
 
+@pytest.mark.parametrize(("path", "field"), [("/v1/responses", "input"), ("/v1/messages", "messages")])
+def test_more_items_than_any_conversation_is_made_of_are_refused(gateway: Gateway, path: str, field: str) -> None:
+    items = [{"role": "user", "content": ""}] * (4 * limits.MAX_MESSAGES + 1)
+    found = refusal_of(path, post(gateway.url, path, asking(path, field, items), **KEY))
+    assert found.message == f"{field}: must have at most {4 * limits.MAX_MESSAGES} items, got {len(items)}"
+
+
 def head(gateway: Gateway, path: str, *headers: str) -> bytes:
     lines = [f"POST {path} HTTP/1.1", f"Host: {urlsplit(gateway.url).netloc}", "Authorization: Bearer secret"]
     return "\r\n".join([*lines, "Content-Type: application/json", *headers, "", ""]).encode()

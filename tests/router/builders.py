@@ -134,3 +134,16 @@ def expired(fleet: Fleet, now: float) -> list[str]:
 def forget_silent(fleet: Fleet, now: float) -> None:
     for lost in fleet.expire_leases(now):
         fleet.remove(lost.card)
+
+
+class NoLoads:
+    """Stands for `ModelLoads` where every model is loaded."""
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def progress_of(self, model: str) -> None: ...
+
+    async def wait_served(self, model: str, timeout_s: float | None, is_over: object = None) -> bool:
+        return False

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import pytest
 
-from tests.router.builders import at, card, events, fleet_of, flight, known
+from tests.router.builders import NoLoads, at, card, events, fleet_of, flight, known
 from tests.sim.world import Process, world
 from tokenbus.protocol.wire import errors, internal, messages, subjects
 from tokenbus.router.fleet.worker import Worker
@@ -52,7 +52,7 @@ class Refusals:
         self.num_runs = 0
         self._code = code
         self._num_refusals = num_refusals
-        self.dispatcher = Dispatcher(self.fleet, self, self, RouterMetrics(), 60.0)  # type: ignore[arg-type]
+        self.dispatcher = Dispatcher(self.fleet, self, self, NoLoads(), RouterMetrics(), 60.0)  # type: ignore[arg-type]
         self.flight = flight("r1")
         self.flights.add(self.flight, 10)
         self.flights.set_prompt_ids(self.flight, b"1234")
@@ -86,7 +86,7 @@ class Testbed:
         self.attempts = Attempts(self.flights)
         metrics = RouterMetrics()
         self._recovery = Recovery(self.fleet, self.flights, self.attempts, None, metrics, "router-1")  # type: ignore[arg-type]
-        self.dispatcher = Dispatcher(self.fleet, self, self.attempts, metrics, 60.0)  # type: ignore[arg-type]
+        self.dispatcher = Dispatcher(self.fleet, self, self.attempts, NoLoads(), metrics, 60.0)  # type: ignore[arg-type]
         self.flight = flight("r1", stream=stream)
         self.flights.add(self.flight, 10)
         self.flights.set_prompt_ids(self.flight, b"1234")
@@ -119,7 +119,7 @@ LATE_TOKEN = events(seq=2, tokens=[(1, 6)])
 
 async def test_a_dropped_request_whose_prompt_was_forgotten_for_want_of_memory_is_lost() -> None:
     fleet, flights = fleet_of(card("w1")), Flights(8, 1_000)
-    dispatcher = Dispatcher(fleet, None, Attempts(flights), RouterMetrics(), 60.0)  # type: ignore[arg-type]
+    dispatcher = Dispatcher(fleet, None, Attempts(flights), NoLoads(), RouterMetrics(), 60.0)  # type: ignore[arg-type]
     one = flight("r1")
     assert one.prompt_ids is None
     with pytest.raises(errors.RequestError) as refused:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.router.builders import card, fleet_of, flight, known
+from tests.router.builders import NoLoads, card, fleet_of, flight, known
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.router.fleet.worker import Worker
@@ -64,7 +64,7 @@ class Testbed:
         self.dispatcher, self.terminals = Dispatcher(), Terminals()
         telemetry = RequestTelemetry(RouterMetrics(), tracing.NoopTracer(), RequestLogSettings())
         queue = Queue(self.dispatcher)
-        parts = (self.dispatcher, self.terminals, None, telemetry)
+        parts = (self.dispatcher, NoLoads(), self.terminals, None, telemetry)
         self.lifecycle = RequestLifecycle(self.fleet, self.flights, None, queue, *parts)  # type: ignore[arg-type]
         self.offered: list[str] = []
         self._accepts = accepts

@@ -13,7 +13,8 @@ from tokenbus.router.placement.placement import NoWorker, Placement
 from tokenbus.router.placement.policies import View, make_policies
 from tokenbus.router.placement.worker_table import Floats
 from tokenbus.router.requests.flight import Flight
-from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings, QueueSettings
+from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
+from tokenbus.router.requests.queueing.settings import PolicySettings, QueueSettings
 
 FULL = messages.Load(running=9)
 """A worker that runs 8 requests gets one more, and no further ones."""

@@ -72,7 +72,7 @@ def make_config(**changes: object) -> contract.EngineConfig:
     return contract.EngineConfig(**(fields | changes))  # type: ignore[arg-type]
 
 
-class _Cell:
+class Cell:
     """One token in the KV memory; lanes that share it hold the same object."""
 
     __slots__ = ("token_id",)
@@ -132,7 +132,7 @@ class ArithmeticRunner:
         self._failures = failures or {}
         self._step_s = step_s
         self._samplers: dict[int, engine_request.Sampling] = {}
-        self._lanes: list[dict[int, _Cell]] = [{} for _ in range(num_lanes)]
+        self._lanes: list[dict[int, Cell]] = [{} for _ in range(num_lanes)]
 
     def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
         assert seq_no not in self._samplers, f"sequence {seq_no} has begun"
@@ -159,7 +159,7 @@ class ArithmeticRunner:
                 case Onload(number, lane, start, end):
                     numbers = array("i", bytes(self.opened_copies().read(number)))
                     copied = dict(zip(numbers[::2], numbers[1::2], strict=True))
-                    self._lanes[lane] |= {place: _Cell(copied[place]) for place in range(start, end)}
+                    self._lanes[lane] |= {place: Cell(copied[place]) for place in range(start, end)}
                 case Discard(number):
                     self.opened_copies().discard(number)
         self.check_room()
@@ -200,7 +200,7 @@ class ArithmeticRunner:
             lane = self._lanes[part.lane]
             assert len(lane) == part.start, "a gap or an overlap in what was computed"
             for place, token_id in enumerate(part.token_ids, start=part.start):
-                lane[place] = _Cell(token_id)
+                lane[place] = Cell(token_id)
             computed = array("I", (lane[place].token_id for place in range(part.start + part.num_tokens)))
             assert computed == part.sequence.token_ids[: len(computed)], "tokens of another sequence"
             if part.samples:

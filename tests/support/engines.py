@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from llama_cpp import llama_cpp as llama
 
+from bench.models import random_stateful
 from tokenbus import demo
 from tokenbus.demo import export_onnx
 from tokenbus.worker import engine_output
@@ -91,6 +92,19 @@ def gqa_demo() -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     export_onnx.export(folder, "gqa")
     return folder
+
+
+@functools.cache
+def stateful(kind: str) -> EngineSettings:
+    """Returns settings for a tiny random model whose state can't be cut at a token, with which a token's logits hardly
+    depend on the batch that it is computed in."""
+    folder = Path(tempfile.mkdtemp(prefix="tokenbus-stateful-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model = folder / f"{kind}.gguf"
+    random_stateful.write(model, kind, random_stateful.TINY)
+    return msgspec.structs.replace(
+        DEMO, model=str(model), flash_attention="off", cache_type_k="f32", cache_type_v="f32"
+    )
 
 
 @functools.cache

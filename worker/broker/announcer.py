@@ -37,7 +37,14 @@ def new_epoch() -> str:
 class Announcer:
     """Collects what happens and publishes it in the next event; holds it back while the broker is away."""
 
-    def __init__(self, connection: Bus, names: subjects.Subjects, model: str, worker_id: str) -> None:
+    def __init__(
+        self,
+        connection: Bus,
+        names: subjects.Subjects,
+        model: str,
+        worker_id: str,
+        role: messages.WorkerRole = messages.WorkerRole.BOTH,
+    ) -> None:
         self._connection = connection
         self._names = names
         self._card_subject = names.card(model, worker_id)
@@ -45,8 +52,11 @@ class Announcer:
         self._seal_subject = names.seal(model, worker_id)
         self.model = model
         self.worker_id = worker_id
+        self._role = role
         self.epoch = new_epoch()
         self.state = messages.WorkerState.STARTING
+        self.is_loadable = False
+        """There is no engine, or soon will be none, and a `load` brings one."""
         self._config: contract.EngineConfig | None = None
         self._digest: str | None = None
         self._engine_pid = 0
@@ -86,8 +96,7 @@ class Announcer:
         self.publish_events()
 
     def snapshot(self, running: list[internal.RunningRequest]) -> list[internal.SnapshotPart]:
-        """Returns everything that the worker holds after its last event, or nothing before the first engine has
-        started."""
+        """Returns everything that the worker holds after its last event, or nothing before it has a card."""
         if self._config is None or self.is_muted:
             return []
         # a snapshot continues the event log, so what is pending has to be in the log first
@@ -99,14 +108,26 @@ class Announcer:
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig, digest: str | None) -> None:
         """Announces that a new engine serves."""
         self._engine, self._config, self._digest, self._engine_pid = engine, config, digest, config.pid
+        self.is_loadable = False
         self.set_state(messages.WorkerState.READY)
 
     def engine_died(self) -> None:
-        """Announces that the engine is restarting and that its cache is lost."""
+        """Announces that the engine's cache is lost, and that it is restarting, unless it was unloaded."""
         self._engine, self._engine_pid = None, 0
         self._published_blocks.clear()
         self._log.blocks_cleared()
-        self.set_state(messages.WorkerState.RESTARTING)
+        self.set_state(self.state if self.is_loadable else messages.WorkerState.RESTARTING)
+
+    def announce_loadable(self, listing: contract.EngineConfig) -> None:
+        """Announces that requests are taken once the model was loaded. `listing` stands for the engine's configuration
+        before there is any."""
+        self._config, self.is_loadable = self._config or listing, True
+        self.set_state(messages.WorkerState.DRAINING)
+
+    def announce_loading(self) -> None:
+        """Announces that the model is being loaded."""
+        self.is_loadable = False
+        self.set_state(messages.WorkerState.STARTING)
 
     def set_state(self, state: messages.WorkerState) -> None:
         """Publishes a new state at once."""
@@ -115,7 +136,7 @@ class Announcer:
         self.publish_events()
 
     def publish_card(self) -> None:
-        """Publishes the card, once a first engine has started."""
+        """Publishes the card, once a first engine has started or the model is loadable."""
         if self._config is not None and not self.is_muted:
             with contextlib.suppress(OutboundBufferLimitError):  # the broker is away: reconnecting publishes the card
                 self._connection.publish(self._card_subject, codec.encode(self._card(self._config)))
@@ -132,6 +153,10 @@ class Announcer:
     def blocks_fetched(self, fetched: internal.Fetched) -> None:
         """Puts the end of a fetch into the next event."""
         self._log.blocks_fetched(fetched)
+
+    def leg_started(self, key: str) -> None:
+        """The engine has begun to compute the prompt of another worker's request. Call `publish_events` after that."""
+        self._log.leg_started(key)
 
     def request_started(self, started: internal.Started) -> None:
         """A request was accepted."""
@@ -236,6 +261,7 @@ class Announcer:
             kv_block_size=config.kv_block_size if config.prefix_cache else None,
             total_kv_blocks=config.total_kv_blocks if config.prefix_cache else None,
             host_kv_blocks=config.host_kv_blocks if config.prefix_cache else None,
+            kv_checkpoints=config.checkpoint_sizes is not None,
             kv_identity=config.kv_identity,
             kv_token_bytes=0 if config.kv_format is None else -(-config.kv_format.num_bytes // config.kv_block_size),
             tokenizer_digest=self._digest,
@@ -243,6 +269,8 @@ class Announcer:
             previous=self._ended_epochs[0] if self._ended_epochs else None,
             earlier=self._ended_epochs[1:],
             adapters=self.adapters(),
+            role=self._role,
+            loadable=self.is_loadable,
         )
 
 

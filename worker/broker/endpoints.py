@@ -58,6 +58,10 @@ class WorkerControl(Protocol):
     on_load: Callable[[internal.Control, OnProgress], None] | None
     adapters: Adapters
 
+    def want(self) -> internal.ControlReply:
+        """A router asks for the worker's own model."""
+        ...
+
     def replaced(self, reason: str) -> None:
         """A frontend that started later has the same name."""
         ...
@@ -166,10 +170,12 @@ class Endpoints:
             self._answer_operator(message, None, internal.ControlReply(ok=False, error=error.error))
             return
         match control:
-            # a router's message, frequent and unlogged; everything else comes from operators
+            # routers' messages, frequent and unlogged: `drop`, and `load` without a model
             case internal.Control(op="drop", request_id=str(key), attempt=int(attempt)):
                 ok = self._streams.drop(key, attempt, moved=control.moved)
                 self._reply(message, internal.ControlReply(ok=ok, epoch=self._announcer.epoch))
+            case internal.Control(op="load", model=None):
+                self._reply(message, self._worker.want())
             case internal.Control(op="clear_cache"):
                 if self._engine is not None:
                     self._engine.clear_cache()

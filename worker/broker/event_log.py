@@ -33,6 +33,7 @@ class EventLog:
         self._taken: list[str] = []
         self._guardians: dict[int, str] = {}
         self._fetches: list[internal.Fetched] = []
+        self._legs: list[str] = []
 
     def __repr__(self) -> str:
         return f"<EventLog at {self.next_seq}>"
@@ -61,6 +62,9 @@ class EventLog:
     def blocks_fetched(self, fetched: internal.Fetched) -> None:
         self._fetches.append(fetched)
 
+    def leg_started(self, key: str) -> None:
+        self._legs.append(key)
+
     def guardian_changed(self, stream_no: int, router_id: str) -> None:
         """Names a stream's new guardian in the next entry."""
         self._guardians[stream_no] = router_id
@@ -76,6 +80,7 @@ class EventLog:
             or self._taken
             or self._guardians
             or self._fetches
+            or self._legs
             or self._is_cleared
         )
 
@@ -120,6 +125,7 @@ class EventLog:
             taken=self._taken,
             guardians=self._guardians,
             fetches=self._fetches,
+            legs=self._legs,
         )
 
     def make_next(
@@ -144,7 +150,8 @@ class EventLog:
         for run in first.stored:
             for name in run.hashes:
                 del self._stored[name]
-        self._started, self._finished, self._taken, self._guardians, self._fetches = [], [], [], {}, []
+        self._started, self._finished, self._taken, self._guardians = [], [], [], {}
+        self._fetches, self._legs = [], []
 
     def last_written(self, num_writes: int) -> int:
         """Returns the number of the last entry that has left this process, or -1 if none has.

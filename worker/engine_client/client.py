@@ -24,6 +24,7 @@ from tokenbus.worker.engine_client.calls.pooling_calls import PoolingCalls
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, Link
 from tokenbus.worker.engine_client.generation import Generation
+from tokenbus.worker.engine_client.idle import Idle
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.sequences import OpenSequences
 from tokenbus.worker.engine_client.watchdog import StepWatchdog
@@ -59,8 +60,7 @@ class EngineClient(asyncio.Protocol):
         self._load = messages.Load()
         self._recovered: list[tuple[int, int]] = []
         self._watchdog = StepWatchdog(time.monotonic())
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle = Idle()
         self._ready: asyncio.Future[ipc.Ready] | None = None
         self._death: asyncio.Future[str] | None = None
         self._log = structlog.get_logger()
@@ -113,13 +113,18 @@ class EngineClient(asyncio.Protocol):
             self._adapters.send_unloads()
 
     async def export_blocks(
-        self, prefix: contract.CachedPrefix, first: int, max_blocks: int
+        self, prefix: contract.CachedPrefix, first: int, max_blocks: int, *, is_last: bool = False
     ) -> tuple[int, list[bytes]]:
         self._require_running()
         found = await self._exporting.call(
-            lambda call_id: self._send(ipc.ExportBlocks(call_id, prefix, first, max_blocks))
+            lambda call_id: self._send(ipc.ExportBlocks(call_id, prefix, first, max_blocks, is_last))
         )
         return found.num_cached, found.blocks
+
+    @property
+    def idle_since(self) -> float | None:
+        """When the last request or call ended; None while there is any."""
+        return self._idle.since
 
     def put_blocks(self, prefix: contract.CachedPrefix, first: int, blocks: list[bytes]) -> None:
         self._send_if_alive(ipc.PutBlocks(prefix, first, blocks))
@@ -197,10 +202,11 @@ class EngineClient(asyncio.Protocol):
     def load(self) -> messages.Load:
         if not self._sequences:
             return self._load
-        # the engine's own count is as old as its last report
+        # the engine's own counts are as old as its last report
         waiting = max(0, len(self._sequences) - self._load.running)
+        queued = self._load.queued_prefill_tokens + self._sequences.unreported_tokens
         age_ms = self._watchdog.age_s(time.monotonic()) * 1e3 if self._sequences.num_given else 0.0
-        return codec.replace(self._load, waiting=waiting, step_age_ms=age_ms)
+        return codec.replace(self._load, waiting=waiting, queued_prefill_tokens=queued, step_age_ms=age_ms)
 
     def check_step(self, now: float, gap_s: float, timeout_s: float) -> None:
         """Kills the engine if its step will never end; call it a few times a second, `gap_s` after the last call.

@@ -37,13 +37,17 @@ class Supervisor:
         listener: EngineListener,
         step_timeout_s: float,
         prepare: Callable[[EngineClient], Awaitable[None]] | None = None,
+        *,
+        is_patient: bool = True,
     ) -> None:
-        """`prepare` makes a started engine ready to serve, and may raise what its start may raise."""
+        """`prepare` makes a started engine ready to serve, and may raise what its start may raise. `is_patient`: when a
+        model that has served can't be loaded any more, it is tried again and again."""
         self._make_engine = make_engine
         self._worker_id = worker_id
         self._listener = listener
         self._step_timeout_s = step_timeout_s
         self._prepare = prepare
+        self._is_patient = is_patient
         self.engine: EngineClient | None = None
         """The engine that starts or serves now, or the last one that did."""
         self._dead: EngineClient | None = None
@@ -58,10 +62,10 @@ class Supervisor:
         return f"<Supervisor of {self.engine!r}, {self.restarts} restarts>"
 
     async def run(self) -> None:
-        """Runs until cancelled or cleaned up. Raises EngineStartError if no engine has ever served and either the model
-        can't be loaded or `MAX_START_FAILURES` engines have died."""
+        """Runs until cancelled or cleaned up. Raises EngineStartError if the model can't be loaded, unless it has
+        served and this is patient, and if `MAX_START_FAILURES` engines have died before one has served."""
         backoff_s = INITIAL_BACKOFF_S
-        while True:
+        while not self._is_closed:
             began = time.monotonic()
             reason = await self._run_engine()
             if self._is_closed:
@@ -115,7 +119,7 @@ class Supervisor:
             pass
         except contract.EngineStartError as error:
             # a model that has never served can't be loaded; one that has served may be again
-            if not self._has_served:
+            if not self._has_served or not self._is_patient:
                 raise
             reason = str(error)
         finally:

@@ -30,7 +30,8 @@ from tokenbus.worker.streams.streams import Streams
 
 _PART_TIMEOUT_S = 1.0
 _LINGER_S = 1.0
-"""A worker that has given up streams can still be asked for them after the last one, if their routers got no reply."""
+"""A worker that has given up streams can still be asked for them after the last one, if their routers got no reply, and
+for their blocks by workers that continue them."""
 
 
 class ReplacedError(RuntimeError):
@@ -55,7 +56,7 @@ class Frontend:
     ) -> None:
         self._bus = bus
         self._names = names
-        self._announcer = Announcer(bus, names, model, worker_id)
+        self._announcer = Announcer(bus, names, model, worker_id, settings.role)
         telemetry = RequestTelemetry(metrics, tracer, model, worker_id)
         self._outbox = Outbox(bus, self._announcer, telemetry)
         self.adapters = Adapters(self._announcer.publish_card)
@@ -71,6 +72,8 @@ class Frontend:
         self._has_engine = False
         self.on_load: Callable[[internal.Control, OnProgress], None] | None = None
         """Loads more models beside this one; None if that is not possible."""
+        self.on_want: Callable[[], internal.ControlReply] | None = None
+        """Has this worker's own model loaded, and returns how far that is; None if it is loaded from the start."""
         self._log = structlog.get_logger()
         self.on_tick: Callable[[float, float], None] = lambda now, gap_s: None
         """Called a few times a second with the time, and the seconds since the last call."""
@@ -83,7 +86,12 @@ class Frontend:
     @property
     def is_ready(self) -> bool:
         """Whether requests are accepted now."""
-        return self._has_engine and not self._is_draining and not self._announcer.is_muted
+        return self._has_engine and not (self._is_draining or self._announcer.is_loadable or self._announcer.is_muted)
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine serves."""
+        return self._has_engine
 
     def apply_settings(self, settings: FrontendSettings) -> None:
         """Changes the settings of streams accepted from now on."""
@@ -141,13 +149,29 @@ class Frontend:
         if not self._is_draining:
             self._announcer.engine_died()
 
+    def announce_loadable(self, listing: contract.EngineConfig) -> None:
+        """Accepts nothing from now on, until an engine is started because somebody asks for the model."""
+        if not self._is_draining:
+            self._announcer.announce_loadable(listing)
+
+    def announce_loading(self) -> None:
+        """Announces that an engine is being started because somebody has asked for the model."""
+        if not self._is_draining:
+            self._announcer.announce_loading()
+
+    def want(self) -> internal.ControlReply:
+        """Has the model loaded if it is not; returns how far that is."""
+        if self.on_want is not None and not self._is_draining:
+            return self.on_want()
+        return internal.ControlReply(ok=True, progress=float(self._has_engine))
+
     def step_done(self) -> None:
         """Publishes a step's chunks. Called when every sink has received its outputs."""
         self._outbox.flush()
 
     def start_draining(self) -> None:
         """Accepts nothing new from now on."""
-        self._is_draining = True
+        self._is_draining, self._announcer.is_loadable = True, False
         self._announcer.set_state(messages.WorkerState.DRAINING)
 
     @property
@@ -170,11 +194,12 @@ class Frontend:
         self._announcer.set_state(messages.WorkerState.LEAVING)
 
     async def wait_left(self) -> None:
-        """Returns when no stream is open any more, and a router whose connection has broken could ask again for one
-        that it has taken."""
+        """Returns when no stream is open any more, a router whose connection has broken could ask again for one that it
+        has taken, and workers that continue them have fetched their blocks."""
         await self._streams.wait_none()
         if self._streams.has_taken:
             await asyncio.sleep(_LINGER_S)
+        await self._exchange.wait_no_leases()
 
     def announce_stopped(self) -> None:
         """Announces that the worker has stopped, if there still is a connection."""

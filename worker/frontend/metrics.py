@@ -71,7 +71,14 @@ class WorkerMetrics(MetricFamilies):
             "Keys and values that were copied between device and host memory, by direction: offload or onload.",
             "direction",
         )
+        self.checkpoints = counter(
+            "checkpoints",
+            "Checkpoints of models whose state can't be cut at a token, by what happened: saved, restored or evicted.",
+            "event",
+        )
+        self.checkpoint_bytes = gauge("checkpoint_bytes", "Host memory that checkpoints take, in bytes.")
         self.evicted = counter("evicted_blocks", "Cached blocks that were evicted from the device.")
+        self.host_blocks = gauge("host_cache_blocks", "Copies of blocks in host memory.")
         self.recovered_blocks = counter(
             "host_cache_recovered_blocks", "Blocks of which a new engine found the copy that an earlier one had made."
         )
@@ -102,6 +109,33 @@ class WorkerMetrics(MetricFamilies):
         self.kv_fetched_bytes = counter("kv_fetched_bytes", "Bytes of KV blocks that were fetched from other workers.")
         self.kv_given_bytes = counter("kv_given_bytes", "Bytes of KV blocks that other workers have read.")
         self.kv_fetch = histogram("kv_fetch_seconds", "Duration of fetches of KV blocks.", TTFT_BUCKETS)
+        self.legs = counter(
+            "legs",
+            "Prompts that were computed for other workers, by outcome: complete, cancelled or failed.",
+            "outcome",
+        )
+        self.legs_awaited = counter(
+            "legs_awaited", "Prompts that another worker was to compute for this one, by outcome.", "outcome"
+        )
+        self.loading = gauge("loading", "1 while an engine is being started.")
+        self.model_loads = counter("model_loads", "Loads of models on demand, by outcome: ok or failed.", "outcome")
+        self.model_unloads = counter(
+            "model_unloads", "Models that were unloaded, by reason: idle, or room for another.", "reason"
+        )
+        self.model_load_seconds = histogram(
+            "model_load_seconds", "From the decision to load a model on demand until it serves.", REQUEST_BUCKETS
+        )
+        self.model_state = gauge(
+            "model_state",
+            "1 for the state of a model that is loaded on demand: unloaded, loading, loaded or unloading.",
+            "state",
+        )
+        self.memory_budget = gauge(
+            "memory_budget_bytes", "Memory that all models on demand of the process may take together; 0: what is free."
+        )
+        self.memory_reserved = gauge(
+            "memory_reserved_bytes", "Memory that a model on demand is expected to take; 0 while it is not loaded."
+        )
         self.kv_leases = gauge("kv_leases", "Workers that are reading KV blocks here.")
         self.embeddings = counter("embeddings", "Inputs that were embedded.")
         self.scored_documents = counter("scored_documents", "Documents that were scored.")
@@ -149,7 +183,11 @@ class ReplicaMetrics:
             (metrics.transferred.labels(*own, "offload"), "offloaded_bytes"),
             (metrics.transferred.labels(*own, "onload"), "onloaded_bytes"),
             (metrics.follower_tokens.labels(*own), "follower_tokens"),
+            (metrics.checkpoints.labels(*own, "saved"), "saved_checkpoints"),
+            (metrics.checkpoints.labels(*own, "restored"), "restored_checkpoints"),
+            (metrics.checkpoints.labels(*own, "evicted"), "evicted_checkpoints"),
         ]
+        self._checkpoint_bytes = metrics.checkpoint_bytes.labels(*own)
         self._last_load = messages.Load()
         self._load_counters = [
             (metrics.generation_tokens.labels(*own), "generated_tokens"),
@@ -174,6 +212,8 @@ class ReplicaMetrics:
             metrics.kv_given_bytes,
         ):
             family.labels(*own)
+        for outcome in ("complete", "cancelled", "failed"):
+            metrics.legs.labels(*own, outcome)
         for reason in messages.FinishReason:  # export 0, or the first increase of each would go unseen
             metrics.finished.labels(*own, reason)
         for code in errors.Code:
@@ -187,6 +227,7 @@ class ReplicaMetrics:
         self._steps[stats.kind].observe(stats.seconds)
         self._inference.inc(stats.seconds)
         self._gap.inc(stats.gap_s)
+        self._checkpoint_bytes.set(stats.checkpoint_bytes)
         for child, name in self._step_counters:
             if count := getattr(stats, name):
                 child.inc(count)
@@ -240,6 +281,7 @@ class ReplicaMetrics:
         blocks = {"used": load.used_blocks, "cached": load.cached_blocks, "free": load.free_blocks}
         for state, count in blocks.items():
             metrics.kv_blocks.labels(*who, state).set(count)
+        metrics.host_blocks.labels(*who).set(load.host_blocks)
         metrics.kv_expected.labels(*who).set(load.expected_blocks / max(1, config.total_kv_blocks))
         metrics.expected_tokens.labels(*who).set(load.expected_answer_tokens)
         metrics.kv_usage.labels(*who).set(load.used_blocks / max(1, config.total_kv_blocks))
@@ -248,6 +290,15 @@ class ReplicaMetrics:
         metrics.unguarded.labels(*who).set(num_unguarded)
         metrics.adapters.labels(*who).set(num_adapters)
         metrics.kv_leases.labels(*who).set(num_leases)
+
+    def set_loading(self, *, is_loading: bool) -> None:
+        """Sets whether an engine is being started."""
+        self._metrics.loading.labels(*self._own_labels).set(is_loading)
+
+    def engine_unloaded(self) -> None:
+        """Says that there is no engine; counters of the next one start at 0."""
+        self._last_load = messages.Load()
+        self._metrics.ready.labels(*self._own_labels).set(0)
 
     def forget(self) -> None:
         """Stops exporting the replica's metrics."""
@@ -271,12 +322,19 @@ class ReplicaMetrics:
         """A request is cancelled because nobody listens to its stream any more."""
         self._metrics.clients_gone.labels(*self._own_labels).inc()
 
-    def blocks_fetched(self, outcome: str, num_bytes: int, seconds: float) -> None:
-        """A fetch of KV blocks has ended."""
+    def blocks_fetched(self, outcome: str, num_bytes: int, seconds: float, *, was_leg: bool) -> None:
+        """A fetch of KV blocks has ended, which the other worker had to compute first in a leg."""
         metrics, own = self._metrics, self._own_labels
-        metrics.kv_fetches.labels(*own, outcome).inc()
         metrics.kv_fetched_bytes.labels(*own).inc(num_bytes)
+        if was_leg:
+            metrics.legs_awaited.labels(*own, outcome).inc()
+            return
+        metrics.kv_fetches.labels(*own, outcome).inc()
         metrics.kv_fetch.labels(*own).observe(seconds)
+
+    def leg_ended(self, outcome: str) -> None:
+        """A prompt was computed for another worker, or was to be."""
+        self._metrics.legs.labels(*self._own_labels, outcome).inc()
 
     def blocks_given(self, num_bytes: int) -> None:
         """Other workers have read so many bytes of KV blocks."""

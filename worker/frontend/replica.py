@@ -111,18 +111,11 @@ class Replica(EngineListener):
                 return
             await self._open_memory(connections)
             frontend.adapters.want(self._model.adapters)
-            supervisor = Supervisor(
-                self._make_engine,
-                self.worker_id,
-                self,
-                self._settings.step_timeout_s,
-                frontend.adapters.load_all,
-            )
-            self._supervisor = supervisor
+            self._supervisor = self._make_supervisor()
             frontend.on_tick = self._tick
             connections.push_async_callback(frontend.close)
             await frontend.open(incoming, partial(nats.connect, self._settings.broker, f"worker {self.worker_id} kv"))
-            await self._serve((connection, incoming), supervisor, frontend)
+            await self._serve((connection, incoming), frontend)
 
     async def _open_memory(self, connections: contextlib.AsyncExitStack) -> None:
         """Opens the file for copies of blocks, which the replica's engines use in turn. Raises EngineStartError."""
@@ -142,8 +135,14 @@ class Replica(EngineListener):
         """Says why the replica accepts no requests; empty if it does."""
         return "" if self.frontend is not None and self.frontend.is_ready else f"{self.worker_id} is not ready"
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether an engine is being started."""
+        return self.frontend is not None and not self.frontend.has_engine
+
     def update_gauges(self) -> None:
         """Updates the replica's gauges for a scrape."""
+        self._metrics.set_loading(is_loading=self.is_loading)
         engine = self._supervisor.engine if self._supervisor is not None else None
         if engine is not None and self._config is not None:
             assert self.frontend is not None
@@ -169,6 +168,8 @@ class Replica(EngineListener):
         if self._config is not None:
             self._metrics.engine_restarted()
         self._config = config
+        if self._host_cache_file and not config.host_kv_blocks:
+            self._log.warning("host_cache_unused", path=self._host_cache_file)
         self._engine = msgspec.structs.replace(self._engine, files=config.files, kv_limit_bytes=config.kv_bytes)
         assert self.frontend is not None
         self.frontend.engine_started(engine, config)
@@ -208,6 +209,17 @@ class Replica(EngineListener):
         assert self.frontend is not None
         self.frontend.step_done()
 
+    def _make_supervisor(self, *, is_patient: bool = True) -> Supervisor:
+        assert self.frontend is not None
+        prepare = self.frontend.adapters.load_all
+        timeout_s = self._settings.step_timeout_s
+        return Supervisor(self._make_engine, self.worker_id, self, timeout_s, prepare, is_patient=is_patient)
+
+    async def _run_engines(self) -> None:
+        """Runs engines, one after another. Raises EngineStartError."""
+        assert self._supervisor is not None
+        await self._supervisor.run()
+
     def _make_engine(self) -> EngineClient:
         settings = self._engine
         return EngineClient(lambda: self._process.open(settings, self._memory_fd), self._settings.max_waiting)
@@ -219,8 +231,8 @@ class Replica(EngineListener):
         if engine is not None and self._config is not None:
             self._metrics.count_load(engine.load())
 
-    async def _serve(self, buses: Iterable[Bus], supervisor: Supervisor, frontend: Frontend) -> None:
-        lives = [supervisor.run(), frontend.run(), *(bus.wait_closed() for bus in buses)]
+    async def _serve(self, buses: Iterable[Bus], frontend: Frontend) -> None:
+        lives = [self._run_engines(), frontend.run(), *(bus.wait_closed() for bus in buses)]
         if self._model.adapter_folder:
             path, tenants = split_tenants(self._model.adapter_folder)
             lives.append(AdapterFolder(Path(path), tenants, frontend.adapters).run())
@@ -232,7 +244,8 @@ class Replica(EngineListener):
             for task in tasks:
                 if task.done():
                     task.result()
-            await self._drain(supervisor, frontend)
+            assert self._supervisor is not None
+            await self._drain(self._supervisor, frontend)
         finally:
             left.cancel()
             for task in tasks:

@@ -22,6 +22,8 @@ from tokenbus.worker.frontend import vllm_metric_aliases
 from tokenbus.worker.frontend.metrics import WorkerMetrics
 from tokenbus.worker.frontend.replica import Replica
 from tokenbus.worker.frontend.settings import OnProgress, ServedModel, WorkerSettings
+from tokenbus.worker.on_demand.models import OnDemandModels
+from tokenbus.worker.on_demand.replica import OnDemandReplica
 
 _MAX_REPLICAS = 64
 _MAX_MODEL_CHARS = 4_096
@@ -52,8 +54,10 @@ class Worker:
         self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._tracer: tracing.Tracer = tracing.NoopTracer()
         self._is_single = sum(model.replicas for model in settings.models) == 1
+        self._on_demand = OnDemandModels(settings, self._metrics, self._name)
         self._replicas: dict[Replica, asyncio.Task[None]] = {}
-        self._ended: asyncio.Queue[Replica] = asyncio.Queue()
+        self._ended: asyncio.Queue[Replica | None] = asyncio.Queue()
+        """Replicas that have ended; None if the task that loads models on demand has."""
         self._loads: set[asyncio.Task[None]] = set()
         self._starting = asyncio.Lock()
         self._last_number = 0
@@ -71,15 +75,22 @@ class Worker:
             await self._serve()
 
     async def _serve(self) -> None:
+        loading = asyncio.create_task(self._on_demand.run())
+        loading.add_done_callback(lambda _: self._ended.put_nowait(None))
         try:
             await self._start_first()
             while self._replicas:
                 replica = await self._ended.get()
+                if replica is None:
+                    loading.result()  # raises what ended it
+                    continue
                 life = self._replicas.pop(replica)
+                if isinstance(replica, OnDemandReplica):
+                    self._on_demand.remove(replica)
                 if replica.started.done():
                     life.result()  # raises what ended it, since that concerns all replicas
         finally:
-            tasks = [*self._loads, *self._replicas.values()]
+            tasks = [loading, *self._loads, *self._replicas.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -88,6 +99,7 @@ class Worker:
         def refresh() -> None:
             for replica in self._replicas:
                 replica.update_gauges()
+            self._on_demand.update_gauges()
 
         families: list[Collector] = [*self._metrics.families()]
         if self._settings.vllm_metrics:
@@ -137,10 +149,13 @@ class Worker:
         )
 
     async def _start_first(self) -> None:
-        coming = sum(model.replicas for model in self._settings.models)
+        await self._on_demand.prepare()
+        # what is pinned is loaded before anything can be asked for
+        models = sorted(self._settings.models, key=lambda model: model.on_demand)
+        coming = sum(model.replicas for model in models)
         # one at a time: each gets a share of the KV memory that those before it have left
         async with self._starting:
-            for model in self._settings.models:
+            for model in models:
                 for _ in range(model.replicas):
                     await self._wait_started(self._add_replica(model, coming))
                     coming -= 1
@@ -167,18 +182,18 @@ class Worker:
         # only a single replica keeps the plain name; loaded ones get numbers from 2 on
         alone = self._is_single and self._last_number == 1
         worker_id = self._name if alone else f"{self._name}-{self._last_number}"
-        engine = msgspec.structs.replace(model.engine, kv_limit_bytes=self._kv_share_bytes(coming))
         file = self._settings.host_cache_file
-        replica = Replica(
-            self._settings,
-            model,
-            worker_id,
-            engine,
-            self._process,
-            self._metrics,
-            self._tracer,
-            file if alone or not file else f"{file}-{self._last_number}",
+        file = file if alone or not file else f"{file}-{self._last_number}"
+        if model.on_demand:
+            own = OnDemandReplica(self._settings, model, worker_id, self._metrics, self._tracer, file)
+            self._on_demand.add(own)
+            return self._start(own)
+        engine = msgspec.structs.replace(model.engine, kv_limit_bytes=self._kv_share_bytes(coming))
+        return self._start(
+            Replica(self._settings, model, worker_id, engine, self._process, self._metrics, self._tracer, file)
         )
+
+    def _start(self, replica: Replica) -> Replica:
         replica.on_load = self.load
         life = self._replicas[replica] = asyncio.create_task(replica.run())
         life.add_done_callback(lambda _: self._ended.put_nowait(replica))

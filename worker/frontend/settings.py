@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.telemetry import backoff, logs, status
-from tokenbus.protocol.wire import internal, subjects
+from tokenbus.protocol.wire import internal, messages, subjects
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.frontend.adapter_settings import AdapterSettings
 
@@ -21,6 +21,8 @@ class FrontendSettings:
     """Prefixes that a client's reply subject may have."""
     max_new_tokens: int = 1_024
     """Longest completion of a request without `max_tokens`, in tokens."""
+    role: messages.WorkerRole = messages.WorkerRole.BOTH
+    """The share of the work that routers give it."""
     slow_wait_s: float = backoff.FIRST_S
     """A stream that waits this long for its first token is logged, and again each time the wait has doubled."""
     debug: bool = False
@@ -37,6 +39,8 @@ class ServedModel:
     replicas: int = 1
     adapters: tuple[AdapterSettings, ...] = ()
     """LoRA adapters that are loaded from the start."""
+    on_demand: bool = False
+    """Whether it is loaded only when it is asked for, and unloaded to make room for others."""
     adapter_folder: str = ""
     """A folder whose adapters are loaded as they come, as `PATH[@TENANT,...]`; none if empty."""
 
@@ -63,6 +67,11 @@ class WorkerSettings:
     several files. If it is empty, copies are in memory and outlive only the engine."""
     kv_budget_bytes: int = 0
     """KV memory that all replicas together may take; 0 leaves it to each replica's own settings."""
+    memory_budget_bytes: int = 0
+    """Memory that all models together may take where some are loaded on demand; 0 leaves the limit to the memory that
+    is free."""
+    idle_unload_s: float = 0.0
+    """A model that is loaded on demand is unloaded when it has had no request for so long; 0 unloads only for room."""
     max_waiting: int = 64
     """Accepted requests that may wait for a lane of a replica; more are refused with `overloaded`."""
     grace_s: float = 30.0

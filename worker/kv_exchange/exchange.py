@@ -1,6 +1,7 @@
 """The exchange of KV blocks between this worker and others: fetches for its own requests, and blocks that it gives."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import structlog
@@ -12,6 +13,7 @@ from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
 from tokenbus.worker.kv_exchange.holder import Holder
+from tokenbus.worker.kv_exchange.legs import Leg
 from tokenbus.worker.kv_exchange.nats_transport import Connect, NatsTransport
 
 
@@ -22,6 +24,7 @@ class KvExchange:
         self._announcer = announcer
         self._metrics = metrics
         self._holder = Holder(lambda epoch: epoch == announcer.epoch)
+        self._holder.on_leg = self._leg_changed
         self._transport: NatsTransport | None = None
         self._fetcher: Fetcher | None = None
         self._engine: contract.Engine | None = None
@@ -37,6 +40,10 @@ class KvExchange:
     def num_leases(self) -> int:
         """Other workers that are reading blocks here."""
         return self._holder.num_leases
+
+    async def wait_no_leases(self) -> None:
+        """Returns when no other worker reads blocks here."""
+        await self._holder.none_leased.wait()
 
     async def open(self, incoming: Bus, names: subjects.Subjects, connect: Connect) -> None:
         """Takes the questions of other workers, which arrive over `incoming`. `connect` opens a connection for blocks
@@ -69,7 +76,7 @@ class KvExchange:
             and run.fetch_from.worker_id != self._announcer.worker_id
             and run.params.cache_prompt is not False
             and self._fetcher is not None
-            and not self._fetcher.is_full
+            and self._fetcher.has_room(run.fetch_from)
             and self._config is not None
             and bool(self._config.kv_identity)
         )
@@ -96,6 +103,23 @@ class KvExchange:
             self._counted_bytes = given
             self._transport.close_if_idle(now)
 
+    def _leg_changed(self, leg: Leg) -> None:
+        """Tells routers that a leg has begun, so that they count it as load, or that its blocks are there."""
+        if not leg.outcome:
+            self._announcer.leg_started(leg.request_id)
+        else:
+            self._metrics.leg_ended(leg.outcome)
+            self._log.info(
+                "leg_ended",
+                request_id=leg.request_id,
+                worker_id=self._announcer.worker_id,
+                outcome=leg.outcome,
+                tokens=leg.num_tokens,
+                duration_ms=round(1e3 * (time.monotonic() - leg.began_at), 1),
+            )
+        # not now: until the sink has returned, the engine still counts the leg
+        asyncio.get_running_loop().call_soon(self._announcer.publish_events)
+
     @property
     def _is_computing(self) -> bool:
         return self._engine is not None and self._engine.load().running > 0
@@ -111,14 +135,16 @@ class KvExchange:
         token_ids = request.token_ids + (request.resumed.token_ids if request.resumed else [])
         packed = block_hash.pack_token_ids(token_ids)
         prefix = contract.CachedPrefix(request.tenant, request.cache_salt, request.adapters, packed)
-        fetch = await self._fetcher.fetch(source, prefix, self._num_held(prefix, config), engine, config)
+        first = self._num_held(prefix, config)
+        fetch = await self._fetcher.fetch(source, prefix, first, engine, config, request.key, request.priority)
         del self._fetches[request.key]
-        self._metrics.blocks_fetched(fetch.outcome, fetch.num_bytes, fetch.seconds)
+        self._metrics.blocks_fetched(fetch.outcome, fetch.num_bytes, fetch.seconds, was_leg=source.leg_ms > 0)
         self._log.info(
             "blocks_fetched",
             request_id=request.key,
             worker_id=self._announcer.worker_id,
             source=source.worker_id,
+            was_leg=source.leg_ms > 0,
             outcome=fetch.outcome,
             tokens=fetch.num_tokens,
             bytes=fetch.num_bytes,

@@ -1,7 +1,8 @@
 """Fetches the blocks of a prompt from another worker, checks them, and hands them to the engine.
 
 Whatever goes wrong, the prompt is computed from the last block on that has come. A fetch may take half the time that
-computing its blocks would, and never long: then computing would have been as good."""
+computing its blocks would, and never long: then computing would have been as good. A leg, whose blocks the other worker
+has yet to compute, may take twice as long as the router expects."""
 
 import asyncio
 import time
@@ -17,9 +18,13 @@ from tokenbus.worker.kv_exchange.pace import Pace
 from tokenbus.worker.kv_exchange.transport import LeasedBlocks, TransferError, Transport
 
 MAX_FETCHES = 2
+MAX_LEGS = 16
+"""Fetches that wait for blocks to be computed, which takes long and costs little."""
 MAX_FETCH_S = 5.0
 STALL_S = 1.0
 """A fetch ends if no block comes for this long."""
+LEG_PATIENCE = 2.0
+"""A leg may take so many times what the router expects."""
 _SHARE = 0.5
 """The share of the time that computing would take, which a fetch may take."""
 _BLOCKS_AHEAD = 8
@@ -45,15 +50,16 @@ class Fetcher:
         self._transport = transport
         self._pace = Pace()
         self.num_running = 0
+        """Fetches of blocks that are there."""
+        self.num_legs = 0
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Fetcher {self.num_running} running>"
+        return f"<Fetcher {self.num_running} running, {self.num_legs} legs>"
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no further fetch may begin."""
-        return self.num_running >= MAX_FETCHES
+    def has_room(self, source: internal.FetchSource) -> bool:
+        """Whether another fetch may begin."""
+        return self.num_legs < MAX_LEGS if source.leg_ms else self.num_running < MAX_FETCHES
 
     async def fetch(
         self,
@@ -62,16 +68,35 @@ class Fetcher:
         first: int,
         engine: contract.Engine,
         config: contract.EngineConfig,
+        computed_for: str = "",
+        priority: int = 0,
     ) -> Fetch:
-        """Fetches the blocks of a prefix from block `first` on, into an engine. Raises nothing but CancelledError."""
+        """Fetches the blocks of a prefix from block `first` on, into an engine. The source of a leg computes them for
+        the request `computed_for` with its priority. Raises nothing but CancelledError."""
         began = time.monotonic()
         fetching = _Fetching(prefix, first, engine, config)
         if not fetching.num_wanted:  # they have been computed here since the router chose
             return Fetch("nothing")
-        self.num_running += 1
+        is_leg = source.leg_ms > 0
+        self.num_legs += is_leg
+        self.num_running += not is_leg
+        request = internal.BlockLeaseRequest(
+            identity=config.kv_identity,
+            epoch=source.epoch,
+            tenant=prefix.tenant,
+            cache_salt=prefix.cache_salt,
+            adapters=[internal.RunAdapter(digest=one.digest, scale=one.scale) for one in prefix.adapters],
+            token_ids=fetching.prefix.token_ids,
+            first=first,
+            computed_for=computed_for if is_leg else "",
+            priority=priority if is_leg else 0,
+        )
+        limit_s = _limit_s(fetching.num_wanted * config.kv_block_size, engine)
+        if is_leg:
+            limit_s = LEG_PATIENCE * source.leg_ms / 1e3 + STALL_S
         try:
-            async with asyncio.timeout(_limit_s(fetching.num_wanted * config.kv_block_size, engine)):
-                await self._fetch(source, fetching)
+            async with asyncio.timeout(limit_s):
+                await self._fetch(source, request, fetching)
             outcome = "complete"
         except TimeoutError:
             outcome = "timeout"
@@ -81,24 +106,17 @@ class Fetcher:
             self._log.exception("fetch_failed", source=source.worker_id)
             outcome = "failed"
         finally:
-            self.num_running -= 1
+            self.num_legs -= is_leg
+            self.num_running -= not is_leg
         fetching.flush()
         if fetching.num_fetched and outcome != "complete":
             outcome = "partial"
         num_tokens = fetching.num_fetched * config.kv_block_size
         return Fetch(outcome, num_tokens, fetching.num_bytes, time.monotonic() - began)
 
-    async def _fetch(self, source: internal.FetchSource, fetching: "_Fetching") -> None:
-        prefix, config = fetching.prefix, fetching.config
-        request = internal.BlockLeaseRequest(
-            identity=config.kv_identity,
-            epoch=source.epoch,
-            tenant=prefix.tenant,
-            cache_salt=prefix.cache_salt,
-            adapters=[internal.RunAdapter(digest=one.digest, scale=one.scale) for one in prefix.adapters],
-            token_ids=prefix.token_ids,
-            first=fetching.first,
-        )
+    async def _fetch(
+        self, source: internal.FetchSource, request: internal.BlockLeaseRequest, fetching: "_Fetching"
+    ) -> None:
         lease = await self._transport.lease(source.worker_id, request)
         reads: deque[asyncio.Task[bytes]] = deque()
         try:
@@ -125,7 +143,7 @@ class Fetcher:
             while following < end and len(reads) < _BLOCKS_AHEAD:
                 reads.append(asyncio.create_task(self._read_block(lease, following, num_bytes, fetching.engine)))
                 following += 1
-            async with asyncio.timeout(STALL_S):
+            async with asyncio.timeout(None if source.leg_ms else STALL_S):
                 block = await asyncio.shield(reads[0])
             reads.popleft()
             if problem := fetching.take(block):

@@ -7,50 +7,77 @@ from collections.abc import Callable
 from tokenbus.protocol.wire import codec, errors, internal, limits
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import contract
-from tokenbus.worker.kv_exchange.leases import MAX_LEASES, Lease, Leases
+from tokenbus.worker.kv_exchange.leases import Lease, Leases
+from tokenbus.worker.kv_exchange.legs import Leg
+from tokenbus.worker.kv_exchange.transport import NoBlock
 
 _TOKEN_BYTES = 4
 _BATCH_BYTES = 1024 * 1024
 """Bytes that the engine is asked for at a time; it answers between two steps."""
+_LEG_BATCH_BLOCKS = 8
 _BATCHES_AHEAD = 4
 """Batches that are asked for before they are read, so that a reader seldom waits for a step."""
+_PATIENCE_S = 0.25
+"""A reader that waits so long for a block is told to ask again, which shows that this worker is alive."""
 
 
 class _OpenLease:
     """The blocks of a lease, as they come from the engine in batches."""
 
-    def __init__(self, lease: Lease, engine: contract.Engine, config: contract.EngineConfig) -> None:
+    def __init__(
+        self, lease: Lease, engine: contract.Engine, config: contract.EngineConfig, leg: Leg | None = None
+    ) -> None:
+        """`leg` computes the blocks of the lease, if they are not there already."""
         assert config.kv_format is not None
+        self.leg = leg
         self._lease = lease
         self._engine = engine
         self._block_bytes = _TOKEN_BYTES * config.kv_block_size
         self._batch_size = max(1, _BATCH_BYTES // config.kv_format.num_bytes)
+        if leg is not None:  # a batch can be read once all of it is computed
+            self._batch_size = min(self._batch_size, _LEG_BATCH_BLOCKS)
         self._batches: dict[int, asyncio.Task[list[bytes]]] = {}
 
-    async def read(self, block: int) -> bytes | None:
-        """Returns the content of a block; None if the engine has it no more."""
+    async def read(self, block: int) -> bytes | NoBlock:
+        """Returns the content of a block."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                return await self._read(block)
+        except TimeoutError:
+            return NoBlock.LATER
+
+    async def _read(self, block: int) -> bytes | NoBlock:
         number, place = divmod(block - self._lease.first, self._batch_size)
+        if self.leg is not None:
+            await self.leg.wait_for(self._end(number))
         for ahead in range(number, number + _BATCHES_AHEAD):
-            if ahead not in self._batches and self._start(ahead) < self._lease.end:
+            if ahead not in self._batches and self._start(ahead) < self._lease.end and self._is_there(ahead):
                 self._batches[ahead] = asyncio.create_task(self._export(ahead))
         # a reader has at most a few blocks on their way, so what is far behind was read
         for old in [one for one in self._batches if one < number - _BATCHES_AHEAD]:
             del self._batches[old]
         if (batch := self._batches.get(number)) is None:
-            return None
+            return NoBlock.GONE
         blocks = await asyncio.shield(batch)
-        return blocks[place] if place < len(blocks) else None
+        return blocks[place] if place < len(blocks) else NoBlock.GONE
 
     def _start(self, number: int) -> int:
         return self._lease.first + number * self._batch_size
 
+    def _end(self, number: int) -> int:
+        return min(self._start(number + 1), self._lease.end)
+
+    def _is_there(self, number: int) -> bool:
+        return self.leg is None or self.leg.has(self._end(number))
+
     async def _export(self, number: int) -> list[bytes]:
         start = self._start(number)
-        count = min(self._batch_size, self._lease.end - start)
+        count = self._end(number) - start
         prefix = self._lease.prefix
         needed = codec.replace(prefix, token_ids=prefix.token_ids[: self._block_bytes * (start + count)])
         try:
-            _, blocks = await self._engine.export_blocks(needed, start, count)
+            is_last = start + count == self._lease.end
+            _, blocks = await self._engine.export_blocks(needed, start, count, is_last=is_last)
         except errors.RequestError:  # the engine has died
             return []
         return blocks
@@ -61,12 +88,17 @@ class Holder:
 
     def __init__(self, has_epoch: Callable[[str], bool]) -> None:
         """`has_epoch` says whether an epoch is this worker's present one."""
+        self.on_leg: Callable[[Leg], None] = lambda leg: None
+        """Called with a leg that the engine has accepted, and again when that has ended."""
         self._has_epoch = has_epoch
         self._leases = Leases()
         self._open: dict[str, _OpenLease] = {}
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
         self._granting = 0
+        self.none_leased = asyncio.Event()
+        """Set while nobody reads blocks; after a lease that expires, from the next tick on."""
+        self.none_leased.set()
 
     def __repr__(self) -> str:
         return f"<Holder {self._leases!r}>"
@@ -85,11 +117,13 @@ class Holder:
         engine, config, now = self._engine, self._config, time.monotonic()
         if engine is None or config is None or not _may_read(request, config) or not self._has_epoch(request.epoch):
             return internal.BlockLease()
-        self._leases.expire(now)
-        if len(self._leases) + self._granting >= MAX_LEASES:
-            return internal.BlockLease(busy=True)
+        self._drop_expired(now)
         adapters = tuple(Adapter(one.digest, one.scale) for one in request.adapters)
         prefix = contract.CachedPrefix(request.tenant, request.cache_salt, adapters, request.token_ids)
+        if request.computed_for:
+            return self._start_leg(request, prefix, engine, config)
+        if self._leases.num_free(is_leg=False) <= self._granting:
+            return internal.BlockLease(busy=True)
         self._granting += 1
         try:
             num_cached, _ = await engine.export_blocks(prefix, request.first, 0)
@@ -101,27 +135,60 @@ class Holder:
             return internal.BlockLease()
         lease = self._leases.grant(prefix, request.first, num_cached, time.monotonic())
         self._open[lease.name] = _OpenLease(lease, engine, config)
+        self.none_leased.clear()
         return internal.BlockLease(lease=lease.name, num_blocks=num_cached - request.first)
 
-    async def read(self, lease: str, block: int) -> bytes | None:
-        self._drop_expired()
-        known = self._leases.use(lease, time.monotonic())
+    def _start_leg(
+        self,
+        request: internal.BlockLeaseRequest,
+        prefix: contract.CachedPrefix,
+        engine: contract.Engine,
+        config: contract.EngineConfig,
+    ) -> internal.BlockLease:
+        """Has the engine compute a prompt, whose blocks may be read as they come."""
+        end = len(prefix.token_ids) // _TOKEN_BYTES // config.kv_block_size
+        if end <= request.first:
+            return internal.BlockLease()
+        if not self._leases.num_free(is_leg=True):
+            return internal.BlockLease(busy=True)
+        leg = Leg(request.computed_for, prefix, config.kv_block_size)
+        lease = self._leases.grant(prefix, request.first, end, time.monotonic(), is_leg=True)
+        try:
+            leg.start(engine, lease.name, request.priority)
+        except errors.RequestError as error:
+            self._leases.end(lease.name)
+            return internal.BlockLease(busy=error.error.code is errors.Code.OVERLOADED)
+        leg.on_ended = self.on_leg
+        self._open[lease.name] = _OpenLease(lease, engine, config, leg)
+        self.none_leased.clear()
+        self.on_leg(leg)
+        return internal.BlockLease(lease=lease.name, num_blocks=end - request.first)
+
+    async def read(self, lease: str, block: int) -> bytes | NoBlock:
+        now = time.monotonic()
+        self._drop_expired(now)
+        known = self._leases.use(lease, now)
         if known is None or not known.first <= block < known.end:
-            return None
+            return NoBlock.GONE
         return await self._open[lease].read(block)
 
     def end(self, lease: str) -> None:
         self._leases.end(lease)
-        self._open.pop(lease, None)
+        self._drop_expired(time.monotonic())
 
     def tick(self, now: float) -> None:
         """Ends the leases that nobody uses any more."""
-        self._leases.expire(now)
-        self._drop_expired()
+        self._drop_expired(now)
 
-    def _drop_expired(self) -> None:
+    def _drop_expired(self, now: float) -> None:
+        self._leases.expire(now)
         for name in self._open.keys() - self._leases.names():
-            del self._open[name]
+            leg = self._open.pop(name).leg
+            if leg is not None:
+                # not now: an engine that is just dying has yet to find out which request has killed it
+                asyncio.get_running_loop().call_soon(leg.stop)
+        if not self._open:
+            self.none_leased.set()
 
 
 def _may_read(request: internal.BlockLeaseRequest, config: contract.EngineConfig) -> bool:

@@ -3,11 +3,14 @@
 import secrets
 from typing import NamedTuple
 
+from tokenbus.protocol.wire import limits
 from tokenbus.worker.contract import CachedPrefix
 
 MAX_LEASES = 2
 LEASE_S = 10.0
 """A lease ends when nothing was read for this long."""
+LEG_LEASE_S = 2.0
+"""The same of a leg, whose reader asks again several times a second. What it computes is of use to nobody else."""
 
 
 class Lease(NamedTuple):
@@ -17,6 +20,8 @@ class Lease(NamedTuple):
     prefix: CachedPrefix
     first: int
     end: int
+    is_leg: bool = False
+    """Whether this worker computes the blocks for it."""
 
 
 class Leases:
@@ -27,15 +32,19 @@ class Leases:
         self._used_at: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        return f"<Leases {len(self)} of {MAX_LEASES}>"
+        return f"<Leases {len(self)} of {MAX_LEASES} and {limits.MAX_LEGS}>"
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, prefix: CachedPrefix, first: int, end: int, now: float) -> Lease:
+    def num_free(self, *, is_leg: bool) -> int:
+        """Returns how many more leases of a kind there may be."""
+        return (limits.MAX_LEGS if is_leg else MAX_LEASES) - sum(one.is_leg is is_leg for one in self._leases.values())
+
+    def grant(self, prefix: CachedPrefix, first: int, end: int, now: float, *, is_leg: bool = False) -> Lease:
         """Grants a lease, whose name nobody can guess."""
-        assert len(self) < MAX_LEASES, self
-        lease = Lease(secrets.token_hex(16), prefix, first, end)
+        assert self.num_free(is_leg=is_leg) > 0, self
+        lease = Lease(secrets.token_hex(16), prefix, first, end, is_leg)
         self._leases[lease.name], self._used_at[lease.name] = lease, now
         return lease
 
@@ -53,8 +62,9 @@ class Leases:
 
     def expire(self, now: float) -> None:
         """Ends the leases that nobody uses any more."""
-        for name in [name for name, used_at in self._used_at.items() if now - used_at >= LEASE_S]:
-            self.end(name)
+        for lease in list(self._leases.values()):
+            if now - self._used_at[lease.name] >= (LEG_LEASE_S if lease.is_leg else LEASE_S):
+                self.end(lease.name)
 
     def names(self) -> set[str]:
         return set(self._leases)

@@ -26,9 +26,10 @@ from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.headers import part_bytes
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
-from tokenbus.protocol.wire import codec, errors, internal, messages, subjects, validation
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects, validation
+from tokenbus.worker.kv_exchange.leases import MAX_LEASES
 from tokenbus.worker.kv_exchange.pace import Pace
-from tokenbus.worker.kv_exchange.transport import BlockHolder, LeasedBlocks, TransferError
+from tokenbus.worker.kv_exchange.transport import BlockHolder, LeasedBlocks, NoBlock, TransferError
 
 _leases = codec.Decoder(internal.BlockLease)
 _lease_requests = codec.Decoder(internal.BlockLeaseRequest)
@@ -39,9 +40,11 @@ MAX_OUTSTANDING = 8
 """Parts of one lease that may be on their way."""
 ANSWER_S = 1.0
 """A holder that does not answer for this long gives nothing any more."""
+_AGAIN_S = 0.02
+"""A reader that is told to ask again waits so long, whatever the holder does."""
 IDLE_S = 60.0
 """The connection is closed when it was not used for this long."""
-_MAX_READS = 4 * MAX_OUTSTANDING
+_MAX_READS = 2 * MAX_OUTSTANDING * (MAX_LEASES + limits.MAX_LEGS)
 """Requests of all readers that may be open at a time; honest ones have half as many."""
 _MAX_QUESTION_BYTES = 16 * 1024 * 1024
 
@@ -73,7 +76,7 @@ class NatsTransport:
         self._pace = Pace()
         self._bus: Bus | None = None
         self._sender: PartsSender | None = None
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Task[Bus] | None = None
         self._used_at = time.monotonic()
         self._asked: dict[str, asyncio.Future[Msg]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -97,6 +100,10 @@ class NatsTransport:
     async def close(self) -> None:
         """Closes the connection for blocks."""
         self._receiver.stop()
+        if self._opening is not None:
+            await asyncio.wait([self._opening], timeout=ANSWER_S)
+            if self._opening is not None:
+                self._opening.cancel()
         await self._disconnect()
 
     def close_if_idle(self, now: float) -> None:
@@ -123,17 +130,31 @@ class NatsTransport:
     async def _open(self) -> Bus:
         """Returns the connection for blocks. Raises ConnectionError and TimeoutError if it can't be made."""
         self._used_at = time.monotonic()
-        async with self._opening:
-            if self._bus is None:
-                bus = await self._connect()
+        if self._bus is not None:
+            return self._bus
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._make_connection())
+            # whoever still waits gets its error
+            self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._opening)  # others may wait for it, and half a connection can't be closed
+
+    async def _make_connection(self) -> Bus:
+        try:
+            bus = await self._connect()
+            try:
                 await bus.subscribe(self._own("kv.reply.*"), self._answer)
                 await bus.subscribe(self._own("kv.read"), self._read)
                 await bus.flush()  # the broker must know the subjects before another worker is told to use them
-                self._sender = PartsSender(
-                    bus, lambda number: self._own(f"kv.received.{number}"), timeout_s=ANSWER_S, tries=1
-                )
-                self._bus = bus
-            return self._bus
+            except BaseException:
+                await bus.close()
+                raise
+            self._sender = PartsSender(
+                bus, lambda number: self._own(f"kv.received.{number}"), timeout_s=ANSWER_S, tries=1
+            )
+            self._bus = bus
+            return bus
+        finally:
+            self._opening = None
 
     async def _disconnect(self) -> None:
         bus, self._bus, self._sender = self._bus, None, None
@@ -175,6 +196,8 @@ class NatsTransport:
         try:
             request = _lease_requests.decode(message.data)
             validation.check_ranges(request)
+            if request.computed_for:
+                validation.check_key(request.computed_for)
         except errors.RequestError:
             return
         with contextlib.suppress(TimeoutError, ConnectionError, OutboundBufferLimitError):
@@ -195,8 +218,8 @@ class NatsTransport:
 
     async def _give(self, read: internal.BlockRead, reply: str) -> None:
         block = await self._holder.read(read.lease, read.block)
-        part = internal.BlockPart()
-        if block is not None:
+        part = internal.BlockPart(later=block is NoBlock.LATER)
+        if isinstance(block, bytes):
             data = block[read.offset : read.offset + read.num_bytes]
             part = internal.BlockPart(data=data, checksum=xxhash.xxh3_64_intdigest(block))
             if self._is_computing():
@@ -254,8 +277,10 @@ class _NatsLease:
     async def _read(self, read: internal.BlockRead) -> internal.BlockPart:
         async with self._turns:
             try:
-                message = await self._transport._ask(self._bus, self._subject, codec.encode(read))
-                part = _parts.decode(message.data)
+                part = await self._ask(read)
+                while part.later:
+                    await asyncio.sleep(_AGAIN_S)
+                    part = await self._ask(read)
             except NoRespondersError as error:
                 raise TransferError("lost", "the worker that gave the blocks is gone") from error
             except (TimeoutError, ConnectionError, OutboundBufferLimitError, errors.RequestError) as error:
@@ -265,3 +290,7 @@ class _NatsLease:
         if len(part.data) != read.num_bytes:
             raise TransferError("corrupt", f"{len(part.data)} bytes came where {read.num_bytes} were asked for")
         return part
+
+    async def _ask(self, read: internal.BlockRead) -> internal.BlockPart:
+        message = await self._transport._ask(self._bus, self._subject, codec.encode(read))
+        return _parts.decode(message.data)

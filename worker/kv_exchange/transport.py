@@ -4,6 +4,7 @@ A transport has two ends. One serves what the `BlockHolder` of its worker gives,
 workers. It moves bytes and checks that all of them have arrived as they were sent; what they mean is checked by those
 who use it. A transport between GPUs would be another implementation of the same interface."""
 
+import enum
 from collections.abc import Awaitable
 from typing import Protocol
 
@@ -16,6 +17,15 @@ class TransferError(Exception):
     def __init__(self, outcome: str, text: str) -> None:
         super().__init__(text)
         self.outcome = outcome
+
+
+class NoBlock(enum.Enum):
+    """Why a holder does not give a block."""
+
+    GONE = enum.auto()
+    """It has the block no more, or never had it."""
+    LATER = enum.auto()
+    """It will have the block."""
 
 
 class LeasedBlocks(Protocol):
@@ -49,8 +59,8 @@ class BlockHolder(Protocol):
         """Answers another worker's question for blocks."""
         ...
 
-    async def read(self, lease: str, block: int) -> bytes | None:
-        """Returns the content of a block, by its number in the prompt; None if the lease or the block is gone."""
+    async def read(self, lease: str, block: int) -> bytes | NoBlock:
+        """Returns the content of a block, by its number in the prompt. It does not wait long for one."""
         ...
 
     def end(self, lease: str) -> None:

@@ -342,6 +342,7 @@ class Stream:
             fetched_tokens=fetch.num_tokens,
             fetched_bytes=fetch.num_bytes,
             fetch_ms=fetch.seconds * 1e3,
+            was_leg=self.run.fetch_from.leg_ms > 0,
         )
 
     def _to_first_token(self, found: engine_output.FirstToken) -> internal.FirstToken:

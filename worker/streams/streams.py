@@ -294,6 +294,7 @@ class Streams:
         if self._streams.get(stream.key) is stream and self._engine is not None:
             self._announcer.blocks_fetched(stream.fetched(fetch))
             self._engine.release(stream.key)
+            self._announcer.publish_events()  # routers measure the computing from here on
 
     def _refusal(self, run: internal.Run, error: errors.Error) -> internal.RunReply:
         live = self._streams.get(run.request_id)
@@ -318,6 +319,8 @@ class Streams:
         """Raises RequestError if this worker can't accept the run now."""
         if run.epoch != self._announcer.epoch:
             raise errors.request_error(errors.Code.NO_WORKER, "the run was meant for another epoch of this worker")
+        if self._announcer.is_loadable:
+            raise errors.request_error(errors.Code.NO_WORKER, "the model is not loaded")
         if self._announcer.state in (messages.WorkerState.DRAINING, messages.WorkerState.LEAVING):
             raise errors.request_error(errors.Code.SHUTTING_DOWN)
         if self._engine is None or self._config is None:

@@ -96,6 +96,7 @@ def _check(body: ResponsesBody) -> None:
     if body.background:
         problem = "background: responses can't be fetched later: leave it out, or use stream"
         raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="background")
+    conversation.check_count("input", body.items)
 
 
 def _to_wire(

@@ -5,7 +5,7 @@ from typing import Annotated
 from tokenbus.protocol.wire import limits
 from tokenbus.protocol.wire import messages as public
 from tokenbus.protocol.wire.internal.runs import RunAdapter
-from tokenbus.protocol.wire.params import COUNT, Range
+from tokenbus.protocol.wire.params import COUNT, PRIORITY, Range
 
 
 class BlockLeaseRequest(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -25,6 +25,11 @@ class BlockLeaseRequest(public.Message, frozen=True, kw_only=True, omit_defaults
     """The tokens of the blocks, from the beginning of the prompt, as unsigned 32-bit little-endian integers."""
     first: Annotated[int, COUNT] = 0
     """Number of the first block that is wanted."""
+    computed_for: str = ""
+    """`<tenant token>:<id>` of a request for which the worker is to compute the blocks that it lacks; if empty, it
+    gives only what it has."""
+    priority: Annotated[int, PRIORITY] = 0
+    """`priority` of that request."""
 
 
 class BlockLease(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -33,7 +38,7 @@ class BlockLease(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     lease: str = ""
     """Names the lease; empty if there is none."""
     num_blocks: Annotated[int, COUNT] = 0
-    """Blocks that it has, from `first` on and without a gap."""
+    """Blocks that it has or computes, from `first` on and without a gap."""
     busy: bool = False
     """Whether there is no lease because the worker gives blocks to others already."""
 
@@ -52,9 +57,11 @@ class BlockRead(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class BlockPart(public.Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of a block; empty if the block or the lease is gone."""
+    """A part of a block; empty if the block or the lease is gone, or the block is not there yet."""
 
     data: bytes = b""
     """The bytes."""
     checksum: int = 0
     """xxh3_64 of the whole block."""
+    later: bool = False
+    """Whether the block is still to come: ask again."""

@@ -48,6 +48,8 @@ class Fetched(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Bytes of these blocks."""
     fetch_ms: float = 0.0
     """Time from the accept to the end of the fetch."""
+    was_leg: bool = False
+    """Whether the source had to compute the blocks first, so that the time does not show how fast they move."""
 
 
 class BlockRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +92,8 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Streams whose first token is among `token_ids`."""
     fetches: list[Fetched] = []
     """Fetches of blocks that have ended."""
+    legs: list[str] = []
+    """Keys of requests of other workers whose prompts this worker has begun to compute."""
     finished: list[str] = []
     """Keys of requests that have ended, sent after their terminal."""
     taken: list[str] = []

@@ -37,13 +37,15 @@ class RunAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """Factor by which its weights are multiplied."""
 
 
-class FetchSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker of the same model that holds more of the prompt's KV blocks than the one that gets the run."""
+class FetchSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker of the model that has more of a prompt's KV blocks than the one of the run, or computes them."""
 
     worker_id: str
     """The worker."""
     epoch: str
     """Its epoch; in any other epoch it has nothing to give."""
+    leg_ms: Annotated[float, DURATION_MS] = 0.0
+    """If above 0, that worker computes what it lacks of the prompt. The router expects that to take so long."""
 
 
 class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -66,8 +68,7 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     params: GenerationParams
     """The generation parameters of the request."""
     adapters: list[RunAdapter] = []
-    """The adapters behind `lora` in `params`, in the order of their digests: one for each digest, and none whose scale
-    is 0."""
+    """The adapters behind `lora` in `params`, ordered by digest: one for each, and none whose scale is 0."""
     is_chat: bool = False
     """Whether the prompt is a conversation that was rendered with the chat template, so that its answer may have
     reasoning and tool calls."""
@@ -112,7 +113,10 @@ class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     moved: bool = False
     """Whether another worker continues the request to `drop`, so that it ends here even if it has sent a token."""
     model: str | None = None
-    """The model to `load`: a file, a directory or a name on the Hub, as seen from the worker."""
+    """The model to `load` beside the worker's own: a file, a directory or a name on the Hub, as seen from the worker.
+    Without it, `load` asks a worker whose card says `loadable` for its own model. A load in progress is joined. There
+    is one reply, with the `progress`; a router asks again every 500 ms, and a model for which nobody has asked for 3 s
+    is not loaded any more."""
     served_name: str | None = None
     """The name under which to serve the model to `load`; the file's name if absent."""
     replicas: int = 1
@@ -131,8 +135,7 @@ class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True
     """A worker's answer to a command."""
 
     ok: bool
-    """Whether the command was carried out. An attempt that has sent a token or has ended refuses a `drop` that does
-    not say `moved`."""
+    """Whether the command was carried out. An attempt that has sent a token or ended needs `moved` to be dropped."""
     error: errors.Error | None = None
     """Why the command was not carried out."""
     progress: float | None = None

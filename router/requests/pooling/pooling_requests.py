@@ -21,6 +21,7 @@ from tokenbus.protocol.wire import codec, errors, internal, limits, messages, su
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement.placement import Capacity
+from tokenbus.router.requests.model_loads import ModelLoads
 from tokenbus.router.requests.pooling.pooling_request import BodyT, PoolingRequest, WorkT
 from tokenbus.router.requests.worker_client import Headers, Operation, WorkerClient, invalid_reply, workers_for
 
@@ -49,6 +50,7 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
         replies: ReplySender,
         workers: WorkerClient,
         fleet: Fleet,
+        loads: ModelLoads,
         rng: random.Random,
         results: codec.Decoder[ResultT],
         counted: metrics.Counter,
@@ -60,6 +62,7 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
         self._replies = replies
         self._workers = workers
         self._fleet = fleet
+        self._loads = loads
         self._rng = rng
         self._tracer = tracer
         self._open: Counter[subjects.WorkerAddress] = Counter()
@@ -171,6 +174,7 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
     async def _try_workers(self, request: PoolingRequest[BodyT, WorkT]) -> ResultT:
         """Returns the first result. Raises RequestError with the last refusal if there is none, and when the request is
         ended."""
+        await self._loads.wait_served(request.address.model, request.remaining_s, request.end.done)
         refused: dict[str, errors.Error] = {}
         tries = 0
         while tries < _MAX_TRIES:

@@ -4,7 +4,6 @@ A request waits in the fair queue of its model. The result of the wait is a futu
 placement, by NoWorker when the model's last worker has left, by None when the request is cancelled, or by an error."""
 
 import asyncio
-import random
 import time
 from collections.abc import Collection
 from typing import NamedTuple
@@ -14,29 +13,11 @@ from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement import adapters
 from tokenbus.router.placement.placement import Capacity, NoWorker, Placement, PlacementOptions, PlacementRequest
-from tokenbus.router.placement.policies import Policy
 from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.queueing.fair_queue import FairQueue, QueuedRequest
+from tokenbus.router.requests.queueing.settings import PolicySettings, QueueSettings
 
 _NO_ROUTING = messages.RoutingOptions()
-
-
-class PolicySettings(NamedTuple):
-    """The policies that requests may name, and the one for requests that name none."""
-
-    policies: dict[str, Policy]
-    default_policy: str
-    rng: random.Random
-    temperature: float = 0.0
-
-
-class QueueSettings(NamedTuple):
-    """Limits of the queue of each model in one router."""
-
-    max_requests: int = 1_024
-    max_tokens: int = 1 << 22
-    priority_s: float = 1.0
-    """Seconds of waiting that one step of priority is worth."""
 
 
 class _Waiter(NamedTuple):
@@ -116,14 +97,18 @@ class PlacementQueue:
                 except Exception as error:  # a bug, possibly in a plug-in policy: it must only end this request
                     waiter.outcome.set_exception(error)
             if queue and not self._fleet.workers_of(model):
-                for waiter in [waiter for waiter in self._waiters.values() if waiter.flight.model == model]:
-                    self._resolve(waiter.flight.key, NoWorker())
+                self.end_all(model, NoWorker())
             self._drop_if_empty(model)
 
     def cancel(self, flight: Flight) -> None:
         """Ends the wait of a request, if it is waiting."""
         if flight.key in self._waiters:
             self._resolve(flight.key, None)
+
+    def end_all(self, model: str, outcome: NoWorker | errors.Error) -> None:
+        """Ends the wait of all requests for a model."""
+        for key in [key for key, waiter in self._waiters.items() if waiter.flight.model == model]:
+            self._resolve(key, outcome)
 
     def check_integrity(self) -> None:
         waiting = {key for key in self._waiters for queue in self._queues.values() if key in queue}
@@ -183,6 +168,7 @@ class PlacementQueue:
             flight.hash_scheme if flight.has_begun else "",
             flight.adapters,
             flight.tenant,
+            self._policy.min_leg_tokens,
         )
         prompt = self._prompt(flight)
         hashed = time.perf_counter()
@@ -194,9 +180,9 @@ class PlacementQueue:
         if isinstance(placement, Placement):
             self._metrics.placements.labels(flight.model, placement.policy).inc()
             self._metrics.prompt_tokens.labels(flight.model).inc(flight.num_prompt_tokens)
-            block_size = placement.worker.card.kv_block_size or 0
-            self._metrics.overlap_tokens.labels(flight.model).inc(placement.overlap_blocks * block_size)
-            self._metrics.fetch_tokens.labels(flight.model).inc(placement.fetch_blocks * block_size)
+            self._metrics.overlap_tokens.labels(flight.model).inc(placement.overlap_tokens)
+            self._metrics.fetch_tokens.labels(flight.model).inc(placement.fetch_tokens)
+            self._metrics.legs.labels(flight.model).inc(placement.has_leg)
         return placement
 
     def _bind_adapters(self, flight: Flight) -> None:

@@ -13,6 +13,7 @@ from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement import adapters
 from tokenbus.router.requests.flight import Flight
+from tokenbus.router.requests.model_loads import ModelLoads
 from tokenbus.router.requests.request_telemetry import RequestTelemetry
 from tokenbus.router.requests.tokenization.fair_executor import FairExecutor
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
@@ -44,11 +45,17 @@ class PromptTokenizer:
     """Tokenizes the prompts of one router, fairly among tenants."""
 
     def __init__(
-        self, fleet: Fleet, tokenizers: TokenizerCache, workers: WorkerClient, telemetry: RequestTelemetry
+        self,
+        fleet: Fleet,
+        tokenizers: TokenizerCache,
+        workers: WorkerClient,
+        loads: ModelLoads,
+        telemetry: RequestTelemetry,
     ) -> None:
         self._fleet = fleet
         self._tokenizers = tokenizers
         self._rounds = WorkerRounds(fleet, workers)
+        self._loads = loads
         self._telemetry = telemetry
         self._executor = FairExecutor(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) - 1)), "tokenize")
 
@@ -58,7 +65,10 @@ class PromptTokenizer:
     async def tokenize_flight(self, flight: Flight) -> list[int]:
         """Returns the token ids of a flight's prompt, which fit the longest context of its model.
 
-        Raises RequestError, also if nothing serves the model or the model lacks a feature that the request needs."""
+        A model that no worker has loaded is loaded first. Raises RequestError, also if nothing serves the model or the
+        model lacks a feature that the request needs."""
+        remaining_s = flight.remaining_s(time.monotonic())
+        await self._loads.wait_served(flight.model, remaining_s, lambda: flight.cancelled)
         workers = workers_for(self._fleet, flight.model, time.monotonic())
         self._telemetry.model_found(flight)
         _check_features(flight.request, workers[0])
@@ -66,11 +76,10 @@ class PromptTokenizer:
             cards = (worker.card for worker in self._fleet.workers_of(flight.model))
             adapters.resolve(cards, flight.request.lora, flight.tenant)
         validation.check_resume(flight.request, workers[0].card.hash_scheme)
-        remaining_ms = flight.remaining_ms(time.monotonic())
+        remaining_s = flight.remaining_s(time.monotonic())
         with self._telemetry.tokenizing(flight):
             token_ids = flight.request.token_ids
             if token_ids is None:
-                remaining_s = None if remaining_ms is None else remaining_ms / 1e3
                 prompt = _prompt_of(flight)
                 token_ids = await self._tokenize(
                     prompt, workers, remaining_s, lambda: flight.cancelled, is_bounded=True
@@ -80,6 +89,7 @@ class PromptTokenizer:
 
     async def tokenize(self, prompt: Prompt, timeout_s: float) -> list[int]:
         """Returns the token ids of a prompt, however many they are. Raises RequestError."""
+        await self._loads.wait_served(prompt.model, timeout_s)
         workers = workers_for(self._fleet, prompt.model, time.monotonic())
         if prompt.source.tools:
             _require(validation.RequiredFeature("tools", "tools"), workers[0])
@@ -87,6 +97,7 @@ class PromptTokenizer:
 
     async def detokenize(self, model: str, token_ids: list[int], timeout_s: float) -> str:
         """Returns the text of tokens, as a worker writes them into a completion. Raises RequestError."""
+        await self._loads.wait_served(model, timeout_s)
         workers = workers_for(self._fleet, model, time.monotonic())
         message = internal.Detokenize(token_ids=block_hash.pack_token_ids(token_ids))
         async with _deadline(timeout_s):

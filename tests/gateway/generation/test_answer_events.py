@@ -14,6 +14,7 @@ from tokenbus.gateway.generation.answer_events import (
     PartKind,
     PartStarted,
     PromptSeen,
+    TokensSampled,
 )
 from tokenbus.protocol.wire import messages
 
@@ -97,6 +98,14 @@ def test_a_part_has_the_log_probabilities_of_its_tokens_and_of_those_before_it_w
     thought, said = reader.parts
     assert (thought.logprobs, said.logprobs) == ([a], [b, c, d])
     assert reader.logprobs == [a, b, c, d, e]
+
+
+def test_log_probabilities_that_need_not_be_kept_are_only_passed_on() -> None:
+    one = messages.TokenLogprob(id=1, text="", bytes=[], logprob=-1.0, top=[])
+    reader = AnswerReader(keeps_logprobs=False)
+    events = [*reader.read(chunk(text="a", logprobs=[one])), *reader.read(chunk(messages.FinishReason.STOP))]
+    assert [event.logprobs for event in events if isinstance(event, TokensSampled)] == [[one]]
+    assert (reader.logprobs, reader.parts[0].logprobs) == ([], [])
 
 
 deltas = st.one_of(

@@ -1,6 +1,10 @@
 """A gateway reads bodies up to a limit of size and time."""
 
 import asyncio
+import functools
+import gc
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -45,3 +49,39 @@ async def test_a_body_without_an_end_is_refused_before_it_ends() -> None:
 async def test_a_body_that_comes_too_slowly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.01)
     assert await response_to(request_of(b"{", is_whole=False), 100) == BODY_TIMEOUT
+
+
+async def test_a_large_body_is_parsed_in_a_thread_and_the_event_loop_goes_on_meanwhile() -> None:
+    parser, loop, is_parsing = body.LargeBodyParser(), asyncio.get_running_loop(), asyncio.Event()
+    may_end = threading.Event()
+
+    def parse() -> int:
+        loop.call_soon_threadsafe(is_parsing.set)
+        assert may_end.wait(10)
+        return threading.get_ident()
+
+    parsing = asyncio.create_task(parser.parse(parse, 256 * 1024 + 1))
+    await asyncio.wait_for(is_parsing.wait(), 10)
+    assert await parser.parse(threading.get_ident, 256 * 1024) == threading.get_ident()
+    may_end.set()
+    assert await parsing != threading.get_ident()
+
+
+async def test_large_bodies_are_parsed_one_at_a_time_and_one_that_fails_disturbs_no_other() -> None:
+    parser = body.LargeBodyParser()
+    running: list[int] = []
+
+    def parse(number: int) -> int:
+        assert not running
+        assert not gc.isenabled()
+        running.append(number)
+        time.sleep(0.001)
+        running.remove(number)
+        if number == 2:
+            raise ValueError("number 2")
+        return number
+
+    calls = [parser.parse(functools.partial(parse, number), 1 << 20) for number in range(5)]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert [one if isinstance(one, int) else str(one) for one in results] == [0, 1, "number 2", 3, 4]
+    assert gc.isenabled()

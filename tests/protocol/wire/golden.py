@@ -60,6 +60,7 @@ FULL_CARD = codec.replace(
     kv_block_size=16,
     total_kv_blocks=4_096,
     host_kv_blocks=65_536,
+    kv_checkpoints=True,
     kv_identity="8f1d2c3b4a596877",
     kv_token_bytes=12_288,
     watched=messages.WorkerTracking(events="live", indexed_blocks=11, lost_events=2, booked=1),
@@ -68,7 +69,8 @@ FULL_CARD = codec.replace(
     previous=messages.PreviousEpoch(epoch="1750000000000-abcdef", seq=41),
     earlier=[messages.PreviousEpoch(epoch="1740000000000-abcdef", seq=-1)],
     adapters=[messages.CardAdapter(name="style", digest="7bd09cb0", tenants=["acme"])],
-    role="decode",
+    role=messages.WorkerRole.DECODE,
+    loadable=True,
     load=LOAD,
 )
 ERROR = errors.make_error(errors.Code.OVERLOADED, "the queue holds 64 of 64", retry_after_ms=250.0)
@@ -194,6 +196,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
         "a terminal with tool calls",
         messages.Chunk(id="r-1", finish_reason=messages.FinishReason.TOOL_CALLS, tool_calls=[CALL]),
     ),
+    ("nothing yet, while the model is loaded", messages.Chunk(id="r-1", worker_id=None, load_progress=0.25)),
     (
         "reasoning, and a call that begins",
         messages.Chunk(id="r-1", offset=3, tokens=2, reasoning_offset=4, reasoning="mm", tool_calls=[CALL]),
@@ -364,7 +367,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
                 prefill_ms=2.5,
                 elapsed_ms=99.0,
             ),
-            fetch_from=internal.FetchSource(worker_id="w2", epoch="1760000000001-abcdef"),
+            fetch_from=internal.FetchSource(worker_id="w2", epoch="1760000000001-abcdef", leg_ms=812.5),
             routing=ROUTING,
             routing_options=messages.RoutingOptions(policy="kv"),
         ),
@@ -457,6 +460,8 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             adapters=[internal.RunAdapter(digest="7bd09cb0", scale=0.5)],
             token_ids=block_hash.pack_token_ids([1, 2]),
             first=3,
+            computed_for="acme=20inc:r-1",
+            priority=-5,
         ),
     ),
     ("a lease", internal.BlockLease(lease="0f1e2d3c", num_blocks=2)),
@@ -465,6 +470,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ("the end of a lease", internal.BlockRead(lease="0f1e2d3c")),
     ("a part", internal.BlockPart(data=b"\x00\x01\xff", checksum=2**64 - 1)),
     ("gone", internal.BlockPart()),
+    ("not there yet", internal.BlockPart(later=True)),
     (
         "the second of three",
         internal.TokenizerPart(digest="99aa06d3014798d86001c324468d497f", part=1, parts=3, data=b"\x00\x01\xff"),
@@ -495,8 +501,16 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             logprobs={7: b"\x00\xff"},
             first_tokens=[FIRST_TOKEN],
             fetches=[
-                internal.Fetched(stream_no=7, worker_id="w2", fetched_tokens=64, fetched_bytes=786_432, fetch_ms=3.5)
+                internal.Fetched(
+                    stream_no=7,
+                    worker_id="w2",
+                    fetched_tokens=64,
+                    fetched_bytes=786_432,
+                    fetch_ms=3.5,
+                    was_leg=True,
+                )
             ],
+            legs=["default:r-4"],
             taken=["default:r-3"],
             guardians={7: "router-2"},
         ),

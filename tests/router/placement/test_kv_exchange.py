@@ -200,6 +200,12 @@ def test_an_explanation_names_the_holder_and_what_each_candidate_would_fetch() -
     assert [(one.worker_id, one.overlap_blocks, one.fetch_blocks) for one in report.candidates] == [("a", 2, 18)]
 
 
+def test_an_explanation_says_how_much_a_fetch_that_is_only_tried_would_bring() -> None:
+    found = fleet({"a": 2, "b": 20}, prefill_s=1e-6)
+    reports = [place(found, "a", explain=True).report for _ in range(2)]
+    assert [(one.fetch_from, one.candidates[0].fetch_blocks) for one in reports if one] == [("b", 18), ("", 0)]
+
+
 def test_what_is_fetched_counts_less_than_what_is_computed_but_more_than_what_is_there() -> None:
     found = fleet({"a": 0, "b": 20})
     request = PlacementRequest("r", 321, PROMPT[:20])

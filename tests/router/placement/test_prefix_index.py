@@ -23,6 +23,30 @@ def test_levels_come_with_the_most_overlap_first() -> None:
     assert chains(3, 7, 3).match(range(10)) == [MatchLevel(7, B), MatchLevel(3, A | C)]
 
 
+def test_a_worker_with_checkpoints_is_found_by_the_last_of_its_blocks() -> None:
+    index = chains(3, 7)
+    rows = [index.add_worker(10, has_checkpoints=True) for _ in range(3)]
+    index.store(rows[0], [1, 4])
+    index.store(rows[1], [6, 12])
+    index.store(rows[2], [20])
+    assert index.match(range(10)) == [MatchLevel(7, B | 1 << rows[1]), MatchLevel(5, 1 << rows[0]), MatchLevel(3, A)]
+    index.remove(rows[0], [4])
+    assert index.match(range(10))[1:] == [MatchLevel(3, A), MatchLevel(2, 1 << rows[0])]
+    index.remove_worker(rows[1])
+    assert index.match(range(8))[0] == MatchLevel(7, B)
+
+
+def test_a_worker_may_come_to_hold_single_blocks() -> None:
+    index = PrefixIndex()
+    row = index.add_worker(10)
+    index.store(row, [4])
+    assert index.match(range(10)) == []
+    index.update_worker(row, 10, has_checkpoints=True)
+    assert index.match(range(10)) == [MatchLevel(5, A)]
+    index.update_worker(row, 10)
+    assert index.match(range(10)) == []
+
+
 def test_a_prompt_without_a_full_block_matches_nobody() -> None:
     assert chains(3).match([]) == []
 

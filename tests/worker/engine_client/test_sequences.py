@@ -24,11 +24,11 @@ class Table:
         for name in names:
             self.open(name)
 
-    def open(self, name: str) -> Generation:
+    def open(self, name: str, held: bytes | None = None) -> Generation:
         sampling = engine_request.Sampling(max_tokens=9)
         request = engine_request.EngineRequest(key=name, token_ids=[1], sampling=sampling, stop=("STOP",))
         generation = Generation(request, self.outputs.append, TOKEN_BYTES, accepted_at=0.0)
-        self.sequences.add(self.sequences.next_number(), generation)
+        self.sequences.add(self.sequences.next_number(), generation, held)
         return generation
 
     def advance(
@@ -51,6 +51,21 @@ def test_a_stream_that_ends_first_is_aborted_and_counts_until_the_engine_reports
     table.advance(1, None, EngineFinishReason.ABORTED)
     assert len(table.sequences) == 0
     assert len(table.outputs) == 1
+
+
+def test_tokens_count_as_unreported_until_the_engine_has_the_sequence_and_reports() -> None:
+    table = Table("one")
+    table.open("held", held=b"add")
+    assert table.sequences.unreported_tokens == 2
+    table.advance(1, A)
+    assert table.sequences.unreported_tokens == 1, "the one that is held back"
+    assert table.sequences.release_held("held") == b"add"
+    assert table.sequences.unreported_tokens == 1
+    table.advance(1, A)
+    assert table.sequences.unreported_tokens == 0
+    table.open("cancelled", held=b"add")
+    table.sequences.abort("cancelled")
+    assert table.sequences.unreported_tokens == 0
 
 
 def test_intervals_between_tokens_are_counted_together_for_those_that_step_together() -> None:

@@ -11,6 +11,9 @@ COUNTED = {
     "offloaded_bytes": ("tokenbus_worker_kv_transferred_bytes_total", {"direction": "offload"}),
     "onloaded_bytes": ("tokenbus_worker_kv_transferred_bytes_total", {"direction": "onload"}),
     "follower_tokens": ("tokenbus_worker_follower_tokens_total", {}),
+    "saved_checkpoints": ("tokenbus_worker_checkpoints_total", {"event": "saved"}),
+    "restored_checkpoints": ("tokenbus_worker_checkpoints_total", {"event": "restored"}),
+    "evicted_checkpoints": ("tokenbus_worker_checkpoints_total", {"event": "evicted"}),
 }
 
 
@@ -36,3 +39,12 @@ def test_every_count_of_a_step_is_added_to_a_counter_that_is_exported_from_the_s
         for name, (metric, labels) in COUNTED.items():
             own = frozenset(({"model": "m", "worker_id": "w1"} | labels).items())
             assert found[metric, own] == expected[name], name
+
+
+def test_the_memory_of_checkpoints_is_that_of_the_last_step() -> None:
+    metrics = WorkerMetrics()
+    replica = ReplicaMetrics(metrics, "m", "w1")
+    own = frozenset({"model": "m", "worker_id": "w1"}.items())
+    for size in (0, 700, 300):
+        replica.observe_step(ipc.StepStats(ipc.StepKind.DECODE, 0.1, 0.0, checkpoint_bytes=size))
+        assert samples(metrics)["tokenbus_worker_checkpoint_bytes", own] == size

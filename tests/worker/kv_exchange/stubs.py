@@ -32,6 +32,8 @@ class StubEngine:
         self.blocks: dict[int, bytes] = {}
         self.prefill_tokens_per_s: float | None = None
         self.running = 0
+        self.last_exports: list[bool] = []
+        """For each export, whether it was said to be the last one."""
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -46,7 +48,10 @@ class StubEngine:
             assert block_check.problem(CONFIG.kv_format, content, SIZE * number) == ""
             self.blocks[number] = content
 
-    async def export_blocks(self, asked: contract.CachedPrefix, first: int, max_blocks: int) -> tuple[int, list[bytes]]:
+    async def export_blocks(
+        self, asked: contract.CachedPrefix, first: int, max_blocks: int, *, is_last: bool = False
+    ) -> tuple[int, list[bytes]]:
+        self.last_exports.append(is_last)
         await self.gate.wait()
         num_asked = len(asked.token_ids) // 4 // SIZE
         if (asked.tenant, asked.cache_salt, asked.adapters) != ("acme", "salt", ADAPTERS):

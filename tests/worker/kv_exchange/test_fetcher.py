@@ -6,6 +6,7 @@ import random
 import pytest
 
 from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, SIZE, SOURCE, StubEngine, StubTransport, block, prefix
+from tokenbus.protocol.wire import codec
 from tokenbus.worker import contract
 from tokenbus.worker.kv_exchange import fetcher
 from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
@@ -135,3 +136,37 @@ async def test_of_ten_thousand_hostile_answers_none_reaches_the_engine(monkeypat
 def test_a_prompt_of_whole_blocks_leaves_its_last_one_to_be_computed() -> None:
     whole = contract.CachedPrefix("acme", "", (), prefix(3).token_ids[: 4 * SIZE * 3])
     assert fetcher._Fetching(whole, 0, StubEngine(), CONFIG).num_wanted == 2  # type: ignore[arg-type]
+
+
+async def test_a_leg_is_asked_for_by_its_request_and_waits_longer_than_a_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher, "STALL_S", 0.02)
+    transport, engine = StubTransport(9, never), StubEngine()
+    engine.prefill_tokens_per_s = 1e9  # a fetch would have no time at all
+    source = codec.replace(SOURCE, leg_ms=50.0)
+    ended = await Fetcher(transport).fetch(source, prefix(9), 0, engine, CONFIG, "acme:r-1", -3)  # type: ignore[arg-type]
+    assert ended.outcome == "timeout"
+    assert fetcher.LEG_PATIENCE * 0.05 + 0.02 <= ended.seconds < 1.0
+    (request,) = transport.requests
+    assert (request.computed_for, request.priority) == ("acme:r-1", -3)
+
+
+async def test_who_only_fetches_asks_for_nothing_to_be_computed() -> None:
+    transport = StubTransport(9, real)
+    await Fetcher(transport).fetch(SOURCE, prefix(9), 0, StubEngine(), CONFIG, "acme:r-1", -3)  # type: ignore[arg-type]
+    assert (transport.requests[0].computed_for, transport.requests[0].priority) == ("", 0)
+
+
+async def test_legs_and_fetches_are_bounded_apart() -> None:
+    fetches, leg = Fetcher(StubTransport(9, never)), codec.replace(SOURCE, leg_ms=1e6)
+    for source, most in ((leg, fetcher.MAX_LEGS), (SOURCE, fetcher.MAX_FETCHES)):
+        tasks = []
+        for _ in range(most):
+            assert fetches.has_room(source)
+            task = fetches.fetch(source, prefix(9), 0, StubEngine(), CONFIG)  # type: ignore[arg-type]
+            tasks.append(asyncio.create_task(task))
+            await asyncio.sleep(0)
+        assert not fetches.has_room(source)
+        for running in tasks:
+            running.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (fetches.num_running, fetches.num_legs) == (0, 0)

@@ -69,6 +69,17 @@ def request(**changes: object) -> internal.BlockLeaseRequest:
     return internal.BlockLeaseRequest(**fields | changes)  # type: ignore[arg-type]
 
 
+async def test_a_connection_that_is_being_opened_outlives_the_fetch_that_wanted_it(ends: tuple[End, End]) -> None:
+    _, b = ends
+    first = asyncio.create_task(b.transport.lease("a", request()))
+    while not b.num_connections:
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    assert (await b.transport.lease("a", request())).num_blocks == 40
+    assert b.num_connections == 1
+
+
 async def test_blocks_arrive_as_they_were_sent_over_connections_that_are_opened_for_them(
     ends: tuple[End, End],
 ) -> None:
@@ -78,6 +89,7 @@ async def test_blocks_arrive_as_they_were_sent_over_connections_that_are_opened_
     assert lease.num_blocks == 37
     contents = await asyncio.gather(*(lease.read(number, NUM_BYTES) for number in range(3, 40)))
     assert contents == [block(number) for number in range(3, 40)]
+    assert (a.engine.last_exports.count(True), len(a.engine.last_exports)) == (1, 2), "the lease, and one batch"
     assert a.transport.given_bytes == 37 * NUM_BYTES
     lease.close()
     while a.holder.num_leases:

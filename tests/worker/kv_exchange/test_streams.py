@@ -13,7 +13,7 @@ from tokenbus.cli import nats_server
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import codec, internal, messages, subjects
+from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.listener import EngineListener
@@ -60,11 +60,25 @@ class Worker(EngineListener):
     def stand_still(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Has the engine give no block any more: whoever fetches, waits."""
 
-        async def never(*_: object) -> tuple[int, list[bytes]]:
+        async def never(*_: object, **__: object) -> tuple[int, list[bytes]]:
             await asyncio.Event().wait()
             raise AssertionError
 
         monkeypatch.setattr(self.engine, "export_blocks", never)
+
+    def hold_blocks(self, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+        """Has the engine grant leases, and give blocks only once the event is set."""
+        export, may_give = self.engine.export_blocks, asyncio.Event()
+
+        async def later(
+            prefix: contract.CachedPrefix, first: int, max_blocks: int, *, is_last: bool = False
+        ) -> tuple[int, list[bytes]]:
+            if max_blocks:
+                await may_give.wait()
+            return await export(prefix, first, max_blocks, is_last=is_last)
+
+        monkeypatch.setattr(self.engine, "export_blocks", later)
+        return may_give
 
     async def _connect(self) -> Bus:
         return await connection.connect(connection.Settings(url=self._url), self.name)
@@ -218,3 +232,33 @@ async def test_a_leaving_worker_still_gives_blocks(fleet: Fleet) -> None:
     fleet.a.frontend.start_leaving()
     await fleet.sender.ask("b", prompt(9), fetch_from=fleet.sender.source("a"))
     assert (await fleet.sender.until_fetched(1)).fetched_tokens == 96
+
+
+async def test_a_worker_leaves_when_those_that_read_its_blocks_have_them(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.sender.ask("a", prompt(10))
+    may_give = fleet.a.hold_blocks(monkeypatch)
+    streamed = await fleet.fetching(prompt(10))
+    async with asyncio.timeout(10):
+        while not fleet.a.frontend.num_leases:
+            await asyncio.sleep(0.01)
+    left = asyncio.create_task(fleet.a.frontend.wait_left())
+    _, waiting = await asyncio.wait([left], timeout=2 * limits.TICK_S)
+    assert waiting
+    may_give.set()
+    await streamed.terminal()
+    assert (await fleet.sender.until_fetched(1)).fetched_tokens == 96
+    async with asyncio.timeout(10):
+        await left
+
+
+async def test_a_prompt_counts_as_queued_while_its_blocks_come(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fleet.sender.ask("a", prompt(11))
+    may_give = fleet.a.hold_blocks(monkeypatch)
+    streamed = await fleet.fetching(prompt(11))
+    load = fleet.b.engine.load()
+    assert (load.waiting, load.queued_prefill_tokens) == (1, 100)
+    may_give.set()
+    await streamed.terminal()
+    assert fleet.b.engine.load().queued_prefill_tokens == 0

@@ -1,7 +1,8 @@
 """Creates the llama.cpp context that the settings ask for, and says how its sequences are used.
 
 Every lane is one of llama.cpp's sequences. If lanes can share tokens, there are more lanes than sequences may run, for
-the ends of cached prefixes, and the sequence id before the first lane is reserved for copies (lanes.py)."""
+the ends of cached prefixes. The sequence id before the first lane is reserved for copies (lanes.py), unless sequences
+are kept apart."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
@@ -9,64 +10,62 @@ import os
 
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine.gguf import backend, settings_resolution
+from tokenbus.worker.engine.gguf import backend, kv_memory, settings_resolution
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
 _CELLS = 256
 """llama.cpp rounds its KV memory up to multiples of this, but not the tokens that it takes in one batch."""
-_MAX_DEFAULT_CONTEXT = 8_192
-_MAX_DEFAULT_KV_TOKENS = 16_384
 _IDLE_LANES = 48
 """Lanes for the ends of cached prefixes. Each costs a row of logits in host memory."""
 POOLED_INPUTS = 64
 """The most inputs that are pooled in one batch. Each costs a row of logits in host memory, if the model has them."""
 
 
-def context_length(settings: EngineSettings, trained: int) -> int:
-    """Returns the length of one sequence in tokens."""
-    return settings.context_length or int(min(trained, _MAX_DEFAULT_CONTEXT))
+def _kv_tokens(model: llama.llama_model_p, settings: EngineSettings, length: int) -> int:
+    """Returns the tokens that all sequences may have. If none of them takes any memory, each may have its context."""
+    if llama.llama_model_is_recurrent(model):
+        return settings.max_num_seqs * length
+    return settings.kv_tokens or kv_memory.default_kv_tokens(length)
 
 
-def default_kv_tokens(length: int) -> int:
-    """Returns the tokens of KV memory for all sequences of that length together, if no setting says how many."""
-    return max(length, min(4 * length, _MAX_DEFAULT_KV_TOKENS))
+def has_partial_state(model: llama.llama_model_p) -> bool:
+    """Returns whether sequences have a state that can't be cut at a token: recurrent layers or a sliding window."""
+    is_recurrent = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
+    return bool(is_recurrent) or llama.llama_model_n_swa(model) > 0
 
 
-def no_sharing_reason(model: llama.llama_model_p, settings: EngineSettings) -> str | None:
-    """Returns why sequences can't share tokens; None if they may be able to."""
-    if settings.kv_layout == "per-stream":
-        return "--kv-layout per-stream keeps sequences apart"
-    if llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model):
-        return "a recurrent model's state can't be truncated at a token"
-    if llama.llama_model_n_swa(model) > 0:
-        return "a model with a sliding window drops the tokens that a prefix needs"
-    return None
+def keeps_sequences_apart(settings: EngineSettings) -> bool:
+    """Returns whether tokens of one sequence can never become those of another."""
+    return settings.kv_layout == "per-stream"
 
 
-def first_seq_id(model: llama.llama_model_p, settings: EngineSettings) -> int:
+def first_seq_id(settings: EngineSettings) -> int:
     """Returns the sequence id of lane 0."""
-    return 0 if no_sharing_reason(model, settings) else 1
+    return 0 if keeps_sequences_apart(settings) else 1
 
 
 def num_lanes(model: llama.llama_model_p, settings: EngineSettings) -> int:
-    """Returns the number of lanes for running sequences, and for cached prefixes if they can be shared."""
-    if no_sharing_reason(model, settings):
+    """Returns the number of lanes for running sequences, and for cached prefixes if lanes can share tokens.
+
+    A lane with a partial state costs a recurrent state or a window of its own, even if it is idle."""
+    if keeps_sequences_apart(settings) or has_partial_state(model):
         return settings.max_num_seqs
     return min(settings.max_num_seqs + _IDLE_LANES, int(llama.llama_max_parallel_sequences()) - 1)
 
 
 def create(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_context_p:
     """Raises ModelError if there is not enough memory."""
-    length = context_length(settings, llama.llama_model_n_ctx_train(model))
+    length = kv_memory.context_length(settings, llama.llama_model_n_ctx_train(model))
     params = _params(settings)
-    params.n_ctx = -(-(settings.kv_tokens or default_kv_tokens(length)) // _CELLS) * _CELLS
+    params.n_ctx = -(-_kv_tokens(model, settings, length) // _CELLS) * _CELLS
     params.n_batch = settings.max_num_batched_tokens
     params.n_ubatch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
-    params.n_seq_max = num_lanes(model, settings) + first_seq_id(model, settings)
+    params.n_seq_max = num_lanes(model, settings) + first_seq_id(settings)
     # At most one token of each sequence has logits in a step.
     params.n_outputs_max = params.n_seq_max
-    params.kv_unified = settings.kv_layout != "per-stream"
+    params.kv_unified = not keeps_sequences_apart(settings)
+    params.swa_full = False  # no lane goes back to where its window was
     context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
     if context is None:
         reason = backend.last_error()

@@ -1,12 +1,13 @@
-"""Computes how much device memory keys and values take, from a GGUF's metadata, and keeps them within a budget."""
+"""The device memory that keys and values take, and how it is kept within a budget. It needs no library."""
 
 import msgspec
 
-from tokenbus.worker.engine.gguf import context
 from tokenbus.worker.engine.gguf.metadata import Metadata
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
+_MAX_DEFAULT_CONTEXT = 8_192
+_MAX_DEFAULT_KV_TOKENS = 16_384
 _BLOCK_BYTES = {
     "f32": (1, 4),
     "f16": (1, 2),
@@ -21,11 +22,13 @@ _BLOCK_BYTES = {
 
 
 def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:
-    """Returns the size of one token's keys and values, for a model whose layers all attend; others take less."""
+    """Returns the size of one token's keys and values, if all layers attend to all tokens; others take less."""
     arch = metadata.text("general.architecture") or ""
     layers = metadata.number(f"{arch}.block_count")
     heads = metadata.number(f"{arch}.attention.head_count")
-    heads = heads or max(metadata.ints(f"{arch}.attention.head_count"), default=1)
+    heads = heads or max(metadata.ints(f"{arch}.attention.head_count"), default=0)
+    if not heads:  # no layer attends
+        return 0
     width = metadata.number(f"{arch}.embedding_length") // heads
     key_width = metadata.number(f"{arch}.attention.key_length") or width
     value_width = metadata.number(f"{arch}.attention.value_length") or width
@@ -33,6 +36,16 @@ def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:
     per_layer = metadata.ints(f"{arch}.attention.head_count_kv")
     kv_heads = sum(per_layer) or layers * (metadata.number(f"{arch}.attention.head_count_kv") or heads)
     return kv_heads * (_size(key_width, settings.cache_type_k) + _size(value_width, settings.cache_type_v))
+
+
+def context_length(settings: EngineSettings, trained: int) -> int:
+    """Returns the length of one sequence in tokens."""
+    return settings.context_length or int(min(trained, _MAX_DEFAULT_CONTEXT))
+
+
+def default_kv_tokens(length: int) -> int:
+    """Returns the tokens of KV memory for all sequences of that length together, if no setting says how many."""
+    return max(length, min(4 * length, _MAX_DEFAULT_KV_TOKENS))
 
 
 def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) -> EngineSettings:
@@ -43,13 +56,13 @@ def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) ->
     if not settings.kv_limit_bytes or not each:
         return settings
     fits = settings.kv_limit_bytes // each // settings.kv_block_size * settings.kv_block_size
-    length = context.context_length(settings, trained)
+    length = context_length(settings, trained)
     if fits < (length if settings.context_length else settings.kv_block_size):
         raise ModelError(
             f"--kv-budget leaves {settings.kv_limit_bytes} bytes for this replica, which is {fits} tokens of {each} "
             f"bytes, and one request may need {length}: raise it, or lower --context-length"
         )
-    wanted = settings.kv_tokens or context.default_kv_tokens(length)
+    wanted = settings.kv_tokens or default_kv_tokens(length)
     return msgspec.structs.replace(settings, kv_tokens=min(wanted, fits), context_length=min(length, fits))
 
 

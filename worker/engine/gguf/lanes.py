@@ -1,7 +1,16 @@
 """Carries out the block pool's operations on llama.cpp's sequences, and copies them to host memory and back.
 
 llama.cpp saves and restores whole sequences only. To save part of a lane, that part is first shared with the scratch
-sequence, which costs nothing, and the scratch sequence is saved. Restoring goes the same way back."""
+sequence, which costs nothing, and the scratch sequence is saved. Restoring goes the same way back.
+
+If a lane has a partial state (windows, recurrent layers), llama.cpp writes it behind the KV of the other layers. It is
+cut off there, and copied by itself: sharing any part of a lane shares the partial state that the lane has now, so that
+of the receiver is always restored last.
+
+    whole      | header | KV of the scratch sequence | its partial state |
+    KV copy    | header | KV                         |
+    restored   | header | KV                         | that of an empty sequence |
+"""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
@@ -12,12 +21,18 @@ from typing import NamedTuple
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.gguf import backend
+from tokenbus.worker.engine.host_cache.memory_copies import MemoryCopies
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
-from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
+from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, RestoreState, SaveState, Share, Truncate
 from tokenbus.worker.engine.runner import DeviceError
 
 SCRATCH = 0
 """The id of the scratch sequence. It comes first, because llama.cpp saves only sequences with ids below `n_seq_max`."""
+
+
+_HEADER_BYTES = 8
+"""The bytes with which everything begins that llama.cpp writes of a sequence: a magic number and the sequence's id."""
+_WHOLE, _PARTIAL_STATE = 0, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 class StateBlob(NamedTuple):
@@ -34,16 +49,23 @@ class ForeignStateError(ValueError):
 class Lanes:
     """The lanes of one context. Lane 0 is the sequence `first_seq_id`."""
 
-    def __init__(self, context: llama.llama_context_p, fingerprint: str, first_seq_id: int) -> None:
+    def __init__(
+        self, context: llama.llama_context_p, fingerprint: str, first_seq_id: int, *, has_partial_state: bool = False
+    ) -> None:
         self._context = context
         self._memory = llama.llama_get_memory(context)
         self._fingerprint = fingerprint
         self._first = first_seq_id
         self.copies: SlotStore | None = None
         """The copies in host memory; None where there can't be any."""
+        self._empty_state: bytes | None = None
+        """The partial state of an empty sequence, if lanes have any."""
+        self._checkpoint_copies = MemoryCopies()
+        if has_partial_state:
+            self._empty_state = bytes(self._get(SCRATCH, _PARTIAL_STATE))[_HEADER_BYTES:]
 
     def __repr__(self) -> str:
-        return f"<Lanes, {self.copies!r}>"
+        return f"<Lanes, {self.copies or self._checkpoint_copies!r}>"
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         """Carries out operations in order. Raises DeviceError if llama.cpp can't save or restore a lane."""
@@ -55,6 +77,10 @@ class Lanes:
                     self.truncate(lane, start, end)
                 case Offload(number, lane, start, end):
                     self._store.write(number, memoryview(self.save(lane, start, end).data).cast("B"))
+                case SaveState(number, lane):
+                    self._store.write(number, memoryview(self.save_state(lane)).cast("B"))
+                case RestoreState(number, lane):
+                    self.restore_state(self._read(number).data, lane)
                 case Onload(number, lane, start, end):
                     self.restore(self._read(number), lane, start, end)
                 case Discard(number):
@@ -66,42 +92,75 @@ class Lanes:
 
     def truncate(self, lane: int, start: int, end: int | None = None) -> bool:
         """Removes the tokens `start` to `end` from a lane; all from `start` on if there is no end. Returns whether
-        llama.cpp can do that."""
+        llama.cpp can do that: a window may have lost what it needs, although the library says that it can."""
+        if self._empty_state is not None and (start or end is not None):
+            return False
         return bool(llama.llama_memory_seq_rm(self._memory, self._first + lane, start, -1 if end is None else end))
 
     def save(self, lane: int, start: int, end: int) -> StateBlob:
         """Copies the tokens `start` to `end` of a lane to host memory. Raises DeviceError."""
         llama.llama_memory_seq_cp(self._memory, self._first + lane, SCRATCH, start, end)
-        size = llama.llama_state_seq_get_size(self._context, SCRATCH)
-        data = (ctypes.c_uint8 * size)()
-        written = llama.llama_state_seq_get_data(self._context, data, size, SCRATCH)
+        data = self._get(SCRATCH, _WHOLE)
+        if self._empty_state is not None:
+            count = len(data) - (self._size(SCRATCH, _PARTIAL_STATE) - _HEADER_BYTES)
+            data = (ctypes.c_uint8 * count).from_buffer_copy(data)
         self._clear_scratch()
-        if written != size:
-            raise DeviceError(f"llama.cpp wrote {written} of {size} bytes of a lane: {backend.last_error()}")
         return StateBlob(self._fingerprint, data)
 
     def restore(self, blob: StateBlob, lane: int, start: int, end: int) -> None:
         """Adds the tokens `start` to `end` of a copy to a lane. Raises ForeignStateError and DeviceError."""
         if blob.fingerprint != self._fingerprint:
             raise ForeignStateError(f"the state is of {blob.fingerprint}, this engine's are of {self._fingerprint}")
-        size = len(blob.data)
-        if llama.llama_state_seq_set_data(self._context, blob.data, size, SCRATCH) != size:
-            raise DeviceError(f"llama.cpp could not restore a lane's state: {backend.last_error()}")
+        data = blob.data
+        if self._empty_state is not None:
+            whole = bytes(data) + self._empty_state
+            data = (ctypes.c_uint8 * len(whole)).from_buffer_copy(whole)
+        self._set(SCRATCH, data, _WHOLE)
         llama.llama_memory_seq_cp(self._memory, SCRATCH, self._first + lane, start, end)
         self._clear_scratch()
+
+    def num_kv_bytes(self, blob: StateBlob) -> int:
+        """Returns the size of what a copy has besides the bytes with which every copy begins."""
+        return len(blob.data) - _HEADER_BYTES
+
+    def save_state(self, lane: int) -> ctypes.Array[ctypes.c_uint8]:
+        """Copies the partial state of a lane to host memory. Raises DeviceError."""
+        return self._get(self._first + lane, _PARTIAL_STATE)
+
+    def restore_state(self, data: ctypes.Array[ctypes.c_uint8], lane: int) -> None:
+        """Gives a lane a partial state; it has the KV up to the same position. Raises DeviceError."""
+        self._set(self._first + lane, data, _PARTIAL_STATE)
 
     def clear(self) -> None:
         """Empties every lane."""
         llama.llama_memory_clear(self._memory, False)
 
     @property
-    def _store(self) -> SlotStore:
+    def _store(self) -> SlotStore | MemoryCopies:
+        if self._empty_state is not None:
+            return self._checkpoint_copies
         assert self.copies is not None, "there is no host memory to copy to"
         return self.copies
 
     def _read(self, number: int) -> StateBlob:
         data = self._store.read(number)
         return StateBlob(self._fingerprint, (ctypes.c_uint8 * len(data)).from_buffer(data))
+
+    def _size(self, seq_id: int, flags: int) -> int:
+        return int(llama.llama_state_seq_get_size_ext(self._context, seq_id, flags))
+
+    def _get(self, seq_id: int, flags: int) -> ctypes.Array[ctypes.c_uint8]:
+        size = self._size(seq_id, flags)
+        data = (ctypes.c_uint8 * size)()
+        written = llama.llama_state_seq_get_data_ext(self._context, data, size, seq_id, flags)
+        if written != size:
+            raise DeviceError(f"llama.cpp wrote {written} of {size} bytes of a lane: {backend.last_error()}")
+        return data
+
+    def _set(self, seq_id: int, data: ctypes.Array[ctypes.c_uint8], flags: int) -> None:
+        size = len(data)
+        if llama.llama_state_seq_set_data_ext(self._context, data, size, seq_id, flags) != size:
+            raise DeviceError(f"llama.cpp could not restore a lane's state: {backend.last_error()}")
 
     def _clear_scratch(self) -> None:
         llama.llama_memory_seq_rm(self._memory, SCRATCH, -1, -1)

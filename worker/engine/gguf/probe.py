@@ -25,11 +25,22 @@ class Capabilities(NamedTuple):
     """The abilities of a context."""
 
     can_share: bool
-    """Whether lanes can share tokens, be truncated, saved and restored."""
+    """Whether lanes can share tokens, be truncated, saved and restored, at any token."""
     bytes_per_token: int
     """The size of a saved token in host memory; 0 if nothing can be saved."""
     state_format: StateFormat | None = None
     """The format in which tokens are saved, if it is one that can be checked."""
+    checkpoint: CheckpointBytes | None = None
+    """The sizes of a checkpoint, if lanes have a partial state that can be saved and restored."""
+
+
+class CheckpointBytes(NamedTuple):
+    """The size of what is copied for a checkpoint."""
+
+    state: int
+    """The partial state, at the most."""
+    token: int
+    """Each token's KV in layers that attend to all of them; 0 if there are none."""
 
 
 _NONE = Capabilities(False, 0)
@@ -43,14 +54,17 @@ def capabilities(
     Raises ModelError if not even that works."""
     count = min(TOKENS, llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)), llama.llama_n_ctx_seq(context))
     tokens = list(range(count))
-    if _decode(context, tokens, 0, kv.first_seq_id(model, settings)) is None:
+    if _decode(context, tokens, 0, kv.first_seq_id(settings)) is None:
         raise ModelError(f"llama.cpp can't compute a first step: {backend.last_error()}")
-    reason = kv.no_sharing_reason(model, settings)
-    found = _NONE
-    if reason is None and count == TOKENS:
+    found, reason = _NONE, "its lanes could not be shared, or saved and restored, exactly"
+    if kv.keeps_sequences_apart(settings):
+        reason = "--kv-layout per-stream keeps sequences apart"
+    elif count == TOKENS and kv.has_partial_state(model):
+        window = min(llama.llama_model_n_swa(model), llama.llama_n_ctx_seq(context))
+        found = _NONE._replace(checkpoint=_try_checkpoint(context, lanes, tokens, window))
+    elif count == TOKENS:
         found = _try_lanes(context, lanes, tokens)
-        reason = None if found.can_share else "its lanes could not be shared or saved exactly"
-    if reason is not None:
+    if not found.can_share and found.checkpoint is None:
         structlog.get_logger().info("no_prefix_cache", reason=reason)
     lanes.clear()
     return found
@@ -77,6 +91,34 @@ def _try_lanes(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) 
     # Rounded up, so that the number of host blocks is not too large.
     state_format = state_blob.learn(bytes(blob.data), 0, len(tokens))
     return Capabilities(same, -(-len(blob.data) // len(tokens)), state_format)
+
+
+def _try_checkpoint(
+    context: llama.llama_context_p, lanes: Lanes, tokens: list[int], window: int
+) -> CheckpointBytes | None:
+    """Computes the last token on a lane, and on one that has only copies of what the first one had before it.
+
+    Returns the sizes of such copies, or None if they can't be made, or restored exactly."""
+    half, last = len(tokens) // 2, len(tokens) - 1
+    lanes.clear()
+    try:
+        _decode(context, tokens[:half], 0, 1)
+        state_of_half = lanes.save_state(0)
+        _decode(context, tokens[half:last], half, 1)
+        blob, state = lanes.save(0, 0, last), lanes.save_state(0)
+        truth = _decode(context, tokens[last:], last, 1)
+        lanes.restore(blob, 1, 0, last)
+        lanes.restore_state(state, 1)
+        restored = _decode(context, tokens[last:], last, 2)
+    except DeviceError:
+        return None
+    if truth is None or restored is None or np.abs(truth - restored).max() > float(truth.std()) * _CLOSE:
+        return None
+    growth = -(-(len(state) - len(state_of_half)) // (last - half))  # of a window that is not full
+    token_bytes = lanes.num_kv_bytes(blob) // last
+    if growth and not token_bytes:  # all KV counts as state, which has no largest size then
+        return None
+    return CheckpointBytes(len(state) + growth * max(0, window - last), token_bytes)
 
 
 def _decode(

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Listing
 
 import llama_cpp
 import numpy as np
+import structlog
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import codec, internal
@@ -21,6 +22,7 @@ from tokenbus.worker.engine.gguf.model import GgufModel, model_key
 from tokenbus.worker.engine.gguf.pooling import pooler
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
+from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
 from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models import features
@@ -107,10 +109,15 @@ class GgufRunner:
         settings = settings_resolution.resolve(settings, self._model.generation_config)
         settings = kv_memory.fit_to_budget(settings, metadata, llama.llama_model_n_ctx_train(handle))
         self._context = context.create(handle, settings)
-        first_seq_id = context.first_seq_id(handle, settings)
+        first_seq_id = context.first_seq_id(settings)
         self._batch = Batch(settings.max_num_batched_tokens, first_seq_id)
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
-        self.lanes = Lanes(self._context, metadata.fingerprint, first_seq_id)
+        self.lanes = Lanes(
+            self._context,
+            metadata.fingerprint,
+            first_seq_id,
+            has_partial_state=context.has_partial_state(handle),
+        )
         capabilities = probe.capabilities(handle, self._context, self.lanes, settings)
         self.adapters = self._adapters = self._model.adapters_of(self._context)
         self.num_lanes = context.num_lanes(handle, settings)
@@ -197,9 +204,10 @@ class GgufRunner:
     def _describe(self, settings: EngineSettings, capabilities: probe.Capabilities) -> contract.EngineConfig:
         assert self._context is not None
         block_size = settings.kv_block_size
-        longest = context.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
+        longest = kv_memory.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
         # With per-stream memory one sequence has only its share of the context.
         fits = llama.llama_n_ctx_seq(self._context) // block_size * block_size
+        sizes = _checkpoint_sizes(settings, capabilities)
         exchanged = capabilities.state_format if self.copies is not None else None
         offered = features.with_sampler(
             chat=self._tokenizer.supports_chat,
@@ -217,10 +225,19 @@ class GgufRunner:
             kv_identity="" if exchanged is None else self.kv_identity,
             kv_format=None if exchanged is None else exchanged.block_format(block_size),
             writes_through=_writes_through(settings),
-            prefix_cache=capabilities.can_share,
+            prefix_cache=capabilities.can_share or sizes is not None,
+            checkpoint_sizes=sizes,
             chat_format=self._model.chat_format,
-            kv_bytes=llama.llama_n_ctx(self._context) * kv_memory.bytes_per_token(self._model.metadata, settings),
+            kv_bytes=self._kv_bytes(settings, capabilities),
         )
+
+    def _kv_bytes(self, settings: EngineSettings, capabilities: probe.Capabilities) -> int:
+        """Returns the device memory that all lanes take, at the most."""
+        num_tokens = int(llama.llama_n_ctx(self._context))
+        if capabilities.checkpoint is None:
+            return num_tokens * kv_memory.bytes_per_token(self._model.metadata, settings)
+        state_bytes, token_bytes = capabilities.checkpoint
+        return num_tokens * token_bytes + int(llama.llama_n_seq_max(self._context)) * state_bytes
 
 
 def _identity(fingerprint: str, settings: EngineSettings, capabilities: probe.Capabilities) -> str:
@@ -241,6 +258,20 @@ def _make_store(identity: str, settings: EngineSettings, capabilities: probe.Cap
         size = capabilities.bytes_per_token * max(block_size, probe.TOKENS)
         return sizing.make_store(identity, block_size, size, settings.host_cache_mib, lambda *_: "framing")
     return sizing.make_store(identity, block_size, layout.size(block_size), settings.host_cache_mib, layout.problem)
+
+
+def _checkpoint_sizes(settings: EngineSettings, capabilities: probe.Capabilities) -> CheckpointSizes | None:
+    """Returns the sizes of checkpoints, or None if there can't be any or is no room for one."""
+    if capabilities.checkpoint is None:
+        return None
+    state_bytes, token_bytes = capabilities.checkpoint
+    budget = sizing.budget_bytes(settings.host_cache_mib)
+    needed = state_bytes + settings.kv_block_size * token_bytes
+    if budget < needed:
+        reason = f"a checkpoint takes {needed} bytes, and --host-cache-mib leaves {budget}"
+        structlog.get_logger().warning("no_prefix_cache", reason=reason)
+        return None
+    return CheckpointSizes(budget, state_bytes, token_bytes)
 
 
 def _writes_through(settings: EngineSettings) -> bool:

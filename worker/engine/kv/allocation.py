@@ -19,13 +19,15 @@ from tokenbus.worker.engine.kv.prefix_tree import Block, Root
 class Allocation:
     """The shared and private blocks of a sequence. `root` is None where it neither uses nor leaves cached blocks."""
 
-    __slots__ = ("_cache", "lane", "num_private", "path", "root")
+    __slots__ = ("_cache", "lane", "num_private", "path", "root", "stop")
 
     def __init__(self, cache: PrefixCache, root: Root | None) -> None:
         self._cache = cache
         self.root = root
         self.path: list[Block] = []
         self.num_private = 0
+        self.stop: int | None = None
+        """A position behind the computed tokens at which a step of the prompt must end."""
         if root is not None:
             root.ref_count += 1  # before a lane is taken: that may evict all that hangs on the root
         self.lane = cache.take_lane()

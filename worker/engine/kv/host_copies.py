@@ -30,6 +30,8 @@ class HostCopies:
         """Blocks that were copied to host memory, in all."""
         self.onloaded_blocks = 0
         """Blocks that were copied back, in all."""
+        self.adopted_blocks = 0
+        """Copies that came from elsewhere, in all."""
 
     def __repr__(self) -> str:
         return f"<HostCopies {len(self)} of {self.capacity}>"
@@ -76,6 +78,7 @@ class HostCopies:
         assert block.host_copy is None, block
         assert not self.is_full, self
         self._last_id += 1
+        self.adopted_blocks += 1
         block.host_copy = self._last_id
         self._copies[block] = self._unlabelled[block] = None
         return self._last_id
@@ -92,6 +95,11 @@ class HostCopies:
         """Notes that a block has been used; does nothing for one without a copy."""
         if block.host_copy is not None:
             self._copies.move_to_end(block)
+
+    def demote(self, block: Block) -> None:
+        """Makes a block's copy the first to be discarded; does nothing for one without a copy."""
+        if block.host_copy is not None:
+            self._copies.move_to_end(block, last=False)
 
     def discard(self, block: Block) -> None:
         assert block.host_copy is not None, block

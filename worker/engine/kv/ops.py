@@ -38,13 +38,27 @@ class Onload(NamedTuple):
     end: int
 
 
+class SaveState(NamedTuple):
+    """The windows and recurrent states of a lane, as they are at its end, are copied to host memory."""
+
+    copy_id: int
+    lane: int
+
+
+class RestoreState(NamedTuple):
+    """A lane gets the windows and recurrent states of a copy; it has all other KV up to the same position."""
+
+    copy_id: int
+    lane: int
+
+
 class Discard(NamedTuple):
     """A copy in host memory is not needed any more."""
 
     copy_id: int
 
 
-KvOp = Share | Truncate | Offload | Onload | Discard
+KvOp = Share | Truncate | Offload | Onload | SaveState | RestoreState | Discard
 
 
 class OpQueue:

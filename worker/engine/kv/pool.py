@@ -15,15 +15,18 @@ from collections import Counter
 
 from tokenbus.worker.engine.kv import exchange
 from tokenbus.worker.engine.kv.allocation import Allocation
+from tokenbus.worker.engine.kv.checkpointed import CheckpointedAllocation
+from tokenbus.worker.engine.kv.checkpoints import Checkpoints, CheckpointSizes
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
-from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.kv.prefix_tree import Domain, KvEvents
 
 
 class BlockPool:
     """`total_blocks` of `block_size` tokens on the device, and copies of up to `host_blocks` in host memory.
 
     Sizes are in tokens unless they say blocks. `num_lanes` are the lanes that running and cached sequences share. The
-    pool only decides: the KV ops say what the lanes of the device have to do."""
+    pool only decides: the KV ops say what the lanes of the device have to do. With `checkpoint_sizes` sequences share
+    checkpoints, and no blocks."""
 
     def __init__(
         self,
@@ -35,11 +38,15 @@ class BlockPool:
         can_share: bool = True,
         host_blocks: int = 0,
         writes_through: bool = False,
+        checkpoint_sizes: CheckpointSizes | None = None,
     ) -> None:
-        self._can_share = can_share
+        self._can_share = can_share and checkpoint_sizes is None
         self.cache = PrefixCache(
             total_blocks, block_size, num_lanes, host_blocks, fingerprint, writes_through=writes_through
         )
+        self.checkpoints: Checkpoints | None = None
+        if checkpoint_sizes is not None:
+            self.checkpoints = Checkpoints(checkpoint_sizes, block_size, total_blocks, self.cache.ops, fingerprint)
         self._allocations: set[Allocation] = set()
 
     def __repr__(self) -> str:
@@ -60,8 +67,12 @@ class BlockPool:
 
     def allocate(self, domain: Domain | None) -> Allocation:
         """Gives a sequence a lane; without a domain it neither uses nor leaves cached blocks."""
-        root = self.cache.tree.make_root(domain) if domain is not None and self._can_share else None
-        allocation = Allocation(self.cache, root)
+        allocation: Allocation
+        if self.checkpoints is not None:
+            allocation = CheckpointedAllocation(self.cache, self.checkpoints, domain)
+        else:
+            root = self.cache.tree.make_root(domain) if domain is not None and self._can_share else None
+            allocation = Allocation(self.cache, root)
         self._allocations.add(allocation)
         return allocation
 
@@ -70,10 +81,23 @@ class BlockPool:
         self._allocations.remove(allocation)
         allocation.free(token_ids, num_computed)
 
-    def export(self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int) -> tuple[int, list[int]]:
+    def clear(self) -> None:
+        """Drops everything that is cached and that no sequence uses."""
+        self.cache.clear()
+        if self.checkpoints is not None:
+            self.checkpoints.clear()
+
+    def take_kv_events(self) -> KvEvents:
+        """Returns which cached blocks came and went since the last time, as far as routers are told."""
+        return self.cache.tree.take_events() if self.checkpoints is None else self.checkpoints.take_events()
+
+    def export(
+        self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int, *, is_last: bool = False
+    ) -> tuple[int, list[int]]:
         """Returns how many blocks of a prefix are cached, and the copies of up to `max_blocks` from block `first` on.
-        Blocks without a copy get one, by ops that have to be applied before the copies are read."""
-        return exchange.export(self.cache, domain, token_ids, first, max_blocks)
+        Blocks without a copy get one, by ops that have to be applied before the copies are read. With the last, those
+        of the prefix become the first to be evicted."""
+        return exchange.export(self.cache, domain, token_ids, first, max_blocks, is_last=is_last)
 
     def put(self, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int) -> list[int | None]:
         """Adds blocks of a prefix, from block `first` on, as copies whose content the caller has. Returns the id of the
@@ -91,11 +115,15 @@ class BlockPool:
         assert self.cache.num_private == sum(allocation.num_private for allocation in allocations)
         assert allocations or not self.cache.used_blocks, self  # nothing is used without a user
         self.cache.check_counts(lanes)
+        if self.checkpoints is not None:
+            self.checkpoints.check_counts()
 
     def check_integrity(self) -> None:
         """Asserts everything that must hold between any two calls; looks at every block."""
         self.check_counts()
         paths = {allocation.lane: allocation.path for allocation in self._allocations}
         self.cache.check_integrity(paths)
+        if self.checkpoints is not None:
+            self.checkpoints.check_integrity()
         users = Counter(block for path in paths.values() for block in path)
         assert all(block.ref_count == users[block] for block in self.cache.tree.all_blocks())

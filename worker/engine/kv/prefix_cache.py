@@ -118,6 +118,27 @@ class PrefixCache:
         self._evictable[block] = None
         self.host.touch(block)
 
+    def demote(self, path: Listing[Block]) -> None:
+        """Makes a conversation that goes on at another worker the first to be evicted and discarded: its blocks in the
+        path and behind it, but none that leads to other conversations too.
+
+            path     |== A ==|== B ==|== C ==|
+            behind                           '-- D --       B, C and D are demoted, deepest first
+            other            '-- E --
+        """
+        end = path[-1] if path else None
+        while end is not None and len(end.children) == 1:
+            (end,) = end.children.values()
+        if end is None or end.children:
+            return
+        alone = [end]
+        while (parent := alone[-1].parent) is not None and parent.parent is not None and len(parent.children) == 1:
+            alone.append(parent)
+        for block in reversed(alone):
+            if block in self._evictable:
+                self._evictable.move_to_end(block, last=False)
+            self.host.demote(block)
+
     def take_lane(self) -> int:
         """Takes an empty lane; where there is none, the idle lane with the least recently used block is emptied."""
         if not self.lanes.has_free:
@@ -135,12 +156,17 @@ class PrefixCache:
         while len(self._evictable) > max_evictable and (self.host.can_offload or not self.host.capacity):
             self._evict(next(iter(self._evictable)))
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether `write_through` would have something to copy."""
+        return bool(self._unsaved)
+
     def write_through(self) -> None:
         """Copies new blocks to host memory, so that they outlive the engine, as far as there is time and room."""
         while self._unsaved and self.host.can_offload:
             block = next(iter(self._unsaved))
             del self._unsaved[block]
-            if block.host_copy is None and self._make_room_for_copy():
+            if block.host_copy is None and self.make_room_for_copy():
                 self.host.offload(block, block.any_lane)
 
     def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
@@ -176,7 +202,7 @@ class PrefixCache:
         """Removes all copies and every block that no sequence uses."""
         self.host.set_limits(offloads=0, onloads=0)
         while len(self.host):
-            self.discard_oldest_copy()
+            self._discard_oldest_copy()
         while self._evictable:
             self._evict(next(iter(self._evictable)))
 
@@ -210,9 +236,7 @@ class PrefixCache:
         """Removes a block from the device: to host memory if there is room and time, else for good."""
         lane = block.end_lane
         assert lane is not None, block
-        if block.host_copy is None and self.host.can_offload:
-            while self.host.is_full:
-                self.discard_oldest_copy()
+        if block.host_copy is None and self.host.can_offload and self.make_room_for_copy():
             self.host.offload(block, lane)
         self._remove_from_device(block)
         self.evicted_blocks += 1
@@ -232,20 +256,20 @@ class PrefixCache:
             self._remove_from_device(partial)
         self.tree.remove(partial)
 
-    def _make_room_for_copy(self) -> bool:
+    def make_room_for_copy(self) -> bool:
         """Discards the oldest copy of a block that no sequence uses; returns whether there is room.
 
         The beginning of a long stream must not go for its end: without the one, the other can't be recovered."""
-        for _ in range(_MAX_PASSED_OVER):
+        for _ in range(_MAX_PASSED_OVER if self.host.capacity else 0):
             if not self.host.is_full:
                 break
             if self.host.oldest.ref_count:
                 self.host.touch(self.host.oldest)
             else:
-                self.discard_oldest_copy()
+                self._discard_oldest_copy()
         return not self.host.is_full
 
-    def discard_oldest_copy(self) -> None:
+    def _discard_oldest_copy(self) -> None:
         """Makes room for a copy; a block of which nothing else is left goes with it."""
         block = self.host.oldest
         self.host.discard(block)

@@ -56,7 +56,9 @@ class BlockTransfers:
 
     def _export(self, command: ipc.ExportBlocks) -> None:
         domain, token_ids = _unpack(command.prefix)
-        num_cached, copies, kv_ops = self._scheduler.export_blocks(domain, token_ids, command.first, command.max_blocks)
+        num_cached, copies, kv_ops = self._scheduler.export_blocks(
+            domain, token_ids, command.first, command.max_blocks, is_last=command.is_last
+        )
         self._apply(kv_ops)
         blocks = [bytes(self._copies.read(copy_id)) for copy_id in copies]
         self._report(ipc.ExportedBlocks(command.call_id, num_cached, blocks))

@@ -108,6 +108,7 @@ class ExportBlocks(Message, frozen=True):
     prefix: contract.CachedPrefix
     first: int
     max_blocks: int
+    is_last: bool = False
 
 
 class PutBlocks(Message, frozen=True):
@@ -231,6 +232,11 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """Keys and values that were copied to host memory."""
     onloaded_bytes: int = 0
     """Keys and values that were copied back."""
+    saved_checkpoints: int = 0
+    restored_checkpoints: int = 0
+    evicted_checkpoints: int = 0
+    checkpoint_bytes: int = 0
+    """The host memory that checkpoints take now."""
 
 
 class ConstraintCompiled(Message, frozen=True):

@@ -167,7 +167,9 @@ class StepLoop:
 
     @property
     def _has_work(self) -> bool:
-        return self._scheduler.has_work or self._pooling.has_work or self._block_transfers.has_work
+        scheduler = self._scheduler
+        has_blocks_to_move = scheduler.has_unsaved_blocks or self._block_transfers.has_work
+        return scheduler.has_work or has_blocks_to_move or self._pooling.has_work
 
     def _clear_cache(self) -> None:
         """Drops what no sequence uses, and leaves nothing of it in host memory."""
@@ -347,6 +349,7 @@ def _make_scheduler(runner: Runner, settings: SchedulerSettings) -> Scheduler:
         can_share=config.prefix_cache,
         host_blocks=config.host_kv_blocks,
         writes_through=config.writes_through,
+        checkpoint_sizes=config.checkpoint_sizes,
     )
     return Scheduler(
         pool,

@@ -38,6 +38,10 @@ class StepTimer:
             new.evicted_blocks,
             new.offloaded_blocks * self._block_bytes,
             new.onloaded_blocks * self._block_bytes,
+            new.saved_checkpoints,
+            new.restored_checkpoints,
+            new.evicted_checkpoints,
+            self._scheduler.checkpoint_bytes,
         )
 
 

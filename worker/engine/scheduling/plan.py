@@ -71,6 +71,10 @@ class SchedulerCounts(NamedTuple):
     """Cached blocks that had to leave the device."""
     offloaded_blocks: int = 0
     onloaded_blocks: int = 0
+    saved_checkpoints: int = 0
+    restored_checkpoints: int = 0
+    """The number of times that a sequence went on from a checkpoint."""
+    evicted_checkpoints: int = 0
 
 
 class SampledToken(NamedTuple):

@@ -27,6 +27,7 @@ from tokenbus.protocol.wire import messages
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain, KvEvents
+from tokenbus.worker.engine.scheduling.distinct_prompts import distinct_prompts
 from tokenbus.worker.engine.scheduling.expectation import Expectation
 from tokenbus.worker.engine.scheduling.plan import (
     SampledToken,
@@ -86,7 +87,13 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
+    def has_unsaved_blocks(self) -> bool:
+        """Whether blocks are to be copied to host memory although nothing runs; empty steps do that."""
+        return self._cache.has_unsaved
+
+    @property
     def counts(self) -> SchedulerCounts:
+        checkpoints = self._pool.checkpoints
         return SchedulerCounts(
             self._preemptions,
             self._restored_tokens,
@@ -94,7 +101,13 @@ class Scheduler:
             self._cache.evicted_blocks,
             self._cache.host.offloaded_blocks,
             self._cache.host.onloaded_blocks,
+            *((0, 0, 0) if checkpoints is None else (checkpoints.saved, checkpoints.restored, checkpoints.evicted)),
         )
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The host memory that checkpoints take."""
+        return 0 if self._pool.checkpoints is None else self._pool.checkpoints.used_bytes
 
     @property
     def running(self) -> Listing[Sequence]:
@@ -203,15 +216,15 @@ class Scheduler:
 
     def clear_cache(self) -> list[KvOp]:
         """Drops every cached block that no sequence uses; returns the KV ops that this takes."""
-        self._cache.clear()
+        self._pool.clear()
         return self._cache.ops.take()
 
     def export_blocks(
-        self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int
+        self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int, *, is_last: bool = False
     ) -> tuple[int, list[int], list[KvOp]]:
         """Returns how many blocks of a prefix are cached, the copies of up to `max_blocks` from block `first` on, and
         the ops to be applied before they are read: also those that were queued before."""
-        num_cached, copies = self._pool.export(domain, token_ids, first, max_blocks)
+        num_cached, copies = self._pool.export(domain, token_ids, first, max_blocks, is_last=is_last)
         return num_cached, copies, self._cache.ops.take()
 
     def put_blocks(
@@ -223,7 +236,7 @@ class Scheduler:
 
     def take_kv_events(self) -> KvEvents:
         """Returns which cached blocks came and went since the last time."""
-        return self._cache.tree.take_events()
+        return self._pool.take_kv_events()
 
     def load(self) -> messages.Load:
         # One that was preempted gets most of its tokens back from the cache.
@@ -238,6 +251,8 @@ class Scheduler:
             free_blocks=self._cache.free_blocks,
             expected_blocks=self._expected_blocks(),
             expected_answer_tokens=self._expectation.answer_tokens,
+            host_blocks=len(self._cache.host),
+            fetched_blocks=self._cache.host.adopted_blocks,
             generated_tokens=self._num_generated,
             computed_tokens=self._num_computed,
             prompt_tokens=self._num_prompt,
@@ -354,13 +369,14 @@ class Scheduler:
         """Shares the budget out: a prompt that can be finished is; a longer one gets half of what is left while others
         wait behind it, and all of it when it is the last."""
         scheduled: list[ScheduledTokens] = []
-        prompts = self._distinct_prompts(sequences)
+        waiting = self._waiting[: self._max_num_seqs] if self._pool.checkpoints is not None else ()
+        prompts = distinct_prompts(sequences, waiting)
         for behind, sequence in zip(range(len(prompts) - 1, -1, -1), prompts, strict=True):
             if budget <= 0:
                 break
             if sequence.lane is None:  # preempted for one before it
                 continue
-            count = sequence.num_uncomputed
+            count = sequence.num_until_stop
             if count > budget:
                 count = -(-budget // 2) if behind else budget  # rounded up, so that a budget of 1 is used
             if self._make_room(sequence, sequence.num_computed + count, planned):
@@ -368,20 +384,6 @@ class Scheduler:
                 scheduled.append(ScheduledTokens(sequence, sequence.num_computed, count))
                 budget -= count
         return scheduled
-
-    def _distinct_prompts(self, sequences: list[Sequence]) -> list[Sequence]:
-        """The prompts to go on with: of several that would compute the same block next, only the first.
-
-        The others reuse that block in the next step, as those that wait for a copy from host memory do theirs."""
-        prompts, blocks = [], set()
-        for sequence in sequences:
-            if sequence.lane is None or sequence.is_decoding or sequence.kv.awaits_onload(sequence.token_ids):
-                continue
-            block = sequence.kv.next_block(sequence.token_ids)
-            if block is None or block not in blocks:
-                prompts.append(sequence)
-                blocks.add(block)
-        return prompts
 
     def _make_room(self, sequence: Sequence, num_tokens: int, planned: set[int]) -> bool:
         """Gives a sequence blocks for `num_tokens`, preempting those that come after it where there are too few.

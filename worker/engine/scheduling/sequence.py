@@ -147,6 +147,12 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def num_until_stop(self) -> int:
+        """The tokens that a step may compute of its prompt."""
+        stop = self.kv.stop
+        return self.num_uncomputed if stop is None else min(self.num_uncomputed, stop - self.num_computed)
+
+    @property
     def is_decoding(self) -> bool:
         """Whether its client waits for its next token, and no more is to be computed than what the last step added."""
         return self.num_uncomputed <= self._num_new

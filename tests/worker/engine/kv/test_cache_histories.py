@@ -178,13 +178,16 @@ class CacheHistory(RuleBasedStateMachine):
         family=st.integers(0, 2),
         blocks=st.integers(1, 7),
         first=st.integers(0, 3),
+        is_last=st.booleans(),
         domain=st.sampled_from(DOMAINS[:3]),
     )
-    def export(self, family: int, blocks: int, first: int, domain: Domain) -> None:
+    def export(self, family: int, blocks: int, first: int, is_last: bool, domain: Domain) -> None:
         """Another engine gets blocks, each with the tokens that it must have."""
         if self.config.host_kv_blocks:
             tokens = [1 + (family + place) % 7 for place in range(BLOCK * (first + blocks))]
-            num_cached, copies, kv_ops = self.scheduler.export_blocks(domain, array("I", tokens), first, blocks)
+            num_cached, copies, kv_ops = self.scheduler.export_blocks(
+                domain, array("I", tokens), first, blocks, is_last=is_last
+            )
             assert len(copies) <= max(0, min(blocks, num_cached - first))
             self.runner.apply(kv_ops)
             for place, copy in enumerate(copies):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.block_cache import Cache, hashes, offloaded_cache, root_of
+from tests.support.block_cache import ACME, Cache, hashes, ids, offloaded_cache, root_of
 from tokenbus.worker.engine.kv.ops import Discard, Truncate
 from tokenbus.worker.engine.kv.prefix_tree import KvEvents, StoredBlock
 
@@ -204,3 +204,48 @@ def test_clearing_offloads_nothing() -> None:
     cache.pool.check_integrity()
     assert cache.kv_ops() == [Truncate(0, 0)]
     assert len(cache.pool.cache.host) == 0
+
+
+def given(cache: Cache, text: str, *, is_last: bool) -> None:
+    """Another worker gets all blocks of a text."""
+    cache.pool.export(ACME, ids(text), 0, 99, is_last=is_last)
+    cache.pool.check_integrity()
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_conversation_that_another_worker_has_is_evicted_first(is_last: bool) -> None:
+    cache = Cache(total_blocks=4)
+    cache.run("aaaa")
+    cache.run("bbbbbbbb")
+    cache.events()
+    given(cache, "bbbb", is_last=is_last)
+    cache.fill(3)
+    (a,), (b, c) = hashes("aaaa"), hashes("bbbbbbbb")
+    assert cache.events().removed == ([c, b] if is_last else [a, c])
+
+
+def test_what_other_conversations_begin_with_is_not_given_away_with_one_of_them() -> None:
+    cache = Cache(total_blocks=5)
+    for text in ("ssssaaaa", "ssssbbbb", "cccc"):
+        cache.run(text)
+    cache.events()
+    given(cache, "ssss", is_last=True)
+    given(cache, "ssssbbbb", is_last=True)
+    cache.fill(2)
+    assert cache.events().removed == [hashes("ssssbbbb")[1]]
+    assert cache.reused("ssssaaaax") == 8
+
+
+def test_copies_of_what_another_worker_has_are_discarded_first() -> None:
+    cache = Cache(total_blocks=4, num_lanes=4, host_blocks=2)
+    cache.pool.cache.host.set_limits(99, 99)
+    for text in ("xxxx", "yyyy"):
+        cache.run(text)
+    cache.pool.cache.trim(0)
+    cache.events()
+    given(cache, "yyyy", is_last=True)
+    cache.pool.cache.host.set_limits(99, 99)
+    cache.run("zzzz")
+    cache.pool.cache.trim(0)
+    cache.pool.check_integrity()
+    assert cache.events().removed == hashes("yyyy")

@@ -88,18 +88,21 @@ def test_a_copy_of_which_some_tokens_were_onloaded_is_discarded_last() -> None:
     assert cache.events().removed == hashes("yyyy")
 
 
-def test_a_copy_of_a_block_that_was_used_until_now_is_discarded_last() -> None:
+@pytest.mark.parametrize(("freed", "discarded"), [((2, 1), 2), ((1,), 1)])
+def test_a_copy_of_a_block_that_was_used_until_now_is_discarded_last_and_of_one_in_use_never(
+    freed: tuple[int, ...], discarded: int
+) -> None:
     cache = two_copies()
     for seq_no, text in ((1, "xxxxa"), (2, "yyyya")):
         cache.allocate(seq_no, text)
         assert cache.reuse_prefix(seq_no) == 4
-    cache.free(1)
+    for seq_no in freed:
+        cache.free(seq_no)
     cache.run("zzzz")
     cache.kv_ops()
-    cache.pool.cache.trim(1)
     cache.pool.cache.trim(0)
     cache.pool.check_integrity()
-    assert [op for op in cache.kv_ops() if isinstance(op, Discard)] == [Discard(2)]
+    assert [op for op in cache.kv_ops() if isinstance(op, Discard)] == [Discard(discarded)]
 
 
 def test_onloads_of_first_tokens_count_towards_the_limit() -> None:

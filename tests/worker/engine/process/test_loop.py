@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
+from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, exchanging, make_config
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine.process import ipc
@@ -136,6 +136,16 @@ def test_an_idle_loop_waits_for_a_command_and_neither_steps_nor_reports() -> Non
     story = run(add(1, max_tokens=4), runner=runner)
     assert (story.inbox.num_waits, runner.num_steps) == (1, 4)
     assert len(story.reports) == 5
+
+
+def test_a_loop_copies_what_is_complete_before_it_waits() -> None:
+    size = make_config().kv_block_size
+    story = run(
+        shared_add(1, 9 * size, max_tokens=1), runner=ArithmeticRunner(exchanging(make_config(writes_through=True)))
+    )
+    assert len(story.outputs) == 1
+    assert story.reports[-1].load.host_blocks == 9
+    assert story.inbox.num_waits == 1
 
 
 def test_all_waiting_commands_are_taken_before_a_step() -> None:

@@ -15,7 +15,7 @@ from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import codec
 from tokenbus.worker.engine.draws import Matrix
-from tokenbus.worker.engine.gguf import backend, context, settings_resolution
+from tokenbus.worker.engine.gguf import backend, context, kv_memory, settings_resolution
 from tokenbus.worker.engine.gguf.batch import Batch, Part
 from tokenbus.worker.engine.gguf.model import GgufModel
 from tokenbus.worker.engine.gguf.pooling.pooling_type import PoolingType
@@ -167,7 +167,7 @@ def _longest_input(model: GgufModel, settings: EngineSettings) -> int:
     trained = llama.llama_model_n_ctx_train(model.handle)
     if settings.context_length > trained:
         raise ModelError(f"--context-length {settings.context_length} is above what the model was made for, {trained}")
-    return context.context_length(settings, trained)
+    return kv_memory.context_length(settings, trained)
 
 
 def _width(model: GgufModel) -> int:

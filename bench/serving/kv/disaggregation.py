@@ -1,0 +1,192 @@
+"""Measures what streams and a long prompt cost each other, with prompts apart from streams and without.
+
+Run: .venv/bin/python -m bench.serving.kv.disaggregation [--model FILE.gguf] [--tokens 1200] [--streams 4] [--prompts 2]
+    [--pairs 1]
+
+Two workers with one thread, each on a core of its own, a router and a broker. In each pair, prompts arrive one after
+the other under running streams: first at two workers of the role `both`, then at one that computes prompts and one that
+decodes. Compared are the longest gap of the streams while a prompt is computed, and the time to its first token, the
+latter also with that of a lone worker without streams.
+
+Whatever else runs on the machine spoils this: above 10 % of the CPU time, the result is undecided."""
+
+import argparse
+import asyncio
+import itertools
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from bench import flags, streams, system
+from bench.models import benchmark_model
+from tokenbus.cli import nats_server
+from tokenbus.client import Client
+from tokenbus.protocol.wire import messages
+
+_MAX_FOREIGN_SHARE = 0.1
+_SETTLED = 8
+"""Tokens of each stream before the first prompt comes."""
+_MAX_TOKENS = 1_000
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_serials = itertools.count()
+
+
+class Seen(NamedTuple):
+    """The results of one fleet."""
+
+    gaps_s: list[float]
+    """The longest gap of all streams beside each prompt."""
+    first_s: list[float]
+    """The time to the first token of each prompt."""
+    foreign_share: float
+    """The share of the machine's CPU time that others have used."""
+
+
+@asynccontextmanager
+async def _fleet(model: Path, roles: Sequence[str], more: Sequence[str]) -> AsyncIterator[tuple[Client, list[int]]]:
+    """Yields a client, and the processes whose time counts, without those that they start."""
+    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
+        folder = Path(name)
+        broker = await nats_server.start(0, folder / "nats.log")
+        name_flags = ("--nats", broker.url, "--model", str(model), "--served-name", "m")
+        served = ("worker", *name_flags, "--threads", "1", "--context-length", "4096", "--kv-tokens", "16384", *more)
+        processes: list[subprocess.Popen[bytes]] = []
+        for core, role in zip(sorted(os.sched_getaffinity(0)), roles, strict=False):
+            flags_of_one = ("--role", role, "--worker-id", f"{role}-{core}")
+            processes.append(system.start(folder / f"{core}.log", *served, *flags_of_one))
+            os.sched_setaffinity(processes[-1].pid, {core})
+        processes.append(system.start(folder / "router.log", "router", "--nats", broker.url))
+        try:
+            async with await Client.connect(broker.url) as client:
+                await _until_ready(client, len(roles))
+                yield client, [os.getpid(), broker.pid, *(one.pid for one in processes)]
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait(timeout=60)
+            broker.stop()
+
+
+async def _until_ready(client: Client, count: int) -> None:
+    await system.card(client)
+    while True:
+        cards = [one for served in (await client.models()).models for one in served.workers or []]
+        if sum(one.state is messages.WorkerState.READY for one in cards) >= count:
+            return
+        await asyncio.sleep(0.1)
+
+
+class _Stream:
+    """One stream, and when its tokens came."""
+
+    def __init__(self, client: Client) -> None:
+        self.times: list[float] = []
+        self.settled = asyncio.Event()
+        prompt = benchmark_model.prompt(next(_serials), 32)
+        self.task = asyncio.create_task(streams.complete(client, prompt, _MAX_TOKENS, self._take))
+
+    def _take(self) -> None:
+        self.times.append(time.perf_counter())
+        if len(self.times) == _SETTLED:
+            self.settled.set()
+
+    def longest_gap_s(self, began: float, ended: float) -> float:
+        before = max((at for at in self.times if at <= began), default=began)
+        during = [at for at in self.times if began < at <= ended]
+        return max(after - earlier for earlier, after in itertools.pairwise([before, *during, ended]))
+
+
+async def _measure(
+    model: Path, roles: Sequence[str], num_streams: int, tokens: int, prompts: int, more: Sequence[str]
+) -> Seen:
+    async with _fleet(model, roles, more) as (client, pids):
+        # what a worker computes first takes longer, and routers learn from it how fast workers are
+        await streams.complete(client, benchmark_model.prompt(next(_serials), tokens), 2)
+        running = [_Stream(client) for _ in range(num_streams)]
+        for one in running:
+            await one.settled.wait()
+        gaps, firsts, busy_s, own_s = [], [], _busy_s(), _own_s(pids)
+        began_at = time.monotonic()
+        for _ in range(prompts):
+            began = time.perf_counter()
+            (first,) = await streams.complete(client, benchmark_model.prompt(next(_serials), tokens), 1)
+            firsts.append(first - began)
+            if running:
+                gaps.append(max(one.longest_gap_s(began, first) for one in running))
+        total_s = (time.monotonic() - began_at) * (os.cpu_count() or 1)
+        foreign_s = (_busy_s() - busy_s) - (_own_s(pids) - own_s)
+        for one in running:
+            assert not one.task.done(), "a stream ended before the last prompt: raise _MAX_TOKENS"
+            one.task.cancel()
+        await asyncio.gather(*(one.task for one in running), return_exceptions=True)
+        return Seen(gaps, firsts, max(0.0, foreign_s) / total_s)
+
+
+def _busy_s() -> float:
+    """Returns the CPU seconds of all processes of the machine so far."""
+    user, nice, kernel, _, _, *rest = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
+    return (user + nice + kernel + sum(rest[:3])) / _TICKS_PER_S
+
+
+def _own_s(pids: Sequence[int]) -> float:
+    """Returns those of some processes and of all that these have started."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended meanwhile
+            continue
+    family = list(pids)
+    for pid in family:
+        family += [child for child, parent in parents.items() if parent == pid and child not in family]
+    return sum(system.cpu_seconds(pid) for pid in family if pid in parents)
+
+
+async def measure(options: argparse.Namespace, model: Path, more: Sequence[str]) -> None:
+    fleets = {"lone": (["both"], 0), "both": (["both", "both"], options.streams)}
+    fleets["apart"] = (["prefill", "decode"], options.streams)
+    seen: dict[str, list[Seen]] = {name: [] for name in fleets}
+    for number in range(options.pairs):
+        for name, (roles, num_streams) in fleets.items():
+            one = await _measure(model, roles, num_streams, options.tokens, options.prompts, more)
+            seen[name].append(one)
+            gaps = ", ".join(f"{gap:.2f}" for gap in one.gaps_s) or "-"
+            firsts = ", ".join(f"{first:.1f}" for first in one.first_s)
+            print(
+                f"  pair {number + 1}, {name}: longest gap {gaps} s, first token {firsts} s, "
+                f"others {one.foreign_share:.0%} of the CPU",
+                flush=True,
+            )
+    gap = {name: _median(one.gaps_s for one in found) for name, found in seen.items() if name != "lone"}
+    first = {name: _median(one.first_s for one in found) for name, found in seen.items()}
+    foreign = max(one.foreign_share for found in seen.values() for one in found)
+    print(f"{model.name}, {options.tokens} tokens under {options.streams} streams, two workers of one thread")
+    print(f"  longest gap   {gap['both']:.2f} s together, {gap['apart']:.2f} s apart: {gap['apart'] / gap['both']:.2f}")
+    print(
+        f"  first token   {first['lone']:.1f} s alone, {first['both']:.1f} s together, {first['apart']:.1f} s apart: "
+        f"{first['apart'] / first['lone']:.2f} of alone"
+    )
+    verdict = "undecided" if foreign > _MAX_FOREIGN_SHARE else "decided"
+    print(f"  others        {foreign:.0%} of the CPU at most: {verdict}")
+
+
+def _median(found: Iterable[list[float]]) -> float:
+    return statistics.median(itertools.chain.from_iterable(found))
+
+
+def main() -> None:
+    parser = flags.model_parser(__doc__, tokens=1_200, streams=4, prompts=2, pairs=1)
+    options, more = parser.parse_known_args()
+    with benchmark_model.model(options.model) as model:
+        asyncio.run(measure(options, model, more))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The settings by which requests are placed, and wait for that."""
+
+import random
+from typing import NamedTuple
+
+from tokenbus.router.placement.legs import MIN_LEG_TOKENS
+from tokenbus.router.placement.policies import Policy
+
+
+class PolicySettings(NamedTuple):
+    """The policies that requests may name, and the one for requests that name none."""
+
+    policies: dict[str, Policy]
+    default_policy: str
+    rng: random.Random
+    temperature: float = 0.0
+    min_leg_tokens: int = MIN_LEG_TOKENS
+    """Missing tokens from which on another worker may compute a prompt; 0: none ever does."""
+
+
+class QueueSettings(NamedTuple):
+    """Limits of the queue of each model in one router."""
+
+    max_requests: int = 1_024
+    max_tokens: int = 1 << 22
+    priority_s: float = 1.0
+    """Seconds of waiting that one step of priority is worth."""

@@ -1,0 +1,193 @@
+"""Scheduler and checkpoints go through thousands of random histories, on a runner that notices wrong states."""
+
+import os
+from array import array
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
+from tests.support.stateful import STATE_BYTES, TOKEN_BYTES, StatefulRunner
+from tokenbus.worker import engine_request
+from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
+from tokenbus.worker.engine.kv.pool import BlockPool
+from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.scheduling.plan import StepPlan, StepResult
+from tokenbus.worker.engine.scheduling.scheduler import Scheduler
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
+
+BLOCK = 4
+DOMAINS = (Domain("a"), Domain("a"), Domain("b"), Domain("a", "salt"), None)
+HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60")) * 5
+
+
+class CheckpointHistory(RuleBasedStateMachine):
+    """A scheduler whose plans are executed at once."""
+
+    @initialize(
+        total=st.integers(8, 30),
+        num_states=st.sampled_from([0, 1, 2, 5, 50]),
+        has_kv=st.booleans(),
+        expected=st.sampled_from([0, 1, 3]),
+    )
+    def begin(self, total: int, num_states: int, has_kv: bool, expected: int) -> None:
+        config = make_config(max_num_seqs=4, kv_block_size=BLOCK, total_kv_blocks=total, max_num_batched_tokens=99)
+        self.budget = num_states * (STATE_BYTES + 20 * TOKEN_BYTES)
+        sizes = CheckpointSizes(self.budget, STATE_BYTES, TOKEN_BYTES if has_kv else 0)
+        self.runner = StatefulRunner(config, 4, has_kv=has_kv)
+        self.pool = BlockPool(total, BLOCK, 4, checkpoint_sizes=sizes)
+        assert self.pool.checkpoints is not None
+        self.checkpoints = self.pool.checkpoints
+        self.scheduler = Scheduler(self.pool, 4, priority_s=1.0, expected_tokens=expected)
+        self.announced: set[int] = set()
+        self.open: dict[int, Sequence] = {}
+        self.told: dict[int, list[int]] = {}
+        self.asked: list[Sequence] = []
+        self.number = 0
+
+    @rule(
+        family=st.integers(0, 2),
+        length=st.integers(1, 60),
+        fork=st.sampled_from([0, 9, 22, 40, 60]),
+        max_tokens=st.integers(1, 30),
+        domain=st.sampled_from(DOMAINS),
+        priority=st.integers(-2, 2),
+        isolated=st.sampled_from([False, False, False, True]),
+    )
+    def ask(
+        self, family: int, length: int, fork: int, max_tokens: int, domain: Domain | None, priority: int, isolated: bool
+    ) -> None:
+        """Adds a sequence with a prompt of one of few families, which fork somewhere."""
+        prompt = [1 + (family + place) % 7 for place in range(min(length, fork))]
+        prompt += [50 + self.number % 3] * (length - len(prompt))
+        self.add(prompt, max_tokens, domain, priority, isolated=isolated)
+
+    @precondition(lambda self: self.asked)
+    @rule(which=st.integers(0, 50), length=st.integers(1, 20), max_tokens=st.integers(1, 30))
+    def go_on(self, which: int, length: int, max_tokens: int) -> None:
+        """Adds the next turn of a conversation."""
+        before = self.asked[which % len(self.asked)]
+        prompt = [*before.token_ids, *(60 + place % 5 for place in range(length))]
+        self.add(prompt, max_tokens, before.domain, 0, isolated=False)
+
+    def add(self, prompt: list[int], max_tokens: int, domain: Domain | None, priority: int, *, isolated: bool) -> None:
+        self.number += 1
+        sequence = Sequence(
+            self.number,
+            array("I", prompt),
+            engine_request.Sampling(max_tokens=max_tokens, ignore_eos=True),
+            frozenset({END_TOKEN}),
+            domain=domain,
+            priority=priority,
+            arrived_at=0.3 * self.number,
+            isolated=isolated,
+        )
+        if self.pool.can_ever_allocate(sequence.max_num_tokens):
+            self.open[self.number] = sequence
+            self.told[self.number] = []
+            self.asked.append(sequence)
+            self.scheduler.add(sequence)
+
+    @rule(budget=st.integers(1, 60), times=st.integers(1, 8))
+    def step(self, budget: int, times: int) -> None:
+        for _ in range(times):
+            self.one_step(budget)
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 50))
+    def abort(self, which: int) -> None:
+        result = self.scheduler.abort(sorted(self.open)[which % len(self.open)])
+        assert result is not None
+        self.take([result])
+
+    @rule()
+    def clear(self) -> None:
+        self.runner.apply(self.scheduler.clear_cache())
+        assert not len(self.checkpoints)
+        assert not self.checkpoints.used_bytes
+
+    @precondition(lambda self: self.open)
+    @rule(budget=st.integers(1, 60))
+    def fail_for_memory(self, budget: int) -> None:
+        """The device has too little room for a step, of which nothing is computed then."""
+        plan = self.schedule(budget)
+        if plan.scheduled:
+            result = self.scheduler.reclaim_memory()
+            self.take([] if result is None else [result])
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.scheduler.check_integrity()
+        removed, stored = self.scheduler.take_kv_events()
+        assert len(set(removed)) == len(removed)
+        assert set(removed) <= self.announced
+        self.announced -= set(removed)
+        assert not self.announced & {one.hash for one in stored}, "stored twice"
+        self.announced |= {one.hash for one in stored}
+        kept = [one for one in self.checkpoints.all() if one.has_state]
+        assert self.announced == {one.hash for one in kept if one.end % BLOCK == 0}
+        assert len(self.announced) <= self.pool.cache.total_blocks
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for _ in range(3_000):
+            if not self.scheduler.has_work:
+                break
+            self.one_step(40)
+            self.everything_adds_up()
+        assert not self.open, f"never ended: {self.open}"
+        assert (self.pool.cache.used_blocks, self.pool.cache.free_blocks) == (0, self.pool.cache.total_blocks)
+        self.clear()
+        self.everything_adds_up()
+        assert not self.announced
+        assert self.runner.is_empty()
+
+    def schedule(self, budget: int) -> StepPlan:
+        plan = self.scheduler.schedule(budget)
+        for sequence in plan.started:
+            self.runner.add_sequence(sequence.seq_no, sequence.sampling)
+        self.runner.apply(plan.kv_ops)
+        assert self.runner.copied_bytes <= self.budget
+        return plan
+
+    def one_step(self, budget: int) -> None:
+        plan = self.schedule(budget)
+        decodes = [part for part in plan.scheduled if part.num_tokens == 1]
+        assert sum(part.num_tokens for part in plan.scheduled) <= budget + len(decodes)
+        assert plan.scheduled or not self.scheduler.load().running
+        if plan.scheduled:
+            self.take(self.scheduler.update(plan, self.runner.step(plan)))
+
+    def take(self, results: list[StepResult]) -> None:
+        for sequence, sampled, end in results:
+            if sampled is not None:
+                self.told[sequence.seq_no].append(sampled.token_id)
+            if end is not None:
+                del self.open[sequence.seq_no]
+                self.runner.remove_sequence(sequence.seq_no)
+            if end is EngineFinishReason.LENGTH:
+                self.check_answer(sequence)
+
+    def check_answer(self, sequence: Sequence) -> None:
+        """Asserts that a sequence got the tokens that it gets alone."""
+        alone = ArithmeticRunner(make_config(total_kv_blocks=99))
+        scheduler = Scheduler(BlockPool(99, 16, 1, can_share=False), 1)
+        copy = Sequence(1, sequence.token_ids[: sequence.num_prompt], sequence.sampling, frozenset({END_TOKEN}))
+        scheduler.add(copy)
+        alone.add_sequence(1, sequence.sampling)
+        while scheduler.has_work:
+            plan = scheduler.schedule(60)
+            alone.apply(plan.kv_ops)
+            scheduler.update(plan, alone.step(plan))
+        assert list(copy.token_ids[copy.num_prompt :]) == self.told[sequence.seq_no]
+
+
+TestCheckpointHistories: Callable[[], None] = CheckpointHistory.TestCase
+TestCheckpointHistories.settings = settings(  # type: ignore[attr-defined]
+    max_examples=HISTORIES, stateful_step_count=30, deadline=None
+)

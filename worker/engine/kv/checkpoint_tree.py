@@ -1,0 +1,134 @@
+"""A radix tree of token runs: which prefixes are known, and which of them end at a checkpoint.
+
+    root of a domain --- run --- run *          * a checkpoint
+                           `---- run * --- run *
+
+Unlike the blocks of the prefix tree, runs have any length: a run is cut where another prefix leaves it or ends.
+"""
+
+from typing import NamedTuple
+
+from tokenbus.worker.engine.kv.prefix_tree import num_common_tokens
+
+_TOKEN_BYTES = 4
+
+
+class Run:
+    """A node of the tree: token ids as bytes, behind those of its parent."""
+
+    __slots__ = ("checkpoint", "children", "end", "parent", "tokens")
+
+    def __init__(self, parent: "Run | None", tokens: bytes) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.end: int = (0 if parent is None else parent.end) + len(tokens) // _TOKEN_BYTES
+        self.children: dict[bytes, Run] = {}
+        """By their first token."""
+        self.checkpoint: Checkpoint | None = None
+        """The checkpoint at its end, if there is one."""
+
+    def __repr__(self) -> str:
+        return f"<Run up to {self.end}, {len(self.children)} children, {self.checkpoint!r}>"
+
+
+class Checkpoint:
+    """A position of a prefix from which a lane can go on, as long as it has a state."""
+
+    __slots__ = ("base", "end", "hash", "kv_copy", "node", "num_dependents", "start", "state_copy")
+
+    def __init__(self, base: "Checkpoint | None", node: Run) -> None:
+        self.base = base
+        """The checkpoint whose KV comes before; None at the beginning."""
+        self.start: int = 0 if base is None else base.end
+        self.end: int = node.end
+        self.node: Run | None = node
+        """Its place in the tree; None once it is gone."""
+        self.kv_copy: int | None = None
+        self.state_copy: int | None = None
+        self.num_dependents = 0
+        """Checkpoints whose base it is."""
+        self.hash: int | None = None
+        """The chained hash of its last block; None where it does not end at the end of a block."""
+
+    def __repr__(self) -> str:
+        state = "" if self.has_state else ", no state"
+        return f"<Checkpoint {self.start}-{self.end}, {self.num_dependents} dependents{state}>"
+
+    @property
+    def has_state(self) -> bool:
+        return self.state_copy is not None
+
+    def path(self) -> "list[Checkpoint]":
+        """Returns the checkpoints whose KV it needs, the first one first."""
+        found: list[Checkpoint] = []
+        one: Checkpoint | None = self
+        while one is not None:
+            found.append(one)
+            one = one.base
+        return found[::-1]
+
+
+class Match(NamedTuple):
+    """The part of a prompt that is known."""
+
+    num_known: int
+    """The number of leading tokens that some known prefix begins with."""
+    checkpoint: Checkpoint | None
+    """The deepest checkpoint among them from which a lane can go on."""
+
+
+def match(root: Run, tokens: bytes, max_tokens: int) -> Match:
+    """Returns what is known of a run of tokens, with a checkpoint at `max_tokens` at the deepest."""
+    deepest: Checkpoint | None = None
+    node, at = root, 0
+    while True:
+        if node.checkpoint is not None and node.checkpoint.has_state and at <= max_tokens:
+            deepest = node.checkpoint
+        child = node.children.get(_first(tokens[_TOKEN_BYTES * at :][:_TOKEN_BYTES]))
+        if child is None:
+            return Match(at, deepest)
+        at += _num_common(child, tokens, at)
+        if at < child.end:
+            return Match(at, deepest)
+        node = child
+
+
+def insert(root: Run, tokens: bytes) -> Run:
+    """Returns the node at which a run of tokens ends, which is made if there is none."""
+    node = root
+    while node.end * _TOKEN_BYTES < len(tokens):
+        rest = tokens[_TOKEN_BYTES * node.end :]
+        child = node.children.get(_first(rest))
+        if child is None:
+            child = node.children[_first(rest)] = Run(node, rest)
+        elif (common := num_common_tokens(child.tokens, rest)) * _TOKEN_BYTES < len(child.tokens):
+            child = _split(child, common)
+        node = child
+    return node
+
+
+def remove(node: Run) -> None:
+    """Removes a node's checkpoint, and all nodes that lead to none then."""
+    node.checkpoint = None
+    while node.parent is not None and node.checkpoint is None and not node.children:
+        del node.parent.children[_first(node.tokens)]
+        node = node.parent
+
+
+def _split(node: Run, num_tokens: int) -> Run:
+    """Cuts a node behind its first tokens; returns the first part."""
+    parent, cut = node.parent, num_tokens * _TOKEN_BYTES
+    assert parent is not None
+    first = Run(parent, node.tokens[:cut])
+    parent.children[_first(node.tokens)] = first
+    node.parent, node.tokens = first, node.tokens[cut:]
+    first.children[_first(node.tokens)] = node
+    return first
+
+
+def _num_common(child: Run, tokens: bytes, at: int) -> int:
+    return num_common_tokens(child.tokens, tokens[_TOKEN_BYTES * at :][: len(child.tokens)])
+
+
+def _first(tokens: bytes) -> bytes:
+    return tokens[:_TOKEN_BYTES]

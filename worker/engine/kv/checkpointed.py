@@ -1,0 +1,92 @@
+"""An allocation for a model whose state can't be cut at a token: it reuses and leaves checkpoints instead of blocks.
+
+All its blocks are private. A prompt's step ends where a checkpoint is to be made:
+
+    - at the last end of a block that is at least 8 tokens before the prompt's end: what follows a prompt in the next
+      turn of a conversation is an answer, and not the generation prompt with which it ended;
+    - where the prompt leaves a prefix that is known, or that another prompt shares which is computed after it;
+    - every 2,048 tokens.
+
+The end of the sequence itself is the last one, since the next turn goes on there.
+"""
+
+from array import array
+
+from tokenbus.protocol.wire import block_hash
+from tokenbus.worker.engine.kv.allocation import Allocation
+from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint
+from tokenbus.worker.engine.kv.checkpoints import Checkpoints
+from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
+from tokenbus.worker.engine.kv.prefix_tree import Domain, num_common_tokens
+
+_GENERATION_PROMPT_TOKENS = 8
+_INTERVAL_TOKENS = 2_048
+
+
+class CheckpointedAllocation(Allocation):
+    """Private blocks, and the checkpoints of one sequence; of none where it has no domain."""
+
+    __slots__ = ("_checkpoints", "_domain", "_last")
+
+    def __init__(self, cache: PrefixCache, checkpoints: Checkpoints, domain: Domain | None) -> None:
+        super().__init__(cache, None)
+        self._checkpoints = checkpoints
+        self._domain = domain
+        self._last: Checkpoint | None = None
+        """The deepest one that its lane went on from or that was made of it."""
+
+    def reuse_prefix(self, token_ids: "array[int]", num_computed: int) -> int:
+        if self._domain is None:
+            return num_computed
+        num_known, found = self._checkpoints.match(self._domain, token_ids, len(token_ids) - 1)
+        if found is not None and found.end > num_computed and self.allocate_blocks(found.end):
+            if num_computed:
+                self._cache.ops.truncate(self.lane, 0)
+            self._checkpoints.restore(found, self.lane)
+            self._last, num_computed = found, found.end
+        self._set_stop(len(token_ids), num_known, num_computed)
+        return num_computed
+
+    def stop_for(self, token_ids: "array[int]", other: "array[int]", num_computed: int) -> int:
+        """Has a step end where another prompt of the same domain leaves this one; returns that position."""
+        size = self._cache.block_size
+        if token_ids[:size] != other[:size]:  # as most often
+            return 0
+        count = min(len(token_ids), len(other))
+        one, two = block_hash.pack_token_ids(token_ids[:count]), block_hash.pack_token_ids(other[:count])
+        position = self._last_boundary(min(num_common_tokens(one, two), count - _GENERATION_PROMPT_TOKENS))
+        if position > num_computed and (self.stop is None or position < self.stop):
+            self.stop = position
+        return position
+
+    def cache_blocks(self, token_ids: "array[int]", num_computed: int) -> None:
+        if num_computed == self.stop:
+            self.stop = None
+            self._save(token_ids, num_computed)
+
+    def free(self, token_ids: "array[int]", num_computed: int) -> None:
+        if self._domain is not None:
+            _, known = self._checkpoints.match(self._domain, token_ids[:num_computed], num_computed)
+            if num_computed - (0 if known is None else known.end) >= self._cache.block_size:
+                self._save(token_ids, num_computed)
+        super().free(token_ids, num_computed)
+
+    def _save(self, token_ids: "array[int]", num_computed: int) -> None:
+        assert self._domain is not None
+        saved = self._checkpoints.save(self._domain, token_ids, num_computed, self.lane, self._last)
+        self._last = self._last if saved is None else saved
+
+    def _set_stop(self, num_tokens: int, num_known: int, num_computed: int) -> None:
+        """Finds the first position behind `num_computed` at which a checkpoint is to be made."""
+        last = num_tokens - _GENERATION_PROMPT_TOKENS
+        interval = max(self._cache.block_size, self._last_boundary(_INTERVAL_TOKENS))
+        stops = (
+            self._last_boundary(last),
+            self._last_boundary(min(num_known, last)),
+            (num_computed // interval + 1) * interval,
+        )
+        self.stop = min((stop for stop in stops if num_computed < stop <= last), default=None)
+
+    def _last_boundary(self, position: int) -> int:
+        """Returns the last end of a block up to a position."""
+        return position // self._cache.block_size * self._cache.block_size

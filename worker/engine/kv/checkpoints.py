@@ -1,0 +1,218 @@
+"""Checkpoints: prefix reuse for models whose state can't be cut at a token.
+
+A sliding window and a recurrent layer keep only what the next token needs: their state at position 500 says nothing of
+that at 400. So a prefix can be reused only where this *partial state* was copied while a lane stood there. The keys and
+values of layers that attend to all tokens are copied besides, each checkpoint those behind the one before it:
+
+    tokens      |------ 160 ------|------ 512 ------|-- 28 --|
+    kv copies   |-- of A: 0-160 --|- of B: 160-672 -|  of C  |
+    states                        A                 B        C
+
+To go on from C, a lane gets the KV of A, B and C and the state of C. Everything is copied, in both directions, and no
+two lanes share anything: what one does can't change another, and what is cached takes no room on the device.
+
+Where memory is needed, the state that was not used for the longest time goes first. Its KV goes with it, unless a
+checkpoint behind it stands on it: of a long conversation only the last states stay, and all of the KV.
+"""
+
+import itertools
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tokenbus.protocol.wire import block_hash
+from tokenbus.worker.engine.kv import checkpoint_tree
+from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint, Match, Run
+from tokenbus.worker.engine.kv.ops import Discard, Offload, Onload, OpQueue, RestoreState, SaveState
+from tokenbus.worker.engine.kv.prefix_tree import Domain, KvEvents, StoredBlock
+
+
+class CheckpointSizes(NamedTuple):
+    """The host memory that checkpoints may take, and how much they do."""
+
+    budget_bytes: int
+    state_bytes: int
+    """The size of a copy of the partial state, at the most."""
+    token_bytes: int
+    """The size of the KV of a token; 0 for a model without any."""
+
+
+class Checkpoints:
+    """The checkpoints of one engine: at most `max_count`, of the given sizes. KV ops say what is copied."""
+
+    def __init__(
+        self, sizes: CheckpointSizes, block_size: int, max_count: int, ops: OpQueue, fingerprint: str = ""
+    ) -> None:
+        self._sizes = sizes
+        self._block_size = block_size
+        self._max_count = max_count
+        self._ops = ops
+        self._fingerprint = fingerprint
+        self._roots: dict[Domain, Run] = {}
+        self._states: OrderedDict[Checkpoint, None] = OrderedDict()
+        """Checkpoints with a state, the least recently used first."""
+        self._copy_ids = itertools.count(1)
+        self._stored: dict[int, StoredBlock] = {}
+        self._removed: list[int] = []
+        self.used_bytes = 0
+        self.saved = 0
+        """Checkpoints that were made, in all."""
+        self.restored = 0
+        """The number of times that a lane went on from one."""
+        self.evicted = 0
+        """States that were discarded to make room."""
+
+    def __repr__(self) -> str:
+        return f"<Checkpoints {len(self)} in {self.used_bytes} of {self._sizes.budget_bytes} bytes>"
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def match(self, domain: Domain, token_ids: "array[int]", max_tokens: int) -> Match:
+        """Returns how much of a prefix is known, and the deepest checkpoint within its first `max_tokens` tokens."""
+        root = self._roots.get(domain)
+        if root is None:
+            return Match(0, None)
+        return checkpoint_tree.match(root, block_hash.pack_token_ids(token_ids), max_tokens)
+
+    def restore(self, checkpoint: Checkpoint, lane: int) -> None:
+        """Has an empty lane go on from a checkpoint."""
+        assert checkpoint.state_copy is not None, checkpoint
+        self._states.move_to_end(checkpoint)
+        self.restored += 1
+        for one in checkpoint.path():
+            if one.kv_copy is not None:
+                self._ops.add(Onload(one.kv_copy, lane, one.start, one.end))
+        self._ops.add(RestoreState(checkpoint.state_copy, lane))
+
+    def save(
+        self, domain: Domain, token_ids: "array[int]", end: int, lane: int, base: Checkpoint | None
+    ) -> Checkpoint | None:
+        """Makes a checkpoint of a lane that has computed exactly the first `end` tokens; returns None without room.
+
+        `base` is one from which the lane went on, or that was made of it."""
+        tokens = block_hash.pack_token_ids(token_ids[:end])
+        root = self._roots.setdefault(domain, Run(None, b""))
+        found = checkpoint_tree.match(root, tokens, end).checkpoint
+        if found is not None and found.end == end:
+            self._states.move_to_end(found)
+            return found
+        node = checkpoint_tree.insert(root, tokens)
+        one = node.checkpoint
+        if one is None:
+            one = node.checkpoint = Checkpoint(self._surviving(base), node)
+            if one.base is not None:
+                one.base.num_dependents += 1
+        one.num_dependents += 1  # making room must not take what it is to stand on
+        num_kv_bytes = 0 if one.kv_copy is not None else (end - one.start) * self._sizes.token_bytes
+        has_room = self._make_room(self._sizes.state_bytes + num_kv_bytes)
+        one.num_dependents -= 1
+        if not has_room:
+            self._collect(one)
+            return None
+        if num_kv_bytes:
+            one.kv_copy = next(self._copy_ids)
+            self._ops.add(Offload(one.kv_copy, lane, one.start, end))
+        one.state_copy = next(self._copy_ids)
+        self._ops.add(SaveState(one.state_copy, lane))
+        self._states[one] = None
+        self.used_bytes += self._sizes.state_bytes + num_kv_bytes
+        self.saved += 1
+        self._announce(one, domain, tokens)
+        return one
+
+    def clear(self) -> None:
+        """Discards everything."""
+        while self._states:
+            self._drop_state(next(iter(self._states)))
+
+    def take_events(self) -> KvEvents:
+        """Returns the blocks that end at a checkpoint from now on, or not any more, since the last time."""
+        events = KvEvents(self._removed, list(self._stored.values()))
+        self._removed, self._stored = [], {}
+        return events
+
+    def all(self) -> Iterator[Checkpoint]:
+        """Yields every checkpoint, also those without a state."""
+        nodes = list(self._roots.values())
+        for node in nodes:  # grows while it is read
+            nodes.extend(node.children.values())
+            if node.checkpoint is not None:
+                yield node.checkpoint
+
+    def check_counts(self) -> None:
+        assert len(self) <= self._max_count, self
+        assert 0 <= self.used_bytes <= self._sizes.budget_bytes, self
+
+    def check_integrity(self) -> None:
+        """Asserts that all that is kept is of use, stands on what is kept, and is counted."""
+        self.check_counts()
+        kept = list(self.all())
+        dependents = dict.fromkeys(kept, 0)
+        used_bytes = 0
+        for one in kept:
+            assert one.node is not None, one
+            assert one.node.checkpoint is one, one
+            assert one.start == (0 if one.base is None else one.base.end) < one.end, one
+            assert (one.kv_copy is not None) == (self._sizes.token_bytes > 0), one
+            used_bytes += (one.end - one.start) * self._sizes.token_bytes + one.has_state * self._sizes.state_bytes
+            if one.base is not None:
+                dependents[one.base] += 1
+        assert all(one.num_dependents == count for one, count in dependents.items()), dependents
+        assert all(one.has_state or one.num_dependents for one in kept), kept
+        assert used_bytes == self.used_bytes, (used_bytes, self)
+        assert {one for one in kept if one.has_state} == set(self._states)
+        copies = [copy for one in kept for copy in (one.kv_copy, one.state_copy) if copy is not None]
+        assert len(copies) == len(set(copies)), copies
+
+    def _surviving(self, base: Checkpoint | None) -> Checkpoint | None:
+        """Returns the last checkpoint up to `base` whose KV is still there; none where tokens have no KV."""
+        while base is not None and base.node is None:
+            base = base.base
+        return base if self._sizes.token_bytes else None
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Discards states, and KV that only they need, until there is room for one more checkpoint of that size."""
+        if num_bytes > self._sizes.budget_bytes:
+            return False
+        while self.used_bytes + num_bytes > self._sizes.budget_bytes or len(self) >= self._max_count:
+            if not self._states:
+                return False
+            self._drop_state(next(iter(self._states)))
+            self.evicted += 1
+        return True
+
+    def _drop_state(self, one: Checkpoint) -> None:
+        assert one.state_copy is not None, one
+        del self._states[one]
+        self._ops.add(Discard(one.state_copy))
+        one.state_copy = None
+        self.used_bytes -= self._sizes.state_bytes
+        if one.hash is not None and self._stored.pop(one.hash, None) is None:
+            self._removed.append(one.hash)
+        self._collect(one)
+
+    def _collect(self, checkpoint: Checkpoint) -> None:
+        """Discards a checkpoint that is of no use, and those before it that are of none then."""
+        one: Checkpoint | None = checkpoint
+        while one is not None and not one.has_state and not one.num_dependents:
+            if one.kv_copy is not None:
+                self._ops.add(Discard(one.kv_copy))
+                self.used_bytes -= (one.end - one.start) * self._sizes.token_bytes
+            assert one.node is not None, one
+            checkpoint_tree.remove(one.node)
+            one.node = one.kv_copy = None
+            one = one.base
+            if one is not None:
+                one.num_dependents -= 1
+
+    def _announce(self, one: Checkpoint, domain: Domain, tokens: bytes) -> None:
+        """Notes the hash of the block that ends at a checkpoint, for routers."""
+        if one.end % self._block_size:
+            return
+        named = block_hash.PrefixDomain(self._fingerprint, domain.adapters, domain.tenant, domain.cache_salt)
+        parent = block_hash.root_hash(named)
+        hashes = [parent, *block_hash.block_hashes_of_bytes(tokens, self._block_size, parent)]
+        one.hash = hashes[-1]
+        self._stored[one.hash] = StoredBlock(hashes[-2], one.hash)

@@ -1,0 +1,37 @@
+"""Keeps prompts that begin alike from being computed side by side: all but the first wait, and reuse what it leaves."""
+
+from collections.abc import Iterable
+
+from tokenbus.worker.engine.kv.checkpointed import CheckpointedAllocation
+from tokenbus.worker.engine.scheduling.sequence import Sequence
+
+
+def distinct_prompts(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> list[Sequence]:
+    """Returns the prompts to go on with: of several that would compute the same block next, only the first.
+
+    The others reuse that block in the next step, as those that wait for a copy from host memory do theirs. Where only
+    checkpoints can be reused, they wait for the one at which the first leaves them, and it makes one for each that
+    `waiting`, without a lane, will want."""
+    prompts, blocks = list[Sequence](), set[object]()
+    for sequence in running:
+        if sequence.lane is None or sequence.is_decoding or sequence.kv.awaits_onload(sequence.token_ids):
+            continue
+        block = sequence.kv.next_block(sequence.token_ids)
+        if block in blocks or _awaits_checkpoint(sequence, prompts):
+            continue
+        prompts.append(sequence)
+        if block is not None:
+            blocks.add(block)
+    for sequence in waiting:
+        _awaits_checkpoint(sequence, prompts)
+    return prompts
+
+
+def _awaits_checkpoint(sequence: Sequence, prompts: Iterable[Sequence]) -> bool:
+    """Has each earlier prompt that begins alike stop where this one can go on; returns whether there is any."""
+    awaits = False
+    for one in prompts:
+        if isinstance(one.kv, CheckpointedAllocation) and one.domain is not None and one.domain == sequence.domain:
+            position = one.kv.stop_for(one.token_ids, sequence.token_ids, one.num_computed)
+            awaits |= position > max(one.num_computed, sequence.num_computed)
+    return awaits

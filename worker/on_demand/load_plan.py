@@ -1,0 +1,197 @@
+"""Decides which models a worker loads and unloads, so that their memory stays within a budget; pure.
+
+    UNLOADED --Load--> LOADING --loaded--> LOADED --Unload--> UNLOADING --unloaded--> UNLOADED
+        ^                 |                   |
+        +-----failed------+------failed-------+
+
+A model is wanted while somebody asks for it again and again. The wanted models are loaded in the order in which they
+were asked for, one at a time. The first one gets room from models that have been idle, the least recently used one
+first. A model with running requests is never unloaded. But if the first one waits for long, a busy model takes no new
+requests, and is unloaded as soon as those that run have ended: otherwise busy models could keep all others out."""
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from tokenbus.protocol.wire import errors
+from tokenbus.worker.on_demand.memory_need import MemoryNeed, mib
+from tokenbus.worker.on_demand.planned_model import LINGER_S, PlannedModel, State
+
+_WANT_TTL_S = 3.0
+"""A model that nobody has asked for since this time is not loaded any more; routers ask twice a second."""
+_FAILURE_TTL_S = 10.0
+"""A model that could not be loaded is not tried again for this time."""
+_PATIENCE_S = 5.0
+"""The first model in the order waits this long before a busy one has to finish its requests."""
+
+
+class Load(NamedTuple):
+    """A model is to be loaded; its state is LOADING already."""
+
+    name: str
+
+
+class Unload(NamedTuple):
+    """A model takes no new requests, and is to be unloaded once those that run have ended; its state is UNLOADING."""
+
+    name: str
+    reason: Literal["idle", "room"]
+    """Nobody has used it for long, or another model needs its memory."""
+
+
+class LoadPlan:
+    """The models of one worker that are loaded on demand."""
+
+    def __init__(self, names: Iterable[str], budget_bytes: int, idle_unload_s: float = 0.0) -> None:
+        """A budget of 0 leaves the limit to the memory that is free, and `idle_unload_s` 0 unloads only for room."""
+        self._models = {name: PlannedModel() for name in names}
+        self._budget_bytes = budget_bytes
+        self._idle_unload_s = idle_unload_s
+
+    def __repr__(self) -> str:
+        return f"<LoadPlan {', '.join(f'{name} {one.state}' for name, one in self._models.items())}>"
+
+    def state_of(self, name: str) -> State:
+        return self._models[name].state
+
+    def need_of(self, name: str) -> MemoryNeed | None:
+        """Returns the memory that a model takes, once that is known."""
+        return self._models[name].need
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The memory of all models that are not unloaded."""
+        return sum(one.num_bytes for one in self._models.values() if one.state is not State.UNLOADED)
+
+    def set_need(self, name: str, need: MemoryNeed) -> None:
+        """Notes the memory that a model takes. It is not loaded before this is known."""
+        model = self._models[name]
+        if model.state is State.UNLOADED:  # what is loaded keeps what it was loaded with
+            model.need = need
+
+    def want(self, name: str, now: float) -> errors.Error | None:
+        """Notes that somebody asks for a model; returns why it can't be had, if it can't."""
+        model = self._models[name]
+        if model.state in (State.LOADING, State.LOADED):
+            return None
+        if model.failure is not None and now - model.failed_at < _FAILURE_TTL_S:
+            return model.failure
+        model.failure = None
+        if model.need is not None and 0 < self._budget_bytes < model.need.total_bytes:
+            return _refusal(name, model.need, f"the budget for all models is {mib(self._budget_bytes)}")
+        if model.wanted_since is None or now - model.wanted_at > _WANT_TTL_S:
+            model.wanted_since = now
+        model.wanted_at = now
+        return None
+
+    def loaded(self, name: str, now: float) -> None:
+        """A model that was LOADING serves."""
+        model = self._models[name]
+        assert model.state is State.LOADING, self
+        model.state, model.idle_since, model.was_used = State.LOADED, now, False
+
+    def failed(self, name: str, reason: str, now: float, code: errors.Code = errors.Code.NO_WORKER) -> None:
+        """A model could not be loaded, or it was lost and can't be loaded again. It takes no memory now."""
+        model = self._models[name]
+        model.state, model.wanted_since = State.UNLOADED, None
+        text = f"the model {name} can't be loaded: {reason}"
+        model.failure = errors.make_error(code, text, retry_after_ms=_FAILURE_TTL_S * 1e3)
+        model.failed_at = now
+
+    def unloaded(self, name: str) -> None:
+        """A model that was UNLOADING takes no memory any more."""
+        model = self._models[name]
+        assert model.state is State.UNLOADING, self
+        model.state = State.UNLOADED
+
+    def remove(self, name: str) -> None:
+        """Forgets a model that is not served any more."""
+        del self._models[name]
+
+    def used(self, name: str, *, idle_since: float | None) -> None:
+        """Notes since when a LOADED model has had no request; None while it has one."""
+        model = self._models[name]
+        if model.state is not State.LOADED:
+            return
+        if idle_since is None or model.idle_since is None or idle_since > model.idle_since:
+            model.was_used, model.idle_since = True, idle_since
+
+    def next_action(self, now: float, free_bytes: int) -> Load | Unload | None:
+        """Returns what is to be done now, and assumes that it is done. `free_bytes` of memory are free on the machine.
+
+        It is to be called again after each action, after each change, and several times a second."""
+        if overdue := self._overdue(now):
+            return self._unload(overdue, "idle")
+        name = self._first_wanted(now)
+        if name is None or any(one.state is State.LOADING for one in self._models.values()):
+            return None
+        model = self._models[name]
+        assert model.need is not None
+        if self._missing_bytes(model.need, free_bytes) <= 0:
+            model.state, model.wanted_since, model.failure = State.LOADING, None, None
+            return Load(name)
+        return self._make_room(name, now, free_bytes)
+
+    def check_integrity(self) -> None:
+        states = [one.state for one in self._models.values()]
+        assert states.count(State.LOADING) <= 1, self
+        assert not self._budget_bytes or self.reserved_bytes <= self._budget_bytes, self
+        for model in self._models.values():
+            assert model.state is State.UNLOADED or model.need is not None, self
+            assert model.state is State.UNLOADED or model.wanted_since is None or model.state is State.UNLOADING, self
+
+    def _overdue(self, now: float) -> str:
+        """Returns a model that nobody has used for too long, if there is one."""
+        if not self._idle_unload_s:
+            return ""
+        limit_s = max(self._idle_unload_s, LINGER_S)
+        return next((name for name, one in self._models.items() if one.idle_s(now) >= limit_s), "")
+
+    def _first_wanted(self, now: float) -> str | None:
+        """Returns the model that has been wanted for the longest time, and forgets those that nobody wants any more."""
+        waiting: list[tuple[float, str]] = []
+        for name, model in self._models.items():
+            if model.wanted_since is not None and now - model.wanted_at > _WANT_TTL_S:
+                model.wanted_since = None
+            if model.wanted_since is not None and model.state is State.UNLOADED and model.need is not None:
+                waiting.append((model.wanted_since, name))
+        return min(waiting)[1] if waiting else None
+
+    def _missing_bytes(self, need: MemoryNeed, free_bytes: int) -> int:
+        """Returns how much memory has to be given back before a model may be loaded."""
+        over = self.reserved_bytes + need.total_bytes - self._budget_bytes if self._budget_bytes else 0
+        return max(over, need.total_bytes - free_bytes)
+
+    def _make_room(self, name: str, now: float, free_bytes: int) -> Unload | None:
+        """Has another model unloaded, one at a time."""
+        model = self._models[name]
+        assert model.need is not None
+        assert model.wanted_since is not None
+        loaded = [one for one in self._models if self._models[one].state is State.LOADED]
+        if any(one.state is State.UNLOADING for one in self._models.values()):
+            return None
+        if not loaded:  # only the machine's own memory can be missing
+            self.failed(name, _shortage(model.need, free_bytes), now, errors.Code.INSUFFICIENT_MEMORY)
+            return None
+        idle = [one for one in loaded if self._models[one].is_idle(now)]
+        missing = self._missing_bytes(model.need, free_bytes)
+        is_enough = sum(self._models[one].num_bytes for one in idle) >= missing
+        if not idle or not is_enough:
+            # what is idle now would be unloaded for nothing, unless a busy one follows
+            if now - model.wanted_since < _PATIENCE_S:
+                return None
+            idle = idle or loaded
+        victim = min(idle, key=lambda one: self._models[one].idle_since or now)
+        return self._unload(victim, "room")
+
+    def _unload(self, name: str, reason: Literal["idle", "room"]) -> Unload:
+        self._models[name].state = State.UNLOADING
+        return Unload(name, reason)
+
+
+def _shortage(need: MemoryNeed, free_bytes: int) -> str:
+    return f"it needs {need}, and {mib(free_bytes)} of memory are free"
+
+
+def _refusal(name: str, need: MemoryNeed, limit: str) -> errors.Error:
+    text = f"the model {name} can't be loaded: it needs {need}, and {limit}"
+    return errors.make_error(errors.Code.INSUFFICIENT_MEMORY, text)

@@ -1,0 +1,187 @@
+"""The models of one worker process that are loaded on demand: carries out what the load plan decides."""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from tokenbus.protocol.wire import internal
+from tokenbus.worker import contract
+from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.frontend.metrics import WorkerMetrics
+from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
+from tokenbus.worker.on_demand import free_memory, memory_need, model_facts
+from tokenbus.worker.on_demand.load_plan import Load, LoadPlan, Unload
+from tokenbus.worker.on_demand.memory_need import MemoryNeed, mib
+from tokenbus.worker.on_demand.planned_model import State
+from tokenbus.worker.on_demand.replica import OnDemandReplica
+
+_TICK_S = 0.1
+
+
+class OnDemandModels:
+    """Loads models that routers ask for, and unloads others to make room. It learns from replicas what became of it."""
+
+    def __init__(self, settings: WorkerSettings, metrics: WorkerMetrics, worker_id: str) -> None:
+        self._settings = settings
+        self._models = {model.served_name: model for model in settings.models if model.on_demand}
+        self._metrics = metrics
+        self._worker_id = worker_id
+        self._plan = LoadPlan((), 0)
+        self._budget_bytes = 0
+        self._replicas: dict[str, OnDemandReplica] = {}
+        self._measuring: dict[str, asyncio.Task[None]] = {}
+        self._changing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._began_at: dict[str, float] = {}
+        """When the present load of each model began."""
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<OnDemandModels {self._plan!r}>"
+
+    async def prepare(self) -> None:
+        """Sets the models' budget: what is left of the whole one when the other models are loaded.
+
+        Raises EngineStartError if they alone take more."""
+        others = [model for model in self._settings.models if not model.on_demand]
+        budget = self._settings.memory_budget_bytes
+        for model in others if budget else ():
+            need = await _measure(model)
+            budget -= need.total_bytes * model.replicas
+            if budget <= 0:
+                whole = mib(self._settings.memory_budget_bytes)
+                raise contract.EngineStartError(
+                    f"the pinned models take more than the budget: {model.served_name} needs {need}, and all together "
+                    f"may take {whole}; raise --memory-budget-mib"
+                )
+        self._plan = LoadPlan(self._models, budget, self._settings.idle_unload_s)
+        self._budget_bytes = budget
+
+    def add(self, replica: OnDemandReplica) -> None:
+        """Takes over a replica before it runs."""
+        name = replica.served_name
+        self._replicas[name] = replica
+        replica.listener = self
+        replica.on_want = lambda: self._want(name)
+        self._start_measuring(name)
+
+    def remove(self, replica: OnDemandReplica) -> None:
+        """Forgets a replica that has ended."""
+        if self._replicas.pop(replica.served_name, None) is not None:
+            self._plan.remove(replica.served_name)
+
+    def update_gauges(self) -> None:
+        """Updates the gauges for a scrape."""
+        for name, replica in self._replicas.items():
+            need, is_reserved = self._plan.need_of(name), self._plan.state_of(name) is not State.UNLOADED
+            reserved = need.total_bytes if need is not None and is_reserved else 0
+            self._metrics.memory_budget.labels(name, replica.worker_id).set(self._budget_bytes)
+            self._metrics.memory_reserved.labels(name, replica.worker_id).set(reserved)
+            for state in State:
+                own = self._metrics.model_state.labels(name, replica.worker_id, state)
+                own.set(self._plan.state_of(name) is state)
+
+    async def run(self) -> None:
+        """Loads and unloads until cancelled."""
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(_TICK_S):
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass
+                self._changed.clear()
+                self._act(time.monotonic())
+        finally:
+            tasks = [*self._changing, *self._measuring.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def model_loaded(self, name: str) -> None:
+        if self._plan.state_of(name) is not State.LOADING:
+            return  # its engine was restarted
+        seconds = time.monotonic() - self._began_at[name]
+        self._plan.loaded(name, time.monotonic())
+        replica = self._replicas[name]
+        self._metrics.model_loads.labels(name, replica.worker_id, "ok").inc()
+        self._metrics.model_load_seconds.labels(name, replica.worker_id).observe(seconds)
+        self._log.info("model_loaded", worker_id=replica.worker_id, model=name, total_ms=round(seconds * 1e3, 1))
+        self._changed.set()
+
+    def model_failed(self, name: str, reason: str) -> None:
+        replica = self._replicas[name]
+        self._plan.failed(name, reason, time.monotonic())
+        self._metrics.model_loads.labels(name, replica.worker_id, "failed").inc()
+        self._log.error("model_not_loaded", worker_id=replica.worker_id, model=name, error=reason)
+        self._start_measuring(name)  # its file may be another one now
+        self._changed.set()
+
+    def model_unloaded(self, name: str) -> None:
+        self._plan.unloaded(name)
+        self._log.info("model_unloaded", worker_id=self._replicas[name].worker_id, model=name)
+        self._start_measuring(name)
+        self._changed.set()
+
+    def _want(self, name: str) -> internal.ControlReply:
+        """Has a model loaded; returns how far that is."""
+        error = self._plan.want(name, time.monotonic())
+        if error is not None:
+            return internal.ControlReply(ok=False, error=error)
+        if self._plan.need_of(name) is None:
+            self._start_measuring(name)
+        self._changed.set()
+        replica, state = self._replicas[name], self._plan.state_of(name)
+        progress = {State.LOADING: min(replica.load_progress, 0.99), State.LOADED: 1.0}.get(state, 0.0)
+        return internal.ControlReply(ok=True, progress=round(progress, 3))
+
+    def _act(self, now: float) -> None:
+        for name, replica in self._replicas.items():
+            self._plan.used(name, idle_since=replica.idle_since)
+        while (action := self._plan.next_action(now, free_memory.read())) is not None:
+            match action:
+                case Load(name):
+                    self._began_at[name] = now
+                    need = self._plan.need_of(name)
+                    assert need is not None, self._plan
+                    self._replicas[name].load(need.kv_bytes)
+                case Unload(name, reason):
+                    replica = self._replicas[name]
+                    self._metrics.model_unloads.labels(name, replica.worker_id, reason).inc()
+                    self._log.info("model_unloading", worker_id=replica.worker_id, model=name, reason=reason)
+                    self._start(replica.unload())
+
+    def _start(self, change: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(change)
+        self._changing.add(task)
+        task.add_done_callback(self._changing.discard)
+
+    def _start_measuring(self, name: str) -> None:
+        if name not in self._measuring:
+            self._measuring[name] = asyncio.create_task(self._measure(name))
+            self._measuring[name].add_done_callback(lambda _: self._measuring.pop(name, None))
+
+    async def _measure(self, name: str) -> None:
+        """Finds out how much memory a model needs, which may begin with a download."""
+        try:
+            need = await _measure(self._models[name])
+        except (ModelError, OSError) as error:
+            # what was loaded before is tried again: the load says why it fails
+            if name in self._replicas and self._plan.need_of(name) is None:
+                worker_id = self._replicas[name].worker_id
+                self._plan.failed(name, str(error), time.monotonic())
+                self._log.error("model_not_loaded", worker_id=worker_id, model=name, error=str(error))
+            return
+        if name in self._replicas:
+            self._plan.set_need(name, need)
+            self._replicas[name].set_context_length(need.context_length)
+            self._changed.set()
+
+
+async def _measure(model: ServedModel) -> MemoryNeed:
+    """Reads files on a thread. Raises ModelError and OSError."""
+    facts = await asyncio.to_thread(model_facts.read, model.engine, lambda _: None)
+    return memory_need.estimate(facts, model.engine)

@@ -1,0 +1,51 @@
+"""One model of a load plan: its state, who wants it, and how it was used; pure."""
+
+import enum
+
+from tokenbus.protocol.wire import errors
+from tokenbus.worker.on_demand.memory_need import MemoryNeed
+
+LINGER_S = 0.2
+"""A model that has been idle for less than this is not unloaded: its clients may be about to ask again."""
+_FIRST_USE_S = 2.0
+"""The same for one that has been loaded and not used yet: the requests that it was loaded for are on their way."""
+
+
+class State(enum.StrEnum):
+    """The states of a model."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"
+
+
+class PlannedModel:
+    """One model: its state, who wants it, and how it was used."""
+
+    def __init__(self) -> None:
+        self.state = State.UNLOADED
+        self.need: MemoryNeed | None = None
+        self.wanted_since: float | None = None
+        self.wanted_at = 0.0
+        """When somebody asked for it last."""
+        self.idle_since: float | None = None
+        """When its last request ended; None while there are any."""
+        self.was_used = False
+        """Whether it has had a request since it was loaded."""
+        self.failure: errors.Error | None = None
+        self.failed_at = 0.0
+
+    def idle_s(self, now: float) -> float:
+        """Returns for how long nobody has used it."""
+        return now - self.idle_since if self.state is State.LOADED and self.idle_since is not None else 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes, or will take."""
+        assert self.need is not None
+        return self.need.total_bytes
+
+    def is_idle(self, now: float) -> bool:
+        """Whether it may be unloaded now."""
+        return self.state is State.LOADED and self.idle_s(now) >= (LINGER_S if self.was_used else _FIRST_USE_S)

@@ -1,0 +1,163 @@
+"""A replica whose engine comes and goes: the frontend stays on the bus, and says that its model is loadable."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.wire import codec, internal
+from tokenbus.protocol.wire.params import SamplingParams
+from tokenbus.worker import contract
+from tokenbus.worker.engine.models import registry
+from tokenbus.worker.engine.models.model_files import source_name
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine_client.engine_process import EngineProcess
+from tokenbus.worker.frontend.metrics import WorkerMetrics
+from tokenbus.worker.frontend.replica import Replica
+from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
+
+_POLL_S = 0.05
+
+
+class LoadListener(Protocol):
+    """Learns what becomes of a replica's model."""
+
+    def model_loaded(self, name: str) -> None:
+        """It serves, after `load` or after its engine was restarted."""
+        ...
+
+    def model_failed(self, name: str, reason: str) -> None:
+        """It could not be loaded, or its engine died and it can't be loaded again."""
+        ...
+
+    def model_unloaded(self, name: str) -> None:
+        """It takes no memory any more."""
+        ...
+
+
+class OnDemandReplica(Replica):
+    """Serves a model from each `load` to the next `unload`. Its engine has a process of its own, so that all of its
+    memory is given back, and a load disturbs no other model."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        model: ServedModel,
+        worker_id: str,
+        metrics: WorkerMetrics,
+        tracer: tracing.Tracer,
+        host_cache_file: str = "",
+    ) -> None:
+        process = EngineProcess(settings.log.variables())
+        super().__init__(settings, model, worker_id, model.engine, process, metrics, tracer, host_cache_file)
+        self.listener: LoadListener | None = None
+        self.on_want: Callable[[], internal.ControlReply] | None = None
+        """Answers a router that asks for the model."""
+        self._listing = _listing(model.engine, 1)
+        self._load_requested = asyncio.Event()
+
+    def set_context_length(self, tokens: int) -> None:
+        """Announces how long a sequence is expected to be, as long as the model was never loaded."""
+        self._listing = _listing(self._engine, tokens)
+        if self.started.done() and not self._load_requested.is_set():
+            self._announce_loadable()
+
+    def load(self, kv_limit_bytes: int) -> None:
+        """Starts an engine with no more KV memory than that; 0 is no limit. The listener is told whether it serves."""
+        assert self.frontend is not None, "only a started replica is wanted"
+        self.load_progress = 0.0
+        self._engine = codec.replace(self._model.engine, kv_limit_bytes=kv_limit_bytes)
+        self.frontend.announce_loading()
+        self._load_requested.set()
+
+    async def unload(self) -> None:
+        """Takes no new requests, waits until those that run have ended, and ends the engine."""
+        supervisor = self._supervisor
+        assert supervisor is not None
+        self._announce_loadable()
+        while supervisor.engine is not None and supervisor is self._supervisor:
+            await supervisor.engine.drain()
+            if self.idle_since is not None:
+                await supervisor.cleanup()
+                return
+            await asyncio.sleep(_POLL_S)  # its engine has died: the next one goes on with the streams
+
+    @property
+    def idle_since(self) -> float | None:
+        """When the engine's last request ended; None while there is any, or no engine."""
+        engine = self._supervisor.engine if self._supervisor is not None else None
+        is_busy = engine is None or (self.frontend is not None and self.frontend.has_streams)
+        return None if is_busy or engine is None else engine.idle_since
+
+    @property
+    def unready_reason(self) -> str:
+        """A model that is not loaded takes requests all the same: routers hold them."""
+        return "" if self.started.done() else f"{self.worker_id} is not ready"
+
+    @property
+    def is_loading(self) -> bool:
+        return super().is_loading and self._load_requested.is_set()
+
+    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
+        super().engine_started(engine, config)
+        assert self.listener is not None
+        self.listener.model_loaded(self.served_name)
+
+    async def _run_engines(self) -> None:
+        assert self.frontend is not None
+        assert self.listener is not None
+        self.frontend.on_want = self.on_want
+        self._announce_loadable()
+        self.started.set_result(self._listing)
+        while True:
+            await self._load_requested.wait()
+            assert self._supervisor is not None
+            failure = ""
+            try:
+                await self._supervisor.run()
+            except contract.EngineStartError as error:
+                await self._supervisor.cleanup()
+                failure = str(error)
+            if self.frontend.drain_requested.is_set():
+                return
+            self._forget_engine()
+            if failure:
+                self.listener.model_failed(self.served_name, failure)
+            else:
+                self.listener.model_unloaded(self.served_name)
+
+    def _forget_engine(self) -> None:
+        """Prepares for the next load: another file may have taken the place of the one that was loaded."""
+        self._engine, self._config = self._model.engine, None
+        self._metrics.engine_unloaded()
+        if not self._host_cache_file and self._memory_fd is not None:
+            os.ftruncate(self._memory_fd, 0)
+        self._load_requested.clear()
+        self._supervisor = self._make_supervisor(is_patient=False)
+        self._announce_loadable()
+
+    def _announce_loadable(self) -> None:
+        assert self.frontend is not None
+        self.frontend.announce_loadable(self._listing)
+
+
+def _listing(settings: EngineSettings, context_length: int) -> contract.EngineConfig:
+    """Stands for the configuration of an engine that was never started."""
+    return contract.EngineConfig(
+        engine=registry.engine_of(settings.model) if settings.engine == "auto" else settings.engine,
+        engine_version="",
+        source=source_name(settings.model),
+        fingerprint=settings.fingerprint,
+        context_length=context_length,
+        max_num_seqs=1,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        kv_block_size=1,
+        total_kv_blocks=0,
+        prefix_cache=False,
+        vocab_size=0,
+        features=(),
+        defaults=SamplingParams(),
+        versions={},
+        pid=0,
+    )
