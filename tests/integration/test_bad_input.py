@@ -29,7 +29,7 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
     "number as text": (b'{"prompt": "x", "max_tokens": "5"}', INVALID, "max_tokens"),
     "text as number": (b'{"prompt": 5}', INVALID, "prompt"),
     "wrong type inside": (b'{"messages": [{"role": "user", "content": [{"type": 1}]}]}', INVALID, "messages[0].content[0].type"),
-    "message without role": (b'{"messages": [{"content": "x"}]}', INVALID, "messages[0]"),
+    "message without role": (b'{"messages": [{"content": "x"}]}', INVALID, "messages[0].role"),
     "message without content": (b'{"messages": [{"role": "user"}]}', INVALID, "messages[0].content"),
     "picture": (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', UNSUPPORTED, "messages[0].content[0].type"),
     "nothing to do": (b"{}", INVALID, "prompt"),
