@@ -118,3 +118,5 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The grammar of the output, which may be any text if this is None."""
     is_held: bool = False
     """Whether it is computed only after `release`. An engine that takes over a dead one's requests holds none back."""
+    has_leg: bool = False
+    """Whether another worker computes its prompt while it is held, so that the prompt is no load here."""

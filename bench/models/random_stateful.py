@@ -46,6 +46,7 @@ class StatefulShape(NamedTuple):
 TINY = StatefulShape(layers=6, width=64, feed_forward=128, heads=2, kv_heads=1, vocab=384, window=16)
 PRESETS = {
     "tiny": TINY,
+    "small": StatefulShape(layers=6, width=512, feed_forward=1_536, heads=8, kv_heads=2, vocab=8_000),
     "0.5b": StatefulShape(layers=24, width=896, feed_forward=4_864, heads=14, kv_heads=2, vocab=32_000),
 }
 

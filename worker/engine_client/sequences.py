@@ -84,7 +84,9 @@ class OpenSequences:
         if held is not None:
             self._held[number] = held
         self._generations[number] = generation
-        self._unreported[number] = len(generation.request.token_ids) + len(generation.sampled)
+        is_elsewhere = held is not None and generation.request.has_leg
+        num_tokens = len(generation.request.token_ids) + len(generation.sampled)
+        self._unreported[number] = 0 if is_elsewhere else num_tokens
         self._key_to_number[generation.request.key] = number
 
     def abort(self, key: str) -> Generation | None:

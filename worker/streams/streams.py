@@ -251,7 +251,8 @@ class Streams:
         adapters = self._adapters.of_run(run)
         request = to_engine_request(run, self._config, self.settings.max_new_tokens, self._chat, adapters)
         if self._exchange.may_fetch(run):
-            request = codec.replace(request, is_held=True)
+            has_leg = run.fetch_from is not None and run.fetch_from.leg_ms > 0
+            request = codec.replace(request, is_held=True, has_leg=has_leg)
         now = time.monotonic()
         announcer = self._announcer
         gone = announcer.gone_subject(run.request_id)

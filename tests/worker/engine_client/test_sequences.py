@@ -24,9 +24,11 @@ class Table:
         for name in names:
             self.open(name)
 
-    def open(self, name: str, held: bytes | None = None) -> Generation:
+    def open(self, name: str, held: bytes | None = None, *, has_leg: bool = False) -> Generation:
         sampling = engine_request.Sampling(max_tokens=9)
-        request = engine_request.EngineRequest(key=name, token_ids=[1], sampling=sampling, stop=("STOP",))
+        request = engine_request.EngineRequest(
+            key=name, token_ids=[1], sampling=sampling, stop=("STOP",), has_leg=has_leg
+        )
         generation = Generation(request, self.outputs.append, TOKEN_BYTES, accepted_at=0.0)
         self.sequences.add(self.sequences.next_number(), generation, held)
         return generation
@@ -66,6 +68,14 @@ def test_tokens_count_as_unreported_until_the_engine_has_the_sequence_and_report
     table.open("cancelled", held=b"add")
     table.sequences.abort("cancelled")
     assert table.sequences.unreported_tokens == 0
+
+
+def test_a_prompt_that_another_worker_computes_is_no_load_here_unless_this_one_has_to() -> None:
+    table = Table()
+    table.open("held", held=b"add", has_leg=True)
+    assert (len(table.sequences), table.sequences.unreported_tokens) == (1, 0)
+    table.open("taken over", has_leg=True)
+    assert table.sequences.unreported_tokens == 1
 
 
 def test_intervals_between_tokens_are_counted_together_for_those_that_step_together() -> None:

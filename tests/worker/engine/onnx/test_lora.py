@@ -139,14 +139,17 @@ def test_an_adapter_of_llama_cpp_has_the_same_digest_for_both_kinds_of_engines(n
     other.close()
 
 
-def test_a_model_computes_the_same_without_adapters_once_it_takes_them(tmp_path: Path) -> None:
-    runner = open_runner(demo.ONNX_PATH)
+@pytest.mark.parametrize("flavour", FOLDERS)
+def test_a_model_computes_the_same_without_adapters_once_it_takes_them(flavour: str, tmp_path: Path) -> None:
+    runner = open_runner(FOLDERS[flavour]())
     before = answers(runner, {0: (), 1: ()})
     embedded = runner.embedder and runner.embedder.pool([[5, 6, 7]])
     session = runner._model.graph_runner.session
     digest = load_adapter(runner, adapters.write_peft(tmp_path, adapters.peft_tensors()))
     assert runner._model.graph_runner.session is not session
-    assert answers(runner, {0: (), 1: ()}) == before
+    used = (Adapter(digest, 1.0),)
+    for asked in ({0: (), 1: ()}, {0: used, 1: used}, {0: (), 1: ()}):
+        assert (answers(runner, asked) == before) is (asked[0] == ())
     assert (runner.embedder and runner.embedder.pool([[5, 6, 7]])) == pytest.approx(embedded)
     session = runner._model.graph_runner.session
     load_adapter(runner, adapters.write_peft(tmp_path, adapters.peft_tensors(2)))
@@ -227,6 +230,7 @@ REFUSED: Mapping[str, tuple[Tensors, dict[str, object], str]] = {
     "a bias": (pair() | {f"{QUERY}.lora_B.bias": np.ones(128, np.float32)}, {}, "is none of the matrices"),
     "the embedding": (pair(module="base_model.model.model.embed_tokens"), {}, "is no projection of a layer"),
     "the output": (pair(module="base_model.model.lm_head"), {}, "is no projection of a layer"),
+    "two of one place": (pair() | pair(module="base_model.model.vision.layers.0.self_attn.q_proj"), {}, "told apart"),
     "nothing": ({}, {}, "has no matrices"),
     "another kind": (pair(), {"peft_type": "IA3"}, "is of the kind 'IA3'"),
     "magnitudes": (pair(), {"use_dora": True}, "has magnitudes"),

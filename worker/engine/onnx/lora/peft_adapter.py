@@ -65,11 +65,14 @@ def changes(path: Path, data: bytes, config: bytes) -> Mapping[Place, Change]:
     settings = _read_config(path.with_name(CONFIG), config)
     halves: dict[str, dict[str, Array]] = {}
     for name, array in safetensors.parse(path, data).items():
-        found = _MATRIX.fullmatch(name)
-        if found is None or array.ndim != 2:
+        matrix = _MATRIX.fullmatch(name)
+        if matrix is None or array.ndim != 2:
             raise ModelError(f"{path}: {name} is none of the matrices lora_A and lora_B, which alone are served")
-        halves.setdefault(found["module"], {})[found["part"]] = array
-    return dict(_change(path, module, parts, settings) for module, parts in halves.items())
+        halves.setdefault(matrix["module"], {})[matrix["part"]] = array
+    found = dict(_change(path, module, parts, settings) for module, parts in halves.items())
+    if len(found) != len(halves):
+        raise ModelError(f"{path}: two of the adapter's modules can't be told apart: {', '.join(sorted(halves))[:200]}")
+    return found
 
 
 def _read_config(path: Path, data: bytes) -> _Config:
