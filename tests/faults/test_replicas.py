@@ -121,7 +121,7 @@ async def test_a_load_that_can_not_be_done_says_why_and_disturbs_nobody(system: 
         told = await control(bare, card, op="load", **message)
         assert not told[-1]["ok"]
         assert said in told[-1]["error"]["message"], told
-    assert (await control(bare, card, op="load"))[-1]["ok"]  # its own model, which is there
+    assert await control(bare, card, op="load") == [{"ok": True, "progress": 1.0}], "its own model is loaded"
     assert (await running.terminal())["usage"]["completion_tokens"] == 400
     async with asyncio.timeout(60):
         while len(await cards(bare)) > 1:
