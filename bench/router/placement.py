@@ -15,7 +15,7 @@ from tokenbus.replay.results import PolicyResult
 from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.svg import Axis, Series, bar_chart
 
-_COLOUR = "#6e7781"
+COLOUR = "#6e7781"
 """The colour of text, legible on white and on black."""
 Runs = dict[float, list[PolicyResult]]
 
@@ -45,7 +45,7 @@ def draw(found: Runs, folder: Path) -> None:
             Series(runs[0].policy, [(place, of(run)) for place, run in enumerate(runs)])
             for runs in zip(*found.values(), strict=True)
         ]
-        text = bar_chart(title, speeds, series, axis).replace("currentColor", _COLOUR)
+        text = bar_chart(title, speeds, series, axis).replace("currentColor", COLOUR)
         (folder / f"{name}.svg").write_text(text + "\n", encoding="utf-8")
 
 

@@ -42,7 +42,8 @@ def _evaluated(terminals: list[dict[str, Any]]) -> int:
 
 async def test_conversations_stay_where_they_are_held_and_the_router_predicts_what_is_cached(system: System) -> None:
     system.router("router")
-    system.worker("worker", "--replicas", "3", "--kv-block-size", "8")
+    # without copies in host memory, no blocks are fetched: what a worker has computed stays where it is
+    system.worker("worker", "--replicas", "3", "--kv-block-size", "8", "--host-cache-mib", "0")
     bare = await system.connect()
     await until_ready(bare, 3)
     by_turns = await _all(bare, "round_robin")

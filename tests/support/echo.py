@@ -10,7 +10,7 @@ from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.onnx import host_moves
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
-from tokenbus.worker.engine.onnx.cache.kv_cache import KvCache
+from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, KvCache
 from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
 from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
 from tokenbus.worker.engine.onnx.graphs.graph import Graph, KvTensor
@@ -81,7 +81,15 @@ class EchoGraphRunner:
         return _Bound()
 
     def run(
-        self, binding: _Bound, ids: Any, mask: Any, positions: Any, *, has_past: bool, wants_logits: bool = True
+        self,
+        binding: _Bound,
+        ids: Any,
+        mask: Any,
+        positions: Any,
+        *,
+        has_past: bool,
+        wants_logits: bool = True,
+        adapters: Any = None,
     ) -> Any:
         seen = np.full((len(ids), ROW_TOKENS), NOTHING, np.float32)
         count = ids.shape[1]
@@ -130,7 +138,7 @@ class EchoRunner(ArithmeticRunner):
         decodes = [part for part in plan.scheduled if part.num_tokens == 1 and part.start and part.samples]
         seen: dict[int, Any] = {}
         if decodes:
-            in_rows, logits = self.cache.decode(decodes)
+            ((in_rows, logits),) = self.cache.decode([DecodeGroup(decodes)])
             assert len(in_rows) == len(decodes)
             seen = {part.lane: row for part, row in zip(in_rows, logits, strict=True)}
         for part in plan.scheduled:

@@ -204,7 +204,7 @@ class EngineClient(asyncio.Protocol):
             return self._load
         # the engine's own counts are as old as its last report
         waiting = max(0, len(self._sequences) - self._load.running)
-        queued = self._load.queued_prefill_tokens + self._sequences.unreported_tokens
+        queued = self._load.queued_prefill_tokens + self._sequences.held_tokens
         age_ms = self._watchdog.age_s(time.monotonic()) * 1e3 if self._sequences.num_given else 0.0
         return codec.replace(self._load, waiting=waiting, queued_prefill_tokens=queued, step_age_ms=age_ms)
 

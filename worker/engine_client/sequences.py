@@ -44,8 +44,6 @@ class OpenSequences:
         self._key_to_number: dict[str, int] = {}
         self._held: dict[int, bytes] = {}
         """Open sequences that the engine has not been given yet, and the command that gives each to it."""
-        self._unreported: dict[int, int] = {}
-        """The tokens of open sequences that were held back, or given to the engine after its last report."""
         self._releasing: set[int] = set()
         self._started: set[int] = set()
         """Open sequences that this engine has started to compute: one of them may be why it died."""
@@ -69,9 +67,10 @@ class OpenSequences:
         return len(self) - len(self._held)
 
     @property
-    def unreported_tokens(self) -> int:
-        """Tokens of prompts that the engine's own load does not count yet."""
-        return sum(self._unreported.values())
+    def held_tokens(self) -> int:
+        """Tokens of prompts that are held back, without those that another worker computes."""
+        held = [self._generations[number] for number in self._held]
+        return sum(len(one.request.token_ids) + len(one.sampled) for one in held if not one.request.has_leg)
 
     @property
     def held_adapters(self) -> set[str]:
@@ -84,9 +83,6 @@ class OpenSequences:
         if held is not None:
             self._held[number] = held
         self._generations[number] = generation
-        is_elsewhere = held is not None and generation.request.has_leg
-        num_tokens = len(generation.request.token_ids) + len(generation.sampled)
-        self._unreported[number] = 0 if is_elsewhere else num_tokens
         self._key_to_number[generation.request.key] = number
 
     def abort(self, key: str) -> Generation | None:
@@ -130,11 +126,10 @@ class OpenSequences:
                 self._release(one.seq_no)
 
     def advance(self, outputs: list[ipc.SequenceOutput], now: float) -> tuple[list[Generation], Mapping[float, int]]:
-        """Hands a step's outputs to their generations. The engine's load counts all that it has been given now.
+        """Hands a step's outputs to their generations.
 
         Returns those that ended, and how many requests got a token by the time in seconds since their previous one.
         Requests that step together got their previous token together too, so that there is mostly one such time."""
-        self._unreported = {number: self._unreported[number] for number in self._held}
         ended: list[Generation] = []
         last_token_counts: Counter[float] = Counter()
         for output in outputs:
@@ -162,7 +157,6 @@ class OpenSequences:
         held = set(self._held)
         self._releasing.clear()
         self._held.clear()
-        self._unreported.clear()
         new = {number for number, generation in self._generations.items() if generation.started_at is None} - held
         # `_started` is about this engine; `started_at` may be of an earlier one
         for number in self._started or new:
@@ -179,7 +173,6 @@ class OpenSequences:
         self._key_to_number.clear()
         self._started.clear()
         self._held.clear()
-        self._unreported.clear()
         self._releasing.clear()
         return generations
 
@@ -193,4 +186,3 @@ class OpenSequences:
     def _remove(self, number: int) -> None:
         del self._key_to_number[self._generations.pop(number).request.key]
         self._started.discard(number)
-        self._unreported.pop(number, None)

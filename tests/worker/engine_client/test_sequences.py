@@ -55,27 +55,22 @@ def test_a_stream_that_ends_first_is_aborted_and_counts_until_the_engine_reports
     assert len(table.outputs) == 1
 
 
-def test_tokens_count_as_unreported_until_the_engine_has_the_sequence_and_reports() -> None:
+def test_the_tokens_of_a_prompt_count_as_load_while_it_is_held_back() -> None:
     table = Table("one")
+    assert table.sequences.held_tokens == 0
     table.open("held", held=b"add")
-    assert table.sequences.unreported_tokens == 2
-    table.advance(1, A)
-    assert table.sequences.unreported_tokens == 1, "the one that is held back"
+    assert table.sequences.held_tokens == 1
     assert table.sequences.release_held("held") == b"add"
-    assert table.sequences.unreported_tokens == 1
-    table.advance(1, A)
-    assert table.sequences.unreported_tokens == 0
+    assert table.sequences.held_tokens == 0
     table.open("cancelled", held=b"add")
     table.sequences.abort("cancelled")
-    assert table.sequences.unreported_tokens == 0
+    assert table.sequences.held_tokens == 0
 
 
-def test_a_prompt_that_another_worker_computes_is_no_load_here_unless_this_one_has_to() -> None:
+def test_a_prompt_that_another_worker_computes_is_no_load_here() -> None:
     table = Table()
     table.open("held", held=b"add", has_leg=True)
-    assert (len(table.sequences), table.sequences.unreported_tokens) == (1, 0)
-    table.open("taken over", has_leg=True)
-    assert table.sequences.unreported_tokens == 1
+    assert (len(table.sequences), table.sequences.held_tokens) == (1, 0)
 
 
 def test_intervals_between_tokens_are_counted_together_for_those_that_step_together() -> None:
