@@ -130,7 +130,9 @@ class ModelLoads:
         worker_id = worker.card.worker_id
         try:
             reply = await self._workers.call(worker.card, _LOAD, internal.Control(op="load"), _REPLY_TIMEOUT_S)
-        except (OSError, NoRespondersError, OutboundBufferLimitError, errors.RequestError) as error:
+        except NoRespondersError:
+            pass  # it is gone, or comes back: this router will hear of either
+        except (OSError, OutboundBufferLimitError, errors.RequestError) as error:
             wanted.num_silent += 1
             if wanted.num_silent >= _MAX_SILENT:
                 text = f"worker {worker_id} does not answer a load: {error}"

@@ -6,9 +6,11 @@ from collections.abc import Callable
 import pytest
 
 from tests.router.builders import DRAINING, READY, STARTING, card, events, fleet_of
+from tokenbus.protocol.bus.bus import NoRespondersError
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.requests import model_loads
 from tokenbus.router.requests.model_loads import ModelLoads
 
 
@@ -117,6 +119,38 @@ async def test_all_workers_are_asked_before_a_request_ends_with_the_last_refusal
     assert sorted(workers.asked) == ["w1", "w2"]
     assert raised.value.error.code is errors.Code.INSUFFICIENT_MEMORY
     assert raised.value.error.message == f"{workers.asked[-1]} is full"
+
+
+async def test_a_worker_that_has_left_the_bus_has_refused_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loads, "_ASK_INTERVAL_S", 0.0)
+
+    def have_left(worker_id: str) -> internal.ControlReply:
+        raise NoRespondersError(worker_id)
+
+    found, workers = loads(fleet_of(loadable("w1")), have_left)
+    waiting = asyncio.create_task(found.wait_served("demo", None))
+    while len(workers.asked) < 9:
+        found.check()
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_a_worker_that_is_there_and_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loads, "_ASK_INTERVAL_S", 0.0)
+
+    def be_silent(worker_id: str) -> internal.ControlReply:
+        raise TimeoutError(worker_id)
+
+    found, workers = loads(fleet_of(loadable("w1")), be_silent)
+    waiting = asyncio.create_task(found.wait_served("demo", None))
+    while not waiting.done():
+        found.check()
+        await asyncio.sleep(0)
+    with pytest.raises(errors.RequestError) as raised:
+        await waiting
+    assert raised.value.error.code is errors.Code.NO_WORKER
+    assert len(workers.asked) >= 4
 
 
 async def test_the_deadline_and_a_cancel_end_the_wait() -> None:
