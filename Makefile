@@ -16,7 +16,7 @@ up: $(READY)
 	@$(BIN)/tokenbus up $(ARGS)
 
 test: check
-	$(BIN)/pytest -n 3 --dist worksteal $(ARGS)
+	$(BIN)/pytest -n 4 --dist worksteal $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
