@@ -362,4 +362,9 @@ class VirtualWorker:
 
 def _sampled(sequence: Sequence) -> int:
     """Returns a token that occurs in no prompt and in no other sequence's output."""
-    return VOCAB_SIZE + sequence.seq_no
+    return own_token(sequence.seq_no)
+
+
+def own_token(seq_no: int) -> int:
+    """Returns the token of a sequence's output. Legs have negative numbers."""
+    return VOCAB_SIZE + (2 * seq_no if seq_no >= 0 else -2 * seq_no - 1)

@@ -9,8 +9,9 @@ from tests.replay.test_virtual_transfers import BLOCK_S, CPU, TOKEN_S, advance, 
 from tokenbus.protocol.wire import messages
 from tokenbus.replay import generators
 from tokenbus.replay.simulation import Simulation
-from tokenbus.replay.virtual_worker import VirtualWorker
+from tokenbus.replay.virtual_worker import VirtualWorker, own_token
 from tokenbus.router.placement.policies import KvAware
+from tokenbus.worker.engine.sim.runner import VOCAB_SIZE
 
 DECODE_S = 0.045
 """More than a step of one sequence takes."""
@@ -98,3 +99,10 @@ def test_a_fleet_with_roles_has_legs_and_one_without_has_none() -> None:
         computed.append(simulation.num_leg_tokens)
     assert computed[0] == 0
     assert computed[1] > 0
+
+
+def test_no_sequence_and_no_leg_samples_a_token_of_a_prompt_or_of_another_one() -> None:
+    numbers = range(-3 * VOCAB_SIZE, 3 * VOCAB_SIZE)
+    tokens = {own_token(number) for number in numbers}
+    assert len(tokens) == len(numbers)
+    assert min(tokens) >= VOCAB_SIZE
