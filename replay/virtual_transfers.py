@@ -75,17 +75,20 @@ class TransferLink:
     def begin_leg(self, source: "TransferLink", prefix: Prefix, began_at: float, now: float) -> Transfer | None:
         """Begins to take what another worker has just computed, since `began_at`; None if there is nothing.
 
-        All but the last block have moved meanwhile, as far as both ends were free."""
+        All but the last block, which need not be full, have moved meanwhile, as far as both ends were free."""
         start, end = self._num_held(prefix), source._num_held(prefix)
-        count = (end - start) // self._block_size
-        if count <= 0:
+        if end <= start:
             return None
+        needed = len(prefix.token_ids) - 1
+        if needed - end < self._block_size:
+            end = needed
+        count = -(-(end - start) // self._block_size)
         free_at = max(began_at, self._receives_until, source._sends_until)
         ends_at = max(free_at + count * self._block_s, now + self._block_s)
         self._num_received += 1
         source._num_sent += 1
         self._receives_until = source._sends_until = ends_at
-        return Transfer(prefix, start, start + count * self._block_size, began_at, ends_at)
+        return Transfer(prefix, start, end, began_at, ends_at)
 
     def finish_sending(self, transfer: Transfer) -> None:
         """Makes room for another transfer, and for other blocks than those that were given."""

@@ -188,12 +188,11 @@ class VirtualWorker:
         return sequence, internal.Started(id=key, stream_no=number, attempt=1, prompt_tokens=request.prompt_tokens)
 
     def _compute_for(self, key: str, other: Sequence, now: float, on_computed: Callable[[float], None]) -> None:
-        """Computes the whole blocks of another worker's prompt, and says when they are there."""
-        size = self._settings.block_size
+        """Computes all but the last token of another worker's prompt, and says when they are there."""
         number = -1 - other.seq_no
         leg = Sequence(
             number,
-            other.token_ids[: max(1, (other.num_prompt - 1) // size * size)],
+            other.token_ids[: max(1, other.num_prompt - 1)],
             engine_request.Sampling(max_tokens=1),
             frozenset(),
             domain=other.domain,

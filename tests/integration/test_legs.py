@@ -55,18 +55,18 @@ async def test_a_prompt_is_computed_by_the_other_worker_and_its_answer_is_the_sa
     system: System, sender: RunSender
 ) -> None:
     token_ids = prompt(1)
-    whole = (len(token_ids) - 1) // SIZE * SIZE
+    taken, filled = len(token_ids) - 1, -(-len(token_ids) // SIZE) * SIZE
     expected = await sender.ask("d", token_ids, cache_salt="apart")
     answer = await sender.ask("d", token_ids, fetch_from=leg(sender))
-    assert cached(answer.terminals[0]) == (whole, whole)
+    assert cached(answer.terminals[0]) == (taken, taken)
     assert answer.token_ids == expected.token_ids
     told = await sender.until_fetched(1)
-    assert (told.worker_id, told.was_leg, told.fetched_tokens) == ("p", True, whole)
+    assert (told.worker_id, told.was_leg, told.fetched_tokens) == ("p", True, filled)
     (ended,) = [line for line in system.log("p") if line["event"] == "leg_ended"]
-    assert (ended["outcome"], ended["tokens"], ended["request_id"]) == ("complete", whole, "default:r-1")
+    assert (ended["outcome"], ended["tokens"], ended["request_id"]) == ("complete", filled, "default:r-1")
     # it stays cached at both
-    assert cached((await sender.ask("p", [*token_ids, 9])).terminals[0])[0] >= whole
-    assert cached((await sender.ask("d", [*token_ids, 9])).terminals[0])[0] >= whole
+    assert cached((await sender.ask("p", [*token_ids, 9])).terminals[0])[0] >= taken
+    assert cached((await sender.ask("d", [*token_ids, 9])).terminals[0])[0] >= taken
 
 
 async def test_a_cancel_ends_the_leg_too(system: System, sender: RunSender) -> None:

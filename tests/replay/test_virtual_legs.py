@@ -37,6 +37,13 @@ def test_the_prompt_is_computed_at_one_worker_and_its_answer_at_the_other() -> N
     assert not [entry for _, entry in other.events if entry.started or entry.finished]
 
 
+def test_the_start_of_the_last_block_moves_too() -> None:
+    other, own = fleet = pair()
+    own.submit_with_leg(1, prompt(330), 0.0, other)
+    advance(list(fleet), 20.0)
+    assert first_token(own, 1)[1] == other.num_leg_tokens == 329
+
+
 def test_what_the_other_worker_has_already_is_not_computed_there_again() -> None:
     other, own = fleet = pair()
     other.submit(1, prompt(160), 0.0)

@@ -74,10 +74,10 @@ class Fetcher:
         """Fetches the blocks of a prefix from block `first` on, into an engine. The source of a leg computes them for
         the request `computed_for` with its priority. Raises nothing but CancelledError."""
         began = time.monotonic()
-        fetching = _Fetching(prefix, first, engine, config)
+        is_leg = source.leg_ms > 0
+        fetching = _Fetching(prefix, first, engine, config, is_leg=is_leg)
         if not fetching.num_wanted:  # they have been computed here since the router chose
             return Fetch("nothing")
-        is_leg = source.leg_ms > 0
         self.num_legs += is_leg
         self.num_running += not is_leg
         request = internal.BlockLeaseRequest(
@@ -160,12 +160,18 @@ class _Fetching:
     """The blocks of one fetch on their way into the engine."""
 
     def __init__(
-        self, prefix: contract.CachedPrefix, first: int, engine: contract.Engine, config: contract.EngineConfig
+        self,
+        prefix: contract.CachedPrefix,
+        first: int,
+        engine: contract.Engine,
+        config: contract.EngineConfig,
+        *,
+        is_leg: bool = False,
     ) -> None:
         self._size = config.kv_block_size
-        # the last token of a prompt is computed in any case
-        num_blocks = (len(prefix.token_ids) // _TOKEN_BYTES - 1) // self._size
-        self.prefix = codec.replace(prefix, token_ids=prefix.token_ids[: _TOKEN_BYTES * self._size * num_blocks])
+        self.prefix, num_blocks = _whole_blocks(prefix, self._size)
+        if is_leg and num_blocks > first:
+            self.prefix, num_blocks = _filled_blocks(prefix, self._size, config.context_length)
         self.first = first
         self.engine = engine
         self.config = config
@@ -194,6 +200,29 @@ class _Fetching:
             prefix = codec.replace(self.prefix, token_ids=self.prefix.token_ids[: _TOKEN_BYTES * self._size * end])
             self.engine.put_blocks(prefix, end - len(self._batch), self._batch)
             self._batch = []
+
+
+def _whole_blocks(prefix: contract.CachedPrefix, size: int) -> tuple[contract.CachedPrefix, int]:
+    """Returns the whole blocks of a prefix, and their number. The last may hold the prompt's last token, which is
+    computed in any case: the others of its tokens are of use."""
+    num_blocks = len(prefix.token_ids) // _TOKEN_BYTES // size
+    return codec.replace(prefix, token_ids=prefix.token_ids[: _TOKEN_BYTES * size * num_blocks]), num_blocks
+
+
+def _filled_blocks(prefix: contract.CachedPrefix, size: int, context_length: int) -> tuple[contract.CachedPrefix, int]:
+    """Returns a prefix whose last block is filled up, and the number of its blocks, so that all tokens but the last of
+    the prompt lie in whole ones:
+
+        prompt    |- a b c d -|- e f g h -|- i j k -|
+        filled    |- a b c d -|- e f g h -|- i j k k -|
+
+    What follows a token changes nothing in its keys and values."""
+    num_tokens = len(prefix.token_ids) // _TOKEN_BYTES
+    num_blocks = -(-(num_tokens - 1) // size)
+    if num_blocks * size < num_tokens or num_blocks * size >= context_length:
+        return _whole_blocks(prefix, size)
+    fill = prefix.token_ids[-_TOKEN_BYTES:] * (num_blocks * size - num_tokens)
+    return codec.replace(prefix, token_ids=prefix.token_ids + fill), num_blocks
 
 
 def _limit_s(num_tokens: int, engine: contract.Engine) -> float:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, SIZE, SOURCE, StubEngine, StubTransport, block, prefix
-from tokenbus.protocol.wire import codec
+from tokenbus.protocol.wire import block_hash, codec
 from tokenbus.worker import contract
 from tokenbus.worker.kv_exchange import fetcher
 from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
@@ -133,9 +133,37 @@ async def test_of_ten_thousand_hostile_answers_none_reaches_the_engine(monkeypat
         assert ended.num_tokens == bad_at * SIZE
 
 
-def test_a_prompt_of_whole_blocks_leaves_its_last_one_to_be_computed() -> None:
-    whole = contract.CachedPrefix("acme", "", (), prefix(3).token_ids[: 4 * SIZE * 3])
-    assert fetcher._Fetching(whole, 0, StubEngine(), CONFIG).num_wanted == 2  # type: ignore[arg-type]
+def prompt(num_tokens: int) -> contract.CachedPrefix:
+    return codec.replace(prefix(0), token_ids=block_hash.pack_token_ids(range(num_tokens)))
+
+
+@pytest.mark.parametrize(("num_tokens", "wanted"), [(1, 0), (15, 0), (16, 1), (17, 1), (47, 2), (48, 3)])
+def test_all_whole_blocks_of_a_prompt_are_fetched(num_tokens: int, wanted: int) -> None:
+    fetching = fetcher._Fetching(prompt(num_tokens), 0, StubEngine(), CONFIG)  # type: ignore[arg-type]
+    assert fetching.num_wanted == wanted
+    assert fetching.prefix.token_ids == prompt(SIZE * wanted).token_ids
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "first", "asked"),
+    [
+        (32, 0, [*range(32)]),
+        (33, 0, [*range(32)]),  # the 33rd is computed in any case
+        (34, 0, [*range(34), *[33] * 14]),
+        (47, 1, [*range(47), 46]),
+        (48, 1, [*range(48)]),
+        (47, 2, []),  # the whole blocks have come meanwhile, and the rest is not worth a leg
+        (4_090, 0, [*range(4_080)]),  # filled up, there would be no room for the token that ends a leg
+    ],
+)
+async def test_a_leg_computes_all_tokens_but_the_last_in_blocks_that_are_filled_up(
+    num_tokens: int, first: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher, "STALL_S", 0.01)
+    transport = StubTransport(999, never)
+    source = codec.replace(SOURCE, leg_ms=1.0)
+    await Fetcher(transport).fetch(source, prompt(num_tokens), first, StubEngine(), CONFIG)  # type: ignore[arg-type]
+    assert [list(block_hash.unpack_token_ids(one.token_ids)) for one in transport.requests] == [asked] * bool(asked)
 
 
 async def test_a_leg_is_asked_for_by_its_request_and_waits_longer_than_a_fetch(monkeypatch: pytest.MonkeyPatch) -> None:

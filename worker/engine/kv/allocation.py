@@ -13,7 +13,7 @@ from array import array
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.engine.kv.ops import Share, Truncate
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
-from tokenbus.worker.engine.kv.prefix_tree import Block, Root
+from tokenbus.worker.engine.kv.prefix_tree import TOKEN_BYTES, Block, Root
 
 
 class Allocation:
@@ -52,12 +52,15 @@ class Allocation:
         return None if tokens is None else (self.node, tokens)
 
     def awaits_onload(self, token_ids: "array[int]") -> bool:
-        """Returns whether the next block is in host memory and waits only for this step's onload budget."""
+        """Returns whether the next block, or all that is left of the prompt but its last token, is in host memory and
+        waits only for this step's onload budget."""
         if self.root is None or self._cache.host.can_onload:
             return False
-        tokens = self._next_tokens(token_ids, len(token_ids) - 1)
-        block = None if tokens is None else self.node.children.get(tokens)
-        return block is not None and not block.lanes
+        wanted = self._next_reusable(token_ids)
+        found = self.node.longest_match(wanted)
+        if found is None or len(wanted) > TOKEN_BYTES * found[1]:
+            return False
+        return not found[0].lanes and (not self.num_private or found[1] == self._cache.block_size)
 
     def allocate_blocks(self, num_tokens: int) -> bool:
         """Gets private blocks for `num_tokens` in all, evicting cached ones; False, and no change, without room."""
@@ -161,9 +164,8 @@ class Allocation:
             prompt   |-- a b x y --|      a b are copied or shared into a private block
 
         Returns their number. One token of the prompt is left to be computed."""
-        cache, node = self._cache, self.node
-        wanted = token_ids[node.end : min(node.end + cache.block_size, len(token_ids) - 1)]
-        found = node.longest_match(block_hash.pack_token_ids(wanted))
+        cache = self._cache
+        found = self.node.longest_match(self._next_reusable(token_ids))
         if found is None:
             return 0
         block, count = found
@@ -201,6 +203,11 @@ class Allocation:
         start = self.path[-1].end if self.path else 0
         end = start + self._cache.block_size
         return block_hash.pack_token_ids(token_ids[start:end]) if end <= num_tokens else None
+
+    def _next_reusable(self, token_ids: "array[int]") -> bytes:
+        """Returns the tokens behind the shared blocks that a block may have: the last of the prompt is computed."""
+        start = self.node.end
+        return block_hash.pack_token_ids(token_ids[start : min(start + self._cache.block_size, len(token_ids) - 1)])
 
     def _add_private(self, count: int) -> None:
         """Takes free blocks, or gives them back where `count` is negative."""

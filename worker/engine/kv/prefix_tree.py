@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tokenbus.protocol.wire import block_hash
 
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 DIGEST_BYTES = 16
 
 
@@ -79,7 +79,7 @@ class Block:
         self.parent = parent
         self.tokens = tokens
         self.start = start
-        self.end = start + len(tokens) // _TOKEN_BYTES
+        self.end = start + len(tokens) // TOKEN_BYTES
         self.hash = name
         """The chained hash; 0 for a partial block, which has none."""
         self._digest = b""
@@ -132,10 +132,10 @@ class Block:
 
     def proper_prefixes(self, tokens: bytes) -> "list[Block]":
         """The children whose tokens are a proper prefix of `tokens`, the shortest first."""
-        if len(self.children) < len(tokens) // _TOKEN_BYTES:
+        if len(self.children) < len(tokens) // TOKEN_BYTES:
             short = (key for key in self._keys if len(key) < len(tokens))
             return [self.children[key] for key in short if tokens.startswith(key)]
-        lengths = range(_TOKEN_BYTES, len(tokens), _TOKEN_BYTES)
+        lengths = range(TOKEN_BYTES, len(tokens), TOKEN_BYTES)
         return [child for length in lengths if (child := self.children.get(tokens[:length])) is not None]
 
     def path(self) -> "Iterator[Block]":
@@ -171,7 +171,7 @@ class PrefixTree:
 
     def __init__(self, block_size: int, fingerprint: str) -> None:
         self._block_size = block_size
-        self._width = block_size * _TOKEN_BYTES
+        self._width = block_size * TOKEN_BYTES
         self._fingerprint = fingerprint
         self._roots: dict[Domain, Root] = {}
         self._recovered_roots: dict[tuple[int, bytes], Root] = {}
@@ -275,11 +275,11 @@ def num_common_tokens(one: bytes, other: bytes) -> int:
     """The number of leading token ids that two runs have in common."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:
-        return most // _TOKEN_BYTES
-    low, high = 0, most // _TOKEN_BYTES  # they are equal up to `low` and differ before `high`
+        return most // TOKEN_BYTES
+    low, high = 0, most // TOKEN_BYTES  # they are equal up to `low` and differ before `high`
     while high - low > 1:
         middle = (low + high) // 2
-        if one[: middle * _TOKEN_BYTES] == other[: middle * _TOKEN_BYTES]:
+        if one[: middle * TOKEN_BYTES] == other[: middle * TOKEN_BYTES]:
             low = middle
         else:
             high = middle

@@ -148,13 +148,26 @@ def test_no_more_blocks_are_onloaded_than_the_limit_and_the_others_are_awaited()
     assert not cache.allocations[100].awaits_onload(ids("aaaabbbbc"))
 
 
-def test_a_copy_that_would_complete_the_prompt_is_not_awaited() -> None:
+@pytest.mark.parametrize("prompt", ["aaa", "aaaa", "aaaab"])
+def test_a_copy_of_all_that_is_left_but_the_last_token_is_awaited(prompt: str) -> None:
     cache = offloaded_cache()
     cache.free(101)
     cache.pool.cache.host.set_limits(offloads=0, onloads=0)
-    cache.reused("aaaa")
-    assert not cache.allocations[100].awaits_onload(ids("aaaa"))
-    assert cache.allocations[100].awaits_onload(ids("aaaab"))
+    assert cache.reused(prompt) == 0
+    assert cache.allocations[100].awaits_onload(ids(prompt))
+    cache.pool.cache.host.set_limits(offloads=0, onloads=1)
+    assert cache.reuse_prefix(100) == len(prompt) - 1
+    cache.pool.cache.host.set_limits(offloads=0, onloads=0)
+    assert not cache.allocations[100].awaits_onload(ids(prompt))
+
+
+@pytest.mark.parametrize("prompt", ["a", "aaxxx", "aaxx"])
+def test_the_first_tokens_of_a_copy_are_not_awaited_where_more_is_to_be_computed(prompt: str) -> None:
+    cache = offloaded_cache()
+    cache.free(101)
+    cache.pool.cache.host.set_limits(offloads=0, onloads=0)
+    assert cache.reused(prompt) == 0
+    assert not cache.allocations[100].awaits_onload(ids(prompt))
 
 
 def test_nothing_is_onloaded_without_room_for_it() -> None:

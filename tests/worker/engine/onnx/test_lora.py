@@ -170,7 +170,7 @@ def test_a_session_and_an_adapter_are_freed_when_nobody_uses_them(flavour: str, 
     assert [load_adapter(runner, path), load_adapter(replica, path)] == [digest, digest]
     answers(runner, {0: (), 1: (Adapter(digest, 1.0),)})
     assert first() is None
-    loaded = weakref.ref(runner._adapters._loaded[digest][0])  # type: ignore[union-attr]
+    loaded = weakref.ref(runner._adapters._loaded[digest])  # type: ignore[union-attr]
     for _ in range(2):
         assert digest in runner.adapters
         runner.adapters.unload(digest)
@@ -303,7 +303,7 @@ SCALES: Mapping[str, tuple[dict[str, object], float]] = {
 def test_an_adapter_is_scaled_as_peft_does(name: str, runner: OnnxRunner, tmp_path: Path) -> None:
     config, scale = SCALES[name]
     digest = load_adapter(runner, adapters.write_peft(tmp_path, pair(), **config))
-    arrays = runner._adapters._loaded[digest][0].arrays  # type: ignore[union-attr]
+    arrays = runner._adapters._loaded[digest].arrays  # type: ignore[union-attr]
     assert {float(array.max()) for name, array in arrays.items() if name.endswith(".b")} == {scale}
 
 
@@ -314,7 +314,7 @@ def test_values_of_every_type_are_read(runner: OnnxRunner, tmp_path: Path) -> No
     found = []
     for number, tensors in enumerate((exact, half, brain)):
         digest = load_adapter(runner, adapters.write_peft(tmp_path / str(number), tensors))
-        found.append(runner._adapters._loaded[digest][0].arrays)  # type: ignore[union-attr]
+        found.append(runner._adapters._loaded[digest].arrays)  # type: ignore[union-attr]
     assert all((arrays[name] == found[0][name]).all() for arrays in found for name in found[0])
 
 
@@ -337,7 +337,7 @@ def test_values_of_a_gguf_are_read_as_llama_cpp_reads_them(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    arrays = runner._adapters._loaded[load_adapter(runner, path)][0].arrays  # type: ignore[union-attr]
+    arrays = runner._adapters._loaded[load_adapter(runner, path)].arrays  # type: ignore[union-attr]
     a, b = (gguf.quants.dequantize(data, kind) for data in values.values())
     (found_a,) = (array for name, array in arrays.items() if name.endswith(".a"))
     (found_b,) = (array for name, array in arrays.items() if name.endswith(".b"))

@@ -7,7 +7,6 @@ from __future__ import annotations  # llama_cpp names its handle types for type 
 
 import ctypes
 import os
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker.engine.gguf import backend
 from tokenbus.worker.engine.gguf.lora import adapter_file
 from tokenbus.worker.engine.gguf.metadata import Tensor
-from tokenbus.worker.engine.process.loaded_models import LoadedModels
+from tokenbus.worker.engine.process.loaded_models import LoadedModels, ReplicaModels
 from tokenbus.worker.engine.runner import DeviceError, ModelError
 
 
@@ -59,16 +58,13 @@ class ContextAdapters:
         self._model = model
         self._architecture = architecture
         self._tensors = tensors
-        self._shared = shared
+        self._loaded = ReplicaModels(shared)
         self._context = context
-        self._lock = threading.Lock()
-        self._loaded: dict[str, list[LoadedAdapter]] = {}
-        """The same adapter as many times as it was loaded."""
         self._active: tuple[Adapter, ...] = ()
         """Those that the context has set."""
 
     def __repr__(self) -> str:
-        return f"<ContextAdapters {sorted(self._loaded)}>"
+        return f"<ContextAdapters {self._loaded!r}>"
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._loaded
@@ -77,27 +73,20 @@ class ContextAdapters:
         """Loads an adapter beside those that there are, and returns its digest. Raises ModelError, and nothing has
         changed."""
         digest, data = adapter_file.read(path, self._architecture, self._tensors)
-        adapter = self._shared.acquire(digest, lambda: LoadedAdapter(self._model, path, data))
-        with self._lock:
-            self._loaded.setdefault(digest, []).append(adapter)
+        self._loaded.load(digest, lambda: LoadedAdapter(self._model, path, data))
         return digest
 
     def unload(self, digest: str) -> None:
         """Reverses one `load`. No sequence may use the adapter if that was the last one."""
-        with self._lock:
-            times = self._loaded[digest]
-            adapter = times.pop()
-            if not times:
-                del self._loaded[digest]
-        if digest not in self._loaded and any(one.digest == digest for one in self._active):
+        if self._loaded.is_last(digest) and any(one.digest == digest for one in self._active):
             self.activate(())
-        self._shared.release(adapter)
+        self._loaded.unload(digest)
 
     def activate(self, adapters: tuple[Adapter, ...]) -> None:
         """Sets the adapters of the next decode. Raises DeviceError."""
         if adapters == self._active:
             return
-        handles = [self._loaded[one.digest][0].handle for one in adapters]
+        handles = [self._loaded[one.digest].handle for one in adapters]
         array = (llama.llama_adapter_lora_p_ctypes * len(adapters))(*handles)
         scales = (ctypes.c_float * len(adapters))(*(one.scale for one in adapters))
         if llama.llama_set_adapters_lora(self._context, array, len(adapters), scales) != 0:
@@ -107,5 +96,4 @@ class ContextAdapters:
     def close(self) -> None:
         """Frees every adapter that no other replica has. The context must not be used any more."""
         self.activate(())
-        for digest in [digest for digest, times in self._loaded.items() for _ in times]:
-            self.unload(digest)
+        self._loaded.close()

@@ -1,6 +1,5 @@
 """The LoRA adapters of one replica: loaded beside the model, and bound to the inputs of one run after another."""
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInput
 from tokenbus.worker.engine.onnx.lora import adapter_file, base, matrices
 from tokenbus.worker.engine.onnx.lora.matrices import LoadedAdapter
 from tokenbus.worker.engine.onnx.model import OnnxModel
+from tokenbus.worker.engine.process.loaded_models import ReplicaModels
 
 _MAX_SETS = 8
 """The sets of adapters whose inputs are kept: clients choose scales, so there could be any number."""
@@ -25,14 +25,12 @@ class ReplicaAdapters:
         self._model = model
         self._base = base.make(model.projections, model.model_config.architecture, model.graph.kv[0].width)
         self._drop_bindings = drop_bindings
-        self._lock = threading.Lock()
-        self._loaded: dict[str, list[LoadedAdapter]] = {}
-        """The same adapter as many times as it was loaded."""
+        self._loaded = ReplicaModels(model.adapters)
         self._sets: OrderedDict[tuple[Adapter, ...], AdapterInputs] = OrderedDict()
         """The sets that were used last, the latest at the end."""
 
     def __repr__(self) -> str:
-        return f"<ReplicaAdapters {sorted(self._loaded)}>"
+        return f"<ReplicaAdapters {self._loaded!r}>"
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._loaded
@@ -43,30 +41,23 @@ class ReplicaAdapters:
         digest, changes = adapter_file.read(path, self._base)
         projections = self._model.projections
         self._model.take_adapters()
-        adapter = self._model.adapters.acquire(digest, lambda: LoadedAdapter(matrices.arrange(changes, projections)))
-        with self._lock:
-            self._loaded.setdefault(digest, []).append(adapter)
+        self._loaded.load(digest, lambda: LoadedAdapter(matrices.arrange(changes, projections)))
         return digest
 
     def unload(self, digest: str) -> None:
         """Reverses one `load`. No sequence may use the adapter if that was the last one."""
-        with self._lock:
-            times = self._loaded[digest]
-            adapter = times.pop()
-            if not times:
-                del self._loaded[digest]
-        if digest not in self._loaded:
+        if self._loaded.is_last(digest):
             for used in [used for used in self._sets if any(one.digest == digest for one in used)]:
                 del self._sets[used]
             self._drop_bindings()
-        self._model.adapters.release(adapter)
+        self._loaded.unload(digest)
 
     def inputs_of(self, used: tuple[Adapter, ...]) -> AdapterInputs:
         """Returns the inputs of the graph for a set of adapters, the same object as long as it is used often."""
         if not used:
             return NO_ADAPTERS
         if used not in self._sets:
-            arrays = matrices.combine([(self._loaded[one.digest][0], one.scale) for one in used])
+            arrays = matrices.combine([(self._loaded[one.digest], one.scale) for one in used])
             session = self._model.graph_runner.session
             self._sets[used] = {name: session.tensor(array) for name, array in arrays.items()}
             if len(self._sets) > _MAX_SETS:
@@ -76,5 +67,6 @@ class ReplicaAdapters:
 
     def close(self) -> None:
         """Frees every adapter that no other replica has. Nothing is computed any more."""
-        for digest in [digest for digest, times in self._loaded.items() for _ in times]:
-            self.unload(digest)
+        self._sets.clear()
+        self._drop_bindings()
+        self._loaded.close()
