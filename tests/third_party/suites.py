@@ -29,7 +29,7 @@ class Suite(NamedTuple):
     run: Callable[[Served], list[Outcome]]
     needs_node: bool = False
     is_quick: bool = True
-    """Whether it takes seconds, and what it downloads is small enough for every test run."""
+    """Whether it takes seconds, and needs no more packages than the libraries for Python."""
 
 
 def _resources(package: str, files: tuple[str, ...], url: Callable[[Served], str]) -> Callable[[Served], list[Outcome]]:
@@ -79,7 +79,7 @@ def _schemathesis(served: Served) -> list[Outcome]:
     except urllib.error.HTTPError as error:
         return [Outcome("document", False, f"GET /openapi.json: {error.code}")]
     operations = [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
-    program = str(packages.environment("sdks") / "st")
+    program = str(packages.environment("schemathesis") / "st")
     with tempfile.TemporaryDirectory() as folder:
         reports = {"json": Path(folder) / "report.json", "junit": Path(folder) / "report.xml"}
         options = ["--phases", "examples,coverage,fuzzing", "--max-examples", "20", "--seed", "1", "--no-color"]
@@ -168,12 +168,12 @@ SUITES = {
         _resources("anthropic", _ANTHROPIC, lambda served: served.root_url),
     ),
     "canitoolcall": Suite("`canitoolcall probe`", _probe),
-    "schemathesis": Suite("schemathesis, by the OpenAPI document", _schemathesis),
+    "schemathesis": Suite("schemathesis, by the OpenAPI document", _schemathesis, is_quick=False),
     "openai-client": Suite("`openai` (Python)", _script("openai_client.py", "sdks")),
     "anthropic-client": Suite("`anthropic` (Python)", _script("anthropic_client.py", "sdks")),
-    "langchain": Suite("LangChain", _script("langchain_client.py", "langchain")),
-    "openai-js": Suite("`openai` (JavaScript)", _script("openai_client.mjs"), needs_node=True),
-    "ai-sdk": Suite("Vercel's AI SDK", _script("ai_sdk.mjs"), needs_node=True),
+    "langchain": Suite("LangChain", _script("langchain_client.py", "langchain"), is_quick=False),
+    "openai-js": Suite("`openai` (JavaScript)", _script("openai_client.mjs"), needs_node=True, is_quick=False),
+    "ai-sdk": Suite("Vercel's AI SDK", _script("ai_sdk.mjs"), needs_node=True, is_quick=False),
     "opencode": Suite("opencode", agents.opencode, needs_node=True, is_quick=False),
     "codex": Suite("Codex", agents.codex, needs_node=True, is_quick=False),
 }

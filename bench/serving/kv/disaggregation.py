@@ -18,13 +18,14 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from bench import flags, streams, system
 from bench.models import benchmark_model
+from bench.paired import Ratio, quartiles
 from tokenbus.cli import nats_server
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
@@ -157,28 +158,33 @@ async def measure(options: argparse.Namespace, model: Path, more: Sequence[str])
         for name, (roles, num_streams) in fleets.items():
             one = await _measure(model, roles, num_streams, options.tokens, options.prompts, more)
             seen[name].append(one)
-            gaps = ", ".join(f"{gap:.2f}" for gap in one.gaps_s) or "-"
-            firsts = ", ".join(f"{first:.1f}" for first in one.first_s)
+            each_gap = ", ".join(f"{gap:.2f}" for gap in one.gaps_s) or "-"
+            each_first = ", ".join(f"{first:.1f}" for first in one.first_s)
             print(
-                f"  pair {number + 1}, {name}: longest gap {gaps} s, first token {firsts} s, "
+                f"  pair {number + 1}, {name}: longest gap {each_gap} s, first token {each_first} s, "
                 f"others {one.foreign_share:.0%} of the CPU",
                 flush=True,
             )
-    gap = {name: _median(one.gaps_s for one in found) for name, found in seen.items() if name != "lone"}
-    first = {name: _median(one.first_s for one in found) for name, found in seen.items()}
+    gaps = {name: [gap for one in found for gap in one.gaps_s] for name, found in seen.items() if name != "lone"}
+    firsts = {name: [first for one in found for first in one.first_s] for name, found in seen.items()}
+    gap, first = ({name: statistics.median(each) for name, each in found.items()} for found in (gaps, firsts))
     foreign = max(one.foreign_share for found in seen.values() for one in found)
     print(f"{model.name}, {options.tokens} tokens under {options.streams} streams, two workers of one thread")
-    print(f"  longest gap   {gap['both']:.2f} s together, {gap['apart']:.2f} s apart: {gap['apart'] / gap['both']:.2f}")
+    print(
+        f"  longest gap   {gap['both']:.2f} s together, {gap['apart']:.2f} s apart: "
+        f"{_ratio(gaps['apart'], gaps['both'])} of together"
+    )
     print(
         f"  first token   {first['lone']:.1f} s alone, {first['both']:.1f} s together, {first['apart']:.1f} s apart: "
-        f"{first['apart'] / first['lone']:.2f} of alone"
+        f"{_ratio(firsts['apart'], firsts['lone'])} of alone"
     )
     verdict = "undecided" if foreign > _MAX_FOREIGN_SHARE else "decided"
     print(f"  others        {foreign:.0%} of the CPU at most: {verdict}")
 
 
-def _median(found: Iterable[list[float]]) -> float:
-    return statistics.median(itertools.chain.from_iterable(found))
+def _ratio(ones: Sequence[float], others: Sequence[float]) -> Ratio:
+    """Compares the prompts of two fleets, in their order."""
+    return quartiles([one / other for one, other in zip(ones, others, strict=True)])
 
 
 def main() -> None:
