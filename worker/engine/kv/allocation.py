@@ -15,11 +15,14 @@ from tokenbus.worker.engine.kv.ops import Share, Truncate
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
 from tokenbus.worker.engine.kv.prefix_tree import TOKEN_BYTES, Block, Root
 
+_CONTINUED_SHARE = 0.5
+"""A prompt goes on from a cached one if so much of it is taken over."""
+
 
 class Allocation:
     """The shared and private blocks of a sequence. `root` is None where it neither uses nor leaves cached blocks."""
 
-    __slots__ = ("_cache", "lane", "num_private", "path", "root", "stop")
+    __slots__ = ("_cache", "_is_continued", "lane", "num_private", "path", "root", "stop")
 
     def __init__(self, cache: PrefixCache, root: Root | None) -> None:
         self._cache = cache
@@ -28,6 +31,8 @@ class Allocation:
         self.num_private = 0
         self.stop: int | None = None
         """A position behind the computed tokens at which a step of the prompt must end."""
+        self._is_continued = False
+        """The prompt goes on from a cached one."""
         if root is not None:
             root.ref_count += 1  # before a lane is taken: that may evict all that hangs on the root
         self.lane = cache.take_lane()
@@ -78,8 +83,10 @@ class Allocation:
         At least one token is left to be computed, since only that gives logits."""
         if self.root is None:
             return num_computed
+        before = self.node.end
         self._reuse_blocks(token_ids)
         reused = self.node.end
+        self._is_continued |= reused - before >= _CONTINUED_SHARE * len(token_ids)
         if self.num_private == 0:
             reused += self._reuse_start_of_block(token_ids)
         return max(num_computed, reused)
@@ -103,6 +110,9 @@ class Allocation:
         """Gives everything back; what was computed stays cached."""
         self._add_private(-self.num_private)
         partial = None if self.root is None else self._cache_partial_block(token_ids, num_computed)
+        if self._is_continued:
+            for block in (*self.path, *([partial] if partial else ())):
+                block.is_continued = True
         for block in reversed(self.path):  # deepest first, so that no block is evicted before those behind it
             block.ref_count -= 1
             if not block.ref_count:

@@ -7,20 +7,20 @@ Copies outlive the engine too, each with a label that says which block it is of 
 may be copied as soon as they are complete, and not only when they have to leave the device.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable
 
+from tokenbus.worker.engine.kv.eviction_order import EvictionOrder
 from tokenbus.worker.engine.kv.ops import Discard, Onload, OpQueue
 from tokenbus.worker.engine.kv.prefix_tree import Block, BlockLabel
 
 
 class HostCopies:
-    """Up to `capacity` copies (`Block.host_copy`), the least recently used first."""
+    """Up to `capacity` copies (`Block.host_copy`)."""
 
     def __init__(self, capacity: int, ops: OpQueue) -> None:
         self.capacity = capacity
         self._ops = ops
-        self._copies: OrderedDict[Block, None] = OrderedDict()
+        self._copies = EvictionOrder(capacity)
         self._unlabelled: dict[Block, None] = {}
         """Blocks whose copies were made since the labels were taken."""
         self._last_id = 0
@@ -46,7 +46,7 @@ class HostCopies:
     @property
     def oldest(self) -> Block:
         """The block whose copy was not used for the longest time."""
-        return next(iter(self._copies))
+        return self._copies.first
 
     @property
     def can_offload(self) -> bool:
@@ -69,7 +69,8 @@ class HostCopies:
         self.offloaded_blocks += 1
         self._last_id += 1
         block.host_copy = self._last_id
-        self._copies[block] = self._unlabelled[block] = None
+        self._unlabelled[block] = None
+        self._copies.add(block)
         self._ops.offload(block.host_copy, lane, block.start, block.end)
 
     def adopt(self, block: Block) -> int:
@@ -80,7 +81,8 @@ class HostCopies:
         self._last_id += 1
         self.adopted_blocks += 1
         block.host_copy = self._last_id
-        self._copies[block] = self._unlabelled[block] = None
+        self._unlabelled[block] = None
+        self._copies.add(block)
         return self._last_id
 
     def onload(self, block: Block, lane: int, end: int) -> None:
@@ -94,16 +96,16 @@ class HostCopies:
     def touch(self, block: Block) -> None:
         """Notes that a block has been used; does nothing for one without a copy."""
         if block.host_copy is not None:
-            self._copies.move_to_end(block)
+            self._copies.add(block)
 
     def demote(self, block: Block) -> None:
         """Makes a block's copy the first to be discarded; does nothing for one without a copy."""
         if block.host_copy is not None:
-            self._copies.move_to_end(block, last=False)
+            self._copies.put_first(block)
 
     def discard(self, block: Block) -> None:
         assert block.host_copy is not None, block
-        del self._copies[block]
+        self._copies.remove(block)
         self._unlabelled.pop(block, None)
         self._ops.add(Discard(block.host_copy))
         block.host_copy = None
@@ -112,7 +114,7 @@ class HostCopies:
         """Takes a copy that an earlier engine has made of a block."""
         assert block.host_copy is None, block
         block.host_copy = copy_id
-        self._copies[block] = None
+        self._copies.add(block)
         self._last_id = max(self._last_id, copy_id)
 
     def take_labels(self) -> list[tuple[int, BlockLabel]]:

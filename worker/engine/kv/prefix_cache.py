@@ -18,13 +18,13 @@ A block of the prefix tree is in one of three states; an `Allocation` uses and f
 
 A resident block may keep a copy from an earlier stay, so that evicting it again costs nothing.
 
-The least recently used block is evicted first. Sequences free their blocks deepest first, so no lane goes on behind
+The first block of the eviction order goes first. Sequences free their blocks deepest first, so no lane goes on behind
 that block: it is the last one of an idle lane, and evicting it shortens the lane by one block.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence as Listing
 
+from tokenbus.worker.engine.kv.eviction_order import EvictionOrder
 from tokenbus.worker.engine.kv.host_copies import HostCopies
 from tokenbus.worker.engine.kv.lane_map import LaneMap
 from tokenbus.worker.engine.kv.ops import OpQueue
@@ -57,8 +57,8 @@ class PrefixCache:
         self.tree = PrefixTree(block_size, fingerprint)
         self.lanes = LaneMap(num_lanes, self.ops)
         self.host = HostCopies(host_blocks, self.ops)
-        self._evictable: OrderedDict[Block, None] = OrderedDict()
-        """Resident blocks that no sequence uses, the least recently used first."""
+        self._evictable = EvictionOrder(total_blocks)
+        """Resident blocks that no sequence uses."""
         self._writes_through = writes_through and host_blocks > 0
         self._unsaved: dict[Block, None] = {}
         """Full resident blocks that are to be copied to host memory although they need not leave the device."""
@@ -92,7 +92,7 @@ class PrefixCache:
         if missing > len(self._evictable):
             return False
         for _ in range(missing):
-            self._evict(next(iter(self._evictable)))
+            self._evict(self._evictable.first)
         return True
 
     def can_onload(self, block: Block) -> bool:
@@ -111,11 +111,11 @@ class PrefixCache:
 
     def pin(self, block: Block) -> bool:
         """Keeps a block from being evicted; says whether it could have been."""
-        return self._evictable.pop(block, 1) is None  # the value of every entry is None
+        return self._evictable.remove(block)
 
     def make_evictable(self, block: Block) -> None:
-        """Makes a block that no sequence uses the last to be evicted."""
-        self._evictable[block] = None
+        """Makes a block that no sequence uses the last of its like to be evicted."""
+        self._evictable.add(block)
         self.host.touch(block)
 
     def demote(self, path: Listing[Block]) -> None:
@@ -136,14 +136,14 @@ class PrefixCache:
             alone.append(parent)
         for block in reversed(alone):
             if block in self._evictable:
-                self._evictable.move_to_end(block, last=False)
+                self._evictable.put_first(block)
             self.host.demote(block)
 
     def take_lane(self) -> int:
         """Takes an empty lane; where there is none, the idle lane with the least recently used block is emptied."""
         if not self.lanes.has_free:
             # The oldest block ends an idle lane. Evicting the path up to where it joins another lane frees that lane.
-            block = next(iter(self._evictable))
+            block = self._evictable.first
             while not self.lanes.has_free:
                 parent = block.parent
                 self._evict(block)
@@ -152,9 +152,9 @@ class PrefixCache:
         return self.lanes.take()
 
     def trim(self, max_evictable: int) -> None:
-        """Evicts the least recently used blocks beyond `max_evictable`, as far as there is time to copy them."""
+        """Evicts the first blocks of the order, those beyond `max_evictable`, as far as there is time to copy them."""
         while len(self._evictable) > max_evictable and (self.host.can_offload or not self.host.capacity):
-            self._evict(next(iter(self._evictable)))
+            self._evict(self._evictable.first)
 
     @property
     def has_unsaved(self) -> bool:
@@ -204,7 +204,7 @@ class PrefixCache:
         while len(self.host):
             self._discard_oldest_copy()
         while self._evictable:
-            self._evict(next(iter(self._evictable)))
+            self._evict(self._evictable.first)
 
     def check_counts(self, running: set[int]) -> None:
         """Asserts the invariants of counters and lanes; `running` are the lanes of sequences."""
@@ -219,8 +219,8 @@ class PrefixCache:
         self.lanes.check_integrity(blocks, running)
         self.host.check_integrity(blocks)
         used = {block for path in running.values() for block in path}
-        assert not used & self._evictable.keys()
-        assert {block for block in blocks if block.lanes} == used | self._evictable.keys()
+        assert not used & set(self._evictable)
+        assert {block for block in blocks if block.lanes} == used | set(self._evictable)
         gone: set[Block] = set()
         for block in self._evictable:  # nothing behind a block stays longer than the block
             assert all(not child.lanes or child in gone for child in block.children.values()), block
@@ -245,7 +245,7 @@ class PrefixCache:
 
     def _remove_from_device(self, block: Block) -> None:
         self._unsaved.pop(block, None)
-        del self._evictable[block]
+        self._evictable.remove(block)
         self.lanes.remove_end(block)
 
     def remove_partial(self, partial: Block) -> None:

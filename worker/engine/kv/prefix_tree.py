@@ -68,6 +68,7 @@ class Block:
         "end_lane",
         "hash",
         "host_copy",
+        "is_continued",
         "lanes",
         "parent",
         "ref_count",
@@ -94,6 +95,8 @@ class Block:
         """The idle lane whose last block this is."""
         self.host_copy: int | None = None
         """The id of its copy in host memory."""
+        self.is_continued = False
+        """It is of a prompt that went on from a cached one."""
 
     def __repr__(self) -> str:
         copy = "" if self.host_copy is None else f", copy {self.host_copy}"

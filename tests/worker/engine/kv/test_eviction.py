@@ -249,3 +249,23 @@ def test_copies_of_what_another_worker_has_are_discarded_first() -> None:
     cache.pool.cache.trim(0)
     cache.pool.check_integrity()
     assert cache.events().removed == hashes("yyyy")
+
+
+def test_prompts_that_were_continued_stay_when_others_are_seen_once() -> None:
+    cache = Cache(total_blocks=15, num_lanes=15)
+    cache.run("aaaabbbb")
+    cache.run("aaaabbbbcccc")  # two of its three blocks were cached
+    for text in ("dddd", "eeee", "ffff"):
+        cache.run(text * 4)
+    cache.fill(12)
+    assert cache.reused("aaaabbbbccccx") == 12
+
+
+def test_a_prompt_of_which_little_was_cached_is_not_continued() -> None:
+    cache = Cache(total_blocks=15, num_lanes=15)
+    cache.run("aaaa")
+    cache.run("aaaabbbbcccc")
+    for text in ("dddd", "eeee", "ffff"):
+        cache.run(text * 4)
+    cache.fill(12)
+    assert cache.reused("aaaabbbbccccx") == 0

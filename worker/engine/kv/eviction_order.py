@@ -1,0 +1,72 @@
+"""The order in which cached blocks go: those that nobody came back for first, then the least recently used.
+
+A prompt that goes on from a cached one, like the next turn of a conversation or of an agent, is likely to be gone on
+from itself; most others never are. Without a difference between them, every document that is asked about once pushes
+out conversations that go on:
+
+    goes first                                                    goes last
+    |------------- seen once -------------|-- continued: at most a fifth --|
+      oldest                       newest   oldest                   newest
+                                       ^------'
+                                       the oldest of too many
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from tokenbus.worker.engine.kv.prefix_tree import Block
+
+_CONTINUED_SHARE = 0.2
+"""The share of all blocks that may be kept because they were continued."""
+
+
+class EvictionOrder:
+    """An ordered set of blocks. `capacity` is the number of blocks that there is room for, here and in use.
+
+    A block is continued only together with all before it, and comes before these in the order."""
+
+    def __init__(self, capacity: int) -> None:
+        self._max_continued = int(_CONTINUED_SHARE * capacity)
+        self._once: OrderedDict[Block, None] = OrderedDict()
+        self._continued: OrderedDict[Block, None] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<EvictionOrder of {len(self._once)} seen once, {len(self._continued)} continued>"
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._continued)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._once or block in self._continued
+
+    def __iter__(self) -> Iterator[Block]:
+        """All blocks, the first to go first."""
+        yield from self._once
+        yield from self._continued
+
+    @property
+    def first(self) -> Block:
+        """The first to go; there must be one."""
+        return next(iter(self._once or self._continued))
+
+    def add(self, block: Block) -> None:
+        """Makes a block the last to go among its like, whether it was here or not."""
+        self.remove(block)
+        if not block.is_continued:
+            self._once[block] = None
+            return
+        self._continued[block] = None
+        if len(self._continued) > self._max_continued:
+            oldest, _ = self._continued.popitem(last=False)
+            self._once[oldest] = None
+
+    def put_first(self, block: Block) -> None:
+        """Makes a block the first of all to go."""
+        self.remove(block)
+        self._once[block] = None
+        self._once.move_to_end(block, last=False)
+
+    def remove(self, block: Block) -> bool:
+        """Removes a block; returns whether it was here."""
+        # the value of every entry is None
+        return self._once.pop(block, 1) is None or self._continued.pop(block, 1) is None
