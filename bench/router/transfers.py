@@ -25,22 +25,21 @@ FLEETS = {
     "8B on GPUs, 1 GB/s": _GPU | {"transfer_mb_per_s": 1_000.0},
     "8B on GPUs, 25 GB/s": _GPU | {"transfer_mb_per_s": 25_000.0},
 }
-WAYS: dict[str, dict[str, int]] = {
-    "computes": {"kv_token_bytes": 0},
-    "fetches": {},
-    "prompts apart (4 of 8)": {"prefill_workers": 4},
-}
+WAYS: dict[str, dict[str, int]] = {"computes": {"kv_token_bytes": 0}, "fetches": {}}
+APART = {"prompts apart (4 of 8)": {"prefill_workers": 4}}
+"""For the first fleet only: replays of GPUs with half the workers for all streams take a quarter of an hour each."""
 
 
 def measure(trace: str) -> dict[str, list[PolicyResult]]:
-    """Returns the results of each fleet, one for each of `WAYS`."""
+    """Returns the results of each fleet, one for each of `WAYS` and, for the first, of `APART`."""
     found: dict[str, list[PolicyResult]] = {}
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
         for fleet, fields in FLEETS.items():
             base = codec.replace(ReplaySettings(trace=trace), **fields)
-            runs = pool.map(play, [codec.replace(base, **way) for way in WAYS.values()], ["kv"] * len(WAYS))
+            ways = WAYS if found else WAYS | APART
+            runs = pool.map(play, [codec.replace(base, **way) for way in ways.values()], ["kv"] * len(ways))
             found[fleet] = list(runs)
-            for way, run in zip(WAYS, found[fleet], strict=True):
+            for way, run in zip(ways, found[fleet], strict=True):
                 first = run.ttft_ms
                 print(f"{fleet:22} {way:22} hit rate {run.hit_rate:.3f}, fetched {run.fetched_rate:.3f}", end="")
                 print(f", legs {run.leg_rate:.3f}, first token mean {first.mean:,.0f} p50 {first.p50:,.0f} ms", end="")
@@ -49,7 +48,7 @@ def measure(trace: str) -> dict[str, list[PolicyResult]]:
 
 
 def draw(found: dict[str, list[PolicyResult]], folder: Path) -> None:
-    """Writes the plots of docs/decisions/0058: rates, and times compared with those of fleets that compute."""
+    """Writes the plots of docs/routing.md: rates, and times compared with those of fleets that compute."""
     folder.mkdir(parents=True, exist_ok=True)
     plots: dict[str, tuple[str, Callable[[PolicyResult, PolicyResult], float]]] = {
         "transfers-hit-rate": ("Prompt tokens not computed where they are used", lambda run, _: run.hit_rate),
@@ -64,8 +63,11 @@ def draw(found: dict[str, list[PolicyResult]], folder: Path) -> None:
     }
     for name, (title, of) in plots.items():
         series = [
-            Series(way, [(place, of(runs[number], runs[0])) for place, runs in enumerate(found.values())])
-            for number, way in enumerate(WAYS)
+            Series(
+                way,
+                [(place, of(runs[number], runs[0])) for place, runs in enumerate(found.values()) if number < len(runs)],
+            )
+            for number, way in enumerate((*WAYS, *APART))
         ]
         text = bar_chart(title, list(found), series, Axis("share")).replace("currentColor", COLOUR)
         (folder / f"{name}.svg").write_text(text + "\n", encoding="utf-8")

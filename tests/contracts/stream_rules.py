@@ -110,8 +110,8 @@ async def cancels_before_the_first_step(engine: contract.Engine, config: contrac
 
 async def cancels_in_prefill(engine: contract.Engine, config: contract.EngineConfig) -> None:
     half = config.context_length // 2
-    for _ in range(20):
-        asked = request(prompt(config, length=half), max_tokens=half)
+    for attempt in range(20):
+        asked = request(prompt(config, length=half), max_tokens=half, salt=f"attempt {attempt}")
         recorder = start(engine, asked)
         while engine.load().running == 0 and not recorder.outputs:
             await asyncio.sleep(0)
