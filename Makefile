@@ -16,7 +16,7 @@ up: $(READY)
 	@$(BIN)/tokenbus up $(ARGS)
 
 test: check
-	$(BIN)/pytest -n 4 --dist worksteal $(ARGS)
+	$(BIN)/pytest -n 4 --dist worksteal --ignore tests/laws $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -32,7 +32,7 @@ conformance: $(READY)
 # The long form of the hostile tests, with a report at the end: 20,000 messages, 60 Ctrl-Cs, 50 forged cards and runs, and
 # brokers that fail in every way, alone and in a cluster.
 hostile: $(READY)
-	TOKENBUS_HOSTILE=long $(BIN)/pytest -q tests/hostile $(ARGS)
+	TOKENBUS_HOSTILE=long $(BIN)/pytest -q tests/hostile tests/worker/engine/constraints/test_hostile.py $(ARGS)
 
 # Faults of real processes under 32 streams: an hour of every kind, or KIND=kill_worker RUNS=3, or SEEDS="4 14", or
 # MINUTES=600. Results add up in build/chaos.jsonl, whatever ends a run, and are shown in docs/chaos.md.

@@ -1,9 +1,12 @@
-"""Compiles and follows every hostile constraint, each in a process of its own, and prints what that took as JSON."""
+"""Compiles and follows hostile constraints, each in a process of its own, and prints what that took as JSON.
+
+Run: python -m tests.support.follow_hostile_constraints KIND, with `json_schema`, `regex` or `grammar`, say."""
 
 import json
 import os
 import random
 import resource
+import sys
 import time
 from pathlib import Path
 
@@ -11,13 +14,14 @@ import llama_cpp
 import numpy as np
 
 from deploy import llama_cpp_wheel
+from tests.hostile.scale import IS_LONG
 from tests.support import tiny_vocabulary, vocabularies
 from tests.support.hostile_constraints import ALL
 from tests.support.tiny_vocabulary import constraint
 from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
 
-_MAX_TOKENS = 400
+_MAX_TOKENS = 400 if IS_LONG else 100
 _MAX_S = 5.0
 
 
@@ -65,6 +69,8 @@ def main() -> None:
 def try_all(compiler: ConstraintCompiler) -> None:
     compiler.compile(constraint("regex", "a"))  # makes the tokenizer, which is no constraint's fault
     for name, (kind, source) in ALL.items():
+        if kind != sys.argv[1]:
+            continue
         child = os.fork()  # so that none pays for the memory of those before it
         if not child:
             print(json.dumps([name, follow(compiler, kind, source)]), flush=True)
