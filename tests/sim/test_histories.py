@@ -20,7 +20,7 @@ from tests.sim.system import LIMITS, MODEL, FrontendProcess, RouterProcess, kill
 from tests.sim.world import Process, world
 from tokenbus.protocol.wire import codec, internal, limits, subjects
 
-HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60"))
+HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "30"))
 NUMBERS = st.integers(0, 5)
 LENGTHS = st.lists(st.none() | st.integers(1, 60), min_size=1, max_size=3)
 """The `max_tokens` of several requests."""

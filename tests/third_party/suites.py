@@ -28,8 +28,6 @@ class Suite(NamedTuple):
     title: str
     run: Callable[[Served], list[Outcome]]
     needs_node: bool = False
-    is_quick: bool = True
-    """Whether it takes seconds, and needs no more packages than the libraries for Python."""
 
 
 def _resources(package: str, files: tuple[str, ...], url: Callable[[Served], str]) -> Callable[[Served], list[Outcome]]:
@@ -168,12 +166,12 @@ SUITES = {
         _resources("anthropic", _ANTHROPIC, lambda served: served.root_url),
     ),
     "canitoolcall": Suite("`canitoolcall probe`", _probe),
-    "schemathesis": Suite("schemathesis, by the OpenAPI document", _schemathesis, is_quick=False),
+    "schemathesis": Suite("schemathesis, by the OpenAPI document", _schemathesis),
     "openai-client": Suite("`openai` (Python)", _script("openai_client.py", "sdks")),
     "anthropic-client": Suite("`anthropic` (Python)", _script("anthropic_client.py", "sdks")),
-    "langchain": Suite("LangChain", _script("langchain_client.py", "langchain"), is_quick=False),
-    "openai-js": Suite("`openai` (JavaScript)", _script("openai_client.mjs"), needs_node=True, is_quick=False),
-    "ai-sdk": Suite("Vercel's AI SDK", _script("ai_sdk.mjs"), needs_node=True, is_quick=False),
-    "opencode": Suite("opencode", agents.opencode, needs_node=True, is_quick=False),
-    "codex": Suite("Codex", agents.codex, needs_node=True, is_quick=False),
+    "langchain": Suite("LangChain", _script("langchain_client.py", "langchain")),
+    "openai-js": Suite("`openai` (JavaScript)", _script("openai_client.mjs"), needs_node=True),
+    "ai-sdk": Suite("Vercel's AI SDK", _script("ai_sdk.mjs"), needs_node=True),
+    "opencode": Suite("opencode", agents.opencode, needs_node=True),
+    "codex": Suite("Codex", agents.codex, needs_node=True),
 }

@@ -24,7 +24,7 @@ BLOCK = 4
 DOMAINS = (Domain("a"), Domain("b"), Domain("a", "salt"), None)
 KINDS = ("shared", "shared", "gqa", "plain", "plain without gaps")
 """The kinds of lanes: cells that several may hold, or memory of their own."""
-HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60")) * 5
+HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "30")) * 5
 
 
 class Mirror:

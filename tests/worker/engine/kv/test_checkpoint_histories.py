@@ -20,7 +20,7 @@ from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Seque
 
 BLOCK = 4
 DOMAINS = (Domain("a"), Domain("a"), Domain("b"), Domain("a", "salt"), None)
-HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "60")) * 5
+HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "30")) * 5
 
 
 class CheckpointHistory(RuleBasedStateMachine):
