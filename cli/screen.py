@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tokenbus.gateway import keys
 from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire.subjects import Subjects
 
 
 class SystemAddresses(NamedTuple):
@@ -59,6 +60,7 @@ def instructions(addresses: SystemAddresses) -> str:
     """Returns the text that says how to use the system."""
     url, model = addresses.nats, addresses.model
     tokenbus = _called_as(sys.argv[0])
+    subject = Subjects().generate(model)
     other = "" if url.endswith(":4222") and "127.0.0.1" in url else f" --nats {url}"
     return f"""
 Tokenbus is ready: model "{model}" at {url}
@@ -67,8 +69,8 @@ Tokenbus is ready: model "{model}" at {url}
   {tokenbus} generate{other} --model {model} "Tell me a story about a fox."
   {tokenbus} models{other}
 {_http_instructions(addresses)}{_metrics_instructions(addresses)}
-From any NATS client: publish JSON to tokenbus.v1.generate.<model> with a reply inbox, for example
-  nats request --server {url} --replies 0 --reply-timeout 2s tokenbus.v1.generate.{model} '{{"prompt": "12 + 30 ="}}'
+From any NATS client: publish JSON to {subject} with a reply inbox, for example
+  nats request --server {url} --replies 0 --reply-timeout 2s {subject} '{{"prompt": "12 + 30 ="}}'
 
 Logs: {addresses.log_folder}    Stop: Ctrl-C
 """

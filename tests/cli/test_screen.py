@@ -32,3 +32,7 @@ def test_later_only_changes_are_said(capsys: pytest.CaptureFixture[str]) -> None
     screen.show(serving("worker-1"))
     screen.show(serving())
     assert capsys.readouterr().out == "worker-1 is gone\n"
+
+
+def test_the_subject_that_is_shown_is_that_of_the_model() -> None:
+    assert " tokenbus.v1.generate.qwen2=2E5 '" in instructions(ADDRESSES._replace(model="qwen2.5"))
