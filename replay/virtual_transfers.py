@@ -103,13 +103,15 @@ class TransferLink:
         domain, token_ids, end = transfer.prefix.domain, transfer.prefix.token_ids, transfer.end
         if not self._pool.can_allocate(domain, token_ids[: end + 1], end):
             return
-        allocation = self._pool.allocate(domain)
+        allocation = self._pool.allocate(domain, is_new=False)
         held = allocation.reuse_prefix(token_ids[: end + 1], 0)
         # if blocks were evicted meanwhile that the others follow, the others are of no use
         if held >= transfer.start and allocation.allocate_blocks(end):
             allocation.cache_blocks(token_ids[:end], end)
             held = end
         self._pool.free(allocation, token_ids[:end], held)
+        for block in self._pool.cache.tree.known_path(domain, token_ids[:held]):
+            block.was_used &= block.end <= transfer.start  # no sequence has had those that have just come
 
     def _num_held(self, prefix: Prefix) -> int:
         path = self._pool.cache.tree.resident_path(prefix.domain, prefix.token_ids)

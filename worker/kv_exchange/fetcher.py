@@ -41,6 +41,8 @@ class Fetch(NamedTuple):
     num_tokens: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
+    num_held: int = 0
+    """Tokens of whole blocks that were there before."""
 
 
 class Fetcher:
@@ -112,7 +114,8 @@ class Fetcher:
         if fetching.num_fetched and outcome != "complete":
             outcome = "partial"
         num_tokens = fetching.num_fetched * config.kv_block_size
-        return Fetch(outcome, num_tokens, fetching.num_bytes, time.monotonic() - began)
+        seconds, num_held = time.monotonic() - began, first * config.kv_block_size
+        return Fetch(outcome, num_tokens, fetching.num_bytes, seconds, num_held)
 
     async def _fetch(
         self, source: internal.FetchSource, request: internal.BlockLeaseRequest, fetching: "_Fetching"

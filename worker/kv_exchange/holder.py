@@ -146,7 +146,8 @@ class Holder:
         config: contract.EngineConfig,
     ) -> internal.BlockLease:
         """Has the engine compute a prompt, whose blocks may be read as they come."""
-        end = len(prefix.token_ids) // _TOKEN_BYTES // config.kv_block_size
+        end = min(len(prefix.token_ids) // _TOKEN_BYTES, config.context_length - 1) // config.kv_block_size
+        prefix = codec.replace(prefix, token_ids=prefix.token_ids[: _TOKEN_BYTES * config.kv_block_size * end])
         if end <= request.first:
             return internal.BlockLease()
         if not self._leases.num_free(is_leg=True):

@@ -328,7 +328,7 @@ class Stream:
         cached = output.usage.cached_tokens if output.usage is not None else 0
         return codec.replace(
             output.timings,
-            fetched_tokens=min(cached, self.fetch.num_tokens),
+            fetched_tokens=min(max(0, cached - self.fetch.num_held), self.fetch.num_tokens),
             fetch_ms=round(self.fetch.seconds * 1e3, 3),
         )
 

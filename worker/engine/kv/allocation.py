@@ -16,21 +16,23 @@ from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
 from tokenbus.worker.engine.kv.prefix_tree import TOKEN_BYTES, Block, Root
 
 _CONTINUED_SHARE = 0.5
-"""A prompt goes on from a cached one if so much of it is taken over."""
+"""A prompt goes on from a cached one if so much of it was there when it came."""
 
 
 class Allocation:
     """The shared and private blocks of a sequence. `root` is None where it neither uses nor leaves cached blocks."""
 
-    __slots__ = ("_cache", "_is_continued", "lane", "num_private", "path", "root", "stop")
+    __slots__ = ("_cache", "_is_continued", "_num_returned", "lane", "num_private", "path", "root", "stop")
 
-    def __init__(self, cache: PrefixCache, root: Root | None) -> None:
+    def __init__(self, cache: PrefixCache, root: Root | None, *, is_new: bool = True) -> None:
         self._cache = cache
         self.root = root
         self.path: list[Block] = []
         self.num_private = 0
         self.stop: int | None = None
         """A position behind the computed tokens at which a step of the prompt must end."""
+        self._num_returned: int | None = 0 if is_new else None
+        """Blocks taken over that earlier sequences have used; None for a sequence that only goes on after a pause."""
         self._is_continued = False
         """The prompt goes on from a cached one."""
         if root is not None:
@@ -83,10 +85,11 @@ class Allocation:
         At least one token is left to be computed, since only that gives logits."""
         if self.root is None:
             return num_computed
-        before = self.node.end
         self._reuse_blocks(token_ids)
         reused = self.node.end
-        self._is_continued |= reused - before >= _CONTINUED_SHARE * len(token_ids)
+        if self._num_returned is not None:
+            returned = self._num_returned * self._cache.block_size
+            self._is_continued = returned >= _CONTINUED_SHARE * len(token_ids)
         if self.num_private == 0:
             reused += self._reuse_start_of_block(token_ids)
         return max(num_computed, reused)
@@ -110,9 +113,9 @@ class Allocation:
         """Gives everything back; what was computed stays cached."""
         self._add_private(-self.num_private)
         partial = None if self.root is None else self._cache_partial_block(token_ids, num_computed)
-        if self._is_continued:
-            for block in (*self.path, *([partial] if partial else ())):
-                block.is_continued = True
+        for block in self.path:
+            block.was_used = True
+            block.is_continued |= self._is_continued
         for block in reversed(self.path):  # deepest first, so that no block is evicted before those behind it
             block.ref_count -= 1
             if not block.ref_count:
@@ -148,6 +151,7 @@ class Allocation:
                 self._add_private(-self.num_private)
                 cache.ops.add(Truncate(self.lane, self.node.end))
             if block.lanes:
+                self._note_return(block)
                 source = block.any_lane  # it carries all blocks before this one too: one op shares them all
                 if block.end_lane is not None:
                     covered.append(block)
@@ -161,6 +165,7 @@ class Allocation:
             if block.host_copy is None:  # evicted meanwhile
                 break
             cache.host.onload(block, self.lane, block.end)
+            self._note_return(block)
             self._use(block)
         self._share(source, shared_from)
         # Only now: the ops above share cells of these lanes.
@@ -205,6 +210,7 @@ class Allocation:
         if known is not None and known[1] == num_computed - self.node.end:  # another block begins with these tokens
             return None
         partial = self._cache.insert(self.node, tokens, self.lane)
+        partial.was_used, partial.is_continued = True, self._is_continued
         self._cache.make_evictable(partial)
         return partial
 
@@ -215,7 +221,8 @@ class Allocation:
         return block_hash.pack_token_ids(token_ids[start:end]) if end <= num_tokens else None
 
     def _next_reusable(self, token_ids: "array[int]") -> bytes:
-        """Returns the tokens behind the shared blocks that a block may have: the last of the prompt is computed."""
+        """Returns the tokens behind the shared blocks that may be taken from a cached one: the last of the prompt is
+        computed."""
         start = self.node.end
         return block_hash.pack_token_ids(token_ids[start : min(start + self._cache.block_size, len(token_ids) - 1)])
 
@@ -230,6 +237,10 @@ class Allocation:
         self._cache.lanes.add(self.lane, block)
         block.ref_count += 1
         self.path.append(block)
+
+    def _note_return(self, block: Block) -> None:
+        if self._num_returned is not None:
+            self._num_returned += block.was_used
 
     def _share(self, source: int | None, start: int) -> None:
         if source is not None:

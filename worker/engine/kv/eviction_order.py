@@ -1,7 +1,8 @@
-"""The order in which cached blocks go: those that nobody came back for first, then the least recently used.
+"""The order in which cached blocks go: those that nobody came back for, then those of continued prompts, each in the
+order of their last use.
 
-A prompt that goes on from a cached one, like the next turn of a conversation or of an agent, is likely to be gone on
-from itself; most others never are. Without a difference between them, every document that is asked about once pushes
+A prompt that goes on from a cached one, like the next turn of a conversation or of an agent, is likely to be continued
+itself; most others never are. Without a difference between them, every document that is asked about once pushes
 out conversations that go on:
 
     goes first                                                    goes last

@@ -7,7 +7,7 @@ Copies outlive the engine too, each with a label that says which block it is of 
 may be copied as soon as they are complete, and not only when they have to leave the device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tokenbus.worker.engine.kv.eviction_order import EvictionOrder
 from tokenbus.worker.engine.kv.ops import Discard, Onload, OpQueue
@@ -43,9 +43,13 @@ class HostCopies:
     def is_full(self) -> bool:
         return len(self._copies) >= self.capacity
 
+    def __iter__(self) -> Iterator[Block]:
+        """All blocks with copies, the first to be discarded first."""
+        return iter(self._copies)
+
     @property
-    def oldest(self) -> Block:
-        """The block whose copy was not used for the longest time."""
+    def first(self) -> Block:
+        """The first block whose copy is to be discarded; there must be one."""
         return self._copies.first
 
     @property

@@ -65,14 +65,15 @@ class BlockPool:
         needed = self.cache.num_blocks(num_tokens) - len(shared)
         return self.cache.used_blocks + pinned + reserved_blocks + needed <= self.cache.total_blocks
 
-    def allocate(self, domain: Domain | None) -> Allocation:
-        """Gives a sequence a lane; without a domain it neither uses nor leaves cached blocks."""
+    def allocate(self, domain: Domain | None, *, is_new: bool = True) -> Allocation:
+        """Gives a sequence a lane; without a domain it neither uses nor leaves cached blocks. A sequence is not new if
+        it was preempted, or goes on after its engine has died."""
         allocation: Allocation
         if self.checkpoints is not None:
             allocation = CheckpointedAllocation(self.cache, self.checkpoints, domain)
         else:
             root = self.cache.tree.make_root(domain) if domain is not None and self._can_share else None
-            allocation = Allocation(self.cache, root)
+            allocation = Allocation(self.cache, root, is_new=is_new)
         self._allocations.add(allocation)
         return allocation
 

@@ -12,16 +12,17 @@ A block of the prefix tree is in one of three states; an `Allocation` uses and f
      |                        v
      '--------onload------ offloaded     there is only a copy in host memory
                               |
-                           discard       when its copy is the oldest, or a block before it is gone
+                           discard       when its copy comes first, or a block before it is gone
                               v
                              gone
 
 A resident block may keep a copy from an earlier stay, so that evicting it again costs nothing.
 
-The first block of the eviction order goes first. Sequences free their blocks deepest first, so no lane goes on behind
+Blocks go in their eviction order. Sequences free their blocks deepest first, so no lane goes on behind
 that block: it is the last one of an idle lane, and evicting it shortens the lane by one block.
 """
 
+import itertools
 from collections.abc import Sequence as Listing
 
 from tokenbus.worker.engine.kv.eviction_order import EvictionOrder
@@ -140,9 +141,10 @@ class PrefixCache:
             self.host.demote(block)
 
     def take_lane(self) -> int:
-        """Takes an empty lane; where there is none, the idle lane with the least recently used block is emptied."""
+        """Takes an empty lane; where there is none, the idle lane with the first block to be evicted is emptied."""
         if not self.lanes.has_free:
-            # The oldest block ends an idle lane. Evicting the path up to where it joins another lane frees that lane.
+            # The first block to be evicted ends an idle lane. Evicting the path up to where it joins another lane frees
+            # that lane.
             block = self._evictable.first
             while not self.lanes.has_free:
                 parent = block.parent
@@ -202,7 +204,7 @@ class PrefixCache:
         """Removes all copies and every block that no sequence uses."""
         self.host.set_limits(offloads=0, onloads=0)
         while len(self.host):
-            self._discard_oldest_copy()
+            self._discard_copy(self.host.first)
         while self._evictable:
             self._evict(self._evictable.first)
 
@@ -257,21 +259,19 @@ class PrefixCache:
         self.tree.remove(partial)
 
     def make_room_for_copy(self) -> bool:
-        """Discards the oldest copy of a block that no sequence uses; returns whether there is room.
+        """Discards the first copy in the order of a block that no sequence uses; returns whether there is room.
 
         The beginning of a long stream must not go for its end: without the one, the other can't be recovered."""
-        for _ in range(_MAX_PASSED_OVER if self.host.capacity else 0):
-            if not self.host.is_full:
-                break
-            if self.host.oldest.ref_count:
-                self.host.touch(self.host.oldest)
-            else:
-                self._discard_oldest_copy()
+        if self.host.capacity and self.host.is_full:
+            for block in list(itertools.islice(self.host, _MAX_PASSED_OVER)):
+                if not block.ref_count:
+                    self._discard_copy(block)
+                    break
+                self.host.touch(block)
         return not self.host.is_full
 
-    def _discard_oldest_copy(self) -> None:
-        """Makes room for a copy; a block of which nothing else is left goes with it."""
-        block = self.host.oldest
+    def _discard_copy(self, block: Block) -> None:
+        """Discards a copy, and a block of which nothing else is left with it."""
         self.host.discard(block)
         if not block.lanes:
             self._remove(block)

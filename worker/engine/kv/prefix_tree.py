@@ -74,6 +74,7 @@ class Block:
         "ref_count",
         "start",
         "tokens",
+        "was_used",
     )
 
     def __init__(self, parent: "Block | None", tokens: bytes, start: int, name: int) -> None:
@@ -95,6 +96,8 @@ class Block:
         """The idle lane whose last block this is."""
         self.host_copy: int | None = None
         """The id of its copy in host memory."""
+        self.was_used = False
+        """A sequence that has it has ended, or lost its memory."""
         self.is_continued = False
         """It is of a prompt that went on from a cached one."""
 

@@ -328,7 +328,8 @@ class Scheduler:
             if not self._has_room_for(first):
                 break
             del self._waiting[0]
-            first.start(self._pool.allocate(first.domain))
+            is_new = not (first.preemptions or first.num_sampled)
+            first.start(self._pool.allocate(first.domain, is_new=is_new))
             bisect.insort(self._running, first, key=self._priority_key)
             if not first.preemptions:
                 started.append(first)

@@ -299,4 +299,4 @@ def test_copies_of_the_same_block_and_those_at_the_wrong_place_are_rejected() ->
 def test_the_copy_that_was_made_first_goes_first() -> None:
     one, two = labels_of("aaaabbbbcc")
     cache, _ = recovered([one, two], host_blocks=2)
-    assert cache.pool.cache.host.oldest.hash == hashes("aaaabbbb")[0]
+    assert cache.pool.cache.host.first.hash == hashes("aaaabbbb")[0]
