@@ -269,3 +269,49 @@ def test_a_prompt_of_which_little_was_cached_is_not_continued() -> None:
         cache.run(text * 4)
     cache.fill(12)
     assert cache.reused("aaaabbbbccccx") == 0
+
+
+def test_a_prompt_that_comes_back_from_host_memory_piece_by_piece_is_continued() -> None:
+    cache = Cache(total_blocks=16, num_lanes=16, host_blocks=16)
+    cache.run("aaaabbbbcccc")
+    cache.pool.cache.host.set_limits(offloads=9, onloads=0)
+    cache.pool.cache.trim(0)
+    cache.allocate(1, "aaaabbbbccccd")
+    for reused in (4, 8, 12):
+        cache.pool.cache.host.set_limits(offloads=0, onloads=1)
+        assert cache.reuse_prefix(1) == reused
+    cache.compute(1, 13)
+    cache.free(1)
+    assert all(block.is_continued for block in cache.pool.cache.tree.all_blocks())
+
+
+def test_what_a_preempted_sequence_finds_again_continues_nothing() -> None:
+    cache = Cache(total_blocks=16, num_lanes=16)
+    cache.run("aaaabbbbc")
+    pool = cache.pool
+    allocation = pool.allocate(ACME, is_new=False)
+    assert allocation.reuse_prefix(ids("aaaabbbbc"), 0) == 8
+    pool.free(allocation, ids("aaaabbbbc"), 8)
+    assert not any(block.is_continued for block in pool.cache.tree.all_blocks())
+
+
+def test_blocks_that_came_from_elsewhere_continue_nothing_until_they_are_used_again() -> None:
+    cache = Cache(total_blocks=16, num_lanes=16, host_blocks=16)
+    cache.pool.put(ACME, ids("aaaabbbb"), 0, 2)
+    for expected in (False, True):
+        cache.pool.cache.host.set_limits(offloads=9, onloads=9)
+        cache.run("aaaabbbb")
+        assert [block.is_continued for block in cache.pool.cache.tree.all_blocks()] == [expected] * 2
+
+
+def test_an_idle_copy_goes_for_one_of_a_running_stream_however_often_it_was_continued() -> None:
+    cache = Cache(total_blocks=32, num_lanes=8, host_blocks=10, writes_through=True)
+    host = cache.pool.cache.host
+    for text in ("aaaabbbb", "aaaabbbbc"):
+        cache.run(text)
+    cache.allocate(1, "d" * 64)
+    cache.compute(1, 64)
+    host.set_limits(offloads=20, onloads=0)
+    cache.pool.cache.write_through()
+    assert len(host) == 10
+    assert sum(block.ref_count > 0 for block in host) == 10
