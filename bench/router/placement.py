@@ -15,7 +15,7 @@ from tokenbus.replay.results import PolicyResult
 from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.svg import Axis, Series, bar_chart
 
-COLOUR = "#6e7781"
+_COLOUR = "#6e7781"
 """The colour of text, legible on white and on black."""
 Runs = dict[float, list[PolicyResult]]
 
@@ -45,8 +45,13 @@ def draw(found: Runs, folder: Path) -> None:
             Series(runs[0].policy, [(place, of(run)) for place, run in enumerate(runs)])
             for runs in zip(*found.values(), strict=True)
         ]
-        text = bar_chart(title, speeds, series, axis).replace("currentColor", COLOUR)
-        (folder / f"{name}.svg").write_text(text + "\n", encoding="utf-8")
+        write_chart(folder / f"{name}.svg", title, speeds, series, axis)
+
+
+def write_chart(path: Path, title: str, labels: list[str], series: list[Series], axis: Axis) -> None:
+    """Writes a bar chart that can be read on white and on black."""
+    text = bar_chart(title, labels, series, axis).replace("currentColor", _COLOUR)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> None:

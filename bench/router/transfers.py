@@ -11,12 +11,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.router.placement import COLOUR
+from bench.router.placement import write_chart
 from tokenbus.protocol.wire import codec
 from tokenbus.replay.offline import play
 from tokenbus.replay.results import PolicyResult
 from tokenbus.replay.settings import ReplaySettings
-from tokenbus.replay.svg import Axis, Series, bar_chart
+from tokenbus.replay.svg import Axis, Series
 
 _CPU = {"timing": "cpu-0.5b-q8_0", "speedup": 0.017, "kv_token_bytes": 12_300, "transfer_mb_per_s": 60.0}
 _GPU = {"timing": "dynamo", "speedup": 4.0, "kv_token_bytes": 131_072}
@@ -69,8 +69,7 @@ def draw(found: dict[str, list[PolicyResult]], folder: Path) -> None:
             )
             for number, way in enumerate((*WAYS, *APART))
         ]
-        text = bar_chart(title, list(found), series, Axis("share")).replace("currentColor", COLOUR)
-        (folder / f"{name}.svg").write_text(text + "\n", encoding="utf-8")
+        write_chart(folder / f"{name}.svg", title, list(found), series, Axis("share"))
 
 
 def main() -> None:

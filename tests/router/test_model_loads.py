@@ -121,6 +121,12 @@ async def test_all_workers_are_asked_before_a_request_ends_with_the_last_refusal
     assert raised.value.error.message == f"{workers.asked[-1]} is full"
 
 
+async def check_until(found: ModelLoads, is_over: Callable[[], bool]) -> None:
+    while not is_over():
+        found.check()
+        await asyncio.sleep(0)
+
+
 async def test_a_worker_that_has_left_the_bus_has_refused_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_loads, "_ASK_INTERVAL_S", 0.0)
 
@@ -129,9 +135,7 @@ async def test_a_worker_that_has_left_the_bus_has_refused_nothing(monkeypatch: p
 
     found, workers = loads(fleet_of(loadable("w1")), have_left)
     waiting = asyncio.create_task(found.wait_served("demo", None))
-    while len(workers.asked) < 9:
-        found.check()
-        await asyncio.sleep(0)
+    await check_until(found, lambda: len(workers.asked) >= 9)
     assert not waiting.done()
     waiting.cancel()
 
@@ -144,9 +148,7 @@ async def test_a_worker_that_is_there_and_does_not_answer_is_given_up(monkeypatc
 
     found, workers = loads(fleet_of(loadable("w1")), be_silent)
     waiting = asyncio.create_task(found.wait_served("demo", None))
-    while not waiting.done():
-        found.check()
-        await asyncio.sleep(0)
+    await check_until(found, waiting.done)
     with pytest.raises(errors.RequestError) as raised:
         await waiting
     assert raised.value.error.code is errors.Code.NO_WORKER

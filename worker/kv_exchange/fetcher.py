@@ -172,9 +172,12 @@ class _Fetching:
         is_leg: bool = False,
     ) -> None:
         self._size = config.kv_block_size
-        self.prefix, num_blocks = _whole_blocks(prefix, self._size)
+        num_tokens = len(prefix.token_ids) // _TOKEN_BYTES
+        num_blocks = num_tokens // self._size
         if is_leg and num_blocks > first:
-            self.prefix, num_blocks = _filled_blocks(prefix, self._size, config.context_length)
+            num_blocks = _num_filled(num_tokens, self._size, config.context_length)
+        # a last block may hold the last token, which is computed in any case: the others are of use
+        self.prefix = _in_blocks(prefix, num_blocks, self._size)
         self.first = first
         self.engine = engine
         self.config = config
@@ -205,27 +208,24 @@ class _Fetching:
             self._batch = []
 
 
-def _whole_blocks(prefix: contract.CachedPrefix, size: int) -> tuple[contract.CachedPrefix, int]:
-    """Returns the whole blocks of a prefix, and their number. The last may hold the prompt's last token, which is
-    computed in any case: the others of its tokens are of use."""
-    num_blocks = len(prefix.token_ids) // _TOKEN_BYTES // size
-    return codec.replace(prefix, token_ids=prefix.token_ids[: _TOKEN_BYTES * size * num_blocks]), num_blocks
+def _num_filled(num_tokens: int, size: int, context_length: int) -> int:
+    """Returns the number of blocks of a prompt whose last one is filled up, so that all tokens but the last lie in
+    whole ones. Where that needs no filling, or there is no room for it, the number of whole blocks."""
+    num_blocks = -(-(num_tokens - 1) // size)
+    has_fill = num_tokens <= num_blocks * size < context_length
+    return num_blocks if has_fill else num_tokens // size
 
 
-def _filled_blocks(prefix: contract.CachedPrefix, size: int, context_length: int) -> tuple[contract.CachedPrefix, int]:
-    """Returns a prefix whose last block is filled up, and the number of its blocks, so that all tokens but the last of
-    the prompt lie in whole ones:
+def _in_blocks(prefix: contract.CachedPrefix, num_blocks: int, size: int) -> contract.CachedPrefix:
+    """Returns a prefix that is cut to so many blocks, or filled up to them with copies of its last token:
 
         prompt    |- a b c d -|- e f g h -|- i j k -|
         filled    |- a b c d -|- e f g h -|- i j k k -|
 
     What follows a token changes nothing in its keys and values."""
-    num_tokens = len(prefix.token_ids) // _TOKEN_BYTES
-    num_blocks = -(-(num_tokens - 1) // size)
-    if num_blocks * size < num_tokens or num_blocks * size >= context_length:
-        return _whole_blocks(prefix, size)
-    fill = prefix.token_ids[-_TOKEN_BYTES:] * (num_blocks * size - num_tokens)
-    return codec.replace(prefix, token_ids=prefix.token_ids + fill), num_blocks
+    num_bytes = _TOKEN_BYTES * size * num_blocks
+    fill = prefix.token_ids[-_TOKEN_BYTES:] * ((num_bytes - len(prefix.token_ids)) // _TOKEN_BYTES)
+    return codec.replace(prefix, token_ids=prefix.token_ids[:num_bytes] + fill)
 
 
 def _limit_s(num_tokens: int, engine: contract.Engine) -> float:

@@ -22,7 +22,7 @@ _CONTINUED_SHARE = 0.5
 class Allocation:
     """The shared and private blocks of a sequence. `root` is None where it neither uses nor leaves cached blocks."""
 
-    __slots__ = ("_cache", "_is_continued", "_num_returned", "lane", "num_private", "path", "root", "stop")
+    __slots__ = ("_cache", "_is_continued", "_is_new", "_num_returned", "lane", "num_private", "path", "root", "stop")
 
     def __init__(self, cache: PrefixCache, root: Root | None, *, is_new: bool = True) -> None:
         self._cache = cache
@@ -31,8 +31,9 @@ class Allocation:
         self.num_private = 0
         self.stop: int | None = None
         """A position behind the computed tokens at which a step of the prompt must end."""
-        self._num_returned: int | None = 0 if is_new else None
-        """Blocks taken over that earlier sequences have used; None for a sequence that only goes on after a pause."""
+        self._is_new = is_new
+        self._num_returned = 0
+        """Blocks taken over that sequences before this one have used."""
         self._is_continued = False
         """The prompt goes on from a cached one."""
         if root is not None:
@@ -87,9 +88,8 @@ class Allocation:
             return num_computed
         self._reuse_blocks(token_ids)
         reused = self.node.end
-        if self._num_returned is not None:
-            returned = self._num_returned * self._cache.block_size
-            self._is_continued = returned >= _CONTINUED_SHARE * len(token_ids)
+        returned = self._num_returned * self._cache.block_size
+        self._is_continued = self._is_new and returned >= _CONTINUED_SHARE * len(token_ids)
         if self.num_private == 0:
             reused += self._reuse_start_of_block(token_ids)
         return max(num_computed, reused)
@@ -151,11 +151,10 @@ class Allocation:
                 self._add_private(-self.num_private)
                 cache.ops.add(Truncate(self.lane, self.node.end))
             if block.lanes:
-                self._note_return(block)
                 source = block.any_lane  # it carries all blocks before this one too: one op shares them all
                 if block.end_lane is not None:
                     covered.append(block)
-                self._use(block)
+                self._take_over(block)
                 continue
             # Share first: making room for the copy may empty the lane that is shared from.
             self._share(source, shared_from)
@@ -165,8 +164,7 @@ class Allocation:
             if block.host_copy is None:  # evicted meanwhile
                 break
             cache.host.onload(block, self.lane, block.end)
-            self._note_return(block)
-            self._use(block)
+            self._take_over(block)
         self._share(source, shared_from)
         # Only now: the ops above share cells of these lanes.
         for block in covered:
@@ -238,9 +236,10 @@ class Allocation:
         block.ref_count += 1
         self.path.append(block)
 
-    def _note_return(self, block: Block) -> None:
-        if self._num_returned is not None:
-            self._num_returned += block.was_used
+    def _take_over(self, block: Block) -> None:
+        """Appends a block that was there before this sequence needed it."""
+        self._num_returned += block.was_used
+        self._use(block)
 
     def _share(self, source: int | None, start: int) -> None:
         if source is not None:

@@ -18,8 +18,8 @@ A block of the prefix tree is in one of three states; an `Allocation` uses and f
 
 A resident block may keep a copy from an earlier stay, so that evicting it again costs nothing.
 
-Blocks go in their eviction order. Sequences free their blocks deepest first, so no lane goes on behind
-that block: it is the last one of an idle lane, and evicting it shortens the lane by one block.
+Blocks go in their eviction order. Sequences free their blocks deepest first, so no lane goes on behind the first of the
+order: it is the last block of an idle lane, and evicting it shortens the lane by one block.
 """
 
 import itertools

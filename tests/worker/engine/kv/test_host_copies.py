@@ -148,12 +148,18 @@ def test_no_more_blocks_are_onloaded_than_the_limit_and_the_others_are_awaited()
     assert not cache.allocations[100].awaits_onload(ids("aaaabbbbc"))
 
 
-@pytest.mark.parametrize("prompt", ["aaa", "aaaa", "aaaab"])
-def test_a_copy_of_all_that_is_left_but_the_last_token_is_awaited(prompt: str) -> None:
+def without_budget(prompt: str) -> Cache:
+    """Returns a cache in a step that can onload nothing of a prompt."""
     cache = offloaded_cache()
     cache.free(101)
     cache.pool.cache.host.set_limits(offloads=0, onloads=0)
     assert cache.reused(prompt) == 0
+    return cache
+
+
+@pytest.mark.parametrize("prompt", ["aaa", "aaaa", "aaaab"])
+def test_a_copy_of_all_that_is_left_but_the_last_token_is_awaited(prompt: str) -> None:
+    cache = without_budget(prompt)
     assert cache.allocations[100].awaits_onload(ids(prompt))
     cache.pool.cache.host.set_limits(offloads=0, onloads=1)
     assert cache.reuse_prefix(100) == len(prompt) - 1
@@ -163,10 +169,7 @@ def test_a_copy_of_all_that_is_left_but_the_last_token_is_awaited(prompt: str) -
 
 @pytest.mark.parametrize("prompt", ["a", "aaxxx", "aaxx"])
 def test_the_first_tokens_of_a_copy_are_not_awaited_where_more_is_to_be_computed(prompt: str) -> None:
-    cache = offloaded_cache()
-    cache.free(101)
-    cache.pool.cache.host.set_limits(offloads=0, onloads=0)
-    assert cache.reused(prompt) == 0
+    cache = without_budget(prompt)
     assert not cache.allocations[100].awaits_onload(ids(prompt))
 
 
