@@ -16,6 +16,8 @@ import xxhash
 
 from tokenbus.protocol.wire import subjects
 
+TOKEN_BYTES = 4
+"""A token id in messages and hashes: 32 bits, little-endian."""
 SCHEME = "xxh3-64"
 """The name of this way to hash blocks."""
 _PARENT = struct.Struct("<Q")
@@ -64,7 +66,7 @@ def block_hashes(token_ids: Sequence[int], block_size: int, parent: int) -> list
 def block_hashes_of_bytes(data: bytes, block_size: int, parent: int) -> list[int]:
     """Does the same for token ids that are already packed."""
     assert block_size > 0, block_size
-    width = 4 * block_size
+    width = TOKEN_BYTES * block_size
     digest, pack = xxhash.xxh3_64_intdigest, _PARENT.pack
     # A router does this for every prompt: one unpack and one comprehension, without a function call for each block.
     tokens = struct.unpack_from(f"{width}s" * (len(data) // width), data)
@@ -79,7 +81,7 @@ def next_hash(parent: int, tokens: bytes | memoryview) -> int:
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Packs token ids as unsigned 32-bit little-endian integers, the form in which they are hashed and sent."""
     ids = array("I", token_ids)
-    assert ids.itemsize == 4
+    assert ids.itemsize == TOKEN_BYTES
     if _BIG_ENDIAN:
         ids.byteswap()
     return ids.tobytes()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import structlog
 
 from tokenbus.protocol.wire import codec, internal
+from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
 from tokenbus.worker import contract
 from tokenbus.worker.kv_exchange import block_check
 from tokenbus.worker.kv_exchange.pace import Pace
@@ -30,7 +31,6 @@ _SHARE = 0.5
 _BLOCKS_AHEAD = 8
 _BATCH_BYTES = 1024 * 1024
 """The engine gets so many bytes of blocks at a time: between two steps, each batch costs a millisecond or two."""
-_TOKEN_BYTES = 4
 
 
 class Fetch(NamedTuple):
@@ -172,7 +172,7 @@ class _Fetching:
         is_leg: bool = False,
     ) -> None:
         self._size = config.kv_block_size
-        num_tokens = len(prefix.token_ids) // _TOKEN_BYTES
+        num_tokens = len(prefix.token_ids) // TOKEN_BYTES
         num_blocks = num_tokens // self._size
         if is_leg and num_blocks > first:
             num_blocks = _num_filled(num_tokens, self._size, config.context_length)
@@ -203,7 +203,7 @@ class _Fetching:
         """Hands the blocks that were taken to the engine."""
         if self._batch:
             end = self.first + self.num_fetched
-            prefix = codec.replace(self.prefix, token_ids=self.prefix.token_ids[: _TOKEN_BYTES * self._size * end])
+            prefix = codec.replace(self.prefix, token_ids=self.prefix.token_ids[: TOKEN_BYTES * self._size * end])
             self.engine.put_blocks(prefix, end - len(self._batch), self._batch)
             self._batch = []
 
@@ -223,8 +223,8 @@ def _in_blocks(prefix: contract.CachedPrefix, num_blocks: int, size: int) -> con
         filled    |- a b c d -|- e f g h -|- i j k k -|
 
     What follows a token changes nothing in its keys and values."""
-    num_bytes = _TOKEN_BYTES * size * num_blocks
-    fill = prefix.token_ids[-_TOKEN_BYTES:] * ((num_bytes - len(prefix.token_ids)) // _TOKEN_BYTES)
+    num_bytes = TOKEN_BYTES * size * num_blocks
+    fill = prefix.token_ids[-TOKEN_BYTES:] * ((num_bytes - len(prefix.token_ids)) // TOKEN_BYTES)
     return codec.replace(prefix, token_ids=prefix.token_ids[:num_bytes] + fill)
 
 

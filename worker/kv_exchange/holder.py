@@ -5,13 +5,12 @@ import time
 from collections.abc import Callable
 
 from tokenbus.protocol.wire import codec, errors, internal, limits
-from tokenbus.protocol.wire.block_hash import Adapter
+from tokenbus.protocol.wire.block_hash import TOKEN_BYTES, Adapter
 from tokenbus.worker import contract
 from tokenbus.worker.kv_exchange.leases import Lease, Leases
 from tokenbus.worker.kv_exchange.legs import Leg
 from tokenbus.worker.kv_exchange.transport import NoBlock
 
-_TOKEN_BYTES = 4
 _BATCH_BYTES = 1024 * 1024
 """Bytes that the engine is asked for at a time; it answers between two steps."""
 _LEG_BATCH_BLOCKS = 8
@@ -32,7 +31,7 @@ class _OpenLease:
         self.leg = leg
         self._lease = lease
         self._engine = engine
-        self._block_bytes = _TOKEN_BYTES * config.kv_block_size
+        self._block_bytes = TOKEN_BYTES * config.kv_block_size
         self._batch_size = max(1, _BATCH_BYTES // config.kv_format.num_bytes)
         if leg is not None:  # a batch can be read once all of it is computed
             self._batch_size = min(self._batch_size, _LEG_BATCH_BLOCKS)
@@ -146,8 +145,8 @@ class Holder:
         config: contract.EngineConfig,
     ) -> internal.BlockLease:
         """Has the engine compute a prompt, whose blocks may be read as they come."""
-        end = min(len(prefix.token_ids) // _TOKEN_BYTES, config.context_length - 1) // config.kv_block_size
-        prefix = codec.replace(prefix, token_ids=prefix.token_ids[: _TOKEN_BYTES * config.kv_block_size * end])
+        end = min(len(prefix.token_ids) // TOKEN_BYTES, config.context_length - 1) // config.kv_block_size
+        prefix = codec.replace(prefix, token_ids=prefix.token_ids[: TOKEN_BYTES * config.kv_block_size * end])
         if end <= request.first:
             return internal.BlockLease()
         if not self._leases.num_free(is_leg=True):
@@ -197,4 +196,6 @@ def _may_read(request: internal.BlockLeaseRequest, config: contract.EngineConfig
         return False
     if len(request.adapters) > limits.MAX_ADAPTERS:
         return False
-    return 0 < len(request.token_ids) <= _TOKEN_BYTES * config.context_length and not len(request.token_ids) % 4
+    return (
+        0 < len(request.token_ids) <= TOKEN_BYTES * config.context_length and not len(request.token_ids) % TOKEN_BYTES
+    )

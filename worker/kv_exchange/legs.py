@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 
 from tokenbus.protocol.wire import block_hash, messages
+from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
 from tokenbus.worker import contract, engine_output
 from tokenbus.worker.engine_request import EngineRequest, Sampling
-
-_TOKEN_BYTES = 4
 
 
 class Leg:
@@ -20,7 +19,7 @@ class Leg:
     def __init__(self, request_id: str, prefix: contract.CachedPrefix, block_size: int) -> None:
         self.request_id = request_id
         """The key of the request whose prompt it is."""
-        self.num_tokens = len(prefix.token_ids) // _TOKEN_BYTES
+        self.num_tokens = len(prefix.token_ids) // TOKEN_BYTES
         self.num_computed = 0
         """Leading tokens that are computed."""
         self.outcome = ""

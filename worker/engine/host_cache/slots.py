@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
 from tokenbus.worker.engine.kv.prefix_tree import DIGEST_BYTES, BlockLabel
 
 REGION_HEADER_BYTES = 4_096
@@ -21,7 +22,6 @@ _REGION_MAGIC = b"tokenbus kv slots "
 _REGION_VERSION = b"1\n"
 _HEADER = struct.Struct(f"<QQQIIIIQ{DIGEST_BYTES}s{DIGEST_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
-_TOKEN_BYTES = 4
 _ALIGNMENT = 64
 EMPTY = _CHECKSUM.pack(0)
 """Over the beginning of a slot's header, makes it empty."""
@@ -42,7 +42,7 @@ class SlotHeader(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return len(self.label.tokens) // _TOKEN_BYTES
+        return len(self.label.tokens) // TOKEN_BYTES
 
 
 class SlotLayout(NamedTuple):
@@ -55,7 +55,7 @@ class SlotLayout(NamedTuple):
 
     @property
     def header_bytes(self) -> int:
-        return _aligned(_HEADER.size + _TOKEN_BYTES * self.block_size)
+        return _aligned(_HEADER.size + TOKEN_BYTES * self.block_size)
 
     @property
     def slot_bytes(self) -> int:
@@ -107,7 +107,7 @@ class SlotLayout(NamedTuple):
             raise SlotError("torn")
         if not 0 < num_tokens <= self.block_size or not 0 < num_bytes <= self.block_bytes:
             raise SlotError("size")
-        tokens = data[_HEADER.size : _HEADER.size + _TOKEN_BYTES * num_tokens]
+        tokens = data[_HEADER.size : _HEADER.size + TOKEN_BYTES * num_tokens]
         return SlotHeader(number, BlockLabel(root_hash, root, parent, start, tokens), num_bytes, data_checksum)
 
 

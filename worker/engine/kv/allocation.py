@@ -11,9 +11,10 @@ A block is private until it is complete; then others can find it. The sequence's
 from array import array
 
 from tokenbus.protocol.wire import block_hash
+from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
 from tokenbus.worker.engine.kv.ops import Share, Truncate
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
-from tokenbus.worker.engine.kv.prefix_tree import TOKEN_BYTES, Block, Root
+from tokenbus.worker.engine.kv.prefix_tree import Block, Root
 
 _CONTINUED_SHARE = 0.5
 """A prompt goes on from a cached one if so much of it was there when it came."""

@@ -8,9 +8,8 @@ Unlike the blocks of the prefix tree, runs have any length: a run is cut where a
 
 from typing import NamedTuple
 
+from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
 from tokenbus.worker.engine.kv.prefix_tree import num_common_tokens
-
-_TOKEN_BYTES = 4
 
 
 class Run:
@@ -21,7 +20,7 @@ class Run:
     def __init__(self, parent: "Run | None", tokens: bytes) -> None:
         self.parent = parent
         self.tokens = tokens
-        self.end: int = (0 if parent is None else parent.end) + len(tokens) // _TOKEN_BYTES
+        self.end: int = (0 if parent is None else parent.end) + len(tokens) // TOKEN_BYTES
         self.children: dict[bytes, Run] = {}
         """By their first token."""
         self.checkpoint: Checkpoint | None = None
@@ -84,7 +83,7 @@ def match(root: Run, tokens: bytes, max_tokens: int) -> Match:
     while True:
         if node.checkpoint is not None and node.checkpoint.has_state and at <= max_tokens:
             deepest = node.checkpoint
-        child = node.children.get(_first(tokens[_TOKEN_BYTES * at :][:_TOKEN_BYTES]))
+        child = node.children.get(_first(tokens[TOKEN_BYTES * at :][:TOKEN_BYTES]))
         if child is None:
             return Match(at, deepest)
         at += _num_common(child, tokens, at)
@@ -96,12 +95,12 @@ def match(root: Run, tokens: bytes, max_tokens: int) -> Match:
 def insert(root: Run, tokens: bytes) -> Run:
     """Returns the node at which a run of tokens ends, which is made if there is none."""
     node = root
-    while node.end * _TOKEN_BYTES < len(tokens):
-        rest = tokens[_TOKEN_BYTES * node.end :]
+    while node.end * TOKEN_BYTES < len(tokens):
+        rest = tokens[TOKEN_BYTES * node.end :]
         child = node.children.get(_first(rest))
         if child is None:
             child = node.children[_first(rest)] = Run(node, rest)
-        elif (common := num_common_tokens(child.tokens, rest)) * _TOKEN_BYTES < len(child.tokens):
+        elif (common := num_common_tokens(child.tokens, rest)) * TOKEN_BYTES < len(child.tokens):
             child = _split(child, common)
         node = child
     return node
@@ -117,7 +116,7 @@ def remove(node: Run) -> None:
 
 def _split(node: Run, num_tokens: int) -> Run:
     """Cuts a node behind its first tokens; returns the first part."""
-    parent, cut = node.parent, num_tokens * _TOKEN_BYTES
+    parent, cut = node.parent, num_tokens * TOKEN_BYTES
     assert parent is not None
     first = Run(parent, node.tokens[:cut])
     parent.children[_first(node.tokens)] = first
@@ -127,8 +126,8 @@ def _split(node: Run, num_tokens: int) -> Run:
 
 
 def _num_common(child: Run, tokens: bytes, at: int) -> int:
-    return num_common_tokens(child.tokens, tokens[_TOKEN_BYTES * at :][: len(child.tokens)])
+    return num_common_tokens(child.tokens, tokens[TOKEN_BYTES * at :][: len(child.tokens)])
 
 
 def _first(tokens: bytes) -> bytes:
-    return tokens[:_TOKEN_BYTES]
+    return tokens[:TOKEN_BYTES]

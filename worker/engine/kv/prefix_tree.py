@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tokenbus.protocol.wire import block_hash
+from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
 
-TOKEN_BYTES = 4
 DIGEST_BYTES = 16
 
 
