@@ -6,16 +6,19 @@
 
 Numbers are little-endian; cells of a sequence that is saved as number 0 name no other. llama.cpp asserts on some of
 this, which ends the process. So everything but the tensors' data is compared with a blob of the same context's own.
-Data can't be checked: wrong numbers look like right ones.
+Of the data, only numbers that are none can be found: wrong numbers look like right ones.
 """
 
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
 import xxhash
 
 from tokenbus.worker.contract import KvBlockFormat
+from tokenbus.worker.engine.host_cache import finite
+from tokenbus.worker.engine.host_cache.finite import NumberType
 
 _HEAD = struct.Struct("<8sII")
 _CELL = struct.Struct("<iIi")
@@ -23,6 +26,18 @@ _POSITION_BYTES = 4
 _LAYERS = struct.Struct("<II")
 _ROWS = struct.Struct("<iQ")
 _COLUMNS = struct.Struct("<iII")
+_TYPE = struct.Struct("<i")
+_NUMBER_TYPES = {
+    0: finite.F32,
+    1: finite.F16,
+    2: finite.Q4_0,
+    3: finite.Q4_1,
+    6: finite.Q5_0,
+    7: finite.Q5_1,
+    8: finite.Q8_0,
+    30: finite.BF16,
+}
+"""By their numbers in ggml.h."""
 
 
 class _Tensor(NamedTuple):
@@ -30,6 +45,10 @@ class _Tensor(NamedTuple):
 
     framing: bytes
     bytes_per_token: int
+
+    @property
+    def number_type(self) -> NumberType:
+        return _NUMBER_TYPES[_TYPE.unpack_from(self.framing)[0]]
 
 
 class StateFormat(NamedTuple):
@@ -84,6 +103,19 @@ class StateFormat(NamedTuple):
                 return "framing"
             offset += len(tensor.framing) + tensor.bytes_per_token * count
         return ""
+
+    def is_finite(self, blob: bytes | bytearray | memoryview, count: int) -> bool:
+        """Whether all keys and values in a blob of `count` tokens are finite; there must be no problem with it."""
+        view = memoryview(blob)
+        return all(finite.all_finite(view[start:end], kind) for kind, start, end in self._data(count))
+
+    def _data(self, count: int) -> Iterator[tuple[NumberType, int, int]]:
+        """Yields the type of each tensor's numbers, and where they begin and end in a blob of `count` tokens."""
+        offset = _HEAD.size + _CELL.size * count + _LAYERS.size
+        for tensor in self.tensors:
+            start = offset + len(tensor.framing)
+            offset = start + tensor.bytes_per_token * count
+            yield tensor.number_type, start, offset
 
 
 def learn(blob: bytes, start: int, count: int) -> StateFormat | None:

@@ -100,3 +100,39 @@ def test_an_unknown_format_is_not_learned() -> None:
     assert state_blob.learn(b"", 0, 1) is None
     assert state_blob.learn(bytes(200), 0, 16) is None
     assert state_blob.learn(struct.pack("<8sII", b"", 1, 0) + bytes(20), 0, 0) is None
+
+
+TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+UNSCALED = {"f32": b"\0\0\x80\x7f", "bf16": b"\x80\x7f"}
+"""Infinity where it is not one of 16 bits."""
+
+
+@pytest.mark.parametrize("cache_type", TYPES)
+def test_a_single_key_or_value_that_is_no_number_is_found_in_every_layer(cache_type: str) -> None:
+    changes = {"cache_type_k": cache_type, "cache_type_v": cache_type, "flash_attention": "on"}
+    runner = gguf_runner(msgspec.structs.replace(DEMO, **changes))
+    assert runner._context is not None
+    assert probe._decode(runner._context, list(range(40)), 0, 1) is not None
+    blob, known = blob_of(runner, 5, 37), format_of(runner)
+    assert known.is_finite(blob, 32)
+    offset = 16 + 12 * 32 + 8
+    for tensor in known.tensors:
+        poisoned, place = bytearray(blob), offset + len(tensor.framing)
+        infinity = UNSCALED.get(cache_type, b"\x00\x7c")
+        poisoned[place : place + len(infinity)] = infinity
+        assert known.problem(bytes(poisoned), 5, 32) == ""
+        assert not known.is_finite(poisoned, 32)
+        offset = place + tensor.bytes_per_token * 32
+    runner.close()
+
+
+def test_a_value_that_is_no_number_is_found_where_values_lie_by_channel() -> None:
+    runner = gguf_runner(msgspec.structs.replace(DEMO, flash_attention="off"))
+    assert runner._context is not None
+    assert probe._decode(runner._context, list(range(40)), 0, 1) is not None
+    blob, known = bytearray(blob_of(runner, 0, 40)), format_of(runner)
+    assert known.is_transposed
+    assert known.is_finite(blob, 40)
+    blob[-2:] = b"\x00\xfe"
+    assert not known.is_finite(blob, 40)
+    runner.close()

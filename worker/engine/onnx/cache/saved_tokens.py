@@ -4,8 +4,11 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
+from tokenbus.worker.engine.host_cache import finite
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.graphs.graph import KvTensor
+
+_NUMBER_TYPES = {"float32": finite.F32, "float16": finite.F16}
 
 
 def bytes_per_token(tensors: Listing[KvTensor]) -> int:
@@ -26,3 +29,15 @@ def unpack(tensors: Listing[KvTensor], data: bytes | bytearray) -> list[Array]:
         offset += size * one.dtype.itemsize
     assert offset == len(data), (offset, len(data))
     return arrays
+
+
+def is_finite(tensors: Listing[KvTensor], data: bytes | bytearray | memoryview) -> bool:
+    """Whether all keys and values in saved tokens are finite."""
+    view, offset = memoryview(data), 0
+    count = len(data) // bytes_per_token(tensors)
+    for one in tensors:
+        end = offset + one.heads * count * one.width * one.dtype.itemsize
+        if not finite.all_finite(view[offset:end], _NUMBER_TYPES[one.dtype.name]):
+            return False
+        offset = end
+    return True
