@@ -92,6 +92,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_block_size: int
     total_kv_blocks: int
     """The blocks of the device's KV memory."""
+    kv_tokens: int = 0
+    """The tokens of KV memory that were allocated for all sequences together; 0 for an engine that only pools."""
     host_kv_blocks: int = 0
     """The number of blocks of which host memory can hold a copy besides."""
     checkpoint_sizes: CheckpointSizes | None = None

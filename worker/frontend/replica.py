@@ -36,6 +36,24 @@ from tokenbus.worker.frontend.settings import OnProgress, ServedModel, WorkerSet
 _LOADING_LOG_INTERVAL_S = 2.0
 
 
+def successor_settings(settings: EngineSettings, config: contract.EngineConfig) -> EngineSettings:
+    """Returns the settings for the engine that replaces one with this configuration.
+
+    It loads the same files, and has the sizes that the first one has found: streams that are as long as the context
+    continue there. What the memory left then, or a budget in bytes allowed, does not count a second time."""
+    settings = msgspec.structs.replace(settings, files=config.files)
+    if not config.kv_tokens:
+        return settings
+    return msgspec.structs.replace(
+        settings,
+        context_length=config.context_length,
+        kv_tokens=config.kv_tokens,
+        kv_block_size=config.kv_block_size,
+        max_num_seqs=config.max_num_seqs,
+        kv_limit_bytes=0,
+    )
+
+
 class Replica(EngineListener):
     """Serves from `run` until it is drained. Its engine is a step loop in `process`."""
 
@@ -168,13 +186,13 @@ class Replica(EngineListener):
             self._log.info("model_loading", percent=round(100 * fraction))
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
-        """Serves with a new engine. The next one will load the same files and take no more memory."""
+        """Serves with a new engine. The next one will load the same files and have the same sizes."""
         if self._config is not None:
             self._metrics.engine_restarted()
         self._config = config
         if self._host_cache_file and not config.host_kv_blocks:
             self._log.warning("host_cache_unused", path=self._host_cache_file)
-        self._engine = msgspec.structs.replace(self._engine, files=config.files, kv_limit_bytes=config.kv_bytes)
+        self._engine = successor_settings(self._engine, config)
         assert self.frontend is not None
         self.frontend.engine_started(engine, config)
         if not self.started.done():

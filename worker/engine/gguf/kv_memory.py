@@ -57,7 +57,7 @@ def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) ->
         return settings
     fits = settings.kv_limit_bytes // each // settings.kv_block_size * settings.kv_block_size
     length = context_length(settings, trained)
-    if fits < (length if settings.context_length else settings.kv_block_size):
+    if fits < (length if settings.context_length else max(settings.kv_block_size, 2)):
         raise ModelError(
             f"--kv-budget leaves {settings.kv_limit_bytes} bytes for this replica, which is {fits} tokens of {each} "
             f"bytes, and one request may need {length}: raise it, or lower --context-length"

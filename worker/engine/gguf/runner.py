@@ -221,6 +221,7 @@ class GgufRunner:
             max_num_seqs=settings.max_num_seqs,
             kv_block_size=block_size,
             total_kv_blocks=llama.llama_n_ctx(self._context) // block_size,
+            kv_tokens=int(llama.llama_n_ctx(self._context)),
             host_kv_blocks=0 if self.copies is None else self.copies.layout.num_slots,
             kv_identity="" if exchanged is None else self.kv_identity,
             kv_format=None if exchanged is None else exchanged.block_format(block_size),

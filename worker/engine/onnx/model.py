@@ -92,6 +92,7 @@ class OnnxModel:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             kv_block_size=size.block_size,
             total_kv_blocks=size.total_blocks,
+            kv_tokens=size.num_rows * size.context_length if self.graph.logits is not None else 0,
             prefix_cache=self.graph.logits is not None,
             vocab_size=self.tokenizer.size,
             features=(*features, "embed") if embedder is not None else features,

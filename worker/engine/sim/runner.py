@@ -161,6 +161,7 @@ def _config(preset: str, settings: EngineSettings) -> contract.EngineConfig:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         kv_block_size=block_size,
         total_kv_blocks=kv_tokens // block_size,
+        kv_tokens=kv_tokens,
         host_kv_blocks=host_blocks,
         prefix_cache=True,
         vocab_size=VOCAB_SIZE,
