@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tokenbus.cli import nats_server
-from tokenbus.cli.supervisor import end_with_parent
 from tokenbus.client import Client
+from tokenbus.protocol.process.parent import end_with_parent
 from tokenbus.protocol.wire import errors, messages
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

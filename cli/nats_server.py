@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tokenbus.cli.supervisor import end_with_parent
+from tokenbus.protocol.process.parent import end_with_parent
 
 _START_TIMEOUT_S = 10.0
 

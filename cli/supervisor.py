@@ -4,13 +4,15 @@ Children die with their parent: the kernel sends them SIGTERM when it ends, so t
 process behind. It binds them to the thread that forks, so only the main thread may start them. Linux only."""
 
 import asyncio
-import ctypes
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from tokenbus.protocol import tasks
+from tokenbus.protocol.process.parent import end_with_parent
 
 EXIT_BAD_SETTINGS = 2
 """Exit status of a process whose settings or model are wrong: it would fail again if it were restarted."""
@@ -22,21 +24,6 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _HEALTHY_AFTER_S = 30.0
 """A process that ran this long is restarted after the first pause again."""
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def end_with_parent() -> None:
-    """Binds the calling process to its parent. To be called in a child between fork and exec."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def end_with(parent: int) -> None:
-    """Like `end_with_parent`, for a process that runs already; exits at once if `parent` is gone."""
-    end_with_parent()
-    if os.getppid() != parent:  # the parent ended before the binding took effect
-        os._exit(1)
 
 
 class StartError(RuntimeError):
@@ -155,7 +142,7 @@ class Supervisor:
         """Starts a process and keeps it running."""
         process = SupervisedProcess(name, arguments, self._log_folder / f"{name}.log", self._report, fds)
         self.processes.append(process)
-        self._tasks.append(asyncio.create_task(process.supervise()))
+        self._tasks.append(tasks.awaited(process.supervise()))
 
     def check(self) -> None:
         """Raises StartError if a process has given up."""

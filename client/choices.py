@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from tokenbus.client.stream import Stream
+from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, errors, messages
 
 ItemT = TypeVar("ItemT")
@@ -138,4 +139,4 @@ def _next(source: AsyncIterator[ItemT]) -> "asyncio.Task[ItemT]":
     async def step() -> ItemT:
         return await anext(source)
 
-    return asyncio.create_task(step())
+    return tasks.awaited(step())

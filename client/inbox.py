@@ -5,9 +5,11 @@ import contextlib
 import secrets
 import time
 
+import structlog
 from nats.aio.msg import Msg
 
 from tokenbus.client.stream import Stream
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.ttl_cache import TTLCache
@@ -60,7 +62,7 @@ class Inbox:
     async def open(self) -> None:
         # One subscription for all streams: a subscription for each would cost the broker two messages a request.
         await self._connection.subscribe(f"{self._prefix}.*", self._deliver)
-        self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
+        self._ticker = tasks.background("tick", self._tick_forever())
 
     async def close(self) -> None:
         """Cancels every open stream."""
@@ -84,7 +86,11 @@ class Inbox:
             self._publish(stream, message)
         else:
             stream.is_uploading = True
-            self._uploads[token] = asyncio.get_running_loop().create_task(self._upload(stream, message))
+            self._uploads[token] = tasks.background(
+                "upload",
+                self._upload(stream, message),
+                lambda _: stream.refuse(errors.make_error(errors.Code.INTERNAL), time.monotonic()),
+            )
 
     def _publish(self, stream: Stream, message: bus.Outgoing) -> None:
         try:
@@ -212,7 +218,14 @@ class Inbox:
             pause_s = now - ticked_at
             ticked_at = now
             for stream in list(self._streams.values()):
-                stream.tick(now, pause_s if pause_s > _MAX_PAUSE_S else 0.0)
+                self._tick(stream, now, pause_s if pause_s > _MAX_PAUSE_S else 0.0)
+
+    def _tick(self, stream: Stream, now: float, pause_s: float) -> None:
+        try:
+            stream.tick(now, pause_s)
+        except Exception:  # outermost frame of a stream: it ends, and the others are still looked after
+            structlog.get_logger().exception("stream_failed", request_id=stream.request_id)
+            stream.fail(errors.make_error(errors.Code.INTERNAL))
 
 
 def _no_router() -> errors.Error:

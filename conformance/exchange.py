@@ -8,6 +8,7 @@ import msgspec
 
 from tokenbus.conformance.assertions import BrokenError, Message, shorten
 from tokenbus.conformance.link import Received
+from tokenbus.protocol import tasks
 
 DEFAULT_WAIT_S = 20.0
 """Shorter than the time limit of a rule, so that the report names the message that did not arrive."""
@@ -121,7 +122,7 @@ class Exchange:
 
 async def any_tokens(exchanges: Sequence[Exchange], count: int) -> None:
     """Waits until `count` tokens or the terminal have arrived at one of the exchanges."""
-    waits = [asyncio.create_task(exchange.tokens(count)) for exchange in exchanges]
+    waits = [tasks.awaited(exchange.tokens(count)) for exchange in exchanges]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:

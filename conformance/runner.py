@@ -11,6 +11,7 @@ from tokenbus.conformance.assertions import BrokenError, SkippedError
 from tokenbus.conformance.probe import Probe
 from tokenbus.conformance.report import Outcome, Verdict
 from tokenbus.conformance.rules.registry import Rule
+from tokenbus.protocol import tasks
 
 _CONCURRENCY = 6
 """Rules that run at the same time."""
@@ -28,22 +29,22 @@ async def run_all(rules: Sequence[Rule], make_probe: Callable[[], Probe], timeou
         async with room:
             return await run_one(rule, make_probe(), timeout_s)
 
-    tasks = {rule.name: asyncio.create_task(in_turn(rule)) for rule in rules if not rule.exclusive}
+    running = {rule.name: tasks.awaited(in_turn(rule)) for rule in rules if not rule.exclusive}
     try:
         for rule in rules:
-            yield exclusive[rule.name] if rule.exclusive else await tasks[rule.name]
+            yield exclusive[rule.name] if rule.exclusive else await running[rule.name]
     finally:
-        for task in tasks.values():
+        for task in running.values():
             task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        await asyncio.gather(*running.values(), return_exceptions=True)
 
 
 async def run_one(rule: Rule, probe: Probe, timeout_s: float) -> Outcome:
     """Runs one rule. Never raises: a check that fails in any way counts as a broken rule."""
     began = time.monotonic()
     # Both run at the same time: a rule whose messages the broker denies would only end by its time limit.
-    judging = asyncio.create_task(_judge(rule, probe, timeout_s))
-    refusal = asyncio.create_task(probe.link.wait_denied(probe.used_subjects))
+    judging = tasks.awaited(_judge(rule, probe, timeout_s))
+    refusal = tasks.awaited(probe.link.wait_denied(probe.used_subjects))
     try:
         await asyncio.wait((judging, refusal), return_when=asyncio.FIRST_COMPLETED)
     finally:

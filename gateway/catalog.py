@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET
 
 from tokenbus.gateway.openai import schemas
+from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import errors, limits, messages, subjects
 
 _KEEP_S = 1.0
@@ -54,7 +55,7 @@ class Catalog:
         asking = self._asking
         # A failure is cached like an answer, so that a router in trouble is not asked more often.
         if asking is None or (asking.done() and self._clock() - self._answered_at >= _KEEP_S):
-            asking = self._asking = asyncio.create_task(self._fetch())
+            asking = self._asking = tasks.awaited(self._fetch())
             asking.add_done_callback(self._note)
         return await asyncio.shield(asking)  # a caller that is cancelled must not cancel the others
 

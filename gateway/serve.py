@@ -19,6 +19,7 @@ from tokenbus.gateway.metrics import GatewayMetrics
 from tokenbus.gateway.routes import Routes, make_app
 from tokenbus.gateway.settings import GatewaySettings
 from tokenbus.gateway.tenants import Tenants
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.http.connection_table import ConnectionLimits
@@ -108,8 +109,8 @@ class Gateway:
         good."""
         url = listen.base_url(listening)
         server = EmbeddedServer(self._config)
-        serving = asyncio.create_task(server.serve([listening]))
-        stopped, closed = asyncio.create_task(stop.wait()), asyncio.create_task(broker.wait_closed())
+        serving = tasks.awaited(server.serve([listening]))
+        stopped, closed = tasks.awaited(stop.wait()), tasks.awaited(broker.wait_closed())
         structlog.get_logger().info(
             "gateway_ready",
             url=url,

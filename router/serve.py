@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.bus.reply_sender import ReplySender
@@ -251,11 +252,11 @@ async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSett
 
 
 async def _run(settings: RouterSettings, bus: Bus, router: Router, stop: asyncio.Event) -> None:
-    tasks: list[asyncio.Task[None]] = [asyncio.create_task(one) for one in (router.run(), bus.wait_closed())]
-    stopped = asyncio.create_task(stop.wait())
+    running: list[asyncio.Task[None]] = [tasks.awaited(one) for one in (router.run(), bus.wait_closed())]
+    stopped = tasks.awaited(stop.wait())
     try:
-        await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
+        await asyncio.wait([stopped, *running], return_when=asyncio.FIRST_COMPLETED)
+        for task in running:
             if task.done():
                 task.result()
         await router.stop_intake()
@@ -265,6 +266,6 @@ async def _run(settings: RouterSettings, bus: Bus, router: Router, stop: asyncio
         await router.shut_down()
     finally:
         stopped.cancel()
-        for task in tasks:
+        for task in running:
             task.cancel()
-        await asyncio.gather(stopped, *tasks, return_exceptions=True)
+        await asyncio.gather(stopped, *running, return_exceptions=True)

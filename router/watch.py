@@ -14,6 +14,7 @@ import time
 import structlog
 from nats.aio.msg import Msg
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
@@ -108,7 +109,7 @@ class FleetWatch:
             self._fleet.renew_all_leases(now)
         self._fleet.sweep(now)
         if self._confirming is None and self._fleet.has_expired_leases(now):
-            self._confirming = asyncio.create_task(self._confirm_lost(now))
+            self._confirming = tasks.background("confirm lost workers", self._confirm_lost(now))
         room_bytes = self._bus.max_payload - limits.MESSAGE_RESERVE_BYTES
         for worker in self._fleet.snapshots_due(now, _SNAPSHOT_RETRY_S):
             subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")

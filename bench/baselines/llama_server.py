@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenbus.cli.supervisor import end_with_parent
+from tokenbus.protocol.process.parent import end_with_parent
 
 _TARGETS = ("llama-server", "llama-bench", "llama-batched-bench")
 _FLAGS = (

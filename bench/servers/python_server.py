@@ -22,8 +22,8 @@ from typing import Any
 from bench import flags, system
 from bench.models import benchmark_model
 from bench.paired import quartiles
-from tokenbus.cli.supervisor import end_with_parent
 from tokenbus.client import Client
+from tokenbus.protocol.process.parent import end_with_parent
 from tokenbus.protocol.wire import messages
 
 _CONTEXT = 1_024

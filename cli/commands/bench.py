@@ -13,6 +13,7 @@ from rich.console import Console
 from tokenbus.cli import connection_flags
 from tokenbus.cli.session import EXIT_INTERRUPTED, print_error, with_client
 from tokenbus.client import Client
+from tokenbus.protocol import tasks
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import logs
 from tokenbus.replay.load import options as load_options
@@ -132,7 +133,7 @@ def _write(path: Path, content: bytes) -> None:
 
 async def _interrupted(work: Coroutine[None, None, None]) -> bool:
     """Runs `work`; returns whether Ctrl-C or SIGTERM interrupted it."""
-    task = asyncio.ensure_future(work)
+    task = tasks.awaited(work)
     with shutdown.on_stop(task.cancel):
         try:
             await task

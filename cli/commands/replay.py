@@ -18,7 +18,8 @@ from rich.table import Table
 from tokenbus.cli import nats_server
 from tokenbus.cli.replay_live import LiveError, run_live
 from tokenbus.cli.session import EXIT_INTERRUPTED, print_error
-from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS, StartError, end_with
+from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS, StartError
+from tokenbus.protocol.process.parent import end_with
 from tokenbus.replay.offline import load_requests, play_all
 from tokenbus.replay.page import document
 from tokenbus.replay.results import LatencyStats, PolicyResult

@@ -1,8 +1,8 @@
 """The interface of an API for calls: its requests as those of the wire, and the wire's replies as its responses."""
 
 import operator
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tokenbus.client import Client
 from tokenbus.gateway.http.http_errors import ErrorResponse
@@ -42,7 +42,7 @@ class CallDialect(NamedTuple, Generic[RequestT, ReplyT]):
     parse: Callable[[bytes, Mapping[str, str], str, str], ParsedCall[RequestT, ReplyT]]
     """Parses and validates a body, with the request's headers, the id that it gets, and the model that is meant if it
     names none (empty if there is no such model). Raises RequestError with the API's name of the field at fault."""
-    send: Callable[[Client, str, RequestT], Awaitable[ReplyT]]
+    send: Callable[[Client, str, RequestT], Coroutine[Any, Any, ReplyT]]
     """Sends the request to the named model, by a method of the client. Raises RequestError."""
     error_body: Callable[[ErrorResponse], bytes]
     """Returns the body of an error response."""

@@ -4,6 +4,7 @@ import asyncio
 import re
 
 from tokenbus.client import Client
+from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, errors, messages
 
 INPUTS_AT_ONCE = 32
@@ -27,11 +28,11 @@ async def embed(client: Client, model: str, request: messages.EmbedRequest) -> m
             except errors.RequestError as error:
                 raise errors.RequestError(_shifted(error.error, start)) from error
 
-    tasks = [asyncio.create_task(embed_some(start)) for start in range(0, len(inputs), INPUTS_AT_ONCE)]
+    running = [tasks.awaited(embed_some(start)) for start in range(0, len(inputs), INPUTS_AT_ONCE)]
     try:
-        return _joined(request.id or "", await asyncio.gather(*tasks))
+        return _joined(request.id or "", await asyncio.gather(*running))
     finally:
-        for task in tasks:
+        for task in running:
             task.cancel()
 
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import functools
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
 
 from tokenbus.gateway.calls.dialect import CallDialect, ParsedCall, ReplyT, RequestT
 from tokenbus.gateway.http import body, http_errors
 from tokenbus.gateway.http.endpoint import Endpoint, Exchange, Services
+from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import errors
 
 ResultT = TypeVar("ResultT")
@@ -54,9 +55,9 @@ class OpenCall:
     def __repr__(self) -> str:
         return f"<OpenCall{', failed' if self._failure.done() else ''}>"
 
-    async def run(self, call: Awaitable[ResultT]) -> ResultT:
+    async def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Returns the call's result. Raises RequestError with the error of `fail` if that comes first."""
-        working = asyncio.ensure_future(call)
+        working = tasks.awaited(call)
         try:
             either: set[asyncio.Future[Any]] = {working, self._failure}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

@@ -10,6 +10,7 @@ from starlette.types import Receive
 
 from tokenbus.gateway.http.body_memory import HeldBody
 from tokenbus.gateway.http.http_errors import BODY_TIMEOUT, UNSUPPORTED_MEDIA_TYPE, ApiError, too_large
+from tokenbus.protocol import tasks
 
 ParsedT = TypeVar("ParsedT")
 BODY_TIMEOUT_S = 30.0
@@ -89,7 +90,7 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, None]
     """Runs `work`; if the client disconnects first, cancels it and raises ClientDisconnectedError.
 
     The body must have been read. ASGI reports a disconnect after a complete response too."""
-    working, watching = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    working, watching = tasks.awaited(work), tasks.awaited(_disconnected(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

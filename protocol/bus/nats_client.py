@@ -26,6 +26,7 @@ import nats.errors
 from nats.aio.client import Srv
 from nats.aio.transport import TcpTransport
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import bus, clock, handshake
 from tokenbus.protocol.bus.settings import Settings
 
@@ -120,7 +121,7 @@ class HardenedClient(handshake.HandshakeClient):
         self._ps.reset()
         if self._reconnection_task is not None:
             self._reconnection_task.cancel()
-        self._reconnection_task = asyncio.get_running_loop().create_task(self._attempt_reconnect())
+        self._reconnection_task = tasks.background("reconnect", self._attempt_reconnect())
 
     async def _attempt_reconnect(self) -> None:
         # The server that was lost comes last: it may stand still, and accept connections without an answer.
@@ -136,7 +137,7 @@ class HardenedClient(handshake.HandshakeClient):
             self._server_pool[:] = [one for one in self._server_pool if not one.discovered or one in keep]
         is_asked_to_go = info.get("ldm", False) and not initial_connection
         if is_asked_to_go and len(self._server_pool) > 1 and (self._moving is None or self._moving.done()):
-            self._moving = asyncio.get_running_loop().create_task(self._move())
+            self._moving = tasks.background("move to another server", self._move())
 
     async def _move(self) -> None:
         """Goes to another server, once this one has everything that was written to it."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from nats.aio.msg import Msg
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, Outgoing
 from tokenbus.protocol.parts import headers as parts
@@ -125,7 +126,7 @@ class PartsSender:
         # Only those who send large messages need a further subscription.
         if self._subscribed is None:
             subscribing = self._connection.subscribe(self._to_reply("*"), self._on_answer)
-            self._subscribed = asyncio.ensure_future(subscribing)
+            self._subscribed = tasks.awaited(subscribing)
         await asyncio.shield(self._subscribed)
 
     def _on_answer(self, message: Msg) -> None:

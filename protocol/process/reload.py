@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import structlog
 
+from tokenbus.protocol import tasks
+
 Settings = TypeVar("Settings")
 _APPLY_TIMEOUT_S = 10.0
 """Applying new settings may take this long: without a limit, one that hangs would block every later reload."""
@@ -20,7 +22,7 @@ def on_hangup(read_settings: Callable[[], Settings], apply: Apply[Settings]) -> 
     applied last; several signals during one reload cause one more."""
     requested = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.create_task(_reload(requested, read_settings, apply))
+    tasks.background("reload", _reload(requested, read_settings, apply))
     loop.add_signal_handler(signal.SIGHUP, requested.set)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
+from tokenbus.protocol import tasks
+
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -74,7 +76,7 @@ def on_stop(
 
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of `work`, or cancels it and raises StoppedError when `stop` is set first."""
-    stopped, working = asyncio.create_task(stop.wait()), asyncio.create_task(work)
+    stopped, working = tasks.awaited(stop.wait()), tasks.awaited(work)
     try:
         await asyncio.wait([stopped, working], return_when=asyncio.FIRST_COMPLETED)
         if working.done():

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import structlog
 from prometheus_client import CollectorRegistry
 
+from tokenbus.protocol import tasks
+
 ReadinessCheck = Callable[[], str | Awaitable[str]]
 """Returns why a process is not ready, or an empty string if it is."""
 
@@ -40,7 +42,7 @@ async def serving(
         listening = status_server.inherit(settings.fd)
     server = status_server.StatusServer(listening, registry, unready_reason)
     structlog.get_logger().info("status_page", port=server.port)
-    task = asyncio.create_task(server.run())
+    task = tasks.awaited(server.run())
     try:
         yield
     finally:

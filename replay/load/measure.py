@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 
 from tokenbus.client import Client
+from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import messages
 from tokenbus.protocol.wire.errors import Code
 from tokenbus.replay.load.options import Plan
@@ -85,7 +86,7 @@ async def _show_progress(
     if not sys.stderr.isatty():
         yield
         return
-    task = asyncio.create_task(show())
+    task = tasks.awaited(show())
     try:
         yield
     finally:

@@ -16,10 +16,12 @@ import asyncio
 import contextlib
 import enum
 import time
-from collections.abc import Awaitable
+from collections.abc import Coroutine
+from typing import Any
 
 import structlog
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, PayloadTooLargeError
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, params, subjects, validation
@@ -255,10 +257,10 @@ class Attempts:
         if not flight.completion.restore(taken, flight.completion.last_seq):
             raise errors.request_error(errors.Code.WORKER_LOST)
 
-    async def _finish(self, card: messages.Card, calling: Awaitable[ReplyT], timeout_s: float) -> ReplyT:
+    async def _finish(self, card: messages.Card, calling: Coroutine[Any, Any, ReplyT], timeout_s: float) -> ReplyT:
         """Waits for a worker's reply, but a timeout first reads everything that this router had received: a reply that
         only lies unread in a busy router must not count as silence."""
-        call = asyncio.ensure_future(calling)
+        call = tasks.awaited(calling)
         try:
             done, _ = await asyncio.wait([call], timeout=timeout_s)
             if not done:

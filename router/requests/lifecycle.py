@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, errors, limits, subjects
 from tokenbus.router.fleet.fleet import Fleet
@@ -223,7 +224,7 @@ class RequestLifecycle:
             self._terminals.send_keepalive(flight, self._loads.progress_of(flight.model))
 
     def _spawn(self, flight: Flight, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        task = asyncio.get_running_loop().create_task(self._carry(flight, work))
+        task = tasks.background("request", self._carry(flight, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import structlog
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import NoRespondersError, OutboundBufferLimitError
 from tokenbus.protocol.wire import codec, errors, internal, limits
 from tokenbus.router.fleet.fleet import Fleet
@@ -117,7 +118,7 @@ class ModelLoads:
         workers = self._fleet.loaders_of(model)
         able = [worker for worker in workers if worker.card.worker_id not in wanted.refused]
         if able:
-            wanted.asking = asyncio.get_running_loop().create_task(self._ask(wanted, able[0]))
+            wanted.asking = self._start_asking(wanted, able[0])
         elif workers:
             error = wanted.refused[workers[-1].card.worker_id]
             self._log.warning("load_refused", model=model, error=error.message)
@@ -125,6 +126,15 @@ class ModelLoads:
             self._end(model, error)
         else:
             wanted.progress = None  # a worker may come, for which requests wait as long as `hold_s` allows
+
+    def _start_asking(self, wanted: _Wanted, worker: Worker) -> asyncio.Task[None]:
+        worker_id = worker.card.worker_id
+
+        def failed(error: Exception) -> None:
+            text = f"worker {worker_id} can't be asked for a load: {type(error).__name__}"
+            wanted.refused[worker_id] = errors.make_error(errors.Code.NO_WORKER, text)
+
+        return tasks.background("ask for a load", self._ask(wanted, worker), failed)
 
     async def _ask(self, wanted: _Wanted, worker: Worker) -> None:
         worker_id = worker.card.worker_id

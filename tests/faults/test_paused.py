@@ -92,3 +92,24 @@ async def test_a_process_that_stands_still_ends_no_stream_of_the_library(
     async with asyncio.TaskGroup() as group:
         for victim, system in systems.items():
             group.create_task(freeze_under_load(system, victim))
+
+
+def has_ended(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return not status.exists() or "(zombie)" in status.read_text()
+
+
+async def test_an_engine_that_stands_still_ends_with_its_killed_frontend(tmp_path: Path) -> None:
+    system = await System.start(tmp_path)
+    system.router("router")
+    system.worker("worker-a")
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    engine = await pid_of(system, bare, "engine")
+    with frozen(engine):
+        system.signal("worker-a", signal.SIGKILL)
+        system.wait("worker-a")
+        async with asyncio.timeout(10):
+            while not has_ended(engine):
+                await asyncio.sleep(0.02)
+    await system.stop()

@@ -226,6 +226,15 @@ def test_connections_between_processes_carry_bytes_and_no_pickles() -> None:
             assert not re.search(r"\.(send|recv)\(", path.read_text()), f"{name(path)} pickles: send_bytes, recv_bytes"
 
 
+def test_one_module_starts_tasks_so_that_none_dies_in_silence() -> None:
+    for path in sources():
+        if name(path) == "protocol/tasks.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("create_task", "ensure_future"):
+                assert ast.unparse(node.value) == "group", f"{name(path)}:{node.lineno}: {ast.unparse(node)}"
+
+
 def test_no_file_is_named_like_a_module_of_the_standard_library() -> None:
     clashes = [name(path) for path in sources() if path.stem in sys.stdlib_module_names and path.stem != "__init__"]
     assert not clashes

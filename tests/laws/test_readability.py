@@ -9,9 +9,9 @@ import pytest
 
 from tests.laws.test_architecture import ROOT, name, sources
 
-MAX_LINES = 400
-MAX_LINES_P90 = 220
-MAX_MODULES = 14
+MAX_LINES = 500
+MAX_LINES_P90 = 260
+MAX_MODULES = 18
 FRAGMENT = re.compile(r"(?:Of|What|How|As|Likewise|Instead)\b")
 """First words of a docstring that is no sentence, or that doesn't name its subject."""
 

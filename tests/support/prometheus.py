@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import alert_rules
-from tokenbus.cli.supervisor import end_with_parent
+from tokenbus.protocol.process.parent import end_with_parent
 
 _CONFIG = """
 global: {{ scrape_interval: 500ms, scrape_timeout: 500ms, evaluation_interval: 500ms }}

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import structlog
 from nats.aio.msg import Msg
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import (
     Bus,
     Callback,
@@ -332,7 +333,7 @@ class Endpoints:
         return internal.DetokenizeResult(text=b"".join(parts).decode(errors="replace"))
 
     def _start(self, call: Coroutine[Any, Any, None], calls: set[asyncio.Task[None]]) -> None:
-        task = asyncio.get_running_loop().create_task(call)
+        task = tasks.background("call", call)
         calls.add(task)
         task.add_done_callback(calls.discard)
 

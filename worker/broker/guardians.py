@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import structlog
 from nats.aio.msg import Msg
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import (
     Bus,
     NoRespondersError,
@@ -157,7 +158,7 @@ class Guardians:
                 return
 
     def _start_large(self, sender: PartsSender, stream: Stream, offer: Outgoing) -> None:
-        task = asyncio.get_running_loop().create_task(self._offer_large(sender, stream, offer))
+        task = tasks.background("offer a large stream", self._offer_large(sender, stream, offer))
         self._large_offers[stream.key] = task
         task.add_done_callback(lambda _: self._large_offers.pop(stream.key))
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 from nats.aio.msg import Msg
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, pooling
 from tokenbus.worker import contract
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
@@ -87,7 +88,7 @@ class PoolingCalls:
         async def carry_out() -> None:
             await self._answer(message, compute(work), make_refusal)
 
-        task = asyncio.get_running_loop().create_task(carry_out())
+        task = tasks.background("pooling call", carry_out())
         self._tasks[task] = work.call_id
         task.add_done_callback(self._tasks.pop)
 

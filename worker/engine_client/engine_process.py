@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from tokenbus.protocol import tasks
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
@@ -96,7 +97,7 @@ class _Running:
         self._closed: dict[int, asyncio.Future[str]] = {}
         self._exit_message = ""
         self._is_killed = False
-        self._end = asyncio.create_task(self._until_ended())
+        self._end = tasks.awaited(self._until_ended())
         self.pid = process.pid
         self.crash_attribution = CrashAttribution()
         control.setblocking(False)

@@ -8,6 +8,7 @@ from functools import partial
 
 import structlog
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import clock
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.parts.sender import PartsSender
@@ -118,11 +119,11 @@ class Frontend:
         """Runs until cancelled. Raises ReplacedError if another frontend takes this one's name."""
         self._fence.reset(clock.now())
         lives = (self._announcer.run_heartbeat(), self._tick(), self._until_replaced())
-        tasks = [asyncio.create_task(life) for life in lives]
+        running = [tasks.awaited(life) for life in lives]
         try:
-            await asyncio.gather(*tasks)
+            await asyncio.gather(*running)
         finally:
-            for task in tasks:
+            for task in running:
                 task.cancel()
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:

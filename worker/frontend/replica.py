@@ -12,6 +12,7 @@ from typing import ClassVar
 import msgspec
 import structlog
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.process import shutdown
@@ -258,21 +259,21 @@ class Replica(EngineListener):
         if self._model.adapter_folder:
             path, tenants = split_tenants(self._model.adapter_folder)
             lives.append(AdapterFolder(Path(path), tenants, frontend.adapters).run())
-        tasks: list[asyncio.Task[None]] = [asyncio.create_task(life) for life in lives]
-        left = asyncio.create_task(frontend.drain_requested.wait())
+        running: list[asyncio.Task[None]] = [tasks.awaited(life) for life in lives]
+        left = tasks.awaited(frontend.drain_requested.wait())
         try:
-            await asyncio.wait([left, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([left, *running], return_when=asyncio.FIRST_COMPLETED)
             # if one has failed, its error is why the replica ends
-            for task in tasks:
+            for task in running:
                 if task.done():
                     task.result()
             assert self._supervisor is not None
             await self._drain(self._supervisor, frontend)
         finally:
             left.cancel()
-            for task in tasks:
+            for task in running:
                 task.cancel()
-            await asyncio.gather(left, *tasks, return_exceptions=True)
+            await asyncio.gather(left, *running, return_exceptions=True)
             frontend.announce_stopped()
 
     async def _drain(self, supervisor: Supervisor, frontend: Frontend) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from prometheus_client.registry import Collector
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import errors, internal, subjects
@@ -75,7 +76,7 @@ class Worker:
             await self._serve()
 
     async def _serve(self) -> None:
-        loading = asyncio.create_task(self._on_demand.run())
+        loading = tasks.awaited(self._on_demand.run())
         loading.add_done_callback(lambda _: self._ended.put_nowait(None))
         try:
             await self._start_first()
@@ -90,10 +91,10 @@ class Worker:
                 if replica.started.done():
                     life.result()  # raises what ended it, since that concerns all replicas
         finally:
-            tasks = [loading, *self._loads, *self._replicas.values()]
-            for task in tasks:
+            running = [loading, *self._loads, *self._replicas.values()]
+            for task in running:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*running, return_exceptions=True)
 
     def _page(self) -> metrics.MetricsCollector:
         def refresh() -> None:
@@ -131,7 +132,11 @@ class Worker:
             on_progress(internal.ControlReply(ok=False, error=error.error))
             return
         on_progress(internal.ControlReply(ok=True, progress=0.0))
-        task = asyncio.create_task(self._load(model, on_progress))
+
+        def failed(_: Exception) -> None:
+            on_progress(internal.ControlReply(ok=False, error=errors.make_error(errors.Code.INTERNAL)))
+
+        task = tasks.background("load", self._load(model, on_progress), failed)
         self._loads.add(task)
         task.add_done_callback(self._loads.discard)
 
@@ -195,7 +200,7 @@ class Worker:
 
     def _start(self, replica: Replica) -> Replica:
         replica.on_load = self.load
-        life = self._replicas[replica] = asyncio.create_task(replica.run())
+        life = self._replicas[replica] = tasks.awaited(replica.run())
         life.add_done_callback(lambda _: self._ended.put_nowait(replica))
         if self._is_draining:
             replica.drain()

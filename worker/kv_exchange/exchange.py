@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.wire import block_hash, internal, subjects
 from tokenbus.worker import contract, engine_request
@@ -86,7 +87,12 @@ class KvExchange:
     ) -> None:
         """Fetches blocks for a request that the engine holds back. Calls `on_done` when that has ended, however it did,
         unless it is cancelled."""
-        self._fetches[request.key] = asyncio.create_task(self._fetch(run, request, on_done))
+
+        def failed(_: Exception) -> None:
+            self._fetches.pop(request.key, None)
+            on_done(Fetch("failed"))
+
+        self._fetches[request.key] = tasks.background("fetch", self._fetch(run, request, on_done), failed)
 
     def cancel(self, key: str) -> None:
         """Ends the fetch for a request, if there is one."""

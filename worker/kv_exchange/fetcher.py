@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import structlog
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
 from tokenbus.worker import contract
@@ -144,7 +145,7 @@ class Fetcher:
         following = fetching.first
         while reads or following < end:
             while following < end and len(reads) < _BLOCKS_AHEAD:
-                reads.append(asyncio.create_task(self._read_block(lease, following, num_bytes, fetching.engine)))
+                reads.append(tasks.awaited(self._read_block(lease, following, num_bytes, fetching.engine)))
                 following += 1
             async with asyncio.timeout(None if source.leg_ms else STALL_S):
                 block = await asyncio.shield(reads[0])

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, errors, internal, limits
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES, Adapter
 from tokenbus.worker import contract
@@ -51,7 +52,7 @@ class _OpenLease:
             await self.leg.wait_for(self._end(number))
         for ahead in range(number, number + _BATCHES_AHEAD):
             if ahead not in self._batches and self._start(ahead) < self._lease.end and self._is_there(ahead):
-                self._batches[ahead] = asyncio.create_task(self._export(ahead))
+                self._batches[ahead] = tasks.awaited(self._export(ahead))
         # a reader has at most a few blocks on their way, so what is far behind was read
         for old in [one for one in self._batches if one < number - _BATCHES_AHEAD]:
             del self._batches[old]

@@ -21,6 +21,7 @@ import structlog
 import xxhash
 from nats.aio.msg import Msg
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, Outgoing, is_no_responders
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.headers import part_bytes
@@ -133,7 +134,7 @@ class NatsTransport:
         if self._bus is not None:
             return self._bus
         if self._opening is None:
-            self._opening = asyncio.create_task(self._make_connection())
+            self._opening = tasks.awaited(self._make_connection())
             # whoever still waits gets its error
             self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._opening)  # others may wait for it, and half a connection can't be closed
@@ -233,15 +234,9 @@ class NatsTransport:
         return self._names.is_kv_reply(message.reply, self._model)
 
     def _start(self, work: Awaitable[None]) -> None:
-        task = asyncio.create_task(self._guarded(work))
+        task = tasks.background("give blocks", work)  # if it fails, the reader gets no answer, and computes
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _guarded(self, work: Awaitable[None]) -> None:
-        try:
-            await work
-        except Exception:  # outermost frame of the task: the reader gets no answer, and computes
-            self._log.exception("blocks_not_given", model=self._model)
 
 
 class _NatsLease:

@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine
-from typing import Any
+from functools import partial
 
 import structlog
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine.runner import ModelError
@@ -49,7 +49,10 @@ class OnDemandModels:
         others = [model for model in self._settings.models if not model.on_demand]
         budget = self._settings.memory_budget_bytes
         for model in others if budget else ():
-            need = await _measure(model)
+            try:
+                need = await _measure(model)
+            except (ModelError, OSError) as error:
+                raise contract.EngineStartError(str(error)) from error
             budget -= need.total_bytes * model.replicas
             if budget <= 0:
                 whole = mib(self._settings.memory_budget_bytes)
@@ -96,10 +99,10 @@ class OnDemandModels:
                 self._changed.clear()
                 self._act(time.monotonic())
         finally:
-            tasks = [*self._changing, *self._measuring.values()]
-            for task in tasks:
+            running = [*self._changing, *self._measuring.values()]
+            for task in running:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*running, return_exceptions=True)
 
     def model_loaded(self, name: str) -> None:
         if self._plan.state_of(name) is not State.LOADING:
@@ -152,33 +155,41 @@ class OnDemandModels:
                     replica = self._replicas[name]
                     self._metrics.model_unloads.labels(name, replica.worker_id, reason).inc()
                     self._log.info("model_unloading", worker_id=replica.worker_id, model=name, reason=reason)
-                    self._start(replica.unload())
+                    self._start_unloading(replica)
 
-    def _start(self, change: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(change)
+    def _start_unloading(self, replica: OnDemandReplica) -> None:
+        def failed(error: Exception) -> None:
+            self.model_failed(replica.served_name, f"it could not be unloaded: {error}")
+
+        task = tasks.background("unload", replica.unload(), failed)
         self._changing.add(task)
         task.add_done_callback(self._changing.discard)
 
     def _start_measuring(self, name: str) -> None:
         if name not in self._measuring:
-            self._measuring[name] = asyncio.create_task(self._measure(name))
-            self._measuring[name].add_done_callback(lambda _: self._measuring.pop(name, None))
+            measuring = tasks.background("measure a model", self._measure(name), partial(self._not_measured, name))
+            self._measuring[name] = measuring
+            measuring.add_done_callback(lambda _: self._measuring.pop(name, None))
 
     async def _measure(self, name: str) -> None:
         """Finds out how much memory a model needs, which may begin with a download."""
         try:
             need = await _measure(self._models[name])
         except (ModelError, OSError) as error:
-            # what was loaded before is tried again: the load says why it fails
-            if name in self._replicas and self._plan.need_of(name) is None:
-                worker_id = self._replicas[name].worker_id
-                self._plan.failed(name, str(error), time.monotonic())
-                self._log.error("model_not_loaded", worker_id=worker_id, model=name, error=str(error))
+            self._not_measured(name, error)
             return
         if name in self._replicas:
             self._plan.set_need(name, need)
             self._replicas[name].set_context_length(need.context_length)
             self._changed.set()
+
+    def _not_measured(self, name: str, error: Exception) -> None:
+        """Refuses a model of which nothing is known. One that was loaded before is tried again: the load says why it
+        fails."""
+        if name in self._replicas and self._plan.need_of(name) is None:
+            worker_id = self._replicas[name].worker_id
+            self._plan.failed(name, str(error) or type(error).__name__, time.monotonic())
+            self._log.error("model_not_loaded", worker_id=worker_id, model=name, error=str(error))
 
 
 async def _measure(model: ServedModel) -> MemoryNeed:

@@ -13,6 +13,7 @@ from tokenbus.worker.engine.models import registry
 from tokenbus.worker.engine.models.model_files import source_name
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client.engine_process import EngineProcess
+from tokenbus.worker.engine_client.supervisor import Supervisor
 from tokenbus.worker.frontend.metrics import WorkerMetrics
 from tokenbus.worker.frontend.replica import Replica
 from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
@@ -74,16 +75,24 @@ class OnDemandReplica(Replica):
         self._load_requested.set()
 
     async def unload(self) -> None:
-        """Takes no new requests, waits until those that run have ended, and ends the engine."""
+        """Takes no new requests, waits until those that run have ended, and ends the engine. If anything fails, the
+        engine ends at once, since its memory counts as free afterwards."""
         supervisor = self._supervisor
         assert supervisor is not None
-        self._announce_loadable()
+        try:
+            self._announce_loadable()
+            await self._wait_idle(supervisor)
+        finally:
+            if supervisor is self._supervisor:
+                await supervisor.cleanup()
+
+    async def _wait_idle(self, supervisor: Supervisor) -> None:
+        """Returns when the engine has no request, or when there is no engine any more."""
         while supervisor.engine is not None and supervisor is self._supervisor:
             await supervisor.engine.drain()
             if self.idle_since is not None:
-                await supervisor.cleanup()
                 return
-            await asyncio.sleep(_POLL_S)  # its engine has died: the next one goes on with the streams
+            await asyncio.sleep(_POLL_S)  # its engine has died: the next one continues the streams
 
     @property
     def idle_since(self) -> float | None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import structlog
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import NoRespondersError, OutboundBufferLimitError, PayloadTooLargeError
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.telemetry import metrics, tracing
@@ -109,7 +110,7 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
         known = {tracing.MODEL: model, tracing.OPERATION: self.otel_operation, tracing.REQUEST_ID: request_id}
         span = tracing.start_span(self._tracer, "route", "server", headers, known, request.received_at)
         request = request._replace(span=span)
-        task = asyncio.get_running_loop().create_task(self._carry(request))
+        task = tasks.background("pooling request", self._carry(request))
         self._tasks[task] = request
         self._by_key.setdefault(request.key, []).append(request)
         task.add_done_callback(self._forget)
@@ -238,7 +239,7 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
             return errors.make_error(errors.Code.DEADLINE_EXCEEDED)
         call_id = secrets.token_hex(8)
         work = codec.replace(request.work, remaining_ms=remaining_s * 1e3, call_id=call_id)
-        call = asyncio.ensure_future(self._workers.call(card, self._operation, work, remaining_s, headers))
+        call = tasks.awaited(self._workers.call(card, self._operation, work, remaining_s, headers))
         either: set[asyncio.Future[Any]] = {call, request.end}
         try:
             while not call.done():

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import structlog
 from msgspec import UNSET
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import PayloadTooLargeError
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.telemetry import tracing
@@ -101,7 +102,7 @@ class TokenizeRequests:
             tracing.REQUEST_ID: call.request_id,
         }
         span = tracing.start_span(self._tracer, "route", "server", headers, known, call.received_at)
-        task = asyncio.get_running_loop().create_task(self._carry(call, span))
+        task = tasks.background("tokenize request", self._carry(call, span))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import structlog
 from nats.aio.msg import Msg
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.ttl_cache import TTLCache
@@ -82,7 +83,7 @@ class TokenizerCache:
 
     def _start_fetch(self, worker: Worker, key: _Key) -> "asyncio.Task[Tokenizer | None]":
         if key not in self._fetching:
-            self._fetching[key] = asyncio.get_running_loop().create_task(self._fetch(worker, key))
+            self._fetching[key] = tasks.awaited(self._fetch(worker, key))
             self._fetching[key].add_done_callback(lambda _: self._fetching.pop(key, None))
         return self._fetching[key]
 

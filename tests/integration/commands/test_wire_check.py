@@ -12,8 +12,8 @@ import pytest
 from tests.support.rule_breaker import MODEL, RuleBreaker
 from tests.support.system import System, command
 from tokenbus.cli import nats_server
-from tokenbus.cli.supervisor import end_with_parent
 from tokenbus.conformance.rules.registry import all_rules
+from tokenbus.protocol.process.parent import end_with_parent
 
 INTERNAL = (
     *("discover", "events", "A request is reported", "snapshot", "A run", "drop of", "tokenize"),

@@ -218,6 +218,20 @@ async def test_a_holder_that_gives_nothing_costs_a_second(fleet: Fleet, monkeypa
     assert (await fleet.sender.until_fetched(1)).fetched_tokens == 0
 
 
+async def test_a_bug_while_blocks_are_taken_over_does_not_hold_the_stream(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    expected = await fleet.sender.ask("a", prompt(10))
+    monkeypatch.setattr(fleet.b.engine, "put_blocks", fail)
+    answer = await fleet.sender.ask("b", prompt(10), fetch_from=fleet.sender.source("a"))
+    assert answer.terminals[0].finish_reason == "length"
+    assert answer.token_ids == expected.token_ids
+    await fleet.settled()
+
+
 async def test_a_third_fetch_is_computed_at_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetcher, "MAX_FETCHES", 0)
     await fleet.sender.ask("a", prompt(8))

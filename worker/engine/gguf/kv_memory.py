@@ -22,7 +22,9 @@ _BLOCK_BYTES = {
 
 
 def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:
-    """Returns the size of one token's keys and values, if all layers attend to all tokens; others take less."""
+    """Returns the size of one token's keys and values, if all layers attend to all tokens; others take less.
+
+    Raises ModelError for a cache type that there is not."""
     arch = metadata.text("general.architecture") or ""
     layers = metadata.number(f"{arch}.block_count")
     heads = metadata.number(f"{arch}.attention.head_count")
@@ -67,5 +69,7 @@ def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) ->
 
 
 def _size(count: int, cache_type: str) -> int:
+    if cache_type not in _BLOCK_BYTES:
+        raise ModelError(f"a cache type must be one of {', '.join(_BLOCK_BYTES)}, got {cache_type}")
     per_block, size = _BLOCK_BYTES[cache_type]
     return count * size // per_block

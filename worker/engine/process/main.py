@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import structlog
 
+from tokenbus.protocol.process import parent
 from tokenbus.protocol.telemetry import logs
 from tokenbus.worker.engine.process import ipc, replica
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
@@ -144,6 +145,7 @@ def _make_load(on_exit: OnExit) -> Load:
 
 
 def main() -> None:
+    parent.die_with_parent()  # a process that stands still would not notice that its socket is closed
     logs.configure("engine")
     ReplicaServer(socket.socket(fileno=int(sys.argv[1])), _make_load).run()
     os._exit(0)  # at once, even in the middle of a step: nobody listens any more

@@ -1,0 +1,42 @@
+"""Starts tasks so that none of them dies in silence.
+
+An error that leaves a task is kept until somebody awaits the task, and is lost if nobody does. So each task is one of
+two kinds, and only this module starts any."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import structlog
+
+ResultT = TypeVar("ResultT")
+
+_running: set[asyncio.Task[None]] = set()
+"""Background tasks that have not ended: the event loop itself holds only weak references."""
+
+
+def awaited(work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
+    """Starts a task that its owner awaits, and so learns its result or error."""
+    return asyncio.get_running_loop().create_task(work)
+
+
+def background(
+    name: str, work: Awaitable[None], on_failure: Callable[[Exception], None] | None = None
+) -> asyncio.Task[None]:
+    """Starts a task whose result nobody awaits. The task never raises, but it can be cancelled.
+
+    An error that leaves `work` is logged as `task_failed` with the name, and then passed to `on_failure`, which ends
+    what waits for the task."""
+    task = asyncio.get_running_loop().create_task(_run(name, work, on_failure), name=name)
+    _running.add(task)
+    task.add_done_callback(_running.discard)
+    return task
+
+
+async def _run(name: str, work: Awaitable[None], on_failure: Callable[[Exception], None] | None) -> None:
+    try:
+        await work
+    except Exception as error:  # outermost frame of the task
+        structlog.get_logger().exception("task_failed", task=name)
+        if on_failure is not None:
+            on_failure(error)

@@ -1,0 +1,46 @@
+"""One stream's error does not keep the others from being looked after."""
+
+import asyncio
+
+from nats.aio.subscription import Subscription
+
+from tests.support.recording_bus import RecordingBus
+from tokenbus.client.inbox import Inbox
+from tokenbus.client.stream import Stream
+from tokenbus.protocol.wire import codec, errors, messages, subjects
+
+
+class Bus(RecordingBus):
+    """A bus with an inbox in which nothing arrives."""
+
+    def new_inbox(self) -> str:
+        return "_INBOX.test"
+
+    async def subscribe(self, subject: str, callback: object) -> Subscription | None:
+        return None
+
+
+class FaultyStream(Stream):
+    """A stream whose clock is broken."""
+
+    def tick(self, now: float, pause_s: float = 0.0) -> None:
+        raise KeyError("a bug")
+
+
+async def test_a_stream_that_fails_ends_and_the_others_still_ask_for_what_is_missing() -> None:
+    bus = Bus()
+    inbox = Inbox(bus, subjects.Subjects(), "default", codec.Encoding.JSON)  # type: ignore[arg-type]
+    await inbox.open()
+    began = asyncio.get_running_loop().time() - 60  # long ago, so that silence counts at once
+    faulty, other = (
+        kind(messages.GenerateRequest(id=name, prompt="hi"), codec.Encoding.JSON, inbox, began)
+        for kind, name in ((FaultyStream, "faulty"), (Stream, "other"))
+    )
+    for stream in (faulty, other):
+        inbox.submit(stream, messages.GenerateRequest(id=stream.request_id, prompt="hi"))
+    async with asyncio.timeout(10):
+        chunks = [chunk async for chunk in faulty]
+        while not any("resync.other" in message.subject for message in bus.take()):
+            await asyncio.sleep(0.01)
+    assert [chunk.error.code for chunk in chunks if chunk.error] == [errors.Code.INTERNAL]
+    await inbox.close()

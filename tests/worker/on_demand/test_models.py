@@ -1,0 +1,104 @@
+"""Whatever fails while a model is measured, loaded or unloaded, those who ask for models are answered."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import cast
+
+import msgspec
+import pytest
+
+from tests.support.engines import DEMO
+from tokenbus.protocol.wire import errors, internal
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.frontend.metrics import WorkerMetrics
+from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
+from tokenbus.worker.on_demand.models import OnDemandModels
+from tokenbus.worker.on_demand.replica import LoadListener, OnDemandReplica
+
+SIM = EngineSettings(model="steps-of-50ms", engine="sim")
+
+
+class StubReplica:
+    """A replica whose engine starts at once and can't be unloaded."""
+
+    worker_id = "worker"
+    load_progress = 0.0
+    listener: LoadListener
+    on_want: Callable[[], internal.ControlReply]
+
+    def __init__(self, served_name: str) -> None:
+        self.served_name = served_name
+        self.idle_since: float | None = None
+
+    def set_context_length(self, tokens: int) -> None: ...
+
+    def load(self, kv_limit_bytes: int) -> None:
+        self.idle_since = 0.0
+        self.listener.model_loaded(self.served_name)
+
+    async def unload(self) -> None:
+        raise RuntimeError("the engine does not end")
+
+
+Serve = Callable[..., dict[str, StubReplica]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Serves models of these settings on demand, with room for one."""
+    running: list[asyncio.Task[None]] = []
+
+    def start(**models: EngineSettings) -> dict[str, StubReplica]:
+        served = tuple(ServedModel(name, engine, on_demand=True) for name, engine in models.items())
+        settings = WorkerSettings(models=served, memory_budget_bytes=150 << 20)
+        on_demand = OnDemandModels(settings, WorkerMetrics(), "worker")
+        replicas = {name: StubReplica(name) for name in models}
+
+        async def run() -> None:
+            await on_demand.prepare()
+            for replica in replicas.values():
+                on_demand.add(cast(OnDemandReplica, replica))
+            await on_demand.run()
+
+        running.append(asyncio.create_task(run()))
+        return replicas
+
+    yield start
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def answer(replica: StubReplica, *, until: Callable[[internal.ControlReply], bool]) -> internal.ControlReply:
+    """Asks for a model, as routers do, until the answer is of this kind."""
+    async with asyncio.timeout(10):
+        while True:
+            await asyncio.sleep(0.01)
+            if hasattr(replica, "on_want") and until(reply := replica.on_want()):
+                return reply
+
+
+async def test_settings_that_the_model_can_not_have_are_named_to_those_who_ask(serve: Serve) -> None:
+    replicas = serve(wrong=msgspec.structs.replace(DEMO, cache_type_k="q6_0"), right=SIM)
+    refused = await answer(replicas["wrong"], until=lambda reply: reply.error is not None)
+    assert refused.error is not None
+    assert refused.error.code is errors.Code.NO_WORKER
+    assert "q8_0" in refused.error.message
+    assert "got q6_0" in refused.error.message
+    await answer(replicas["right"], until=lambda reply: reply.progress == 1.0)
+
+
+async def test_an_error_that_nobody_expected_is_an_answer_too(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("tokenbus.worker.on_demand.model_facts.read", fail)
+    refused = await answer(serve(wrong=SIM)["wrong"], until=lambda reply: reply.error is not None)
+    assert refused.error is not None
+    assert refused.error.code is errors.Code.NO_WORKER
+
+
+async def test_a_model_that_can_not_be_unloaded_does_not_keep_others_out(serve: Serve) -> None:
+    replicas = serve(first=SIM, second=SIM)
+    await answer(replicas["first"], until=lambda reply: reply.progress == 1.0)
+    await answer(replicas["second"], until=lambda reply: reply.progress == 1.0)
