@@ -2,6 +2,8 @@
 
 quiet --silence, gap, reconnect--> RESYNC --answer or chunk--> quiet
                                     |--1 s--> RESYNC again --1 s--> LOST
+
+An answer without a chunk after it proves little: anybody might have sent it. After several of these the stream is lost.
 """
 
 import enum
@@ -16,6 +18,9 @@ MAX_RESYNCS = 2
 """If so many resyncs in a row are not answered, nobody holds the stream."""
 RESYNC_INTERVAL_S = 0.25
 """A little longer than `limits.REPLAY_INTERVAL_S`, so that each resync is carried out."""
+MAX_FRUITLESS_RESYNCS = 3
+"""After so many answers in a row that no chunk has followed, whoever answers does not hold the stream: a holder sends
+at least an empty chunk every 5 s."""
 MAX_GAP_S = 10.0
 """A gap that has not been filled after this time never will be."""
 
@@ -35,13 +40,16 @@ class ResyncTimer:
         """Resyncs that have been sent since the last sign of life."""
         self._resync_sent_at = -RESYNC_INTERVAL_S
         self._gap_since: float | None = None
+        self._streamed = streamed
+        self._num_fruitless = 0
+        """Resyncs that have been answered since the last chunk, while nothing was known to be missing."""
 
     def __repr__(self) -> str:
         return f"<ResyncTimer, {self._num_resyncs} resyncs{', gap' if self._gap_since is not None else ''}>"
 
     def chunk_received(self, now: float) -> None:
         """Notes a chunk that continues the stream."""
-        self._num_resyncs = 0
+        self._num_resyncs = self._num_fruitless = 0
         self._gap_since = None
         self._resync_at = now + MAX_SILENCE_S
 
@@ -58,7 +66,11 @@ class ResyncTimer:
         if self._num_resyncs == 0:
             return
         self._num_resyncs = 0
-        self._resync_at = now + (MAX_SILENCE_S if self._gap_since is None else RESYNC_INTERVAL_S)
+        if self._gap_since is not None:
+            self._resync_at = now + RESYNC_INTERVAL_S
+            return
+        self._resync_at = now + MAX_SILENCE_S
+        self._num_fruitless += self._streamed  # a whole answer comes when it comes
 
     def resync_soon(self, now: float) -> None:
         """Brings the next resync forward, because something may have been missed."""
@@ -72,7 +84,9 @@ class ResyncTimer:
         """Returns what to do now; counts a RESYNC as sent."""
         if now < self._resync_at:
             return Action.WAIT
-        if self._num_resyncs >= MAX_RESYNCS or (self._gap_since is not None and now - self._gap_since >= MAX_GAP_S):
+        is_fruitless = self._num_fruitless >= MAX_FRUITLESS_RESYNCS
+        is_gap_too_old = self._gap_since is not None and now - self._gap_since >= MAX_GAP_S
+        if self._num_resyncs >= MAX_RESYNCS or is_gap_too_old or is_fruitless:
             return Action.LOST
         self._num_resyncs += 1
         self._resync_sent_at = now

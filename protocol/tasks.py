@@ -4,7 +4,7 @@ An error that leaves a task is kept until somebody awaits the task, and is lost 
 two kinds, and only this module starts any."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import structlog
@@ -21,7 +21,7 @@ def awaited(work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
 
 
 def background(
-    name: str, work: Awaitable[None], on_failure: Callable[[Exception], None] | None = None
+    name: str, work: Coroutine[Any, Any, Any], on_failure: Callable[[Exception], None] | None = None
 ) -> asyncio.Task[None]:
     """Starts a task whose result nobody awaits. The task never raises, but it can be cancelled.
 
@@ -30,10 +30,11 @@ def background(
     task = asyncio.get_running_loop().create_task(_run(name, work, on_failure), name=name)
     _running.add(task)
     task.add_done_callback(_running.discard)
+    task.add_done_callback(lambda _: work.close())  # one that was cancelled at once has never begun
     return task
 
 
-async def _run(name: str, work: Awaitable[None], on_failure: Callable[[Exception], None] | None) -> None:
+async def _run(name: str, work: Coroutine[Any, Any, Any], on_failure: Callable[[Exception], None] | None) -> None:
     try:
         await work
     except Exception as error:  # outermost frame of the task

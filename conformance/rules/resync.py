@@ -53,6 +53,18 @@ async def unknown(probe: Probe) -> None:
     expect(not await probe.is_answered(subject, {"offset": 0}), "somebody answers it")
 
 
+async def odd_offset(probe: Probe) -> None:
+    """A resync with an offset that is no number of tokens is answered with an error, and nothing is published again."""
+    ended = await probe.short(4, id=probe.new_id())
+    before = len(ended.received)
+    for offset in (-1, "x", None):
+        reply = await probe.call(probe.resync_subject(str(ended.request_id)), {"offset": offset})
+        error = reply.get("error") or {}
+        expect(error.get("code") == "invalid_request", f"an offset of {offset!r} is answered {reply}")
+    await asyncio.sleep(_SETTLE_S)
+    expect(len(ended.received) == before, f"{len(ended.received) - before} messages were published again")
+
+
 async def without_reply(probe: Probe) -> None:
     """A resync without a reply subject is ignored."""
     ended = await probe.short(4, id=probe.new_id())

@@ -4,6 +4,9 @@
         |                |
         +----------------+--> failed: a part does not follow, memory is short, or nothing more comes
 
+The last part of a complete upload may come again, since its sender has no answer but the message's own. So the subjects
+of complete uploads are remembered for a while.
+
 An upload is known by the subject for its parts, which nobody can guess. Its owner has announced its size, and that
 counts against the owner's share until the upload has ended. The bytes that have come count against the memory for all
 owners together: an owner who announces much and sends nothing takes none of it.
@@ -13,6 +16,7 @@ import dataclasses
 from collections import Counter
 from typing import Generic, NamedTuple, TypeVar
 
+from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import errors, limits
 
 ContextT = TypeVar("ContextT")
@@ -61,6 +65,7 @@ class Uploads(Generic[ContextT]):
         self._uploads: dict[str, Upload[ContextT]] = {}
         self._announced_bytes: Counter[str] = Counter()
         self._num_open: Counter[str] = Counter()
+        self._complete: TTLCache[bool] = TTLCache(limits.UPLOAD_IDLE_S, limits.MAX_COMPLETE_UPLOADS)
         self.held_bytes = 0
         """Bytes of parts that are kept."""
 
@@ -88,13 +93,16 @@ class Uploads(Generic[ContextT]):
         self._announced_bytes[owner] += size
         self._num_open[owner] += 1
 
-    def add(self, subject: str, offset: int, part: bytes, now: float) -> Upload[ContextT]:
+    def add(self, subject: str, offset: int, part: bytes, now: float) -> Upload[ContextT] | None:
         """Adds a part, and returns its upload. An upload that is complete then, or for which this raises, is forgotten.
 
-        A part that has come before is ignored. Raises RequestError: upload_lost for an unknown upload and for a part
-        before which something is missing, invalid_request for one that does not fit, overloaded without memory."""
+        A part that has come before is ignored; None if its upload was complete already. Raises RequestError:
+        upload_lost for an unknown upload and for a part before which something is missing, invalid_request for one that
+        does not fit, overloaded without memory."""
         upload = self._uploads.get(subject)
         if upload is None:
+            if self._complete.get(subject, now):
+                return None
             raise errors.request_error(errors.Code.UPLOAD_LOST)
         end = offset + len(part)
         if end <= len(upload.data):
@@ -108,6 +116,7 @@ class Uploads(Generic[ContextT]):
         self.held_bytes += len(part)
         if upload.is_complete:
             self.remove(subject)
+            self._complete.put(subject, True, now)
         return upload
 
     def remove(self, subject: str) -> Upload[ContextT] | None:

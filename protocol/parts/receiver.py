@@ -126,6 +126,8 @@ class PartsReceiver:
                 self._log.warning("upload_failed", code=error.error.code, error=error.error.message)
             self._refuse(message, error.error)
             return
+        if upload is None:
+            return  # its message is being answered
         if upload.is_complete:
             self._on_ended("complete")
             upload.context.on_complete(_to_message(message, upload))

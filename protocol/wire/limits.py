@@ -54,6 +54,8 @@ UPLOAD_TTL_S = 120.0
 """Time for all parts of a large message."""
 MAX_TENANT_UPLOADS = 64
 """Large messages of one tenant that may be on their way to one router."""
+MAX_COMPLETE_UPLOADS = 4_096
+"""Large messages that are complete and whose last part may still come again."""
 MAX_INTERNAL_BYTES = 64 * 1024 * 1024
 """A large message between routers and workers."""
 MAX_BUNDLE_BYTES = 64 * 1024 * 1024

@@ -298,11 +298,13 @@ class ResyncRequest(Message, frozen=True, kw_only=True):
     """Sampled tokens that the client already has."""
 
 
-class ResyncReply(Message, frozen=True, kw_only=True):
+class ResyncReply(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Sent by the router or worker that holds the stream."""
 
     found: bool
     """Always true: nobody answers for an unknown id."""
+    error: errors.Error | None = None
+    """Why nothing is published again, if the resync could not be read or its offset is no number of tokens."""
 
 
 class UploadReply(Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokenbus.protocol.wire import errors, generate, internal, limits, messages, subjects
+from tokenbus.protocol.wire import codec, errors, generate, internal, limits, messages, subjects
 from tokenbus.protocol.wire.errors import invalid_field
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ranges_of
 from tokenbus.protocol.wire.tools import check_free_form, check_json_size, check_members, check_tool_choice, check_tools
@@ -25,6 +25,9 @@ class RequiredFeature(NamedTuple):
 
     feature: str
     param: str
+
+
+_resyncs = codec.Decoder(messages.ResyncRequest)
 
 
 def check_request(request: messages.GenerateRequest) -> None:
@@ -135,6 +138,21 @@ def _check_fetch_source(source: internal.FetchSource) -> None:
     if not 0 < len(source.worker_id.encode()) <= limits.MAX_NAME_BYTES:
         raise invalid_field("fetch_from.worker_id", f"must have 1 to {limits.MAX_NAME_BYTES} bytes")
     check_ranges(source, "fetch_from.")
+
+
+def read_resync(headers: Mapping[str, str] | None, data: bytes) -> tuple[codec.Encoding, int, errors.Error | None]:
+    """Reads a resync; returns the encoding of its answer, the offset, and an error if it has none that is valid."""
+    encoding = codec.Encoding.JSON
+    try:
+        encoding = codec.encoding_of(headers)
+        offset = _resyncs.decode(data, encoding).offset
+        if offset < 0:
+            raise errors.invalid_field("offset", f"must be 0 or more, got {offset}")
+    except codec.MediaTypeError as error:
+        return encoding, 0, errors.make_error(errors.Code.INVALID_REQUEST, str(error))
+    except errors.RequestError as error:
+        return encoding, 0, error.error
+    return encoding, offset, None
 
 
 def check_id(request_id: str | None) -> None:

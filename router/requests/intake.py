@@ -29,7 +29,6 @@ from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.requests.tokenization.tokenize_requests import TokenizeCall, TokenizeRequests
 
 _requests = codec.Decoder(messages.GenerateRequest)
-_resyncs = codec.Decoder(messages.ResyncRequest)
 _embeds = codec.Decoder(messages.EmbedRequest)
 _tokenizes = codec.Decoder(messages.TokenizeRequest)
 _detokenizes = codec.Decoder(messages.DetokenizeRequest)
@@ -280,12 +279,11 @@ class Intake:
             address = self._names.parse_request(message.subject)
             if not self._lifecycle.knows(address.key):  # most resyncs are for other routers and need no decoding
                 return
-            encoding = codec.encoding_of(message.headers)
-            _resyncs.decode(message.data, encoding)
-        except (ValueError, errors.RequestError):
+        except ValueError:
             return
+        encoding, _, error = validation.read_resync(message.headers, message.data)
         if self._lifecycle.replay(address.key):
-            self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
+            self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True, error=error), encoding))
 
     def _may_answer(self, message: Msg) -> bool:
         tenant = self._names.tenant_token(message.subject)

@@ -33,6 +33,31 @@ def test_an_answer_buys_another_ten_seconds() -> None:
     assert steps(timer, 14.4, 14.5, 15.5, 16.5) == [WAIT, RESYNC, RESYNC, LOST]
 
 
+def test_answers_that_no_message_follows_three_times_in_a_row_are_nobodys() -> None:
+    timer = ResyncTimer(0.0, streamed=True)
+    for at in (3.0, 13.0, 23.0):
+        assert steps(timer, at) == [RESYNC]
+        timer.resync_answered(at)
+    assert steps(timer, 32.9, 33.0) == [WAIT, LOST]
+
+
+def test_one_message_between_answers_makes_them_count_from_the_beginning() -> None:
+    timer = ResyncTimer(0.0, streamed=True)
+    for at in (3.0, 13.0, 23.0, 33.0):
+        assert steps(timer, at) == [RESYNC]
+        timer.resync_answered(at)
+        if at == 13.0:
+            timer.chunk_received(13.0)
+    assert steps(timer, 43.0) == [RESYNC]
+
+
+def test_a_whole_answer_may_take_as_long_as_somebody_holds_it() -> None:
+    timer = ResyncTimer(0.0, streamed=False)
+    for at in range(10, 1_000, 10):
+        assert steps(timer, at) == [RESYNC]
+        timer.resync_answered(at)
+
+
 def test_a_message_while_asking_is_as_good_as_an_answer() -> None:
     timer = ResyncTimer(0.0, streamed=True)
     assert steps(timer, 3.0) == [RESYNC]

@@ -43,13 +43,20 @@ async def test_a_background_task_that_nobody_holds_runs_to_its_end() -> None:
 async def test_a_background_task_that_is_cancelled_has_not_failed() -> None:
     told: list[Exception] = []
     with structlog.testing.capture_logs() as lines:
-        task = tasks.background("wait", asyncio.Event().wait(), told.append)  # type: ignore[arg-type]
+        task = tasks.background("wait", asyncio.Event().wait(), told.append)
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
     assert task.cancelled()
     assert not told
     assert not lines
+
+
+async def test_a_background_task_may_be_cancelled_before_it_begins() -> None:
+    task = tasks.background("fail", fail())
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
 async def test_an_awaited_task_gives_its_error_to_its_owner() -> None:

@@ -38,7 +38,6 @@ _takes = codec.Decoder(internal.Take)
 _tokenizes = codec.Decoder(internal.Tokenize)
 _detokenizes = codec.Decoder(internal.Detokenize)
 _snapshot_requests = codec.Decoder(internal.SnapshotRequest)
-_resyncs = codec.Decoder(messages.ResyncRequest)
 _cards = codec.Decoder(messages.Card)
 
 MAX_PENDING_TOKENIZE = 256
@@ -247,12 +246,12 @@ class Endpoints:
             # before decoding: most resyncs concern another worker's stream
             if not self._streams.holds(address.key):
                 return
-            encoding = codec.encoding_of(message.headers)
-            offset = _resyncs.decode(message.data, encoding).offset
-        except (ValueError, errors.RequestError):
+        except ValueError:
             return
-        if offset >= 0 and self._streams.replay(address.key, offset):
-            self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True), encoding))
+        encoding, offset, error = validation.read_resync(message.headers, message.data)
+        if error is None:
+            self._streams.replay(address.key, offset)
+        self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True, error=error), encoding))
 
     def _is_inbox(self, message: Msg) -> bool:
         tenant = self._names.tenant_token(message.subject)

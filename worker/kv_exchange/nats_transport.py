@@ -14,8 +14,9 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
+from typing import Any
 
 import structlog
 import xxhash
@@ -233,7 +234,7 @@ class NatsTransport:
         """Whether the reply subject is that of a worker of this model, for blocks."""
         return self._names.is_kv_reply(message.reply, self._model)
 
-    def _start(self, work: Awaitable[None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = tasks.background("give blocks", work)  # if it fails, the reader gets no answer, and computes
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

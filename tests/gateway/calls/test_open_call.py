@@ -12,10 +12,12 @@ STOPS = errors.make_error(errors.Code.SHUTTING_DOWN)
 
 async def test_a_call_returns_what_is_awaited_or_raises_it() -> None:
     assert await OpenCall().run(asyncio.sleep(0, "reply")) == "reply"
-    refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    refused.set_exception(errors.request_error(errors.Code.OVERLOADED))
+
+    async def refuse() -> None:
+        raise errors.request_error(errors.Code.OVERLOADED)
+
     with pytest.raises(errors.RequestError, match="overloaded"):
-        await OpenCall().run(refused)
+        await OpenCall().run(refuse())
 
 
 async def test_a_call_that_is_failed_ends_at_once_and_awaits_nothing_more() -> None:
@@ -32,7 +34,9 @@ async def test_a_call_that_is_failed_ends_at_once_and_awaits_nothing_more() -> N
 
 async def test_a_reply_that_came_before_the_failure_counts() -> None:
     call = OpenCall()
-    call.fail(STOPS)
-    done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    done.set_result("reply")
-    assert await call.run(done) == "reply"
+
+    async def reply() -> str:
+        call.fail(STOPS)
+        return "reply"
+
+    assert await call.run(reply()) == "reply"

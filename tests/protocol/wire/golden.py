@@ -216,6 +216,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ("yes", messages.CancelReply(cancelled=True)),
     ("from a token on", messages.ResyncRequest(offset=17)),
     ("yes", messages.ResyncReply(found=True)),
+    ("from no token", messages.ResyncReply(found=True, error=ERROR)),
     ("of an announcement", messages.UploadReply(upload="tokenbus.v1.upload.default.0f1e.2d3c")),
     ("of a part", messages.UploadReply(upload="tokenbus.v1.upload.default.0f1e.2d3c", received=262_144)),
     ("an error", messages.UploadReply(error=ERROR)),
