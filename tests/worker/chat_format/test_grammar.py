@@ -177,6 +177,14 @@ def test_a_schema_that_refers_to_itself_is_followed(name: str, tool: str) -> Non
     assert num_calls_read(name, {tool: REFERRING[tool]}, is_required=True, num_answers=8)
 
 
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.calls])
+def test_a_value_may_be_one_of_many_thousand(name: str) -> None:
+    values = [f"{number * 7_919 % 100_003}" for number in range(7_000)]
+    code = {"type": "string", "enum": [*values, "1", "a</", "a"]}
+    tool = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+    assert num_calls_read(name, {"find": tool}, is_required=True, num_answers=3)
+
+
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.calls and form.calls.values == "json"])
 def test_members_may_be_named_in_each_of_several_schemas(name: str) -> None:
     assert num_calls_read(name, {"f": ONE_OF_TWO}, is_required=True, num_answers=8)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenbus.worker.chat_format.chat_format import Calls, Kind, Values
-from tokenbus.worker.chat_format.grammar.lark import LarkWriter, json_of, literal, one_of
+from tokenbus.worker.chat_format.grammar.lark import LarkWriter, json_of, literal
 from tokenbus.worker.chat_format.grammar.schemas import members, moved, with_style
 from tokenbus.worker.chat_format.grammar.values import any_order, bare_object, texts_of, value_of
 from tokenbus.worker.chat_format.parsing.calls.schema import types_of
@@ -105,7 +105,7 @@ class CallWriter:
         """Returns what matches a string that is written as it is, and its closing marker."""
         texts = texts_of(schema)
         if texts:
-            return f"{one_of(texts)} {self._lark.marker(self._calls.value_close)}"
+            return self._lark.texts_until(texts, self._calls.value_close)
         return self._lark.text_until(self._calls.value_close)
 
 

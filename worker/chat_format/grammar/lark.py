@@ -28,6 +28,7 @@ class LarkWriter:
         self._tokens = tokens
         self._rules: dict[str, str] = {}
         self._until: dict[str, str] = {}
+        self._texts: dict[str, str] = {}
         self._size = 0
         special = sorted(tokens, key=len, reverse=True)
         self._special = re.compile("(" + "|".join(map(re.escape, special)) + ")") if special else None
@@ -69,6 +70,19 @@ class LarkWriter:
             self._until[first] = name = f"until_{len(self._until)}"
             self.add(f"{name}[lazy]", f"TEXT {literal(first)}")
         return f"{self._until[first]} {self.marker(''.join(rest))}".strip()
+
+    def texts_until(self, texts: list[str], marker: str) -> str:
+        """Returns what matches one of several texts, and the marker behind it.
+
+        The texts are one terminal: as parts of a rule, each of some thousand would be an item of the parser. A terminal
+        takes as much as it matches, so the text with which the marker begins belongs to it."""
+        first, *rest = self._split(marker) or [""]
+        if first in self._tokens:
+            first, rest = "", [first, *rest]
+        body = f"{one_of(texts)} {literal(first)}" if first else one_of(texts)
+        if body not in self._texts:
+            self._texts[body] = self.add(f"TEXTS_{len(self._texts)}", body)
+        return f"{self._texts[body]} {self.marker(''.join(rest))}".strip()
 
     def _split(self, text: str) -> list[str]:
         return [one for one in (self._special.split(text) if self._special else [text]) if one]

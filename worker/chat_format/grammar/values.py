@@ -67,7 +67,7 @@ def value_of(lark: LarkWriter, calls: Calls, schema: object) -> str:
     types, texts = types_of(schema, schema), texts_of(schema)
     if texts:
         quote = '"' if calls.values is Values.PYTHON else calls.quote
-        return f"({' | '.join(lark.marker(quote + text + quote) for text in texts)})"
+        return f"{lark.marker(quote)} {lark.texts_until(texts, quote)}"
     return f"({' | '.join(f'v_{one}' for one in sorted(types))})" if types else "v_any"
 
 
