@@ -86,6 +86,8 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """The field of the request that errors name."""
     rule_params: dict[str, str] = {}
     """The fields, where they are others, that single rules of the source are made of."""
+    is_written: bool = False
+    """Whether the source is a grammar in Lark that was written for the schemas of tools, and by no client."""
     preamble: str = ""
     """A grammar in llguidance's Lark of what comes before, such as the model's reasoning, and of `@body`, which stands
     for the constraint itself; empty if nothing does."""

@@ -299,13 +299,22 @@ _CONSTRAINTS = (
     ),
     Panel(
         "Time to compile a constraint",
-        "Median and 99th percentile. A request starts once its constraint is compiled, one at a time on each worker. "
+        "Median and 99th percentile. A request starts once its constraint is compiled: small ones one at a time on "
+        "each worker, the others in processes of their own, two at a time. "
         "If it takes long, clients send very large schemas or grammars, or a new one each time.",
         "s",
         (
             Query(quantile(0.5, f"{_P}_constraint_compile_seconds", WORKER_FILTER, "worker_id"), f"{_NAME} p50"),
             Query(quantile(0.99, f"{_P}_constraint_compile_seconds", WORKER_FILTER, "worker_id"), f"{_NAME} p99"),
         ),
+    ),
+    Panel(
+        "Constraints that were refused",
+        "By reason. too_costly took more time or memory to compile than one may, which costs nobody else anything; a "
+        "client that keeps sending new ones is attacking, or needs a smaller schema.",
+        "reqps",
+        (Query(_rate("constraint_refusals", "worker_id, reason"), f"{_NAME} {{{{reason}}}}"),),
+        "stacked",
     ),
     Panel(
         "Tokens that were forced",

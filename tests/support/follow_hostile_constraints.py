@@ -1,55 +1,82 @@
-"""Compiles and follows hostile constraints, each in a process of its own, and prints what that took as JSON.
+"""Compiles and follows hostile constraints as an engine does, and prints what that took as JSON.
 
-Run: python -m tests.support.follow_hostile_constraints KIND, with `json_schema`, `regex` or `grammar`, say."""
+Run: python -m tests.support.follow_hostile_constraints KIND, with `json_schema`, `regex` or `grammar`, say. The name,
+the seconds of CPU time of this process, the longest time for which a step had to wait, the bytes by which this process
+grew, the problem if there is one, and the tokens are printed for each."""
 
 import json
 import os
+import queue
 import random
 import resource
 import sys
 import time
+from collections.abc import Sequence as Listing
 from pathlib import Path
 
 import llama_cpp
 import numpy as np
+import structlog
 
 from deploy import llama_cpp_wheel
 from tests.hostile.scale import IS_LONG
 from tests.support import tiny_vocabulary, vocabularies
 from tests.support.hostile_constraints import ALL
 from tests.support.tiny_vocabulary import constraint
-from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.compilation import Compilation, Event
+from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.isolated.processes import Encode
+from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 
 _MAX_TOKENS = 400 if IS_LONG else 100
 _MAX_S = 5.0
 
 
-def follow(compiler: ConstraintCompiler, kind: str, source: str) -> tuple[float, float, int, str | None, int]:
-    began, grown = time.thread_time(), -_resident_bytes()
-    longest_s, compile_s, count, problem = 0.0, None, 0, None
-    chosen = random.Random(1)
-    try:
-        matcher = compiler.compile(constraint(kind, source))
-        compile_s = time.thread_time() - began
-        while count < _MAX_TOKENS and time.thread_time() < began + _MAX_S:
+class _Engine:
+    def __init__(self, token_bytes: Listing[bytes], end_token_ids: frozenset[int], encode: Encode) -> None:
+        self.end_token_ids = end_token_ids
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.compilation = Compilation(token_bytes, end_token_ids, encode, 4, self.events.put)
+
+    def compile(self, kind: str, source: str) -> SequenceMatcher | Refusal:
+        self.compilation.submit(CompileJob(1, "a", constraint(kind, source), []))
+        while isinstance(event := self.events.get(timeout=60), CompileStarted):
+            pass
+        assert isinstance(event, CompiledConstraint), event
+        return event.result
+
+    def follow(self, kind: str, source: str) -> tuple[float, float, int, str | None, int]:
+        cpu, grown, tokens, longest_s = time.process_time(), -_resident_bytes(), 0, 0.0
+        found, problem = self.compile(kind, source), None
+        if isinstance(found, Refusal):
+            problem = found.problem.message
+        else:
+            try:
+                tokens, longest_s = self._walk(found)
+            except ConstraintError as error:
+                problem = str(error)
+            found.close()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return time.process_time() - cpu, longest_s, grown + peak, problem, tokens
+
+    def _walk(self, matcher: SequenceMatcher) -> tuple[int, float]:
+        chosen, until, longest_s = random.Random(1), time.monotonic() + _MAX_S, 0.0
+        for count in range(_MAX_TOKENS):
+            matcher.wait(_MAX_S)
             since = time.thread_time()
             token_id = matcher.forced()
-            if token_id is None:
-                token_id = chosen.choice(np.flatnonzero(matcher.allowed()).tolist())
+            allowed = None if token_id is not None else matcher.allowed()
             longest_s = max(longest_s, time.thread_time() - since)
+            if allowed is not None:
+                token_id = chosen.choice(np.flatnonzero(allowed).tolist())
+            assert token_id is not None
+            if token_id in self.end_token_ids or time.monotonic() > until:
+                return count, longest_s
             since = time.thread_time()
             matcher.accept(token_id)
             longest_s = max(longest_s, time.thread_time() - since)
-            count += 1
-            if token_id in compiler.end_token_ids:
-                break
-    except ConstraintError as error:
-        problem = str(error)
-    if compile_s is None:
-        compile_s = time.thread_time() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return compile_s, longest_s, grown + peak, problem, count
+        return _MAX_TOKENS, longest_s
 
 
 def _resident_bytes() -> int:
@@ -57,26 +84,23 @@ def _resident_bytes() -> int:
 
 
 def main() -> None:
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     # looked for in the cache in which deploy/llama_cpp_wheel.py keeps them
     path = llama_cpp_wheel.kept_folder(llama_cpp.__version__, "vocabularies") / "ggml-vocab-llama-spm.gguf"
     if path.exists():
         with vocabularies.load(path) as (_, tokenizer):
-            try_all(ConstraintCompiler(tokenizer.token_bytes, tokenizer.end_token_ids, tokenizer.encode))
+            try_all(_Engine(tokenizer.token_bytes, tokenizer.end_token_ids, tokenizer.encode))
     else:
-        try_all(tiny_vocabulary.compiler())
+        ends = frozenset({tiny_vocabulary.END, tiny_vocabulary.OTHER_END})
+        try_all(_Engine(tiny_vocabulary.TOKENS, ends, tiny_vocabulary.encode))
 
 
-def try_all(compiler: ConstraintCompiler) -> None:
-    compiler.compile(constraint("regex", "a"))  # makes the tokenizer, which is no constraint's fault
+def try_all(engine: _Engine) -> None:
+    engine.compile("regex", "a")  # makes the tokenizer, which is no constraint's fault
     for name, (kind, source) in ALL.items():
-        if kind != sys.argv[1]:
-            continue
-        child = os.fork()  # so that none pays for the memory of those before it
-        if not child:
-            print(json.dumps([name, follow(compiler, kind, source)]), flush=True)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert status == 0, (name, status)
+        if kind == sys.argv[1]:
+            print(json.dumps([name, engine.follow(kind, source)]), flush=True)
+    engine.compilation.close()
 
 
 if __name__ == "__main__":

@@ -92,6 +92,15 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "pattern_of_look_behind": _pattern("(?<=a)b"),
     "pattern_of_far_choice": _pattern("^[ab]*a[ab]{40}$"),
     "pattern_of_unicode": _pattern(r"^\p{L}{0,1000}\p{N}{0,1000}$"),
+    "large_multiple_of_few_bytes": {"type": "number", "multipleOf": 99_991, "minimum": 0},
+    "pattern_of_optional_characters": _pattern("^" + ".?" * 15_000 + "$"),
+    "endless_items_of_large_patterns": {
+        "type": "array", "minItems": 1_000_000, "items": {"type": "string", "pattern": "a?" * 10_000}
+    },
+    "all_of_patterns": {
+        "type": "string", "allOf": [{"pattern": f".*{n}.*[a-z]{{0,{n}}}"} for n in range(500)]
+    },
+    "white_space_of_its_own": {"type": "object", "x-guidance": {"whitespace_pattern": ".?" * 15_000}},
     "many_patterns": {
         "type": "object",
         "patternProperties": {f"^{'x' * n}[a-z]*{n}$": {"type": "string"} for n in range(1, 65)},
@@ -112,6 +121,12 @@ REGEXES = {
     "nothing": r"[^\s\S]",
     "optional_letters": "a?" * 2_000 + "a" * 2_000,
     "large_counts": "a{1,4000000000}",
+    "optional_characters": ".?" * 8_000,
+    "optional_letters_of_all_scripts": r"\w?" * 5_000,
+    "stars_of_classes": r"(\w|\d|\s)*" * 1_200,
+    "stars_and_letters": ".*a" * 5_000,
+    "alternatives_of_classes": "|".join(rf"\p{{L}}{n}" for n in range(1_500)),
+    "explodes_on_the_way": "[ab]{100}.{0,1000}x.{0,1000}y",
 }
 
 GBNFS = {
@@ -147,6 +162,13 @@ LARKS = {
     "token_beyond_the_vocabulary": "start: <[4000000000]>",
     "deep_json": "start: %json " + '{"items": ' * 5_000 + "{}" + "}" * 5_000,
     "large_counts": 'start: "a"{1,1000000000}',
+    "optional_characters": f"start: A\nA: /{'.?' * 15_000}/",
+    "intersections": "start: A\nA: " + " & ".join(f"/.*{chr(97 + n % 26)}.*{n}.*/" for n in range(1_000)),
+    "complement": "start: A\nA: ~(" + "|".join(f"/.*{chr(97 + n % 26)}.*{n}.*/" for n in range(1_000)) + ")",
+    "small_and_ambiguous": "T0: /ccccyyy{50}(((xxxx))*?|[ab]|cccc)?/\n"
+    'start: b+ T0+ b* "x"{1,99} | T0? "x"{1,99} | "x"* T0+ | T0\nb[lazy]: T0',
+    "small_and_slow": 'T0: /(xxx)+(xxx)+(xxx)+(xxx)+(xxx)+/\n'
+    'start: a+ T0{1,99} b? "x" | b | T0? T0 | T0\na[lazy]: T0\nb: T0 | b{1,99} | T0 T0? | T0',
 }  # fmt: skip
 
 ALL: dict[str, tuple[str, str]] = {

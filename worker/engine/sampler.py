@@ -15,7 +15,7 @@ import structlog
 from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.engine import draws
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
-from tokenbus.worker.engine.constraints.matcher import Matcher
+from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 from tokenbus.worker.engine.draws import Indices, Matrix, Row
 from tokenbus.worker.engine.scheduling.plan import SampledToken
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
@@ -118,24 +118,40 @@ class Sampler:
                 sampled.append(EngineFinishReason.CONSTRAINT_FAILED)
             elif finite[n]:
                 one = SampledToken(token_id, row_logprobs.of_token(token_id) if row_logprobs else None)
-                sampled.append(self._follow(sequences[n], one))
+                sampled.append(self._accept(sequences[n], one))
             else:
                 self._log.error("bad_logits", seq_no=sequences[n].seq_no, row=_summary(logits[n]))
                 sampled.append(EngineFinishReason.BAD_LOGITS)
-        return sampled
+        # behind the loop: some matchers are in processes of their own, which compute beside each other meanwhile
+        return [self._follow(*pair) for pair in zip(sequences, sampled, strict=True)]
 
-    def _follow(self, sequence: Sequence, sampled: SampledToken) -> SampledToken | EngineFinishReason:
-        """Adds the tokens that must follow a sampled one. Where log probabilities are wanted, each needs a row."""
+    def _accept(self, sequence: Sequence, sampled: SampledToken) -> SampledToken | EngineFinishReason:
+        """Tells a constraint what was sampled."""
         matcher = sequence.matcher
         if matcher is None or sampled.token_id in self._end_token_ids:
             return sampled
         try:
             matcher.accept(sampled.token_id)
+        except ConstraintError as error:
+            return self._constraint_failed(sequence, error)
+        return sampled
+
+    def _follow(
+        self, sequence: Sequence, sampled: SampledToken | EngineFinishReason
+    ) -> SampledToken | EngineFinishReason:
+        """Adds the tokens that must follow a sampled one. Where log probabilities are wanted, each needs a row."""
+        matcher = sequence.matcher
+        if matcher is None or isinstance(sampled, EngineFinishReason) or sampled.token_id in self._end_token_ids:
+            return sampled
+        try:
             limit = _MAX_FOLLOWERS if sequence.sampling.logprobs is None else 0
             return sampled._replace(followers=tuple(matcher.accept_forced(limit)))
         except ConstraintError as error:
-            self._log.warning("constraint_not_followed", seq_no=sequence.seq_no, error=str(error))
-            return EngineFinishReason.CONSTRAINT_FAILED
+            return self._constraint_failed(sequence, error)
+
+    def _constraint_failed(self, sequence: Sequence, error: ConstraintError) -> EngineFinishReason:
+        self._log.warning("constraint_not_followed", seq_no=sequence.seq_no, error=str(error))
+        return EngineFinishReason.CONSTRAINT_FAILED
 
     def _draw(
         self,
@@ -162,7 +178,7 @@ class Sampler:
             tokens[rows] = draws.draw_from_top_k(logits[rows], samplings, [us[n] for n in rows])
 
 
-def _constrain(row: Row, matcher: Matcher, forbidden: Indices) -> None:
+def _constrain(row: Row, matcher: SequenceMatcher, forbidden: Indices) -> None:
     """Leaves the tokens that a constraint allows; those of them that are forbidden only where there are no others."""
     forced = matcher.forced()
     if forced is not None:

@@ -205,7 +205,7 @@ class EngineClient(asyncio.Protocol):
         # the engine's own counts are as old as its last report
         waiting = max(0, len(self._sequences) - self._load.running)
         queued = self._load.queued_prefill_tokens + self._sequences.held_tokens
-        age_ms = self._watchdog.age_s(time.monotonic()) * 1e3 if self._sequences.num_given else 0.0
+        age_ms = self._watchdog.age_s(time.monotonic()) * 1e3 if self._sequences.num_computing else 0.0
         return codec.replace(self._load, waiting=waiting, queued_prefill_tokens=queued, step_age_ms=age_ms)
 
     def check_step(self, now: float, gap_s: float, timeout_s: float) -> None:
@@ -214,7 +214,7 @@ class EngineClient(asyncio.Protocol):
         A frontend that stood still may have missed the engine's reports, so the step's age proves nothing."""
         if gap_s > _STALL_S:
             self._watchdog.restart(now)
-        is_busy = self._sequences.num_given or self._pooling
+        is_busy = self._sequences.num_computing or self._pooling
         if not is_busy or self._is_dead or not self._watchdog.is_stuck(now, timeout_s):
             return
         assert self._link is not None
@@ -309,6 +309,9 @@ class EngineClient(asyncio.Protocol):
         match ipc.report_decoder.decode(body):
             case ipc.StepReport() as report:
                 self._take_step(report, self._link.crash_attribution)
+            case ipc.ConstraintStarted(number):
+                self._watchdog.restart(time.monotonic())
+                self._sequences.constraint_started(number)
             case ipc.ConstraintCompiled() as compiled:
                 self._take_constraint(compiled)
             case ipc.TokenizeResult(call_id, token_ids, error):
@@ -331,7 +334,7 @@ class EngineClient(asyncio.Protocol):
     def _take_constraint(self, compiled: ipc.ConstraintCompiled) -> None:
         now = time.monotonic()
         self._watchdog.restart(now)
-        self.listener.constraint_compiled(compiled.seconds)
+        self.listener.constraint_compiled(compiled)
         self._sequences.constraint_compiled(compiled, now)
         self._update_idle()
         self.listener.step_done()

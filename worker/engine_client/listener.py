@@ -23,8 +23,8 @@ class EngineListener:
     def step_computed(self, stats: ipc.StepStats) -> None:
         """A step computed something."""
 
-    def constraint_compiled(self, seconds: float) -> None:
-        """A constraint was compiled, or could not be; this took so long."""
+    def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
+        """A constraint was compiled, or could not be."""
 
     def token_interval(self, seconds: float, count: int) -> None:
         """`count` requests got a token, each `seconds` after its previous one."""

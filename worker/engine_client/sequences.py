@@ -44,6 +44,8 @@ class OpenSequences:
         self._key_to_number: dict[str, int] = {}
         self._held: dict[int, bytes] = {}
         """Open sequences that the engine has not been given yet, and the command that gives each to it."""
+        self._compiling: dict[int, bool] = {}
+        """Sequences of the engine whose constraints are not compiled yet; whether the engine itself is at it now."""
         self._releasing: set[int] = set()
         self._started: set[int] = set()
         """Open sequences that this engine has started to compute: one of them may be why it died."""
@@ -67,6 +69,11 @@ class OpenSequences:
         return len(self) - len(self._held)
 
     @property
+    def num_computing(self) -> int:
+        """The number of sequences that keep the engine busy, which those do not that wait for their constraints."""
+        return self.num_given - sum(not is_at_it for is_at_it in self._compiling.values())
+
+    @property
     def held_tokens(self) -> int:
         """Tokens of prompts that are held back, without those that another worker computes."""
         held = [self._generations[number] for number in self._held]
@@ -82,6 +89,8 @@ class OpenSequences:
         assert generation.request.key not in self._key_to_number, generation
         if held is not None:
             self._held[number] = held
+        elif generation.request.constraint is not None:
+            self._compiling[number] = False
         self._generations[number] = generation
         self._key_to_number[generation.request.key] = number
 
@@ -96,7 +105,11 @@ class OpenSequences:
 
     def release_held(self, key: str) -> bytes | None:
         """Returns the command that gives the engine a sequence that was held back; None for any other."""
-        return self._held.pop(self._key_to_number.get(key, -1), None)
+        number = self._key_to_number.get(key, -1)
+        command = self._held.pop(number, None)
+        if command is not None and self._generations[number].request.constraint is not None:
+            self._compiling[number] = False
+        return command
 
     def start(self, numbers: list[int], now: float) -> None:
         """Notes which sequences got a lane."""
@@ -105,9 +118,15 @@ class OpenSequences:
                 self._started.add(number)
                 generation.begin(now)
 
+    def constraint_started(self, number: int) -> None:
+        """Notes that the engine itself compiles a constraint."""
+        if number in self._compiling:  # else it was aborted meanwhile
+            self._compiling[number] = True
+
     def constraint_compiled(self, compiled: ipc.ConstraintCompiled, now: float) -> None:
         """Tells a generation that its constraint is compiled, or ends it because that is impossible."""
         number, problem = compiled.seq_no, compiled.problem
+        self._compiling.pop(number, None)
         generation = self._generations.get(number)
         if problem is not None:
             self._releasing.discard(number)
@@ -135,6 +154,7 @@ class OpenSequences:
         for output in outputs:
             if output.finish_reason is not None:
                 self._releasing.discard(output.seq_no)
+                self._compiling.pop(output.seq_no, None)
             generation = self._generations.get(output.seq_no)
             if generation is None:
                 continue
@@ -152,14 +172,17 @@ class OpenSequences:
         """Counts the engine's death against every open sequence that may have caused it.
 
         Returns the generations that have now ended too many engines; the others stay open for the next engine. If the
-        engine had started none of them, it died of one that nobody has started yet."""
+        engine had started none of them, it died of one that nobody has started yet. Those that wait for a constraint
+        are innocent, unless the engine itself was compiling it."""
         self._is_engine_lost = True
-        held = set(self._held)
+        waiting = set(self._held) | {number for number, is_at_it in self._compiling.items() if not is_at_it}
+        compiling = (set(self._compiling) - waiting) & set(self._generations)
         self._releasing.clear()
         self._held.clear()
-        new = {number for number, generation in self._generations.items() if generation.started_at is None} - held
+        self._compiling.clear()
+        new = {number for number, generation in self._generations.items() if generation.started_at is None} - waiting
         # `_started` is about this engine; `started_at` may be of an earlier one
-        for number in self._started or new:
+        for number in (self._started | compiling) or new:
             self._generations[number].crashes += attribution.may_be_caused_by(replica, number)
         culprits = {n: one for n, one in self._generations.items() if one.crashes >= _MAX_CRASHES}
         for number in culprits:
@@ -173,6 +196,7 @@ class OpenSequences:
         self._key_to_number.clear()
         self._started.clear()
         self._held.clear()
+        self._compiling.clear()
         self._releasing.clear()
         return generations
 

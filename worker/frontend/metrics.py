@@ -100,6 +100,11 @@ class WorkerMetrics(MetricFamilies):
             "constrained_requests", "Requests whose output was constrained, by the language of the constraint.", "kind"
         )
         self.compile = histogram("constraint_compile_seconds", "Time to compile a request's constraint.", TTFT_BUCKETS)
+        self.constraint_refusals = counter(
+            "constraint_refusals",
+            "Constraints that were refused: invalid ones, and those that take too much time or memory.",
+            "reason",
+        )
         self.follower_tokens = counter(
             "follower_tokens", "Tokens that followed from sampled ones for certain, so that no step sampled them."
         )
@@ -196,6 +201,8 @@ class ReplicaMetrics:
             (metrics.cache_hits.labels(*own), "cached_tokens"),
         ]
         self._compile = metrics.compile.labels(*own)
+        for reason in ("invalid", "too_costly"):
+            self._metrics.constraint_refusals.labels(*self._own_labels, reason)
         for kind in engine_request.ConstraintKind:
             metrics.constrained.labels(*own, kind)
         for is_complete in ("true", "false"):
@@ -232,9 +239,12 @@ class ReplicaMetrics:
             if count := getattr(stats, name):
                 child.inc(count)
 
-    def constraint_compiled(self, seconds: float) -> None:
+    def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
         """A request's constraint was compiled, or could not be."""
-        self._compile.observe(seconds)
+        self._compile.observe(compiled.seconds)
+        if compiled.problem is not None:
+            reason = "too_costly" if compiled.is_too_costly else "invalid"
+            self._metrics.constraint_refusals.labels(*self._own_labels, reason).inc()
 
     def answer_parsed(self, reasoning_tokens: int, tool_calls: int, *, has_incomplete_call: bool) -> None:
         """An answer has ended that was parsed; the last of its tool calls may be incomplete."""

@@ -219,9 +219,9 @@ class Replica(EngineListener):
         """Counts a step."""
         self._metrics.observe_step(stats)
 
-    def constraint_compiled(self, seconds: float) -> None:
-        """Observes how long a constraint took."""
-        self._metrics.constraint_compiled(seconds)
+    def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
+        """Observes how long a constraint took, and counts it if it was refused."""
+        self._metrics.constraint_compiled(compiled)
 
     def token_interval(self, seconds: float, count: int) -> None:
         """Counts intervals between tokens."""

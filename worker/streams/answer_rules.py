@@ -84,7 +84,11 @@ def _chat_constraint(
             if wanted is not None:  # without calls, the answer is what these match
                 rule_params |= dict.fromkeys(("content", "answer"), wanted.param)
             return engine_request.Constraint(
-                kind=engine_request.ConstraintKind.LARK, source=source, param="tools", rule_params=rule_params
+                kind=engine_request.ConstraintKind.LARK,
+                source=source,
+                param="tools",
+                rule_params=rule_params,
+                is_written=True,
             )
         if wanted is None:
             return None

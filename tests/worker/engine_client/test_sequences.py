@@ -161,3 +161,42 @@ def test_a_sequence_that_the_engine_never_had_is_not_why_it_died() -> None:
     assert (waiting.crashes, generation.crashes) == (1, 0)
     assert table.sequences.release_held("two") is None
     assert table.sequences.take_all() == [waiting, generation]
+
+
+def constrained(table: Table, name: str, held: bytes | None = None) -> Generation:
+    constraint = engine_request.Constraint(kind=engine_request.ConstraintKind.REGEX, source="a", param="regex")
+    sampling = engine_request.Sampling(max_tokens=9)
+    request = engine_request.EngineRequest(key=name, token_ids=[1], sampling=sampling, constraint=constraint)
+    generation = Generation(request, table.outputs.append, TOKEN_BYTES, accepted_at=0.0)
+    table.sequences.add(table.sequences.next_number(), generation, held)
+    return generation
+
+
+def test_a_sequence_that_waits_for_its_constraint_is_not_why_an_engine_died_or_stands_still() -> None:
+    table = Table()
+    waiting, new, held_back = constrained(table, "waits"), table.open("new"), constrained(table, "held", b"add")
+    assert table.sequences.num_computing == 1
+    table.sequences.release_held("held")
+    assert table.sequences.num_computing == 1
+    assert table.sequences.lose_engine(CrashAttribution(), table) == []
+    assert (waiting.crashes, held_back.crashes, new.crashes) == (0, 0, 1)
+
+
+def test_one_whose_constraint_the_engine_itself_was_compiling_may_be_why_it_died() -> None:
+    table = Table()
+    waiting, compiling, ready = (constrained(table, name) for name in ("waits", "compiling", "ready"))
+    table.sequences.constraint_started(2)
+    table.sequences.constraint_compiled(ipc.ConstraintCompiled(3, 0.1), 1.0)
+    assert table.sequences.num_computing == 2
+    table.sequences.lose_engine(CrashAttribution(), table)
+    assert (waiting.crashes, compiling.crashes, ready.crashes) == (0, 1, 0)
+
+
+def test_one_that_is_aborted_while_its_constraint_is_compiled_leaves_nothing() -> None:
+    table = Table()
+    constrained(table, "one")
+    table.sequences.abort("one")
+    table.sequences.constraint_started(1)
+    assert table.sequences.num_computing == 1
+    table.advance(1, None, EngineFinishReason.ABORTED)
+    assert (table.sequences.num_computing, len(table.sequences)) == (0, 0)

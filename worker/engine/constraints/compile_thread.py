@@ -1,59 +1,47 @@
-"""A thread that compiles constraints, so that neither a step nor another command waits for one.
-
-Tenants take turns: each has one constraint compiled, in the order of their arrival, before the first has its next."""
+"""A thread that compiles small constraints, so that neither a step nor another command waits for one."""
 
 import threading
-import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
-from collections.abc import Sequence as Listing
-from typing import NamedTuple
 
-import structlog
-
-from tokenbus.protocol.wire import errors
-from tokenbus.worker import engine_request
+from tokenbus.worker.engine.constraints.compiled import (
+    CompiledConstraint,
+    CompileJob,
+    CompileStarted,
+    ResumedTokensError,
+    carry_out,
+)
 from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
-from tokenbus.worker.engine.constraints.grammar import ConstraintError, to_problem
+from tokenbus.worker.engine.constraints.grammar import ConstraintError
 from tokenbus.worker.engine.constraints.matcher import Matcher
-
-
-class CompiledConstraint(NamedTuple):
-    """The constraint of a sequence, behind the tokens that it has, or the reason why there is none."""
-
-    seq_no: int
-    seconds: float
-    result: Matcher | errors.Error
-
-
-class _Job(NamedTuple):
-    seq_no: int
-    constraint: engine_request.Constraint
-    token_ids: Listing[int]
+from tokenbus.worker.engine.constraints.turns import TenantTurns
 
 
 class CompileThread:
-    """Starts with the first constraint. `on_done` is called on its thread."""
+    """Starts with the first constraint, and compiles one tenant's after another's. `on_done` is called on its
+    thread."""
 
     def __init__(
         self,
         make_compiler: Callable[[], ConstraintCompiler],
-        on_done: Callable[[CompiledConstraint | BaseException], None],
+        on_done: Callable[[CompileJob, CompiledConstraint], None],
+        report: Callable[[CompileStarted | BaseException], None],
     ) -> None:
+        """`report` is called with each start, and with an exception that ends the thread."""
         self._make_compiler = make_compiler
         self._on_done = on_done
-        self._jobs: OrderedDict[str, deque[_Job]] = OrderedDict()
-        """Those of each tenant; the first tenant is the next."""
+        self._report = report
+        self._turns: TenantTurns[CompileJob] = TenantTurns()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def __repr__(self) -> str:
-        return f"<CompileThread, {sum(map(len, self._jobs.values()))} waiting>"
+        return f"<CompileThread, {len(self._turns)} waiting>"
 
-    def submit(self, seq_no: int, tenant: str, constraint: engine_request.Constraint, token_ids: Listing[int]) -> None:
-        """Compiles a constraint when its tenant's turn comes, and follows it through `token_ids`."""
+    def submit(self, job: CompileJob) -> None:
+        """Compiles a constraint when its tenant's turn comes."""
         with self._changed:
-            self._jobs.setdefault(tenant, deque()).append(_Job(seq_no, constraint, token_ids))
+            self._turns.add(job.tenant, job)
             self._changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="constraints", daemon=True)
@@ -62,45 +50,35 @@ class CompileThread:
     def cancel(self, seq_no: int) -> None:
         """Forgets a constraint that waits; one that is being compiled is still handed to `on_done`."""
         with self._changed:
-            for tenant, jobs in list(self._jobs.items()):
-                kept = deque(job for job in jobs if job.seq_no != seq_no)
-                if kept:
-                    self._jobs[tenant] = kept
-                else:
-                    del self._jobs[tenant]
+            self._turns.remove(lambda job: job.seq_no == seq_no)
+
+    def close(self) -> None:
+        """Lets the thread end once it has compiled what it is at."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
 
     def _run(self) -> None:
         try:
             compiler = self._make_compiler()
-            while True:
-                job = self._next()
-                began = time.monotonic()
-                result = _compile(compiler, job)
-                self._on_done(CompiledConstraint(job.seq_no, time.monotonic() - began, result))
+            while (job := self._next()) is not None:
+                self._report(CompileStarted(job.seq_no))
+                self._on_done(job, carry_out(job, lambda job: _compile(compiler, job)))
         except BaseException as error:  # outermost frame: sequences would wait for ever
-            self._on_done(error)
+            self._report(error)
 
-    def _next(self) -> _Job:
+    def _next(self) -> CompileJob | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs)
-            tenant, jobs = self._jobs.popitem(last=False)
-            job = jobs.popleft()
-            if jobs:
-                self._jobs[tenant] = jobs
-            return job
+            self._changed.wait_for(lambda: self._turns or self._is_closed)
+            found = None if self._is_closed else self._turns.take()
+            return None if found is None else found[1]
 
 
-def _compile(compiler: ConstraintCompiler, job: _Job) -> Matcher | errors.Error:
-    try:
-        matcher = compiler.compile(job.constraint)
-    except ConstraintError as error:
-        return to_problem(error, job.constraint)
-    except Exception:  # outermost frame of a constraint: its sequence ends, and not the engine
-        structlog.get_logger().exception("constraint_failed", seq_no=job.seq_no)
-        return errors.make_error(errors.Code.INTERNAL)
+def _compile(compiler: ConstraintCompiler, job: CompileJob) -> Matcher:
+    matcher = compiler.compile(job.constraint)
     try:
         for token_id in job.token_ids:
             matcher.accept(token_id)
-    except ConstraintError:
-        return errors.invalid_field("resume_from.token_ids", f"are not what {job.constraint.param} allows").error
+    except ConstraintError as error:
+        raise ResumedTokensError(str(error)) from error
     return matcher

@@ -17,6 +17,7 @@ _MAX_CACHED_BYTES = 64 << 20
 _BASE_BYTES = 1 << 18
 _BYTES_PER_SOURCE_BYTE = 512
 """A compiled constraint takes about so much for each byte of its source, and something besides."""
+_SMALLEST = engine_request.Constraint(kind=engine_request.ConstraintKind.REGEX, source="a", param="regex")
 
 
 def _limits() -> LLParserLimits:
@@ -40,7 +41,7 @@ class ConstraintCompiler:
     ) -> None:
         assert end_token_ids, "a constraint ends with an end token"
         self._token_bytes = token_bytes
-        self.end_token_ids = end_token_ids
+        self.end_token_ids = frozenset(end_token_ids)
         self._encode = encode
         self._limits = _limits()
         self._cached: OrderedDict[tuple[str, str, str], Matcher] = OrderedDict()
@@ -48,6 +49,10 @@ class ConstraintCompiler:
 
     def __repr__(self) -> str:
         return f"<ConstraintCompiler, {len(self._cached)} cached>"
+
+    def prepare(self) -> None:
+        """Does beforehand what the first constraint would have to wait for."""
+        self.compile(_SMALLEST)
 
     def compile(self, constraint: engine_request.Constraint) -> Matcher:
         """Returns a matcher at the beginning of an output. Raises ConstraintError."""

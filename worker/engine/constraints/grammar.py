@@ -18,17 +18,20 @@ _MAX_PROBLEM_CHARS = 200
 _PLACE = re.compile(r"at (\d+)\(\d+\): ")
 _RULE = re.compile(r"\w+")
 _REGEX_PROBLEM = "regex parse error:"
+_LIMITS = re.compile(r"limits\.|[Tt]oo many|too complex|too large|fuel|takes too|takes more|; max is")
+"""Errors contain one of these where a constraint reaches a limit, of llguidance or ours."""
 _REASON = re.compile(r"^error: (.+)", re.MULTILINE)
 
 
 class ConstraintError(Exception):
     """A constraint can't be compiled or followed; the message says why, in one line. `line` is the one at fault of a
-    grammar in Lark, from 1, if it is known."""
+    grammar in Lark, from 1, if it is known. `is_too_costly`: it takes too much time or memory."""
 
-    def __init__(self, problem: str) -> None:
+    def __init__(self, problem: str, line: int | None = None) -> None:
         first, _, others = problem.strip().partition("\n")
         place = _PLACE.match(first)
-        self.line = int(place[1]) if place else None
+        self.line = int(place[1]) if place else line
+        self.is_too_costly = bool(_LIMITS.search(first))
         # of a regular expression the first line only says that it is wrong, and where it was found to be
         reason = _REASON.search(others) if first.endswith(_REGEX_PROBLEM) else None
         if reason:

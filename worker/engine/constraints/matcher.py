@@ -1,7 +1,7 @@
 """A matcher follows one sequence through its constraint: what may come next, and what must."""
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from llguidance import LLMatcher
@@ -11,7 +11,7 @@ from tokenbus.worker.engine.constraints.grammar import ConstraintError
 Allowed = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 _SLOW_S = 0.01
-_MAX_SLOW_S = 0.5
+MAX_SLOW_S = 0.5
 """CPU time that calls which take longer than `_SLOW_S` may take in all, for one sequence. Others wait for them: a
 grammar that is ambiguous enough takes 0.2 s for each token, more with every token, and within llguidance's limits."""
 
@@ -20,8 +20,41 @@ _DEAD_END = "NoExtension"
 """llguidance's errors begin like this where nothing may follow, not even the end."""
 
 
-class Matcher:
+class SequenceMatcher(Protocol):
     """The state of a constraint behind the tokens that were accepted. Any method may raise ConstraintError."""
+
+    is_ready: bool
+    """Whether it knows what may come next. Else nothing is forced yet, and its sequence has to wait."""
+
+    def allowed(self) -> Allowed:
+        """Returns for each token whether it may be the next; at least one may."""
+        ...
+
+    def forced(self) -> int | None:
+        """Returns the token that must come next; None if there is a choice."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Takes the next token."""
+        ...
+
+    def accept_forced(self, limit: int) -> list[int]:
+        """Takes forced tokens, up to the end token and at most `limit`, and returns them."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until it is ready, or for about so long."""
+        ...
+
+    def close(self) -> None:
+        """Frees what it holds. Safe to call again."""
+        ...
+
+
+class Matcher:
+    """A `SequenceMatcher` in this process, which is always ready."""
+
+    is_ready = True
 
     def __init__(self, state: LLMatcher, end_token_id: int, vocab_size: int) -> None:
         self._state = state
@@ -40,15 +73,15 @@ class Matcher:
         return Matcher(self._state.deep_copy(), self._end_token_id, self._vocab_size)
 
     def allowed(self) -> Allowed:
-        """Returns for each token whether it may be the next; at least one may."""
+        return unpacked(self.allowed_bits(), self._vocab_size)
+
+    def allowed_bits(self) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
+        """Returns a bit for each token, the lowest first, which are overwritten by the next call."""
         self._call(self._state.unsafe_compute_mask_ptr, self._bits.ctypes.data, self._bits.nbytes)
-        bits = np.unpackbits(self._bits.view(np.uint8), count=self._vocab_size, bitorder="little")
-        return bits.view(np.bool_)
+        return self._bits
 
     def forced(self) -> int | None:
-        """Returns the token that must come next; None if there is a choice.
-
-        It depends on the tokens before it and on nothing else, so that it is the same wherever a sequence is resumed:
+        """Does what `SequenceMatcher` says. It depends on the tokens before it and on nothing else, so that it is the same wherever a sequence is resumed:
         of several tokens that are forced together, the first is taken, and those behind it are asked for again."""
         if not self._knows_forced:
             self._knows_forced = True
@@ -61,13 +94,11 @@ class Matcher:
         return self._forced
 
     def accept(self, token_id: int) -> None:
-        """Takes the next token."""
         self._knows_forced = False
         if not (self._state.is_stopped() and token_id == self._end_token_id):
             self._call(self._state.consume_token, token_id)
 
     def accept_forced(self, limit: int) -> list[int]:
-        """Takes forced tokens, up to the end token and at most `limit`, and returns them."""
         taken: list[int] = []
         while len(taken) < limit and (token_id := self.forced()) is not None:
             self.accept(token_id)
@@ -75,6 +106,12 @@ class Matcher:
             if token_id == self._end_token_id:
                 break
         return taken
+
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def _call(self, method: Any, *arguments: Any) -> Any:
         # of this thread alone: on a busy machine a call takes longer, and is no worse for it
@@ -90,5 +127,10 @@ class Matcher:
         if self._state.is_error():
             problem = self._state.get_error()
             raise ConstraintError("allows no text" if problem.startswith(_DEAD_END) else problem)
-        if self._slow_s > _MAX_SLOW_S:
+        if self._slow_s > MAX_SLOW_S:
             raise ConstraintError("takes too long to follow: make it less ambiguous")
+
+
+def unpacked(bits: "np.ndarray[tuple[int], Any]", vocab_size: int) -> Allowed:
+    """Returns the mask of whose bits these are."""
+    return np.unpackbits(bits.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)

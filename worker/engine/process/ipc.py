@@ -239,12 +239,20 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """The host memory that checkpoints take now."""
 
 
+class ConstraintStarted(Message, frozen=True):
+    """Engine to frontend: the engine process itself begins to compile the constraint of a sequence."""
+
+    seq_no: int
+
+
 class ConstraintCompiled(Message, frozen=True):
     """Engine to frontend: the constraint of a sequence was compiled, or the sequence has ended because it can't be."""
 
     seq_no: int
     seconds: float
     problem: errors.Error | None = None
+    is_too_costly: bool = False
+    """Whether the problem is the time or memory that it takes."""
 
 
 class StepReport(Message, frozen=True):
@@ -301,6 +309,7 @@ Report = (
     | LoadFailed
     | Ready
     | StepIsolated
+    | ConstraintStarted
     | ConstraintCompiled
     | StepReport
     | TokenizeResult

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import structlog
 
-from tokenbus.protocol.wire import block_hash, errors
-from tokenbus.worker.engine.constraints.compile_thread import CompiledConstraint, CompileThread
-from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
-from tokenbus.worker.engine.constraints.matcher import Matcher
+from tokenbus.protocol.wire import block_hash
+from tokenbus.worker.engine.constraints.compilation import Compilation
+from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
+from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.pooling import PoolingJob, PoolingQueue
@@ -31,6 +31,9 @@ _CACHED_TOKENS = 256
 every stream: 4,096 tokens by 11 % and 16,384 by 35 %, with four streams of a 0.5B shape. They slow a prompt of 1,000
 tokens too: 1,000 by 13 % and 2,000 by 20 % (decision 0020). Copying 1,000 back takes a few milliseconds."""
 
+_MATCHER_POLL_S = 0.01
+"""The time for which a loop with nothing else to compute waits for a constraint before it looks for commands again."""
+
 _EXPORT_S = 0.005
 """The time between two steps for blocks that other workers fetch; at least one request for some is served."""
 
@@ -43,6 +46,7 @@ Inbox = queue.SimpleQueue[
     | ipc.PutBlocks
     | ipc.UnloadAdapter
     | PoolingJob
+    | CompileStarted
     | CompiledConstraint
     | BaseException
     | None
@@ -82,8 +86,8 @@ class StepLoop:
         self._step_timer = StepTimer(self._scheduler, block_bytes)
         self._block_transfers = BlockTransfers(runner, self._scheduler, report, _EXPORT_S)
         self._pooling = PoolingQueue(lambda call_id, result: report(ipc.PoolResult(call_id, *result)))
-        self._constraints = CompileThread(
-            lambda: ConstraintCompiler(runner.token_bytes, runner.end_token_ids, runner.encode), inbox.put
+        self._compilation = Compilation(
+            runner.token_bytes, runner.end_token_ids, runner.encode, 2 * runner.config.max_num_seqs, inbox.put
         )
         self._compiling: dict[int, ipc.Add] = {}
         """Sequences whose constraints are being compiled, or wait for it."""
@@ -107,6 +111,7 @@ class StepLoop:
         """Steps until the inbox holds None. Raises an exception that the inbox holds, and DeviceError."""
         try:
             while (results := self._take_commands()) is not None:
+                self._wait_for_matchers()
                 prefill_tokens = self._step_budget.prefill_tokens(self._scheduler.num_decoding)
                 plan = self._scheduler.schedule(prefill_tokens, self._transfer_budget.blocks)
                 self._isolate(self._scheduler.isolated)
@@ -120,6 +125,7 @@ class StepLoop:
                 if self._scheduler.isolated is None:
                     self._isolate(None)
         finally:
+            self._compilation.close()
             self._isolate(None)
 
     def _take_commands(self) -> list[StepResult] | None:
@@ -144,11 +150,13 @@ class StepLoop:
                     self._add_sequence(command, None)
                 case ipc.Add():
                     self._compile_constraint(command)
+                case CompileStarted(seq_no):
+                    self._report(ipc.ConstraintStarted(seq_no))
                 case CompiledConstraint():
                     self._add_constrained(command)
                 case ipc.Abort(seq_no) if seq_no in self._compiling:
                     del self._compiling[seq_no]
-                    self._constraints.cancel(seq_no)
+                    self._compilation.cancel(seq_no)
                     self._report_end(seq_no, EngineFinishReason.ABORTED)
                 case ipc.Abort(seq_no):
                     result = self._scheduler.abort(seq_no)
@@ -195,21 +203,24 @@ class StepLoop:
         token_ids = block_hash.unpack_token_ids(command.token_ids)
         sampled = token_ids[len(token_ids) - command.num_sampled :]
         self._compiling[command.seq_no] = command
-        self._constraints.submit(command.seq_no, command.tenant, command.constraint, sampled)
+        job = CompileJob(command.seq_no, command.tenant, command.constraint, sampled)
+        self._compilation.submit(job, is_suspect=command.isolated)
 
     def _add_constrained(self, compiled: CompiledConstraint) -> None:
         """Reports that a constraint was compiled, and gives its sequence to the scheduler if it could be."""
         seq_no, seconds, result = compiled
         command = self._compiling.pop(seq_no, None)
         if command is None:  # it was aborted meanwhile
+            if not isinstance(result, Refusal):
+                result.close()
             return
-        if isinstance(result, errors.Error):
-            self._report(ipc.ConstraintCompiled(seq_no, seconds, result))
+        if isinstance(result, Refusal):
+            self._report(ipc.ConstraintCompiled(seq_no, seconds, result.problem, result.is_too_costly))
             return
         self._report(ipc.ConstraintCompiled(seq_no, seconds))
         self._add_sequence(command, result)
 
-    def _add_sequence(self, command: ipc.Add, matcher: Matcher | None) -> None:
+    def _add_sequence(self, command: ipc.Add, matcher: SequenceMatcher | None) -> None:
         """Gives a sequence to the scheduler; one that can't be made ends, and nothing has changed for the others."""
         token_ids = array("I")
         try:
@@ -231,10 +242,20 @@ class StepLoop:
             self._scheduler.add(sequence)
         except Exception:  # outermost frame of a sequence: it ends, and not the engine
             self._log.exception("sequence_failed", seq_no=command.seq_no)
+            if matcher is not None:
+                matcher.close()
             self._report_end(command.seq_no, EngineFinishReason.FAILED)
             return
         if command.return_progress:
             self._watched[sequence.seq_no] = sequence
+
+    def _wait_for_matchers(self) -> None:
+        """Takes what matchers in other processes have found; waits for one only if there is nothing to compute."""
+        matchers = [one.matcher for one in self._scheduler.running if one.matcher is not None and not one.is_ready]
+        for matcher in matchers:
+            matcher.wait(0)
+        if matchers and not self._scheduler.can_compute:
+            matchers[0].wait(_MATCHER_POLL_S)
 
     def _check_adapters(self, command: ipc.Add) -> None:
         for one in command.adapters:
@@ -311,6 +332,8 @@ class StepLoop:
         for sequence, sampled, finish_reason in results:
             if finish_reason is not None:
                 self._runner.remove_sequence(sequence.seq_no)
+                if sequence.matcher is not None:
+                    sequence.matcher.close()
             was_watched = self._watched.pop(sequence.seq_no, None) is not None  # with its first token a prompt is done
             if sampled is None:
                 outputs.append(ipc.SequenceOutput(sequence.seq_no, [], finish_reason))

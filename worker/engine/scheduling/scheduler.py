@@ -87,6 +87,12 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
+    def can_compute(self) -> bool:
+        """Whether there is a sequence that need not wait for its constraint."""
+        candidates = self._running if self.isolated is None else [self.isolated]
+        return bool(self._waiting) or any(one.is_ready for one in candidates)
+
+    @property
     def has_unsaved_blocks(self) -> bool:
         """Whether blocks are to be copied to host memory although nothing runs; empty steps do that."""
         return self._cache.has_unsaved
@@ -168,7 +174,7 @@ class Scheduler:
                 self._restored_tokens += sequence.num_regained(before)
         isolated = self.isolated
         # A copy: a sequence that is preempted for another leaves the list of those that run.
-        sequences = list(self._running) if isolated is None else [isolated]
+        sequences = [one for one in (self._running if isolated is None else [isolated]) if one.is_ready]
         decodes = self._schedule_decodes(sequences)
         planned = {one.sequence.seq_no for one in decodes}
         left = self._max_step_tokens - sum(one.num_tokens for one in decodes)

@@ -12,7 +12,7 @@ from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 
 if TYPE_CHECKING:  # a frontend imports this module, and has no grammars
-    from tokenbus.worker.engine.constraints.matcher import Matcher
+    from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 
 
 class EngineFinishReason(enum.StrEnum):
@@ -98,7 +98,7 @@ class Sequence:
         arrived_at: float = 0.0,
         num_sampled: int = 0,
         isolated: bool = False,
-        matcher: "Matcher | None" = None,
+        matcher: "SequenceMatcher | None" = None,
     ) -> None:
         assert len(token_ids) > num_sampled, "a prompt has at least one token"
         assert sampling.max_tokens >= 1, sampling.max_tokens
@@ -156,6 +156,11 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether its client waits for its next token, and no more is to be computed than what the last step added."""
         return self.num_uncomputed <= self._num_new
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its next token could be sampled: its constraint may not be that far yet."""
+        return self.matcher is None or self.matcher.is_ready
 
     @property
     def max_num_tokens(self) -> int:

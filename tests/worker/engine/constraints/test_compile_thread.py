@@ -8,7 +8,8 @@ import pytest
 from tests.support.tiny_vocabulary import END, TOKENS, constraint, encode
 from tokenbus.protocol.wire import errors
 from tokenbus.worker import engine_request
-from tokenbus.worker.engine.constraints.compile_thread import CompiledConstraint, CompileThread
+from tokenbus.worker.engine.constraints.compile_thread import CompileThread
+from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
 from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.matcher import Matcher
 
@@ -31,16 +32,22 @@ class Gated(ConstraintCompiler):
 class Story:
     def __init__(self, failure: Exception | None = None) -> None:
         self.gate = threading.Event()
-        self.done: queue.SimpleQueue[CompiledConstraint | BaseException] = queue.SimpleQueue()
-        self.thread = CompileThread(lambda: Gated(self.gate, failure), self.done.put)
+        self.done: queue.SimpleQueue[CompiledConstraint] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[CompileStarted | BaseException] = queue.SimpleQueue()
+        self.thread = CompileThread(
+            lambda: Gated(self.gate, failure), lambda _, compiled: self.done.put(compiled), self.reports.put
+        )
 
     def submit(self, seq_no: int, tenant: str = "a", source: str = "a+", after: str = "") -> None:
-        self.thread.submit(seq_no, tenant, constraint("regex", source), encode(after))
+        self.thread.submit(CompileJob(seq_no, tenant, constraint("regex", source), encode(after)))
 
     def take(self) -> CompiledConstraint:
-        one = self.done.get(timeout=10)
-        assert isinstance(one, CompiledConstraint), one
-        return one
+        return self.done.get(timeout=10)
+
+    def refused(self) -> errors.Error:
+        result = self.take().result
+        assert isinstance(result, Refusal)
+        return result.problem
 
 
 @pytest.fixture
@@ -83,8 +90,7 @@ def test_a_matcher_stands_behind_the_tokens_that_a_sequence_has(story: Story) ->
 def test_a_wrong_constraint_is_an_error_that_names_its_field(story: Story) -> None:
     story.gate.set()
     story.submit(1, source="(a")
-    result = story.take().result
-    assert isinstance(result, errors.Error)
+    result = story.refused()
     assert (result.code, result.param) == (errors.Code.INVALID_REQUEST, "grammar")
     assert result.message.startswith("grammar: ")
 
@@ -92,8 +98,7 @@ def test_a_wrong_constraint_is_an_error_that_names_its_field(story: Story) -> No
 def test_tokens_that_the_constraint_does_not_allow_are_an_error_of_their_own(story: Story) -> None:
     story.gate.set()
     story.submit(1, after="ab")
-    result = story.take().result
-    assert isinstance(result, errors.Error)
+    result = story.refused()
     assert (result.code, result.param) == (errors.Code.INVALID_REQUEST, "resume_from.token_ids")
 
 
@@ -102,15 +107,20 @@ def test_a_bug_ends_one_sequence_and_not_the_thread() -> None:
     story.gate.set()
     for number in (1, 2):
         story.submit(number)
-        result = story.take().result
-        assert isinstance(result, errors.Error)
-        assert result.code is errors.Code.INTERNAL
+        assert story.refused().code is errors.Code.INTERNAL
 
 
 def test_a_thread_that_ends_says_so() -> None:
     def fail() -> ConstraintCompiler:
         raise MemoryError
 
-    done: queue.SimpleQueue[CompiledConstraint | BaseException] = queue.SimpleQueue()
-    CompileThread(fail, done.put).submit(1, "a", constraint("regex", "a"), [])
-    assert isinstance(done.get(timeout=10), MemoryError)
+    reports: queue.SimpleQueue[CompileStarted | BaseException] = queue.SimpleQueue()
+    thread = CompileThread(fail, lambda *_: None, reports.put)
+    thread.submit(CompileJob(1, "a", constraint("regex", "a"), []))
+    assert isinstance(reports.get(timeout=10), MemoryError)
+
+
+def test_each_start_is_reported_so_that_an_engine_that_dies_of_it_is_known_to(story: Story) -> None:
+    story.submit(7)
+    assert story.reports.get(timeout=10) == CompileStarted(7)
+    story.gate.set()

@@ -1,6 +1,6 @@
-"""Whatever a client sends as a constraint takes little time and memory, or ends in an error.
+"""Whatever a client sends as a constraint takes little time and memory of the engine, or ends in an error.
 
-Each is compiled in a process of its own, on a vocabulary of 32,000 tokens if llama.cpp's are at hand
+Each is compiled as an engine does it, on a vocabulary of 32,000 tokens if llama.cpp's are at hand
 (deploy/llama_cpp_wheel.py keeps them), else on a tiny one, and followed for up to 100 tokens (400 with
 TOKENBUS_HOSTILE=long)."""
 
@@ -16,15 +16,15 @@ from tokenbus.protocol.wire import codec, internal, validation
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ResponseFormat
 from tokenbus.worker.streams.answer_rules import to_constraint
 
-MAX_COMPILE_S = 2.0
-"""CPU time, too."""
-MAX_BYTES = 256 << 20
-MAX_CALL_S = 0.5
+MAX_CPU_S = 2.0
+"""CPU time of the engine, in which no more than small constraints are compiled."""
+MAX_BYTES = 64 << 20
+MAX_CALL_S = 0.1
 """CPU time of a mask or a token, while others wait for the step."""
 
 
 class Seen(NamedTuple):
-    compile_s: float
+    cpu_s: float
     longest_call_s: float
     grown_bytes: int
     problem: str | None
@@ -32,7 +32,7 @@ class Seen(NamedTuple):
 
     @property
     def is_bounded(self) -> bool:
-        is_quick = self.compile_s < MAX_COMPILE_S and self.longest_call_s < MAX_CALL_S
+        is_quick = self.cpu_s < MAX_CPU_S and self.longest_call_s < MAX_CALL_S
         return is_quick and self.grown_bytes < MAX_BYTES and (self.problem is None or "\n" not in self.problem)
 
 

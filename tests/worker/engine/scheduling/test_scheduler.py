@@ -8,6 +8,7 @@ import pytest
 from tests.support.executed_scheduler import EOS, sizes
 from tokenbus.protocol.wire import messages
 from tokenbus.worker import engine_request
+from tokenbus.worker.engine.constraints.matcher import Matcher
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan, StepResult
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
@@ -371,3 +372,29 @@ def test_a_sequence_preempted_for_lack_of_room_is_not_started_again_at_once() ->
             one.update(plan, results(plan))
         one.check_integrity()
     assert not one.has_work
+
+
+class Constrained(Matcher):
+    """A matcher that becomes ready when a test wants it."""
+
+    def __init__(self) -> None:
+        self.is_ready = True
+
+
+def test_a_sequence_whose_constraint_is_not_ready_is_left_out_and_nobody_waits_for_it() -> None:
+    two = scheduler()
+    matcher = Constrained()
+    asked = engine_request.Sampling(max_tokens=8)
+    two.add(Sequence(1, array("I", [1, 2]), asked, frozenset({EOS}), matcher=matcher))
+    two.add(sequence(2, 2))
+    step(two)
+    matcher.is_ready = False
+    assert sizes(two.schedule(10)) == [(2, 2, 1)]
+    assert two.can_compute
+    two.abort(2)
+    assert (sizes(two.schedule(10)), two.can_compute, two.has_work) == ([], False, True)
+    two.add(sequence(3, 2))
+    assert two.can_compute, "one that waits can start"
+    assert sizes(two.schedule(10)) == [(3, 0, 2)]
+    matcher.is_ready = True
+    assert [size[0] for size in sizes(two.schedule(10))] == [1, 3]

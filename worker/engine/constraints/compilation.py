@@ -1,0 +1,87 @@
+"""Has constraints compiled: the small ones here, the others where they can be ended."""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Listing
+
+import msgspec
+import structlog
+
+from tokenbus.worker import engine_request
+from tokenbus.worker.engine.constraints.compile_thread import CompileThread
+from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
+from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.isolated.compile_slots import CompileSlots
+from tokenbus.worker.engine.constraints.isolated.processes import Encode, Nursery
+from tokenbus.worker.engine.constraints.isolated.templates import Templates
+from tokenbus.worker.engine.constraints.small import is_small
+
+_MAX_REFUSALS = 1_000
+Event = CompileStarted | CompiledConstraint | BaseException
+
+
+class Compilation:
+    """Compiles the constraints of one model's sequences. `report` is called on any thread; an exception means that no
+    constraint will be compiled any more."""
+
+    def __init__(
+        self,
+        token_bytes: Listing[bytes],
+        end_token_ids: Collection[int],
+        encode: Encode,
+        max_matchers: int,
+        report: Callable[[Event], None],
+    ) -> None:
+        """At most `max_matchers` sequences have a process that follows a constraint."""
+        self._report = report
+        self._refusals: OrderedDict[bytes, Refusal] = OrderedDict()
+        """Those of the constraints that were refused last, by digest."""
+        self._lock = threading.Lock()
+        self._inside = CompileThread(
+            lambda: ConstraintCompiler(token_bytes, end_token_ids, encode), self._done, report
+        )
+        templates = Templates(lambda: _start_nursery(token_bytes, end_token_ids, encode))
+        self._outside = CompileSlots(templates, len(token_bytes), max_matchers, self._done)
+
+    def __repr__(self) -> str:
+        return f"<Compilation {self._inside!r} {self._outside!r}>"
+
+    def submit(self, job: CompileJob, *, is_suspect: bool = False) -> None:
+        """Has a constraint compiled. `is_suspect`: an engine may have died of it."""
+        with self._lock:
+            refusal = self._refusals.get(_digest(job.constraint))
+        if refusal is not None:
+            self._report(CompiledConstraint(job.seq_no, 0.0, refusal))
+        elif is_small(job.constraint) and not is_suspect:
+            self._inside.submit(job)
+        else:
+            self._outside.submit(job)
+
+    def cancel(self, seq_no: int) -> None:
+        """Forgets a constraint, and ends a process that compiles it. It may still be reported."""
+        self._inside.cancel(seq_no)
+        self._outside.cancel(seq_no)
+
+    def close(self) -> None:
+        self._inside.close()
+        self._outside.close()
+
+    def _done(self, job: CompileJob, compiled: CompiledConstraint) -> None:
+        if isinstance(compiled.result, Refusal) and compiled.result.is_lasting:
+            with self._lock:
+                self._refusals[_digest(job.constraint)] = compiled.result
+                if len(self._refusals) > _MAX_REFUSALS:
+                    self._refusals.popitem(last=False)
+        self._report(compiled)
+
+
+def _start_nursery(token_bytes: Listing[bytes], end_token_ids: Collection[int], encode: Encode) -> Nursery:
+    nursery = Nursery(token_bytes, end_token_ids, encode)
+    structlog.get_logger().info("constraint_process_started", pid=nursery.pid)
+    return nursery
+
+
+def _digest(constraint: engine_request.Constraint) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(constraint), digest_size=16).digest()

@@ -1,0 +1,67 @@
+"""Constraints that are to be compiled, and what came of it."""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from typing import NamedTuple
+
+import structlog
+
+from tokenbus.protocol.wire import errors
+from tokenbus.worker import engine_request
+from tokenbus.worker.engine.constraints.grammar import ConstraintError, to_problem
+from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
+
+
+class CompileJob(NamedTuple):
+    """A constraint to be compiled for a sequence, and to be followed through the tokens that the sequence has."""
+
+    seq_no: int
+    tenant: str
+    constraint: engine_request.Constraint
+    token_ids: Listing[int]
+
+
+class Refusal(NamedTuple):
+    """The reason why a constraint can't be compiled."""
+
+    problem: errors.Error
+    is_too_costly: bool = False
+    """Whether it takes too much time or memory; else it is wrong."""
+    is_lasting: bool = False
+    """Whether the same constraint would be refused again."""
+
+
+class CompiledConstraint(NamedTuple):
+    """The constraint of a sequence, behind the tokens that it has, or the reason why there is none."""
+
+    seq_no: int
+    seconds: float
+    result: SequenceMatcher | Refusal
+
+
+class CompileStarted(NamedTuple):
+    """The engine itself begins to compile a constraint: if it dies now, this may be why."""
+
+    seq_no: int
+
+
+class ResumedTokensError(ConstraintError):
+    """The tokens that a sequence has are not what its constraint allows."""
+
+
+def carry_out(job: CompileJob, compile_job: Callable[[CompileJob], SequenceMatcher]) -> CompiledConstraint:
+    """Calls `compile_job`, which may raise ConstraintError."""
+    began = time.monotonic()
+    result: SequenceMatcher | Refusal
+    try:
+        result = compile_job(job)
+    except ResumedTokensError:
+        problem = f"are not what {job.constraint.param} allows"
+        result = Refusal(errors.invalid_field("resume_from.token_ids", problem).error)
+    except ConstraintError as error:
+        result = Refusal(to_problem(error, job.constraint), error.is_too_costly, is_lasting=True)
+    except Exception:  # outermost frame of a constraint: its sequence ends, and not the engine
+        structlog.get_logger().exception("constraint_failed", seq_no=job.seq_no)
+        result = Refusal(errors.make_error(errors.Code.INTERNAL))
+    return CompiledConstraint(job.seq_no, time.monotonic() - began, result)

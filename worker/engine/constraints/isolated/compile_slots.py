@@ -1,0 +1,141 @@
+"""Threads that have constraints compiled in processes, a few at a time."""
+
+import functools
+import threading
+from collections.abc import Callable
+
+from tokenbus.worker.engine.constraints.compiled import (
+    CompiledConstraint,
+    CompileJob,
+    Refusal,
+    ResumedTokensError,
+    carry_out,
+)
+from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.isolated import messages
+from tokenbus.worker.engine.constraints.isolated.processes import ConstraintProcess
+from tokenbus.worker.engine.constraints.isolated.remote_matcher import RemoteMatcher
+from tokenbus.worker.engine.constraints.isolated.templates import Templates
+from tokenbus.worker.engine.constraints.turns import TenantTurns
+
+_NUM_SLOTS = 2
+"""One tenant has one at most, so that its costly constraints leave another to all others."""
+
+
+class _Running:
+    """A job in a slot. Its process may be killed by another thread."""
+
+    def __init__(self, job: CompileJob) -> None:
+        self.job = job
+        self._process: ConstraintProcess | None = None
+        self._is_cancelled = False
+        self._lock = threading.Lock()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._is_cancelled
+
+    def compiles_in(self, process: ConstraintProcess) -> None:
+        with self._lock:
+            self._process = process
+            if self._is_cancelled:
+                process.kill()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            if self._process is not None:
+                self._process.kill()
+
+
+class CompileSlots:
+    """Compiles constraints for up to `max_matchers` sequences at a time; the next wait for one of these to be closed.
+
+    `on_done` is called on threads of its own, for each job that was not cancelled, and perhaps for one that was."""
+
+    def __init__(
+        self,
+        templates: Templates,
+        vocab_size: int,
+        max_matchers: int,
+        on_done: Callable[[CompileJob, CompiledConstraint], None],
+    ) -> None:
+        self._templates = templates
+        self._vocab_size = vocab_size
+        self._on_done = on_done
+        self._turns: TenantTurns[CompileJob] = TenantTurns()
+        self._running: dict[str, _Running] = {}
+        """By tenant: each has one at most."""
+        self._free_matchers = max_matchers
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<CompileSlots, {len(self._turns)} waiting, {len(self._running)} compiling>"
+
+    def submit(self, job: CompileJob) -> None:
+        with self._changed:
+            self._turns.add(job.tenant, job)
+            self._changed.notify()
+            if len(self._threads) < _NUM_SLOTS:
+                thread = threading.Thread(target=self._run, name="isolated-constraints", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def cancel(self, seq_no: int) -> None:
+        """Forgets a job that waits, and ends the process of one that is being compiled."""
+        with self._changed:
+            self._turns.remove(lambda job: job.seq_no == seq_no)
+            for running in self._running.values():
+                if running.job.seq_no == seq_no:
+                    running.cancel()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            for running in self._running.values():
+                running.cancel()
+            self._changed.notify_all()
+        self._templates.close()
+
+    def _run(self) -> None:
+        while (running := self._next()) is not None:
+            compiled = carry_out(running.job, functools.partial(self._compile, running))
+            is_refused = isinstance(compiled.result, Refusal)
+            with self._changed:
+                del self._running[running.job.tenant]
+                self._free_matchers += is_refused
+                self._changed.notify_all()
+            if not (is_refused and running.is_cancelled):
+                self._on_done(running.job, compiled)
+
+    def _next(self) -> _Running | None:
+        """Waits for a job whose turn it is, and for room for its matcher; None once this is closed."""
+        with self._changed:
+            while not self._is_closed:
+                found = self._turns.take(without=self._running) if self._free_matchers else None
+                if found is not None:
+                    self._free_matchers -= 1
+                    running = self._running[found[0]] = _Running(found[1])
+                    return running
+                self._changed.wait()
+            return None
+
+    def _compile(self, running: _Running, job: CompileJob) -> RemoteMatcher:
+        """Raises ConstraintError, and EOFError if there is no nursery."""
+        follower = self._templates.fork(job.constraint, running.compiles_in)
+        matcher = RemoteMatcher(follower, self._vocab_size, self._matcher_closed)
+        try:
+            follower.send(messages.Begin(list(job.token_ids)))
+            matcher.wait(None)
+            matcher.forced()
+        except (ConstraintError, EOFError) as error:
+            follower.close()
+            raise (ResumedTokensError if job.token_ids else ConstraintError)(str(error)) from error
+        return matcher
+
+    def _matcher_closed(self) -> None:
+        with self._changed:
+            self._free_matchers += 1
+            self._changed.notify()

@@ -1,0 +1,82 @@
+"""The messages between an engine and the processes that compile and follow constraints."""
+
+import msgspec
+
+from tokenbus.worker import engine_request
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The base class of all messages."""
+
+
+class Setup(Message, frozen=True):
+    """Engine to nursery: the model's vocabulary."""
+
+    token_bytes: list[bytes]
+    end_token_ids: tuple[int, ...]
+
+
+class Fork(Message, frozen=True):
+    """Engine to a process, with a socket beside it: make a copy of yourself that listens there."""
+
+
+class Born(Message, frozen=True):
+    """A new process to the engine, with a descriptor beside it by which the process can be killed."""
+
+
+class Compile(Message, frozen=True):
+    """Engine to a child of the nursery: compile a constraint, and then fork for each sequence."""
+
+    constraint: engine_request.Constraint
+
+
+class Compiled(Message, frozen=True):
+    """The constraint is compiled. `grown_bytes` is the memory that this took."""
+
+    grown_bytes: int
+
+
+class Failed(Message, frozen=True):
+    """The constraint can't be compiled, or not be followed any further."""
+
+    problem: str
+    line: int | None = None
+    """The line at fault of a grammar in Lark, from 1, if it is known."""
+
+
+class Begin(Message, frozen=True):
+    """Engine to a process that follows a sequence: these are its tokens so far."""
+
+    token_ids: list[int]
+
+
+class Next(Message, frozen=True):
+    """Engine to a process that follows a sequence: its next token behind those that were forced; None asks what comes
+    behind these."""
+
+    token_id: int | None
+
+
+class State(Message, frozen=True):
+    """What may come next: the forced tokens, and behind them those that the mask allows, one bit for each token.
+
+    The mask is empty where a forced token ends the output, and where more tokens may be forced."""
+
+    forced: list[int]
+    mask: bytes
+
+
+class Encode(Message, frozen=True):
+    """A process to the engine: tokenize a text, and answer with `Encoded`."""
+
+    text: str
+
+
+class Encoded(Message, frozen=True):
+    """Engine to a process: the answer to `Encode`."""
+
+    token_ids: list[int]
+
+
+Command = Setup | Fork | Compile | Begin | Next | Encoded
+Report = Born | Compiled | Failed | State | Encode

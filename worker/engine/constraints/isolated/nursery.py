@@ -1,0 +1,171 @@
+"""The process out of which constraints get processes of their own, by forks:
+
+    nursery      has the model's vocabulary, and compiles nothing
+      template   has compiled one constraint, within limits, or has died of it
+        follower   follows one sequence through that constraint
+
+A process ends when the engine closes its socket. Whatever it computes has a limit of CPU time and memory, at which the
+kernel kills it: nothing else could end llguidance in the middle of a call. There is one thread in each, so that forks
+are safe, and nothing of the model, so that they are quick."""
+
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.isolated import messages
+from tokenbus.worker.engine.constraints.isolated.channel import Channel
+from tokenbus.worker.engine.constraints.matcher import MAX_SLOW_S, Matcher
+
+MAX_COMPILE_S = 2.0
+MAX_COMPILE_BYTES = 256 << 20
+"""Address space of a template beyond that of the nursery."""
+MAX_FOLLOW_BYTES = 64 << 20
+"""Address space of a follower beyond that of its template."""
+STALL_S = 30.0
+"""Time that a process may take for what has a limit of CPU time."""
+_MAX_FORCED = 32
+_COMMANDS = msgspec.msgpack.Decoder(messages.Command)
+
+Commands = Channel[messages.Command]
+
+
+class _Tokenizer:
+    """The model's tokenizer, which is in the engine. Nobody answers the nursery itself, which needs no real tokens."""
+
+    def __init__(self) -> None:
+        self.channel: Commands | None = None
+
+    def encode(self, text: str) -> list[int]:
+        if self.channel is None:
+            return []
+        try:
+            self.channel.send(messages.Encode(text))
+            answer = self.channel.receive()
+        except EOFError:  # here it would end in a panic of llguidance, which calls this
+            os._exit(0)
+        assert isinstance(answer, messages.Encoded), answer
+        return answer.token_ids
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks
+    nursery = Channel(socket.socket(fileno=int(sys.argv[1])), _COMMANDS)
+    setup = nursery.receive()
+    assert isinstance(setup, messages.Setup), setup
+    tokenizer = _Tokenizer()
+    compiler = ConstraintCompiler(setup.token_bytes, setup.end_token_ids, tokenizer.encode)
+    compiler.prepare()
+    gc.collect()
+    gc.freeze()  # so that collections in forks do not write to what they share
+    template = tokenizer.channel = _fork(nursery)
+    matcher = _compile(template, compiler)
+    follower = tokenizer.channel = _fork(template)
+    _follow(follower, matcher, compiler.end_token_ids)
+
+
+def _fork(parent: Commands) -> Commands:
+    """Forks when the engine wants it, again and again, and returns in the forks only: the channel of each."""
+    while isinstance(parent.receive(), messages.Fork):
+        sock = socket.socket(fileno=parent.take_descriptor())
+        if not os.fork():
+            break
+        sock.close()
+    parent.release()
+    _silence()
+    child = Channel(sock, _COMMANDS)
+    own = os.pidfd_open(os.getpid())
+    child.send(messages.Born(), [own])
+    os.close(own)
+    return child
+
+
+def _silence() -> None:
+    """Sends what libraries print to nowhere: each constraint that reaches its limit would have them print a line."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+
+
+def _compile(channel: Commands, compiler: ConstraintCompiler) -> Matcher:
+    """Compiles a constraint and says so. Raises EOFError, with which the process ends, if that fails."""
+    command = channel.receive()
+    assert isinstance(command, messages.Compile), command
+    before = _resident_bytes()
+    _limit_memory(MAX_COMPILE_BYTES)
+    _limit_cpu(MAX_COMPILE_S)
+    try:
+        matcher = compiler.compile(command.constraint)
+    except ConstraintError as error:
+        channel.send(messages.Failed(str(error), error.line))
+        raise EOFError from error
+    _limit_cpu(0)
+    channel.send(messages.Compiled(max(0, _resident_bytes() - before)))
+    return matcher
+
+
+def _follow(channel: Commands, matcher: Matcher, end_token_ids: frozenset[int]) -> None:
+    begin = channel.receive()
+    assert isinstance(begin, messages.Begin), begin
+    _limit_memory(MAX_FOLLOW_BYTES)
+    _limit_cpu(MAX_COMPILE_S)
+    try:
+        for token_id in begin.token_ids:
+            matcher.accept(token_id)
+        while True:
+            channel.send(_state(matcher, end_token_ids))
+            _limit_cpu(0)
+            command = channel.receive()
+            assert isinstance(command, messages.Next), command
+            _limit_cpu(2 * MAX_SLOW_S)  # the matcher itself gives up before this, unless it is in the middle of a call
+            if command.token_id is not None:
+                matcher.accept(command.token_id)
+    except ConstraintError as error:
+        channel.send(messages.Failed(str(error)))
+
+
+def _state(matcher: Matcher, end_token_ids: frozenset[int]) -> messages.State:
+    forced = matcher.accept_forced(_MAX_FORCED)
+    if forced and (len(forced) == _MAX_FORCED or forced[-1] in end_token_ids):
+        return messages.State(forced, b"")
+    return messages.State(forced, matcher.allowed_bits().tobytes())
+
+
+def _limit_memory(more_bytes: int) -> None:
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = now + more_bytes if hard == resource.RLIM_INFINITY else min(now + more_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _limit_cpu(seconds: float) -> None:
+    """Has the kernel kill this process once it has computed for so long from now on; 0 lifts the limit.
+
+    One that only waits dies too, a while later: out of memory, llguidance may stand still for ever."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, STALL_S if seconds else 0)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    with_tracebacks = os.fdopen(os.dup(2), "w")
+    try:
+        main()
+    except (EOFError, MemoryError):  # the engine has closed its end, or it learns of this one by its end
+        pass
+    except BaseException:  # outermost frame
+        traceback.print_exc(file=with_tracebacks)
+        with_tracebacks.flush()
+    finally:
+        os._exit(0)  # in a fork too, without what a copy of the nursery would have to clean up

@@ -1,0 +1,116 @@
+"""The nursery and its forks, as the engine sees them."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Listing
+
+import msgspec
+
+from tokenbus.worker.engine.constraints.isolated import messages
+from tokenbus.worker.engine.constraints.isolated.channel import Channel
+
+_REPORTS = msgspec.msgpack.Decoder(messages.Report)
+_VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "GLIBC_TUNABLES": "", "RUST_BACKTRACE": "0"}
+"""Threads would not survive a fork, huge pages would be copied whole by each, and a backtrace needs memory that one
+which has reached its limit does not get."""
+
+Encode = Callable[[str], list[int]]
+
+
+class ConstraintProcess:
+    """A process of the nursery. One thread at a time may use it, but any may kill it."""
+
+    def __init__(self, sock: socket.socket, encode: Encode) -> None:
+        self._channel = Channel(sock, _REPORTS)
+        self._encode = encode
+        self._pidfd: int | None = None
+        self._lock = threading.Lock()
+        """Guards the descriptor, which another process may have once it is closed."""
+
+    def __repr__(self) -> str:
+        return f"<ConstraintProcess {self._channel!r}>"
+
+    def send(self, message: messages.Message) -> None:
+        """Raises EOFError if it has ended."""
+        self._channel.send(message)
+
+    def receive(self, timeout_s: float | None = None) -> messages.State | messages.Failed | messages.Compiled | None:
+        """Returns what it reports next, and tokenizes texts for it meanwhile; None if it says nothing for so long.
+        Raises EOFError if it has ended."""
+        while timeout_s is None or self._channel.has_message(timeout_s):
+            match self._channel.receive():
+                case messages.Encode(text):
+                    self._channel.send(messages.Encoded(self._encode(text)))
+                case messages.Born():
+                    with self._lock:
+                        self._pidfd = self._channel.take_descriptor()
+                case report:
+                    return report
+        return None
+
+    def fork(self) -> "ConstraintProcess":
+        """Returns a copy of the process. Raises EOFError if it has ended."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._channel.send(messages.Fork(), [theirs.fileno()])
+            except EOFError:
+                ours.close()
+                raise
+        return ConstraintProcess(ours, self._encode)
+
+    def kill(self) -> None:
+        """Ends it at once, whatever it computes; who uses it gets an EOFError."""
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends it, and forgets it. One that was never heard of ends when it finds that nobody listens."""
+        self.kill()
+        self._channel.close()
+        with self._lock:
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
+
+
+class Nursery:
+    """The process that has a model's vocabulary, and forks. It ends with this one."""
+
+    def __init__(self, token_bytes: Listing[bytes], end_token_ids: Collection[int], encode: Encode) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "tokenbus.worker.engine.constraints.isolated.nursery", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=os.environ | _VARIABLES,
+            )
+        self._process = ConstraintProcess(ours, encode)
+        self._process.send(messages.Setup(list(token_bytes), tuple(end_token_ids)))
+
+    def __repr__(self) -> str:
+        return f"<Nursery {self.pid}>"
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def fork(self) -> ConstraintProcess:
+        """Returns a process that compiles one constraint. Raises EOFError if there is no nursery any more."""
+        if self._child.poll() is not None:
+            raise EOFError
+        return self._process.fork()
+
+    def close(self) -> None:
+        """Ends it, but not its forks."""
+        self._process.close()
+        self._child.kill()
+        self._child.wait()
