@@ -3,7 +3,6 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
@@ -37,11 +36,11 @@ WAIT_S = 0.5 * float(os.environ.get("TOKENBUS_TEST_PATIENCE", "8"))
 
 
 @pytest.fixture
-async def served(system: System) -> AsyncIterator[System]:
+async def served(system: System) -> System:
     system.router("router")
     system.worker("worker", "--step-timeout-s", "5")
     await until_ready(await system.connect(), 1)
-    yield system
+    return system
 
 
 async def ask(client: Client, body: dict[str, object]) -> str:
@@ -79,7 +78,9 @@ async def test_ten_hostile_tenants_delay_another_ones_small_regex_by_a_moment(se
                 assert await ask(other, SMALL) == expected
                 waits.append(time.monotonic() - began)
                 assert (await bare.ask(story)).text == told
-            print(f"waited {max(waits):.3f} s at most, {sorted(waits)[len(waits) // 2]:.3f} s mostly, {len(waits)} times")
+            print(
+                f"waited {max(waits):.3f} s at most, {sorted(waits)[len(waits) // 2]:.3f} s mostly, {len(waits)} times"
+            )
             assert max(waits) < WAIT_S
             found = {attack.result() for attack in attacks}
             assert all("crash" not in one and "internal" not in one for one in found), found

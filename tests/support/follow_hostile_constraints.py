@@ -11,7 +11,6 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Sequence as Listing
 from pathlib import Path
 
 import llama_cpp
@@ -26,18 +25,18 @@ from tests.support.tiny_vocabulary import constraint
 from tokenbus.worker.engine.constraints.compilation import Compilation, Event
 from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
-from tokenbus.worker.engine.constraints.isolated.processes import Encode
 from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 _MAX_TOKENS = 400 if IS_LONG else 100
 _MAX_S = 5.0
 
 
 class _Engine:
-    def __init__(self, token_bytes: Listing[bytes], end_token_ids: frozenset[int], encode: Encode) -> None:
-        self.end_token_ids = end_token_ids
+    def __init__(self, tokens: ModelTokens) -> None:
+        self.end_token_ids = tokens.end_token_ids
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.compilation = Compilation(token_bytes, end_token_ids, encode, 4, self.events.put)
+        self.compilation = Compilation(lambda: tokens, 4, self.events.put)
 
     def compile(self, kind: str, source: str) -> SequenceMatcher | Refusal:
         self.compilation.submit(CompileJob(1, "a", constraint(kind, source), []))
@@ -89,10 +88,10 @@ def main() -> None:
     path = llama_cpp_wheel.kept_folder(llama_cpp.__version__, "vocabularies") / "ggml-vocab-llama-spm.gguf"
     if path.exists():
         with vocabularies.load(path) as (_, tokenizer):
-            try_all(_Engine(tokenizer.token_bytes, tokenizer.end_token_ids, tokenizer.encode))
+            try_all(_Engine(ModelTokens(tokenizer.token_bytes, tokenizer.end_token_ids, tokenizer.encode)))
     else:
         ends = frozenset({tiny_vocabulary.END, tiny_vocabulary.OTHER_END})
-        try_all(_Engine(tiny_vocabulary.TOKENS, ends, tiny_vocabulary.encode))
+        try_all(_Engine(ModelTokens(tiny_vocabulary.TOKENS, ends, tiny_vocabulary.encode)))
 
 
 def try_all(engine: _Engine) -> None:

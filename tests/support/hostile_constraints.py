@@ -95,11 +95,11 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "large_multiple_of_few_bytes": {"type": "number", "multipleOf": 99_991, "minimum": 0},
     "pattern_of_optional_characters": _pattern("^" + ".?" * 15_000 + "$"),
     "endless_items_of_large_patterns": {
-        "type": "array", "minItems": 1_000_000, "items": {"type": "string", "pattern": "a?" * 10_000}
+        "type": "array",
+        "minItems": 1_000_000,
+        "items": {"type": "string", "pattern": "a?" * 10_000},
     },
-    "all_of_patterns": {
-        "type": "string", "allOf": [{"pattern": f".*{n}.*[a-z]{{0,{n}}}"} for n in range(500)]
-    },
+    "all_of_patterns": {"type": "string", "allOf": [{"pattern": f".*{n}.*[a-z]{{0,{n}}}"} for n in range(500)]},
     "white_space_of_its_own": {"type": "object", "x-guidance": {"whitespace_pattern": ".?" * 15_000}},
     "many_patterns": {
         "type": "object",

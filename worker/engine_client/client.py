@@ -107,9 +107,7 @@ class EngineClient(asyncio.Protocol):
 
     def release(self, key: str) -> None:
         if command := self._sequences.release_held(key):
-            self._start_stepping()
-            assert self._transport is not None
-            self._transport.write(command)
+            self._give(command)
             self._adapters.send_unloads()
 
     async def export_blocks(
@@ -266,16 +264,15 @@ class EngineClient(asyncio.Protocol):
         command = sequences.add_command(number, generation)  # may raise, so nothing is opened before
         self._sequences.add(number, generation, command if is_held else None)
         self._idle.clear()
-        if is_held:
-            return
-        self._start_stepping()
-        assert self._transport is not None
-        self._transport.write(command)
+        if not is_held:
+            self._give(command)
 
-    def _start_stepping(self) -> None:
-        """Notes that the engine is about to get a sequence, which may be its only one."""
+    def _give(self, command: bytes) -> None:
+        """Gives the engine a sequence, which may be its only one."""
         if self._sequences.num_given == 1:
             self._watchdog.restart(time.monotonic())
+        assert self._transport is not None
+        self._transport.write(command)
 
     def _end_soon(self, generation: Generation) -> None:
         """Ends a generation that needs no engine in the next turn of the event loop, since `generate` is to return

@@ -3,8 +3,7 @@
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection
-from collections.abc import Sequence as Listing
+from collections.abc import Callable
 
 import msgspec
 import structlog
@@ -14,9 +13,9 @@ from tokenbus.worker.engine.constraints.compile_thread import CompileThread
 from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
 from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.isolated.compile_slots import CompileSlots
-from tokenbus.worker.engine.constraints.isolated.processes import Encode, Nursery
 from tokenbus.worker.engine.constraints.isolated.templates import Templates
 from tokenbus.worker.engine.constraints.small import is_small
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 _MAX_REFUSALS = 1_000
 Event = CompileStarted | CompiledConstraint | BaseException
@@ -28,22 +27,18 @@ class Compilation:
 
     def __init__(
         self,
-        token_bytes: Listing[bytes],
-        end_token_ids: Collection[int],
-        encode: Encode,
+        get_tokens: Callable[[], ModelTokens],
         max_matchers: int,
         report: Callable[[Event], None],
     ) -> None:
-        """At most `max_matchers` sequences have a process that follows a constraint."""
+        """`get_tokens` is called with the first constraint. At most `max_matchers` sequences have a process that
+        follows theirs."""
         self._report = report
         self._refusals: OrderedDict[bytes, Refusal] = OrderedDict()
         """Those of the constraints that were refused last, by digest."""
         self._lock = threading.Lock()
-        self._inside = CompileThread(
-            lambda: ConstraintCompiler(token_bytes, end_token_ids, encode), self._done, report
-        )
-        templates = Templates(lambda: _start_nursery(token_bytes, end_token_ids, encode))
-        self._outside = CompileSlots(templates, len(token_bytes), max_matchers, self._done)
+        self._inside = CompileThread(lambda: ConstraintCompiler(*get_tokens()), self._done, report)
+        self._outside = CompileSlots(Templates(get_tokens), max_matchers, self._done)
 
     def __repr__(self) -> str:
         return f"<Compilation {self._inside!r} {self._outside!r}>"
@@ -70,17 +65,14 @@ class Compilation:
 
     def _done(self, job: CompileJob, compiled: CompiledConstraint) -> None:
         if isinstance(compiled.result, Refusal) and compiled.result.is_lasting:
+            if compiled.result.is_too_costly:
+                size, kind = len(job.constraint.source.encode()), job.constraint.kind
+                structlog.get_logger().warning("constraint_too_costly", seq_no=job.seq_no, constraint=kind, bytes=size)
             with self._lock:
                 self._refusals[_digest(job.constraint)] = compiled.result
                 if len(self._refusals) > _MAX_REFUSALS:
                     self._refusals.popitem(last=False)
         self._report(compiled)
-
-
-def _start_nursery(token_bytes: Listing[bytes], end_token_ids: Collection[int], encode: Encode) -> Nursery:
-    nursery = Nursery(token_bytes, end_token_ids, encode)
-    structlog.get_logger().info("constraint_process_started", pid=nursery.pid)
-    return nursery
 
 
 def _digest(constraint: engine_request.Constraint) -> bytes:

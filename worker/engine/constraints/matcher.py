@@ -81,7 +81,9 @@ class Matcher:
         return self._bits
 
     def forced(self) -> int | None:
-        """Does what `SequenceMatcher` says. It depends on the tokens before it and on nothing else, so that it is the same wherever a sequence is resumed:
+        """Does what `SequenceMatcher` says.
+
+        It depends on the tokens before it and on nothing else, so that it is the same wherever a sequence is resumed:
         of several tokens that are forced together, the first is taken, and those behind it are asked for again."""
         if not self._knows_forced:
             self._knows_forced = True

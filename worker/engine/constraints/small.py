@@ -1,8 +1,8 @@
 """Decides which constraints are so small that the engine itself may compile and follow them; pure.
 
 Nothing can end llguidance in the middle of a call, and its own limits do not bound everything: a regex takes time with
-the square of its length before any limit counts, and a grammar of 120 bytes in Lark, ambiguous enough, over four seconds
-for its first mask. So this bounds what makes a constraint costly. The bounds were found by attack
+the square of its length before any limit counts, and a grammar of 120 bytes in Lark, ambiguous enough, over four
+seconds for its first mask. So this bounds what makes a constraint costly. The bounds were found by attack
 (tests/worker/engine/constraints/test_small.py): of thousands of small constraints on a vocabulary of 150,000 tokens,
 none took 0.1 s to compile or 10 ms for a mask."""
 

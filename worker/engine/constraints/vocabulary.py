@@ -2,8 +2,20 @@
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Listing
+from typing import NamedTuple
 
 from llguidance import LLTokenizer, TokenizerWrapper
+
+Encode = Callable[[str], list[int]]
+
+
+class ModelTokens(NamedTuple):
+    """The tokens of a model."""
+
+    token_bytes: Listing[bytes]
+    end_token_ids: Collection[int]
+    encode: Encode
+    """Returns the tokens of a text. Any thread may call it."""
 
 
 class _Vocabulary:

@@ -12,6 +12,7 @@ from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.engine.constraints.compilation import Compilation
 from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
 from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.pooling import PoolingJob, PoolingQueue
@@ -87,7 +88,9 @@ class StepLoop:
         self._block_transfers = BlockTransfers(runner, self._scheduler, report, _EXPORT_S)
         self._pooling = PoolingQueue(lambda call_id, result: report(ipc.PoolResult(call_id, *result)))
         self._compilation = Compilation(
-            runner.token_bytes, runner.end_token_ids, runner.encode, 2 * runner.config.max_num_seqs, inbox.put
+            lambda: ModelTokens(runner.token_bytes, runner.end_token_ids, runner.encode),
+            2 * runner.config.max_num_seqs,
+            inbox.put,
         )
         self._compiling: dict[int, ipc.Add] = {}
         """Sequences whose constraints are being compiled, or wait for it."""
@@ -254,7 +257,8 @@ class StepLoop:
         matchers = [one.matcher for one in self._scheduler.running if one.matcher is not None and not one.is_ready]
         for matcher in matchers:
             matcher.wait(0)
-        if matchers and not self._scheduler.can_compute:
+        isolated = self._scheduler.isolated
+        if matchers and not any(one.is_ready for one in ([isolated] if isolated else self._scheduler.sequences)):
             matchers[0].wait(_MATCHER_POLL_S)
 
     def _check_adapters(self, command: ipc.Add) -> None:

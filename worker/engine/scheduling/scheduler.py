@@ -87,12 +87,6 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
-    def can_compute(self) -> bool:
-        """Whether there is a sequence that need not wait for its constraint."""
-        candidates = self._running if self.isolated is None else [self.isolated]
-        return bool(self._waiting) or any(one.is_ready for one in candidates)
-
-    @property
     def has_unsaved_blocks(self) -> bool:
         """Whether blocks are to be copied to host memory although nothing runs; empty steps do that."""
         return self._cache.has_unsaved

@@ -77,6 +77,7 @@ COMMANDS: list[ipc.Command] = [
 ]
 REPORTS: list[ipc.Report] = [
     ipc.Loading(0.25),
+    ipc.ConstraintStarted(3),
     ipc.LoadFailed("no such file"),
     ipc.Ready(make_config(), [b"", b"\xff", b"a"], None),
     ipc.Ready(make_config(features=()), [], b"\0bundle"),

@@ -56,12 +56,10 @@ class CompileSlots:
     def __init__(
         self,
         templates: Templates,
-        vocab_size: int,
         max_matchers: int,
         on_done: Callable[[CompileJob, CompiledConstraint], None],
     ) -> None:
         self._templates = templates
-        self._vocab_size = vocab_size
         self._on_done = on_done
         self._turns: TenantTurns[CompileJob] = TenantTurns()
         self._running: dict[str, _Running] = {}
@@ -125,7 +123,7 @@ class CompileSlots:
     def _compile(self, running: _Running, job: CompileJob) -> RemoteMatcher:
         """Raises ConstraintError, and EOFError if there is no nursery."""
         follower = self._templates.fork(job.constraint, running.compiles_in)
-        matcher = RemoteMatcher(follower, self._vocab_size, self._matcher_closed)
+        matcher = RemoteMatcher(follower, self._templates.vocab_size, self._matcher_closed)
         try:
             follower.send(messages.Begin(list(job.token_ids)))
             matcher.wait(None)

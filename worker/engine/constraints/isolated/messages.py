@@ -58,7 +58,7 @@ class Next(Message, frozen=True):
 
 
 class State(Message, frozen=True):
-    """What may come next: the forced tokens, and behind them those that the mask allows, one bit for each token.
+    """A process to the engine: the forced tokens, and behind them those that the mask allows, one bit for each.
 
     The mask is empty where a forced token ends the output, and where more tokens may be forced."""
 

@@ -33,7 +33,7 @@ MAX_FOLLOW_BYTES = 64 << 20
 STALL_S = 30.0
 """Time that a process may take for what has a limit of CPU time."""
 _MAX_FORCED = 32
-_COMMANDS = msgspec.msgpack.Decoder(messages.Command)
+_COMMANDS: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
 
 Commands = Channel[messages.Command]
 

@@ -7,20 +7,17 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection
-from collections.abc import Sequence as Listing
 
 import msgspec
 
 from tokenbus.worker.engine.constraints.isolated import messages
 from tokenbus.worker.engine.constraints.isolated.channel import Channel
+from tokenbus.worker.engine.constraints.vocabulary import Encode, ModelTokens
 
-_REPORTS = msgspec.msgpack.Decoder(messages.Report)
+_REPORTS: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
 _VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "GLIBC_TUNABLES": "", "RUST_BACKTRACE": "0"}
 """Threads would not survive a fork, huge pages would be copied whole by each, and a backtrace needs memory that one
 which has reached its limit does not get."""
-
-Encode = Callable[[str], list[int]]
 
 
 class ConstraintProcess:
@@ -48,14 +45,13 @@ class ConstraintProcess:
                 case messages.Encode(text):
                     self._channel.send(messages.Encoded(self._encode(text)))
                 case messages.Born():
-                    with self._lock:
-                        self._pidfd = self._channel.take_descriptor()
+                    raise AssertionError("it is born once")
                 case report:
                     return report
         return None
 
     def fork(self) -> "ConstraintProcess":
-        """Returns a copy of the process. Raises EOFError if it has ended."""
+        """Returns a copy of the process. Raises EOFError if it ends before there is one."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -63,7 +59,9 @@ class ConstraintProcess:
             except EOFError:
                 ours.close()
                 raise
-        return ConstraintProcess(ours, self._encode)
+        child = ConstraintProcess(ours, self._encode)
+        child._wait_for_birth()
+        return child
 
     def kill(self) -> None:
         """Ends it at once, whatever it computes; who uses it gets an EOFError."""
@@ -72,7 +70,7 @@ class ConstraintProcess:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends it, and forgets it. One that was never heard of ends when it finds that nobody listens."""
+        """Ends it, and forgets it."""
         self.kill()
         self._channel.close()
         with self._lock:
@@ -80,11 +78,19 @@ class ConstraintProcess:
                 os.close(self._pidfd)
                 self._pidfd = None
 
+    def _wait_for_birth(self) -> None:
+        try:
+            assert isinstance(self._channel.receive(), messages.Born)
+        except EOFError:
+            self._channel.close()
+            raise
+        self._pidfd = self._channel.take_descriptor()
+
 
 class Nursery:
     """The process that has a model's vocabulary, and forks. It ends with this one."""
 
-    def __init__(self, token_bytes: Listing[bytes], end_token_ids: Collection[int], encode: Encode) -> None:
+    def __init__(self, tokens: ModelTokens) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._child = subprocess.Popen(
@@ -93,8 +99,8 @@ class Nursery:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | _VARIABLES,
             )
-        self._process = ConstraintProcess(ours, encode)
-        self._process.send(messages.Setup(list(token_bytes), tuple(end_token_ids)))
+        self._process = ConstraintProcess(ours, tokens.encode)
+        self._process.send(messages.Setup(list(tokens.token_bytes), tuple(tokens.end_token_ids)))
 
     def __repr__(self) -> str:
         return f"<Nursery {self.pid}>"

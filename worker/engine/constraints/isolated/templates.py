@@ -5,10 +5,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
+import structlog
+
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
 from tokenbus.worker.engine.constraints.isolated import messages
 from tokenbus.worker.engine.constraints.isolated.processes import ConstraintProcess, Nursery
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 _MAX_KEPT = 16
 _MAX_KEPT_BYTES = 256 << 20
@@ -40,8 +43,8 @@ class Templates:
     """The processes that have compiled a constraint: those that were used last, up to a bound. Any thread may use it.
     Starts the nursery with the first constraint."""
 
-    def __init__(self, start_nursery: Callable[[], Nursery]) -> None:
-        self._start_nursery = start_nursery
+    def __init__(self, get_tokens: Callable[[], ModelTokens]) -> None:
+        self._get_tokens = get_tokens
         self._nursery: Nursery | None = None
         self._starting = threading.Lock()
         self._kept: OrderedDict[_Key, _Template] = OrderedDict()
@@ -50,6 +53,10 @@ class Templates:
 
     def __repr__(self) -> str:
         return f"<Templates, {len(self._kept)} kept>"
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._get_tokens().token_bytes)
 
     def fork(self, constraint: engine_request.Constraint, on_process: OnProcess) -> ConstraintProcess:
         """Returns a process that has compiled the constraint. `on_process` is called with a process that compiles it,
@@ -104,7 +111,8 @@ class Templates:
                 with contextlib.suppress(EOFError):
                     return self._nursery.fork()
                 self._nursery.close()
-            self._nursery = self._start_nursery()
+            self._nursery = Nursery(self._get_tokens())
+            structlog.get_logger().info("constraint_process_started", pid=self._nursery.pid)
             return self._nursery.fork()
 
     def _keep(self, key: _Key, template: _Template) -> None:

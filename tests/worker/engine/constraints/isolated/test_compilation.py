@@ -18,6 +18,7 @@ from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, Comp
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
 from tokenbus.worker.engine.constraints.isolated.remote_matcher import RemoteMatcher
 from tokenbus.worker.engine.constraints.matcher import Matcher, SequenceMatcher
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 ENDLESS = ".?" * 8_000
 """A regex that would take half a minute and gigabytes."""
@@ -34,7 +35,9 @@ class Story:
 
     def __init__(self, max_matchers: int = 8) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.compilation = Compilation(TOKENS, {END, OTHER_END}, encode, max_matchers, self.events.put)
+        self.compilation = Compilation(
+            lambda: ModelTokens(TOKENS, {END, OTHER_END}, encode), max_matchers, self.events.put
+        )
         self._last = 0
         self._matchers: list[SequenceMatcher] = []
 
@@ -79,6 +82,12 @@ def story() -> Iterator[Story]:
 def ready(matcher: RemoteMatcher) -> RemoteMatcher:
     matcher.wait(None)
     return matcher
+
+
+def follow(matcher: RemoteMatcher, text: str) -> None:
+    for letter in text:
+        ready(matcher).accept(*encode(letter))
+    ready(matcher).forced()
 
 
 def process_ids() -> set[int]:
@@ -214,9 +223,8 @@ def test_a_nursery_that_was_killed_is_replaced(story: Story) -> None:
     matcher = story.matcher("[ab]{9}x")
     for process_id in process_ids():
         os.kill(process_id, signal.SIGKILL)
-    with pytest.raises(ConstraintError, match="too much time or memory"):
-        for _ in range(20):  # its process was among them
-            ready(matcher).accept(encode("a")[0])
+    with pytest.raises(ConstraintError, match="too much time or memory"):  # its process was among them
+        follow(matcher, "abababab")
     assert story.matcher(LARGE).is_ready
 
 
@@ -227,10 +235,8 @@ def test_one_whose_process_dies_ends_and_others_go_on(story: Story) -> None:
     (follower,) = process_ids() - before
     os.kill(follower, signal.SIGKILL)
     with pytest.raises(ConstraintError):
-        for _ in range(20):
-            ready(second).accept(encode("a")[0])
-    for letter in "abababab":
-        ready(first).accept(encode(letter)[0])
+        follow(second, "abababab")
+    follow(first, "abababab")
     assert ready(first).allowed()[encode("b")[0]]
 
 
