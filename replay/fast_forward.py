@@ -31,5 +31,5 @@ class FastForwardScheduler(Scheduler):
             assert has_room, sequence
             sequence.kv.cache_blocks(sequence.token_ids, sequence.num_computed)
         count = steps * len(self._running)
-        self._num_computed += count
-        self._num_generated += count
+        self._counters.computed_tokens += count
+        self._counters.generated_tokens += count

@@ -274,8 +274,8 @@ class VirtualWorker:
         assert plan is not None
         if self._step_budget is not None:
             self._step_budget.observe(plan.num_tokens, now - self._step_began_at)
-        sampled = [SampledToken(_sampled(part.sequence)) for part in plan.scheduled if part.samples]
-        results = self._scheduler.update(plan, sampled)
+        outcomes = [SampledToken(_sampled(part.sequence)) if part.samples else None for part in plan.scheduled]
+        results = self._scheduler.update(plan, outcomes)
         self._record(results, now)
         ended = [result.sequence for result in results if result.finish_reason is not None]
         self._publish(now, finished=[self._keys.pop(one.seq_no) for one in ended if one.seq_no not in self._legs])

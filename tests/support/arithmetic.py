@@ -18,8 +18,8 @@ from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
-from tokenbus.worker.engine.runner import Adapters, BatchLimits, Embedder, Reranker
-from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
+from tokenbus.worker.engine.runner import Adapters, BatchLimits, Embedder, InsufficientMemoryError, Reranker
+from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, StepPlan, Undone
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 END_TOKEN = 0
@@ -183,18 +183,20 @@ class ArithmeticRunner:
         cells = {id(cell) for lane in self._lanes for cell in lane.values()}
         assert len(cells) <= self.config.total_kv_blocks * self.config.kv_block_size, "more KV than there is"
 
-    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+    def step(self, plan: StepPlan) -> list[Outcome]:
         if self._gate is not None:
             self._gate.wait()
         time.sleep(self._step_s)
         self.num_steps += 1
         failure = self._failures.get(self.num_steps)
+        if isinstance(failure, InsufficientMemoryError):
+            return [Undone.NO_ROOM for _ in plan.scheduled]
         if isinstance(failure, Exception):
             raise failure
         assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
         self.step_sizes.append(plan.num_tokens)
         self.num_evaluated += plan.num_tokens
-        results: list[SampledToken | EngineFinishReason] = []
+        results: list[Outcome] = []
         for part in plan.scheduled:
             sampling = self._samplers[part.sequence.seq_no]
             lane = self._lanes[part.lane]
@@ -203,8 +205,8 @@ class ArithmeticRunner:
                 lane[place] = Cell(token_id)
             computed = array("I", (lane[place].token_id for place in range(part.start + part.num_tokens)))
             assert computed == part.sequence.token_ids[: len(computed)], "tokens of another sequence"
-            if part.samples:
-                results.append(failure or SampledToken(next_token(sampling, computed, part.sequence)))
+            token = SampledToken(next_token(sampling, computed, part.sequence)) if part.samples else None
+            results.append(failure or token if part.samples else None)
         self.check_room()
         return results
 

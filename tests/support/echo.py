@@ -15,8 +15,7 @@ from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
 from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
 from tokenbus.worker.engine.onnx.graphs.graph import Graph, KvTensor
 from tokenbus.worker.engine.onnx.row_memory import HostRows
-from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, ScheduledTokens, StepPlan
 
 ROW_TOKENS = 64
 NOTHING = -1
@@ -134,7 +133,7 @@ class EchoRunner(ArithmeticRunner):
             self.lengths.resolve(kv_ops), self.cache, self.opened_copies() if self.copies is not None else None
         )
 
-    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+    def step(self, plan: StepPlan) -> list[Outcome]:
         decodes = [part for part in plan.scheduled if part.num_tokens == 1 and part.start and part.samples]
         seen: dict[int, Any] = {}
         if decodes:
@@ -145,14 +144,12 @@ class EchoRunner(ArithmeticRunner):
             if part not in decodes:
                 seen[part.lane] = self.cache.prompt(part, wants_logits=True)[0]
             self.lengths.grow(part.lane, part.start, part.start + part.num_tokens)
-        return [
-            SampledToken(self._answer(part, seen[part.lane])) for part in plan.scheduled if self._is_right(part, seen)
-        ]
+        return [self._outcome(part, seen[part.lane]) for part in plan.scheduled]
 
-    def _is_right(self, part: ScheduledTokens, seen: dict[int, Any]) -> bool:
-        tokens = [int(token) for token in seen[part.lane] if token != NOTHING]
+    def _outcome(self, part: ScheduledTokens, seen: Any) -> Outcome:
+        tokens = [int(token) for token in seen if token != NOTHING]
         assert tokens == list(part.sequence.token_ids[: part.start + part.num_tokens]), "tokens of another sequence"
-        return part.samples
+        return SampledToken(self._answer(part, seen)) if part.samples else None
 
     def _answer(self, part: ScheduledTokens, seen: Any) -> int:
         sequence = part.sequence

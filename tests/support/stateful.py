@@ -6,8 +6,7 @@ from collections.abc import Sequence as Listing
 from tests.support.arithmetic import ArithmeticRunner, Cell
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, RestoreState, SaveState, Truncate
-from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 
 STATE_BYTES, TOKEN_BYTES = 100, 3
 
@@ -60,7 +59,7 @@ class StatefulRunner(ArithmeticRunner):
                     raise AssertionError(f"can't be done with such a lane: {op}")
         self.check_room()
 
-    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+    def step(self, plan: StepPlan) -> list[Outcome]:
         for part in plan.scheduled:
             state = self._states[part.lane]
             assert array("I", state) == part.sequence.token_ids[: part.start], "a state of other tokens"

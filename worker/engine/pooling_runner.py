@@ -8,8 +8,7 @@ from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
 from tokenbus.worker.engine.runner import Adapters, Copies, Embedder, Reranker
-from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 
 
 class PoolingRunner:
@@ -48,7 +47,7 @@ class PoolingRunner:
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         assert not kv_ops, kv_ops
 
-    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+    def step(self, plan: StepPlan) -> list[Outcome]:
         raise AssertionError("this model generates nothing")
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:

@@ -10,15 +10,14 @@ from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
-from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 
 if TYPE_CHECKING:  # a frontend imports this module, and numpy would cost it a tenth of a second
     from tokenbus.worker.engine.draws import Matrix
 
 
 class InsufficientMemoryError(RuntimeError):
-    """The device had too little memory for the step; its KV memory is as it was before."""
+    """The device had too little memory; its KV memory is as it was before."""
 
 
 class DeviceError(RuntimeError):
@@ -161,10 +160,12 @@ class Runner(Protocol):
         """Applies KV ops to the lanes, in order. Raises DeviceError."""
         ...
 
-    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
-        """Computes a plan; returns a token, or BAD_LOGITS, for each of its entries that samples.
+    def step(self, plan: StepPlan) -> list[Outcome]:
+        """Computes a plan batch by batch; returns the outcome of each share, in the order of the plan.
 
-        Raises DeviceError, and InsufficientMemoryError, after which another plan may be tried."""
+        A share is done only if the row after its last token, whether a token is sampled from it or not, is finite.
+        What a share has written that is not done is overwritten before anything else is computed. Raises
+        DeviceError."""
         ...
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:

@@ -62,8 +62,8 @@ class Batch:
             self._positions[at:end] = range(part.start, part.start + part.num_tokens)
             self._seq_ids[at:end] = self._first_seq_id + part.lane
             self._wants_logits[at:end] = 0
-            if part.samples:
-                self._wants_logits[end - 1] = 1  # only the last token of a part is sampled from
+            # Only the last token of a part is sampled from. Where none is, the row shows what the part has computed.
+            self._wants_logits[end - 1] = 1
             at = end
         self.struct.n_tokens = at
 

@@ -18,6 +18,7 @@ import ctypes
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
+import numpy as np
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.gguf import backend
@@ -134,6 +135,24 @@ class Lanes:
     def clear(self) -> None:
         """Empties every lane."""
         llama.llama_memory_clear(self._memory, False)
+
+    def take_back(self, lane: int, start: int) -> bool:
+        """Removes the tokens of a lane from `start` on, or all if it can't be cut; returns whether it could."""
+        return self.truncate(lane, start) or not self.truncate(lane, 0)
+
+    def wipe(self) -> None:
+        """Overwrites all memory that no lane uses: attention may multiply what is there by 0, and 0 x NaN is NaN.
+
+        llama.cpp has no call for that. It zeroes its memory before it restores the sequences of a whole context, so
+        they are copied and restored, at the speed of memory. Raises DeviceError."""
+        try:
+            data = np.empty(llama.llama_state_get_size(self._context), np.uint8)
+        except MemoryError as error:
+            raise DeviceError("there is no memory to copy the lanes to") from error
+        pointer = ctypes.cast(data.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
+        for move in (llama.llama_state_get_data, llama.llama_state_set_data):
+            if move(self._context, pointer, len(data)) != len(data):
+                raise DeviceError(f"llama.cpp could not rewrite its memory: {backend.last_error()}")
 
     @property
     def _store(self) -> SlotStore | MemoryCopies:

@@ -12,6 +12,7 @@ from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import contract, engine_request
+from tokenbus.worker.engine import poison
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.gguf import backend, context, devices, kv_memory, probe, settings_resolution
 from tokenbus.worker.engine.gguf.batch import Batch
@@ -33,14 +34,12 @@ from tokenbus.worker.engine.runner import (
     Adapters,
     DeviceError,
     Embedder,
-    InsufficientMemoryError,
     ModelError,
     Reranker,
     Runner,
 )
 from tokenbus.worker.engine.sampler import Sampler
-from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.models import find
 from tokenbus.worker.models.convert import converted
 from tokenbus.worker.models.convert.layout import SafetensorsLayout
@@ -139,49 +138,37 @@ class GgufRunner:
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         self.lanes.apply(kv_ops)
 
-    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
-        groups = plan.by_adapters()
-        # Sampling changes the state of sequences, so it waits until every decode of the step has succeeded.
-        logits = [self._logits_of(groups, number) for number in range(len(groups))]
-        sampled: dict[int, SampledToken | EngineFinishReason] = {}
-        for group, rows in zip(groups, logits, strict=True):
-            sequences = [part.sequence for part in group if part.samples]
-            if rows is not None:
-                results = self._sampler.sample(rows, sequences)
-                sampled |= {sequence.seq_no: one for sequence, one in zip(sequences, results, strict=True)}
-        return [sampled[part.sequence.seq_no] for part in plan.scheduled if part.samples]
+    def step(self, plan: StepPlan) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        for batch in plan.batches():
+            rows = self._decode(batch)
+            if rows is None:
+                outcomes |= {part.lane: Undone.NO_ROOM for part in batch}
+                continue
+            outcomes |= poison.sort_out(batch, rows, self._sampler)
+            if poisoned := [part for part in batch if outcomes[part.lane] is Undone.POISONED]:
+                outcomes |= self._take_back(poisoned)
+        return [outcomes[part.lane] for part in plan.scheduled]
 
-    def _logits_of(self, groups: Listing[Listing[ScheduledTokens]], number: int) -> Matrix | None:
-        """Computes one group of a step; returns a row for each of its shares that samples, or None if none does."""
-        try:
-            self._decode(groups[number])
-        except InsufficientMemoryError:
-            self._take_back([part for group in groups[:number] for part in group])
-            raise
-        count = sum(part.samples for part in groups[number])
-        if not count:
-            return None
-        # llama.cpp packs the rows of the tokens that want logits, in the order of the batch.
-        rows = np.ctypeslib.as_array(llama.llama_get_logits(self._context), (count, self._tokenizer.size))
-        return rows if number == len(groups) - 1 else rows.copy()  # the next decode overwrites them
-
-    def _decode(self, scheduled: Listing[ScheduledTokens]) -> None:
-        """Computes the shares of sequences that have the same adapters."""
+    def _decode(self, batch: Listing[ScheduledTokens]) -> Matrix | None:
+        """Computes a batch; returns the row after each of its shares, or None without room in the KV memory."""
         assert self._context is not None
         assert self._adapters is not None
-        self._adapters.activate(scheduled[0].sequence.adapters)
-        self._batch.fill(scheduled)
+        self._adapters.activate(batch[0].sequence.adapters)
+        self._batch.fill(batch)
         status = llama.llama_decode(self._context, self._batch.struct)
         if status == 1:  # no slot in the KV memory; nothing has changed
-            raise InsufficientMemoryError
+            return None
         if status != 0:
             raise DeviceError(f"llama_decode returned {status}: {backend.last_error()}")
+        # llama.cpp packs the rows of the tokens that want logits, in the order of the batch.
+        return np.ctypeslib.as_array(llama.llama_get_logits(self._context), (len(batch), self._tokenizer.size))
 
-    def _take_back(self, decoded: Listing[ScheduledTokens]) -> None:
-        """Removes what earlier decodes of a step have computed, since the step as a whole has failed."""
-        for part in decoded:
-            if not self.lanes.truncate(part.lane, part.start):
-                raise DeviceError("llama.cpp can't take back a part of a step")
+    def _take_back(self, poisoned: Listing[ScheduledTokens]) -> dict[int, Outcome]:
+        """Removes what shares have computed, and overwrites it; returns the outcome for each lane."""
+        taken_back = {part.lane: self.lanes.take_back(part.lane, part.start) for part in poisoned}
+        self.lanes.wipe()
+        return {lane: Undone.POISONED if is_cut else Undone.LOST for lane, is_cut in taken_back.items()}
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         return self._tokenizer.tokenize(request)

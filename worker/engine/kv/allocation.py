@@ -126,6 +126,15 @@ class Allocation:
             self.root.ref_count -= 1
             self._cache.tree.prune(self.root)
 
+    def drop(self, *, trusts_others: bool) -> None:
+        """Gives everything back; nothing that was computed becomes cached. Unless what it has reused can be trusted,
+        shared blocks that no other sequence uses are dropped, and all behind them."""
+        path = self.path
+        self.free(array("I"), 0)
+        unused = next((block for block in path if not block.ref_count), None)
+        if unused is not None and not trusts_others:
+            self._cache.forget(unused)
+
     def _reuse_blocks(self, token_ids: "array[int]") -> None:
         """Takes over whole blocks that others have computed.
 

@@ -71,6 +71,11 @@ class CheckpointedAllocation(Allocation):
                 self._save(token_ids, num_computed)
         super().free(token_ids, num_computed)
 
+    def drop(self, *, trusts_others: bool) -> None:
+        if self._last is not None and not trusts_others:
+            self._checkpoints.forget(self._last)
+        super().drop(trusts_others=trusts_others)
+
     def _save(self, token_ids: "array[int]", num_computed: int) -> None:
         assert self._domain is not None
         saved = self._checkpoints.save(self._domain, token_ids, num_computed, self.lane, self._last)

@@ -122,6 +122,12 @@ class Checkpoints:
         self._announce(one, domain, tokens)
         return one
 
+    def forget(self, checkpoint: Checkpoint) -> None:
+        """Discards a checkpoint, and all that share a part of its KV."""
+        first = checkpoint.path()[0]
+        for one in [one for one in self._states if one.path()[0] is first]:
+            self._drop_state(one)
+
     def clear(self) -> None:
         """Discards everything."""
         while self._states:

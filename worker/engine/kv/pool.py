@@ -82,6 +82,12 @@ class BlockPool:
         self._allocations.remove(allocation)
         allocation.free(token_ids, num_computed)
 
+    def drop(self, allocation: Allocation, *, trusts_others: bool) -> None:
+        """Takes everything back from a sequence, of which nothing becomes cached. Unless what it has reused can be
+        trusted, that is dropped too, as far as no other sequence uses it."""
+        self._allocations.remove(allocation)
+        allocation.drop(trusts_others=trusts_others)
+
     def clear(self) -> None:
         """Drops everything that is cached and that no sequence uses."""
         self.cache.clear()

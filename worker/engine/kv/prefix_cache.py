@@ -258,6 +258,11 @@ class PrefixCache:
             self._remove_from_device(partial)
         self.tree.remove(partial)
 
+    def forget(self, block: Block) -> None:
+        """Removes a block that no sequence uses, and all behind it, from the device and from host memory."""
+        for one in (*block.descendants(), block):
+            self.remove_partial(one)
+
     def make_room_for_copy(self) -> bool:
         """Discards the first copy in the order of a block that no sequence uses; returns whether there is room.
 

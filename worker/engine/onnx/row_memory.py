@@ -26,6 +26,10 @@ class RowMemory(Protocol):
         """Copies the tokens `start` to `end` of a row to another; the tokens after them may change there too."""
         ...
 
+    def erase(self, row: int, start: int) -> None:
+        """Overwrites the tokens of a row from `start` on."""
+        ...
+
     def view(self, row: int) -> Array:
         """Returns a row's memory, which must be in the host's."""
         ...
@@ -43,6 +47,9 @@ class HostRows:
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         self.array[target, :, start:end] = self.array[source, :, start:end]
+
+    def erase(self, row: int, start: int) -> None:
+        self.array[row, :, start:] = 0
 
     def view(self, row: int) -> Array:
         tokens: Array = self.array[row]
@@ -70,6 +77,9 @@ class DeviceRows:
         binding.bind_input("x", *place, self.address(source))
         binding.bind_output("y", *place, self.address(target))
         self._copier.run_with_iobinding(binding)
+
+    def erase(self, row: int, start: int) -> None:
+        pass  # GroupQueryAttention reads no token after a row's length, and no row but its own
 
     def view(self, row: int) -> Array:
         raise AssertionError("the rows are in a GPU's memory, of which nothing is copied to the host")

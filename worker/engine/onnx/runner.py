@@ -1,27 +1,27 @@
 """Executes step plans with onnxruntime: one run for all sequences that decode with the same adapters, and one for each
 part of a prompt."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 
-import numpy as np
 import onnxruntime
 import structlog
 
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import engine_request
+from tokenbus.worker.engine import poison
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.identity import kv_identity
-from tokenbus.worker.engine.kv.ops import KvOp, Truncate
+from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.onnx import device, embedder, host_moves, probe, row_memory, settings_resolution
-from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache import saved_tokens
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, DecodeResult, KvCache
-from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths, Shrink
+from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
 from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
 from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.onnx.layout import OnnxLayout
@@ -40,8 +40,7 @@ from tokenbus.worker.engine.runner import (
     Runner,
 )
 from tokenbus.worker.engine.sampler import Sampler
-from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.models import find
 
 
@@ -118,26 +117,14 @@ class OnnxRunner:
         except InsufficientMemoryError as error:  # some of the changes are done, and it is unknown which
             raise DeviceError(str(error)) from error
 
-    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+    def step(self, plan: StepPlan) -> list[Outcome]:
         if self._takes_adapters is not self._model.takes_adapters:  # the session of these bindings was replaced
             self._takes_adapters = True
             self._cache.drop_bindings()
-        try:
-            computed = self._compute(plan)
-        except InsufficientMemoryError:
-            # Lanes drop what this step has computed; it will be computed again. The cache may be ahead of the lengths.
-            self._lanes.resolve([Truncate(part.lane, part.start) for part in plan.scheduled])
-            self._cache.apply([Shrink(part.lane, part.start) for part in plan.scheduled])
-            raise
-        # Logits are in the order in which the cache computed them; results have to be in the order of the plan.
-        parts = [part for result in computed for part in result.parts]
-        if not parts:
-            return []
-        matrices = [result.logits for result in computed]
-        logits = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
-        sampled = self._sampler.sample(logits, [part.sequence for part in parts])
-        by_lane = dict(zip([part.lane for part in parts], sampled, strict=True))
-        return [by_lane[part.lane] for part in plan.scheduled if part.samples]
+        outcomes: dict[int, Outcome] = {}
+        for compute in self._runs(plan):
+            outcomes |= compute()
+        return [outcomes[part.lane] for part in plan.scheduled]
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         return self._tokenizer.tokenize(request)
@@ -150,42 +137,50 @@ class OnnxRunner:
             self._adapters.close()
         self._release()
 
-    def _compute(self, plan: StepPlan) -> list[DecodeResult]:
-        """Returns the logits after each part that samples, in the order in which they were computed."""
+    def _runs(self, plan: StepPlan) -> Iterator[Callable[[], dict[int, Outcome]]]:
+        """Yields what computes the parts of a step: all that decode at once, then each part of a prompt."""
         decodes = [part for part in plan.scheduled if _is_decode(part)]
-        prompts = [part for part in plan.scheduled if not _is_decode(part)]
-        if prompts:
-            self._check_memory()
-        found: list[DecodeResult] = []
         if decodes:
             # Always in the same order, so that rows stay where they are.
-            groups = sorted(StepPlan(tuple(decodes)).by_adapters(), key=lambda group: group[0].sequence.adapters)
-            found += self._cache.decode([DecodeGroup(group, self._inputs_for(group[0])) for group in groups])
-            self._grow(decodes)
-        for part in prompts:
-            logits = self._prompt(part)
-            self._grow([part])
-            if part.samples:
-                found.append(DecodeResult([part], logits))
-        return found
+            batches = sorted(StepPlan(tuple(decodes)).batches(), key=lambda batch: batch[0].sequence.adapters)
+            groups = [DecodeGroup(batch, self._inputs_for(batch[0])) for batch in batches]
+            yield lambda: self._outcomes(decodes, lambda: self._cache.decode(groups))
+        for part in plan.scheduled:
+            if not _is_decode(part):
+                yield functools.partial(self._outcomes, [part], functools.partial(self._prompt, part))
 
-    def _prompt(self, part: ScheduledTokens) -> Array:
+    def _outcomes(
+        self, parts: Listing[ScheduledTokens], compute: Callable[[], list[DecodeResult]]
+    ) -> dict[int, Outcome]:
+        """Computes parts and samples; returns the outcome for each lane. What is not done is taken back."""
+        outcomes: dict[int, Outcome] = {}
+        try:
+            for in_rows, logits in compute():
+                outcomes |= poison.sort_out(in_rows, logits, self._sampler)
+        except InsufficientMemoryError as error:
+            structlog.get_logger().warning("onnxruntime", text=str(error))
+            outcomes = {part.lane: Undone.NO_ROOM for part in parts}
+        for part in parts:
+            if isinstance(outcomes[part.lane], Undone):  # the cache may be ahead of the lengths
+                self._cache.erase(part.lane, part.start)
+            else:
+                self._lanes.grow(part.lane, part.start, part.start + part.num_tokens)
+        return outcomes
+
+    def _prompt(self, part: ScheduledTokens) -> list[DecodeResult]:
         """Computes a part of a prompt, in several runs if the graph computes the logits of every token."""
+        self._check_memory()
         most, end = self._model.graph_runner.max_row_tokens, part.start + part.num_tokens
         adapters = self._inputs_for(part)
         for start in range(part.start, end, most):
             chunk = ScheduledTokens(part.sequence, start, min(most, end - start))
-            logits = self._cache.prompt(chunk, wants_logits=chunk.samples, adapters=adapters)
-        return logits
+            logits = self._cache.prompt(chunk, wants_logits=start + most >= end, adapters=adapters)
+        return [DecodeResult([part], logits)]
 
     def _inputs_for(self, part: ScheduledTokens) -> AdapterInputs:
         used = part.sequence.adapters
         assert self._adapters is not None or not used, part
         return NO_ADAPTERS if self._adapters is None else self._adapters.inputs_of(used)
-
-    def _grow(self, parts: list[ScheduledTokens]) -> None:
-        for part in parts:
-            self._lanes.grow(part.lane, part.start, part.start + part.num_tokens)
 
     def _check_memory(self) -> None:
         """Raises InsufficientMemoryError if a prompt could take the memory that running streams need."""

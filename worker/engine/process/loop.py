@@ -5,6 +5,7 @@ import queue
 import time
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Listing
 
 import structlog
 
@@ -21,8 +22,8 @@ from tokenbus.worker.engine.process.block_transfers import BlockTransfers
 from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.process.step_timer import StepTimer
-from tokenbus.worker.engine.runner import DeviceError, InsufficientMemoryError, Runner
-from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan, StepResult
+from tokenbus.worker.engine.runner import DeviceError, Runner
+from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget, TransferBudget
@@ -319,17 +320,22 @@ class StepLoop:
         if not plan.scheduled:
             return [], None
         began = time.monotonic()
-        try:
-            sampled = self._runner.step(plan)
-        except InsufficientMemoryError:
-            self._log.error("kv_memory_exhausted", load=repr(self._scheduler))
-            result = self._scheduler.reclaim_memory()
-            return [result] if result is not None else [], None
+        outcomes = self._runner.step(plan)
         ended = time.monotonic()
-        self._step_budget.observe(plan.num_tokens, ended - began)
-        followers = sum(len(one.followers) for one in sampled if isinstance(one, SampledToken))
+        if any(isinstance(one, Undone) for one in outcomes):
+            self._log_undone(plan, outcomes)
+        else:  # the time of others says nothing of how long so many tokens take
+            self._step_budget.observe(plan.num_tokens, ended - began)
+        followers = sum(len(one.followers) for one in outcomes if isinstance(one, SampledToken))
         stats = self._step_timer.record(plan, began, ended, followers)
-        return self._scheduler.update(plan, sampled), stats
+        return self._scheduler.update(plan, outcomes), stats
+
+    def _log_undone(self, plan: StepPlan, outcomes: Listing[Outcome]) -> None:
+        if Undone.NO_ROOM in outcomes:
+            self._log.error("kv_memory_exhausted", load=repr(self._scheduler))
+        for part, outcome in zip(plan.scheduled, outcomes, strict=True):
+            if outcome in (Undone.POISONED, Undone.LOST):
+                self._log.warning("step_poisoned", seq_no=part.sequence.seq_no, tokens=part.start + part.num_tokens)
 
     def _report_results(self, results: list[StepResult], stats: ipc.StepStats | None) -> None:
         outputs, watched = [], []

@@ -1,5 +1,6 @@
 """Step plans: the tokens that a step computes, and what it did for each sequence."""
 
+import enum
 from array import array
 from typing import NamedTuple
 
@@ -49,14 +50,15 @@ class StepPlan(NamedTuple):
     def num_tokens(self) -> int:
         return sum(one.num_tokens for one in self.scheduled)
 
-    def by_adapters(self) -> list[list[ScheduledTokens]]:
-        """Returns the shares in groups that can be computed together: one for each set of adapters that sequences have.
+    def batches(self) -> list[list[ScheduledTokens]]:
+        """Returns the shares in batches that can be computed together: one for each set of adapters that sequences
+        have, and those of suspects apart from all others and after them.
 
-        Every group is a part of the step, so that no set waits for another."""
-        groups: dict[tuple[Adapter, ...], list[ScheduledTokens]] = {}
+        Every batch is a part of the step, so that no set waits for another."""
+        batches: dict[tuple[int, tuple[Adapter, ...]], list[ScheduledTokens]] = {}
         for one in self.scheduled:
-            groups.setdefault(one.sequence.adapters, []).append(one)
-        return list(groups.values())
+            batches.setdefault((one.sequence.apart, one.sequence.adapters), []).append(one)
+        return [batches[key] for key in sorted(batches, key=lambda key: key[0])]
 
 
 class SchedulerCounts(NamedTuple):
@@ -75,6 +77,8 @@ class SchedulerCounts(NamedTuple):
     restored_checkpoints: int = 0
     """The number of times that a sequence went on from a checkpoint."""
     evicted_checkpoints: int = 0
+    poisoned_shares: int = 0
+    """Shares of steps of which nothing was kept, since the model computed numbers that are none."""
 
 
 class SampledToken(NamedTuple):
@@ -88,6 +92,19 @@ class SampledToken(NamedTuple):
     @property
     def token_ids(self) -> list[int]:
         return [self.token_id, *self.followers]
+
+
+class Undone(enum.Enum):
+    """The reason why a step has left nothing of a share. What a lane holds after its length is overwritten before
+    anything else is computed."""
+
+    NO_ROOM = "the device had less KV memory than it said; the lane is as it was before the step"
+    POISONED = "the model computed numbers that are none; the lane is as it was before the step"
+    LOST = "the model computed numbers that are none, and the lane can't be cut: it is empty"
+
+
+Outcome = SampledToken | EngineFinishReason | Undone | None
+"""The outcome of a share; None for one that was computed and samples nothing."""
 
 
 class StepResult(NamedTuple):

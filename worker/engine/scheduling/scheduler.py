@@ -21,22 +21,28 @@ each other, and those that are preempted late have filled memory for nothing.
 
 import bisect
 from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 
 from tokenbus.protocol.wire import messages
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain, KvEvents
+from tokenbus.worker.engine.scheduling.counters import Counters
 from tokenbus.worker.engine.scheduling.distinct_prompts import distinct_prompts
 from tokenbus.worker.engine.scheduling.expectation import Expectation
+from tokenbus.worker.engine.scheduling.load import expected_of_running, make_load
 from tokenbus.worker.engine.scheduling.plan import (
+    Outcome,
     SampledToken,
     ScheduledTokens,
     SchedulerCounts,
     StepPlan,
     StepResult,
+    Undone,
 )
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
+from tokenbus.worker.engine.scheduling.suspects import Suspects, Verdict, acquit
 
 
 class Scheduler:
@@ -67,13 +73,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         """Both in the order of their priority keys."""
-        self._num_generated = 0
-        self._num_computed = 0
-        self._num_prompt = 0
-        self._num_cached = 0
-        self._preemptions = 0
-        self._restored_tokens = 0
-        self._recomputed_tokens = 0
+        self._counters = Counters(pool)
+        self._suspects = Suspects()
         self._preempted: list[Sequence] = []
         """Those that were preempted since the last plan."""
         self._under_pressure = False
@@ -93,16 +94,7 @@ class Scheduler:
 
     @property
     def counts(self) -> SchedulerCounts:
-        checkpoints = self._pool.checkpoints
-        return SchedulerCounts(
-            self._preemptions,
-            self._restored_tokens,
-            self._recomputed_tokens,
-            self._cache.evicted_blocks,
-            self._cache.host.offloaded_blocks,
-            self._cache.host.onloaded_blocks,
-            *((0, 0, 0) if checkpoints is None else (checkpoints.saved, checkpoints.restored, checkpoints.evicted)),
-        )
+        return self._counters.snapshot()
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -165,7 +157,7 @@ class Scheduler:
             if not sequence.is_decoding:
                 before = sequence.num_computed
                 sequence.reuse_prefix(sequence.kv.reuse_prefix(sequence.token_ids, before))
-                self._restored_tokens += sequence.num_regained(before)
+                self._counters.restored_tokens += sequence.num_regained(before)
         isolated = self.isolated
         # A copy: a sequence that is preempted for another leaves the list of those that run.
         sequences = [one for one in (self._running if isolated is None else [isolated]) if one.is_ready]
@@ -179,22 +171,24 @@ class Scheduler:
         ops, labels = tuple(self._cache.ops.take()), tuple(self._cache.host.take_labels())
         return StepPlan((*decodes, *prompts), tuple(started), ops, tuple(preempted), labels)
 
-    def update(self, plan: StepPlan, sampled: Listing[SampledToken | EngineFinishReason]) -> list[StepResult]:
-        """Notes that a plan was computed.
-
-        `sampled` holds a token, or the reason why there is none, for each of its entries that samples."""
+    def update(self, plan: StepPlan, outcomes: Listing[Outcome]) -> list[StepResult]:
+        """Notes what a step has done with each share of its plan; `outcomes` are in the same order."""
         results = []
-        outcomes = iter(sampled)
-        for scheduled in plan.scheduled:
+        undone: dict[int, Undone] = {}
+        for scheduled, outcome in zip(plan.scheduled, outcomes, strict=True):
+            if isinstance(outcome, Undone):
+                undone[scheduled.sequence.seq_no] = outcome
+                continue
             sequence, samples = scheduled.sequence, scheduled.samples  # before it has one more token
+            assert samples == (outcome is not None), scheduled
             sequence.num_computed += scheduled.num_tokens
-            self._num_computed += scheduled.num_tokens
-            self._recomputed_tokens += sequence.num_regained(scheduled.start)
+            self._counters.computed_tokens += scheduled.num_tokens
+            self._counters.recomputed_tokens += sequence.num_regained(scheduled.start)
+            acquit(sequence)
             sequence.kv.cache_blocks(sequence.token_ids, sequence.num_computed)
-            if samples:
-                results.append(self._append(sequence, next(outcomes)))
-        assert next(outcomes, None) is None, "more results than entries that sample"
-        return results
+            if outcome is not None:
+                results.append(self._append(sequence, outcome))
+        return results + self._redo(plan, undone) if undone else results
 
     def reclaim_memory(self) -> StepResult | None:
         """Makes room where the device has less than it said: evicts the cache, then preempts the last sequence.
@@ -239,25 +233,7 @@ class Scheduler:
         return self._pool.take_kv_events()
 
     def load(self) -> messages.Load:
-        # One that was preempted gets most of its tokens back from the cache.
-        waiting_tokens = sum(one.num_uncomputed for one in self._waiting if not one.preemptions)
-        prefill_tokens = sum(one.num_uncomputed for one in self._running if not one.is_decoding)
-        return messages.Load(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            queued_prefill_tokens=waiting_tokens + prefill_tokens,
-            used_blocks=self._cache.used_blocks,
-            cached_blocks=self._cache.evictable_blocks,
-            free_blocks=self._cache.free_blocks,
-            expected_blocks=self._expected_blocks(),
-            expected_answer_tokens=self._expectation.answer_tokens,
-            host_blocks=len(self._cache.host),
-            fetched_blocks=self._cache.host.adopted_blocks,
-            generated_tokens=self._num_generated,
-            computed_tokens=self._num_computed,
-            prompt_tokens=self._num_prompt,
-            cached_tokens=self._num_cached,
-        )
+        return make_load(self._running, self._waiting, self._cache, self._expectation, self._counters)
 
     def check_counts(self) -> None:
         """Asserts the invariants that cost little to check, however much is cached."""
@@ -287,20 +263,51 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's memory; it waits again, and then computes again what is not cached by then."""
         self._free(sequence)
+        self._wait_again(sequence)
+
+    def _wait_again(self, sequence: Sequence) -> None:
         sequence.preempt()
-        self._preemptions += 1
+        self._counters.preemptions += 1
         self._preempted.append(sequence)
         bisect.insort(self._waiting, sequence, key=self._priority_key)
+
+    def _redo(self, plan: StepPlan, undone: Mapping[int, Undone]) -> list[StepResult]:
+        """Sees to it that what a step has left undone is done later, or ends those with whom it can't be done."""
+        ended: list[StepResult | None] = []
+        for batch in plan.batches():
+            poisoned = [one for one in batch if undone.get(one.sequence.seq_no) in (Undone.POISONED, Undone.LOST)]
+            self._counters.poisoned_shares += len(poisoned)
+            for sequence, verdict in self._suspects.judge(poisoned):
+                if verdict is not Verdict.COMPUTE_AGAIN or undone[sequence.seq_no] is Undone.LOST:
+                    ended.append(self._drop(sequence, verdict))
+        if Undone.NO_ROOM in undone.values() and self._running:
+            ended.append(self.reclaim_memory())
+        return [result for result in ended if result is not None]
+
+    def _drop(self, sequence: Sequence, verdict: Verdict) -> StepResult | None:
+        """Takes a suspect's memory, of which nothing becomes cached; the suspect waits again unless it is to end."""
+        self._running.remove(sequence)
+        self._pool.drop(sequence.kv, trusts_others=verdict is Verdict.COMPUTE_AGAIN)
+        if verdict is Verdict.END:
+            self._under_pressure = False
+            return StepResult(sequence, None, EngineFinishReason.BAD_LOGITS)
+        if verdict is Verdict.START_OVER:
+            sequence.domain = None
+        self._wait_again(sequence)
+        return None
 
     def _preempt_excess(self) -> None:
         """Preempts the last until those that run are expected to fit, where they are expected to use twice the memory.
 
         Less than that is no reason: expectations vary, and answers that run together do not all end at once."""
         total = self._cache.total_blocks
-        if self.isolated is not None or self._expected_of_running() <= 2 * total:
+        if self.isolated is not None or self._expected() <= 2 * total:
             return
-        while len(self._running) > 1 and self._expected_of_running() > total:
+        while len(self._running) > 1 and self._expected() > total:
             self._preempt(self._running[-1])
+
+    def _expected(self) -> int:
+        return expected_of_running(self._running, self._cache, self._expectation)
 
     def _append(self, sequence: Sequence, outcome: SampledToken | EngineFinishReason) -> StepResult:
         if isinstance(outcome, EngineFinishReason):
@@ -308,10 +315,10 @@ class Scheduler:
         before = sequence.num_sampled
         finish_reason = sequence.append(outcome.token_ids)
         added = sequence.num_sampled - before
-        self._num_generated += added
+        self._counters.generated_tokens += added
         if not before:
-            self._num_prompt += sequence.num_prompt
-            self._num_cached += sequence.num_cached
+            self._counters.prompt_tokens += sequence.num_prompt
+            self._counters.cached_tokens += sequence.num_cached
         if finish_reason is not None:
             self.finish(sequence, finish_reason)
         return StepResult(sequence, outcome._replace(followers=outcome.followers[: added - 1]), finish_reason)
@@ -341,14 +348,6 @@ class Scheduler:
         reserved = sum(self._expectation.reserved_blocks(one, doublings) for one in self._running)
         expected = self._expectation.tokens(sequence, doublings)
         return self._pool.can_allocate(sequence.domain, sequence.token_ids, expected, reserved)
-
-    def _expected_blocks(self) -> int:
-        """The blocks that all sequences use and are expected to use, also those that wait."""
-        return self._expected_of_running() + sum(self._expectation.blocks(one) for one in self._waiting)
-
-    def _expected_of_running(self) -> int:
-        """The blocks that running sequences use and are expected to use."""
-        return self._cache.used_blocks + sum(self._expectation.reserved_blocks(one) for one in self._running)
 
     def _schedule_decodes(self, sequences: list[Sequence]) -> list[ScheduledTokens]:
         """All new tokens of each sequence, as long as there is room in the step for one token of each behind it."""

@@ -24,7 +24,7 @@ class EngineFinishReason(enum.StrEnum):
     INSUFFICIENT_MEMORY = "insufficient_memory"
     """The device had less KV memory than it said, too little for the sequence alone."""
     BAD_LOGITS = "bad_logits"
-    """The model computed NaN or infinite logits."""
+    """The model computes NaN or infinite numbers for it, whatever it is computed beside."""
     FAILED = "failed"
     """The engine could not start it, because of a bug that harms no other sequence."""
     CONSTRAINT_FAILED = "constraint_failed"
@@ -68,6 +68,7 @@ class Sequence:
         "_finish_rule",
         "_num_new",
         "adapters",
+        "apart",
         "arrived_at",
         "domain",
         "isolated",
@@ -78,6 +79,8 @@ class Sequence:
         "num_computed",
         "num_lost",
         "num_prompt",
+        "poisoned_at",
+        "poisonings",
         "preemptions",
         "priority",
         "sampling",
@@ -121,6 +124,13 @@ class Sequence:
         self.num_lost = 0
         """Tokens that were computed when it was preempted last."""
         self.preemptions = 0
+        self.apart = 0
+        """The number of the batch in which it is computed apart from others, while it is suspected to poison them (see
+        suspects.py); 0 if it is not."""
+        self.poisoned_at = 0
+        """The end of the share whose numbers were none, which it has not got beyond yet; 0 if there is none."""
+        self.poisonings = 0
+        """The number of times in a row that only its own numbers were none in a batch."""
         self.lane: int | None = None
         """None while it waits."""
         self.kv: Allocation

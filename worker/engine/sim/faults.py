@@ -8,11 +8,11 @@ import msgspec
 from tokenbus.protocol.bus.bus import Bus, Outgoing
 from tokenbus.worker.engine.process.settings import EngineSettings
 
-_KINDS = ("crash", "hang", "slow", "lose")
+_KINDS = ("crash", "hang", "slow", "lose", "poison")
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """The faults of one replica. Counts are of the tokens that it has sampled; 0 means never."""
+    """The faults of one replica. Counts are of the tokens that it has sampled; 0 means never, or no token."""
 
     crash: int = 0
     """The engine process dies after so many tokens."""
@@ -23,6 +23,8 @@ class Faults(msgspec.Struct, frozen=True):
     slow_ms: float = 0.0
     lose: int = 0
     """Every n-th entry of the event log is lost on its way."""
+    poison: int = 0
+    """The id of a token after which the numbers of its sequence are none."""
 
 
 def parse(text: str) -> Faults:
@@ -32,7 +34,9 @@ def parse(text: str) -> Faults:
         kind, _, when = one.partition("@")
         count, _, length = when.partition("=")
         if kind not in _KINDS or not count.isdecimal() or not int(count) or bool(length) != (kind == "slow"):
-            raise ValueError(f"{one!r} is no fault: use crash@TOKENS, hang@TOKENS, slow@TOKENS=MS or lose@EVENTS")
+            raise ValueError(
+                f"{one!r} is no fault: use crash@TOKENS, hang@TOKENS, slow@TOKENS=MS, lose@EVENTS or poison@TOKEN_ID"
+            )
         found = msgspec.structs.replace(found, **{kind: int(count)})
         if kind == "slow":
             found = msgspec.structs.replace(found, slow_ms=_milliseconds(length))

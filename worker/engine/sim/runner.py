@@ -16,8 +16,7 @@ from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import Adapters, Embedder, ModelError, Reranker
-from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.engine.sim import faults, timing
 
 VOCAB_SIZE = 1_024
@@ -86,15 +85,14 @@ class SimRunner:
                     assert self.copies is not None
                     self.copies.discard(number)
 
-    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+    def step(self, plan: StepPlan) -> list[Outcome]:
         capacity = self.config.total_kv_blocks * self.config.kv_block_size
         time.sleep(timing.plan_ms(plan, self._timing, capacity) / 1e3 / self._speedup)
-        sampled: list[SampledToken | EngineFinishReason] = [
-            self._sample(part) for part in plan.scheduled if part.samples
-        ]
-        self._inject_faults(self._sampled_tokens, self._sampled_tokens + len(sampled))
-        self._sampled_tokens += len(sampled)
-        return sampled
+        outcomes = [self._outcome(part) for part in plan.scheduled]
+        num_sampled = sum(isinstance(one, SampledToken) for one in outcomes)
+        self._inject_faults(self._sampled_tokens, self._sampled_tokens + num_sampled)
+        self._sampled_tokens += num_sampled
+        return outcomes
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
         """Returns a token for each byte."""
@@ -128,6 +126,11 @@ class SimRunner:
             threading.Event().wait()  # for ever: the frontend has to notice
         if before < script.crash <= now:
             os.abort()
+
+    def _outcome(self, part: ScheduledTokens) -> Outcome:
+        if self._faults.poison in part.token_ids:
+            return Undone.POISONED
+        return self._sample(part) if part.samples else None
 
     def _sample(self, part: ScheduledTokens) -> SampledToken:
         """Returns a word that follows from the seed, the last token and its position.

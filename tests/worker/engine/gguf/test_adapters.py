@@ -18,8 +18,8 @@ from tokenbus.worker import engine_request
 from tokenbus.worker.engine.gguf import probe
 from tokenbus.worker.engine.gguf.runner import GgufRunner, load
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.runner import InsufficientMemoryError, ModelError
-from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
+from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 
@@ -113,7 +113,7 @@ def test_each_sequence_has_the_logits_of_a_lone_run_with_its_adapter(
         runner.lanes.truncate(number, 0)
 
 
-def test_a_step_that_fails_in_its_second_set_leaves_nothing_of_the_first(
+def test_a_step_without_room_for_its_second_set_has_done_the_first_and_nothing_of_the_second(
     runner: GgufRunner, digests: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling = engine_request.Sampling(max_tokens=4, ignore_eos=True, logprobs=1)
@@ -131,14 +131,15 @@ def test_a_step_that_fails_in_its_second_set_leaves_nothing_of_the_first(
         return next(statuses) or int(decode(context, batch))
 
     monkeypatch.setattr(llama, "llama_decode", fail_second)
-    with pytest.raises(InsufficientMemoryError):
-        runner.step(plan)
+    half = runner.step(plan)
+    assert half[1] is Undone.NO_ROOM
     memory = llama.llama_get_memory(runner._context)
-    assert [llama.llama_memory_seq_pos_max(memory, 1 + lane) for lane in (0, 1)] == [-1, -1]
+    assert [llama.llama_memory_seq_pos_max(memory, 1 + lane) for lane in (0, 1)] == [len(PROMPTS[0]) - 1, -1]
+    runner.lanes.truncate(0, 0)
     first = runner.step(plan)
     for lane in (0, 1):
         runner.lanes.truncate(lane, 0)
-    assert runner.step(plan) == first  # equal, so that nothing was computed twice before
+    assert runner.step(plan) == first == [half[0], first[1]]
     for number in (0, 1):
         runner.remove_sequence(number)
         runner.lanes.truncate(number, 0)
@@ -257,22 +258,24 @@ async def test_answers_are_the_same_when_there_is_no_room_for_the_later_sets_of_
 
 
 def _fail_later_sets(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Has every fourth decode of a set that is not the first of its step find no room; counts them."""
-    decode, logits_of = llama.llama_decode, GgufRunner._logits_of
+    """Has every fourth decode of a batch that is not the first of its step find no room; counts them."""
+    decode, step = llama.llama_decode, GgufRunner.step
     later, failures = itertools.count(1), itertools.count()
-    fails = False
+    is_first = True
 
-    def choose(runner: GgufRunner, groups: object, number: int) -> object:
-        nonlocal fails
-        fails = number > 0 and next(later) % 4 == 0
-        return logits_of(runner, groups, number)  # type: ignore[arg-type]
+    def begin(runner: GgufRunner, plan: StepPlan) -> list[Outcome]:
+        nonlocal is_first
+        is_first = True
+        return step(runner, plan)
 
     def may_fail(context: object, batch: object) -> int:
-        if fails:
+        nonlocal is_first
+        if not is_first and next(later) % 4 == 0:
             next(failures)
             return 1
+        is_first = False
         return int(decode(context, batch))
 
-    monkeypatch.setattr(GgufRunner, "_logits_of", choose)
+    monkeypatch.setattr(GgufRunner, "step", begin)
     monkeypatch.setattr(llama, "llama_decode", may_fail)
     return failures

@@ -18,7 +18,7 @@ from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import StepLoop
 from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.runner import DeviceError, InsufficientMemoryError
-from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
+from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
 Command = ipc.Add | ipc.Abort | ipc.ClearCache | None
@@ -290,9 +290,9 @@ class BadLogits(ArithmeticRunner):
         self.victim = victim
         self.length = length
 
-    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
+    def step(self, plan: StepPlan) -> list[Outcome]:
         results = super().step(plan)
-        sequences = [part.sequence for part in plan.scheduled if part.samples]
+        sequences = [part.sequence for part in plan.scheduled]
         return [
             EngineFinishReason.BAD_LOGITS if (s.seq_no, s.num_tokens) == (self.victim, self.length) else result
             for s, result in zip(sequences, results, strict=True)

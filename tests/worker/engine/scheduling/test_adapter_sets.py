@@ -20,7 +20,7 @@ REQUESTS = st.lists(
 
 
 def check_groups(plan: StepPlan) -> None:
-    groups = plan.by_adapters()
+    groups = plan.batches()
     assert sorted(id(one) for group in groups for one in group) == sorted(map(id, plan.scheduled))
     assert all(len({one.sequence.adapters for one in group}) == 1 for group in groups)
     assert len(groups) == len({one.sequence.adapters for one in plan.scheduled})
@@ -50,7 +50,7 @@ def test_a_plan_without_adapters_is_one_group() -> None:
     executed = ExecutedScheduler()
     for number in range(3):
         executed.add(number, "abc")
-    assert len(executed.step().by_adapters()) == 1
+    assert len(executed.step().batches()) == 1
 
 
 def test_only_sequences_with_equal_adapters_share_blocks() -> None:

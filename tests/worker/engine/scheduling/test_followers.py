@@ -9,7 +9,7 @@ from tests.support.arithmetic import ArithmeticRunner, next_token
 from tests.support.executed_scheduler import ExecutedScheduler, generated, sizes
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
+from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -29,7 +29,7 @@ def running(
     sequences: list[Sequence] = []
     while len(sequences) < num_seqs:
         plan = scheduler.schedule(1_000)
-        results = scheduler.update(plan, [SampledToken(PLAIN) for part in plan.scheduled if part.samples])
+        results = scheduler.update(plan, [SampledToken(PLAIN) if part.samples else None for part in plan.scheduled])
         sequences += [result.sequence for result in results if result.sequence not in sequences]
     return scheduler, sequences
 
@@ -37,7 +37,8 @@ def running(
 def sample(scheduler: Scheduler, *followers: int) -> StepPlan:
     """Takes a step in which every entry that samples gets PLAIN and the followers."""
     plan = scheduler.schedule(1_000)
-    scheduler.update(plan, [SampledToken(PLAIN, None, followers) for part in plan.scheduled if part.samples])
+    token = SampledToken(PLAIN, None, followers)
+    scheduler.update(plan, [token if part.samples else None for part in plan.scheduled])
     scheduler.check_integrity()
     return plan
 
@@ -105,11 +106,10 @@ def test_a_sequence_ends_with_the_follower_that_ends_it() -> None:
 class FollowingRunner(ArithmeticRunner):
     """Knows some of the tokens behind the one that it samples: as many as the sampled one says."""
 
-    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
-        parts = [part for part in plan.scheduled if part.samples]
+    def step(self, plan: StepPlan) -> list[Outcome]:
         return [
             self._follow(part.sequence, one) if isinstance(one, SampledToken) else one
-            for part, one in zip(parts, super().step(plan), strict=True)
+            for part, one in zip(plan.scheduled, super().step(plan), strict=True)
         ]
 
     def _follow(self, sequence: Sequence, sampled: SampledToken) -> SampledToken:

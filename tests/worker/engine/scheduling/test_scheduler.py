@@ -10,7 +10,7 @@ from tokenbus.protocol.wire import messages
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine.constraints.matcher import Matcher
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan, StepResult
+from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, StepPlan, StepResult
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -46,11 +46,14 @@ def sequence(
     )
 
 
-def results(plan: StepPlan, *token_ids: int | EngineFinishReason) -> list[SampledToken | EngineFinishReason]:
-    """One result for each entry that samples: PLAIN for those beyond `token_ids`."""
+def results(plan: StepPlan, *token_ids: int | EngineFinishReason) -> list[Outcome]:
+    """The outcome of each entry: PLAIN for those beyond `token_ids` that sample."""
     count = sum(part.samples for part in plan.scheduled)
-    said = [*token_ids, *[PLAIN] * (count - len(token_ids))]
-    return [one if isinstance(one, EngineFinishReason) else SampledToken(one) for one in said]
+    said = iter([*token_ids, *[PLAIN] * (count - len(token_ids))])
+    sampled = (one if isinstance(one, EngineFinishReason) else SampledToken(one) for one in said)
+    outcomes = [next(sampled) if part.samples else None for part in plan.scheduled]
+    assert next(sampled, None) is None, "more results than entries that sample"
+    return outcomes
 
 
 def step(scheduler: Scheduler, budget: int = 1_000, token_id: int = PLAIN) -> list[StepResult]:
@@ -101,7 +104,7 @@ def test_a_prompt_one_token_longer_than_the_budget_takes_two_steps_and_samples_i
     plan = one.schedule(11)
     assert sizes(plan) == [(1, 0, 11)]
     assert not plan.scheduled[0].samples
-    assert one.update(plan, []) == []
+    assert one.update(plan, [None]) == []
     plan = one.schedule(11)
     assert sizes(plan) == [(1, 11, 1)]
     assert plan.started == ()

@@ -49,6 +49,12 @@ class DynamicCache:
                 case Shrink(lane, end):
                     self._shrink(lane, end)
 
+    def erase(self, lane: int, end: int) -> None:
+        sources, row, columns = self._tokens_of(lane)
+        for source in sources:
+            source[row][:, columns[end:]] = 0
+        self._shrink(lane, end)
+
     def save(self, lane: int, start: int, end: int) -> bytes:
         sources, row, columns = self._tokens_of(lane)
         return saved_tokens.pack([source[row][:, columns[start:end]] for source in sources])

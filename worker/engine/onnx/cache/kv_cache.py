@@ -33,6 +33,11 @@ class KvCache(Protocol):
         """Carries out changes in order."""
         ...
 
+    def erase(self, lane: int, end: int) -> None:
+        """Leaves a lane its first `end` tokens, and overwrites what it holds after them: a run that reads it multiplies
+        it by 0, and 0 x NaN is NaN. The lane may hold more tokens than anybody has noted."""
+        ...
+
     def save(self, lane: int, start: int, end: int) -> bytes:
         """Returns the tokens `start` to `end` of a lane: of each tensor (heads, tokens, width), one after another."""
         ...

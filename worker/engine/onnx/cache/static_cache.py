@@ -43,6 +43,11 @@ class StaticCache:
                 case Shrink():
                     pass  # nothing reads what lies after a lane's length
 
+    def erase(self, lane: int, end: int) -> None:
+        row = self._rows.row_of(lane)
+        for memory in self._memory:
+            memory.erase(row, end)
+
     def save(self, lane: int, start: int, end: int) -> bytes:
         row = self._rows.row_of(lane)
         return saved_tokens.pack([memory.view(row)[:, start:end] for memory in self._memory])

@@ -1,0 +1,35 @@
+"""Tells shares of a batch whose numbers are none from those that are as good as any, and samples from the latter."""
+
+from collections.abc import Sequence as Listing
+
+import numpy as np
+
+from tokenbus.worker.engine.draws import Matrix
+from tokenbus.worker.engine.sampler import Sampler
+from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, Undone
+
+_STRIDE = 1_024
+"""One logit of so many is looked at. Each is a product with the whole last state, of which all numbers are none if one
+is, since they were divided by its length. All logits of 64 rows would take a few milliseconds."""
+
+
+def sort_out(batch: Listing[ScheduledTokens], rows: Matrix, sampler: Sampler) -> dict[int, Outcome]:
+    """Returns the outcome of each share, by its lane. `rows` are the logits after the last token of each share, which
+    are written into."""
+    poisoned = are_poisoned(rows)
+    outcomes: dict[int, Outcome] = {
+        part.lane: Undone.POISONED if bad else None for part, bad in zip(batch, poisoned, strict=True)
+    }
+    sampled = [n for n, part in enumerate(batch) if part.samples and not poisoned[n]]
+    if sampled:
+        # Those that sample come first, as long as all is well; then nothing is copied.
+        wanted = rows[: len(sampled)] if sampled[-1] == len(sampled) - 1 else rows[sampled]
+        results = sampler.sample(wanted, [batch[n].sequence for n in sampled])
+        outcomes |= {batch[n].lane: one for n, one in zip(sampled, results, strict=True)}
+    return outcomes
+
+
+def are_poisoned(rows: Matrix) -> list[bool]:
+    """Says for each row whether its logits are none. Some models make a few tokens impossible by minus infinity."""
+    seen = rows[:, ::_STRIDE]
+    return [not bool((row < np.inf).all()) for row in seen]
