@@ -51,14 +51,17 @@ PRESETS = {
 }
 
 
-def write(path: Path, kind: str, shape: StatefulShape, *, quantized: bool = False, seed: int = 0) -> None:
-    """Writes a model of one of `KINDS`; the same arguments give the same bytes. Matrices are f32, or Q8_0."""
+def write(
+    path: Path, kind: str, shape: StatefulShape, *, quantized: bool = False, tied: bool = True, seed: int = 0
+) -> None:
+    """Writes a model of one of `KINDS`; the same arguments give the same bytes. Matrices are f32, or Q8_0. `tied` says
+    whether the embedding is the output matrix too."""
     writer = gguf.GGUFWriter(path, _ARCHITECTURES[kind])
     writer.add_name(f"Tokenbus random {kind}")
     _add_shape(writer, kind, shape)
     random_model.add_vocabulary(writer, random_vocabulary.build(shape.vocab))
     rng = random_model.generator(seed)
-    for name, size in _tensors(kind, shape):
+    for name, size in _tensors(kind, shape, tied=tied):
         weights = _weights(name, size, rng)
         if quantized and name.endswith("weight") and len(size) == 2 and "conv" not in name:
             quants = gguf.quantize(weights, gguf.GGMLQuantizationType.Q8_0)
@@ -98,12 +101,14 @@ def _add_shape(writer: gguf.GGUFWriter, kind: str, shape: StatefulShape) -> None
         writer.add_sliding_window(shape.window)
 
 
-def _tensors(kind: str, shape: StatefulShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _tensors(kind: str, shape: StatefulShape, *, tied: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "token_embd.weight", (shape.vocab, shape.width)
     yield ("token_embd_norm.weight" if kind == "hybrid" else "output_norm.weight"), (shape.width,)
     for layer in range(shape.layers):
         for name, size in _layer(kind, shape, layer).items():
             yield f"blk.{layer}.{name}", size
+    if not tied:
+        yield "output.weight", (shape.vocab, shape.width)
 
 
 def _layer(kind: str, shape: StatefulShape, layer: int) -> dict[str, tuple[int, ...]]:

@@ -50,11 +50,15 @@ class ExecutedScheduler:
         self.ends: dict[int, EngineFinishReason] = {}
 
     def add(self, seq_no: int, text: str, max_tokens: int = 4, adapters: tuple[Adapter, ...] = ()) -> Sequence:
+        return self.add_tokens(seq_no, [ord(letter) % 90 for letter in text], max_tokens, adapters)
+
+    def add_tokens(
+        self, seq_no: int, token_ids: list[int], max_tokens: int = 4, adapters: tuple[Adapter, ...] = ()
+    ) -> Sequence:
         sampling = engine_request.Sampling(max_tokens=max_tokens, ignore_eos=True)
-        token_ids = array("I", (ord(letter) % 90 for letter in text))
         one = Sequence(
             seq_no,
-            token_ids,
+            array("I", token_ids),
             sampling,
             frozenset({EOS}),
             adapters=adapters,

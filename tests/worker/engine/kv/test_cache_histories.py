@@ -15,7 +15,7 @@ from tokenbus.protocol.wire import block_hash
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
-from tokenbus.worker.engine.scheduling.plan import StepResult
+from tokenbus.worker.engine.scheduling.plan import StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -147,6 +147,17 @@ class CacheHistory(RuleBasedStateMachine):
         for _ in range(times):
             self.one_step(budget, transfer)
 
+    @rule(budget=st.integers(1, 40), data=st.data())
+    def poison(self, budget: int, data: st.DataObject) -> None:
+        """A step computes no numbers for some of its shares."""
+        plan = self.plan(budget, transfer=50)
+        numbers = [part.sequence.seq_no for part in plan.scheduled]
+        poisoned = data.draw(st.sets(st.sampled_from(numbers))) if numbers else set()
+        good = [part for part in plan.scheduled if part.sequence.seq_no not in poisoned]
+        done = iter(self.runner.step(plan._replace(scheduled=tuple(good))) if good else [])
+        outcomes = [Undone.POISONED if number in poisoned else next(done) for number in numbers]
+        self.take(self.scheduler.update(plan, outcomes))
+
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 50))
     def abort(self, which: int) -> None:
@@ -266,6 +277,12 @@ class CacheHistory(RuleBasedStateMachine):
         os.close(self.memory_fd)
 
     def one_step(self, budget: int, transfer: int) -> None:
+        plan = self.plan(budget, transfer)
+        if plan.scheduled:
+            self.take(self.scheduler.update(plan, self.runner.step(plan)))
+
+    def plan(self, budget: int, transfer: int) -> StepPlan:
+        """Plans a step, and executes the KV ops that come before it."""
         plan = self.scheduler.schedule(budget, transfer)
         for sequence in plan.started:
             self.runner.add_sequence(sequence.seq_no, sequence.sampling)
@@ -275,8 +292,7 @@ class CacheHistory(RuleBasedStateMachine):
         decodes = [part for part in plan.scheduled if part.num_tokens == 1]
         assert sum(part.num_tokens for part in plan.scheduled) <= budget + len(decodes)
         assert plan.scheduled or plan.kv_ops or not self.scheduler.load().running or transfer == 0
-        if plan.scheduled:
-            self.take(self.scheduler.update(plan, self.runner.step(plan)))
+        return plan
 
     def take(self, results: list[StepResult]) -> None:
         for sequence, sampled, end in results:

@@ -12,9 +12,10 @@ from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
 from tests.support.stateful import STATE_BYTES, TOKEN_BYTES, StatefulRunner
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
+from tokenbus.worker.engine.kv.ops import Truncate
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
-from tokenbus.worker.engine.scheduling.plan import StepPlan, StepResult
+from tokenbus.worker.engine.scheduling.plan import StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -94,6 +95,18 @@ class CheckpointHistory(RuleBasedStateMachine):
     def step(self, budget: int, times: int) -> None:
         for _ in range(times):
             self.one_step(budget)
+
+    @rule(budget=st.integers(1, 60), data=st.data())
+    def poison(self, budget: int, data: st.DataObject) -> None:
+        """A step computes no numbers for some of its shares, whose lanes are empty then."""
+        plan = self.schedule(budget)
+        numbers = [part.sequence.seq_no for part in plan.scheduled]
+        poisoned = data.draw(st.sets(st.sampled_from(numbers))) if numbers else set()
+        good = [part for part in plan.scheduled if part.sequence.seq_no not in poisoned]
+        self.runner.apply([Truncate(part.lane) for part in plan.scheduled if part not in good])
+        done = iter(self.runner.step(plan._replace(scheduled=tuple(good))) if good else [])
+        outcomes = [Undone.LOST if number in poisoned else next(done) for number in numbers]
+        self.take(self.scheduler.update(plan, outcomes))
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 50))
