@@ -41,6 +41,7 @@ class StepTimer:
             new.saved_checkpoints,
             new.restored_checkpoints,
             new.evicted_checkpoints,
+            new.poisoned_shares,
             self._scheduler.checkpoint_bytes,
         )
 
