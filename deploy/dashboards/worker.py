@@ -220,6 +220,13 @@ _MEMORY = (
         (Query(increase(f"{_P}_preemptions_total", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
+        "Shares of steps without numbers, by worker",
+        "The model computed NaN or infinity, by itself, with an adapter or after a block that has some. Requests that do so "
+        "alone end in internal; step_poisoned in the log names them.",
+        "short",
+        (Query(increase(f"{_P}_poisoned_shares_total", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
         "Tokens of preempted sequences, by how they came back",
         "Restored from the cache, or computed again. If many are computed again, raise --host-cache-mib.",
         "suffix: tokens/s",

@@ -88,6 +88,10 @@ class WorkerMetrics(MetricFamilies):
             "Slots of the host cache that a new engine could not trust, by reason.",
             "reason",
         )
+        self.poisoned = counter(
+            "poisoned_shares",
+            "Shares of sequences in steps of which nothing was kept, because their numbers were NaN or infinite.",
+        )
         self.restarts = counter("engine_restarts", "Engine starts after the first.")
         self.unguarded = gauge(
             "streams_unguarded", "Open streams that no router guards, which end together with the worker."
@@ -191,6 +195,7 @@ class ReplicaMetrics:
             (metrics.checkpoints.labels(*own, "saved"), "saved_checkpoints"),
             (metrics.checkpoints.labels(*own, "restored"), "restored_checkpoints"),
             (metrics.checkpoints.labels(*own, "evicted"), "evicted_checkpoints"),
+            (metrics.poisoned.labels(*own), "poisoned_shares"),
         ]
         self._checkpoint_bytes = metrics.checkpoint_bytes.labels(*own)
         self._last_load = messages.Load()

@@ -14,6 +14,7 @@ COUNTED = {
     "saved_checkpoints": ("tokenbus_worker_checkpoints_total", {"event": "saved"}),
     "restored_checkpoints": ("tokenbus_worker_checkpoints_total", {"event": "restored"}),
     "evicted_checkpoints": ("tokenbus_worker_checkpoints_total", {"event": "evicted"}),
+    "poisoned_shares": ("tokenbus_worker_poisoned_shares_total", {}),
 }
 
 
