@@ -221,8 +221,8 @@ _MEMORY = (
     ),
     Panel(
         "Shares of steps without numbers, by worker",
-        "The model computed NaN or infinity, by itself, with an adapter or after a block that has some. Requests that do so "
-        "alone end in internal; step_poisoned in the log names them.",
+        "The model computed NaN or infinity, and the shares are computed again. If one adapter or prompt causes it "
+        "(step_poisoned in the log names the requests), unload the adapter or check the model's files.",
         "short",
         (Query(increase(f"{_P}_poisoned_shares_total", WORKER_FILTER, "worker_id"), _NAME),),
     ),

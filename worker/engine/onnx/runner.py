@@ -1,8 +1,7 @@
 """Executes step plans with onnxruntime: one run for all sequences that decode with the same adapters, and one for each
 part of a prompt."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 import onnxruntime
@@ -18,6 +17,7 @@ from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.onnx import device, embedder, host_moves, probe, row_memory, settings_resolution
+from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache import saved_tokens
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, DecodeResult, KvCache
@@ -121,9 +121,11 @@ class OnnxRunner:
         if self._takes_adapters is not self._model.takes_adapters:  # the session of these bindings was replaced
             self._takes_adapters = True
             self._cache.drop_bindings()
-        outcomes: dict[int, Outcome] = {}
-        for compute in self._runs(plan):
-            outcomes |= compute()
+        decodes = [part for part in plan.scheduled if _is_decode(part)]
+        outcomes = self._outcomes(decodes)
+        for part in plan.scheduled:
+            if not _is_decode(part):
+                outcomes |= self._outcomes([part])
         return [outcomes[part.lane] for part in plan.scheduled]
 
     def tokenize(self, request: internal.Tokenize) -> list[int]:
@@ -137,25 +139,11 @@ class OnnxRunner:
             self._adapters.close()
         self._release()
 
-    def _runs(self, plan: StepPlan) -> Iterator[Callable[[], dict[int, Outcome]]]:
-        """Yields what computes the parts of a step: all that decode at once, then each part of a prompt."""
-        decodes = [part for part in plan.scheduled if _is_decode(part)]
-        if decodes:
-            # Always in the same order, so that rows stay where they are.
-            batches = sorted(StepPlan(tuple(decodes)).batches(), key=lambda batch: batch[0].sequence.adapters)
-            groups = [DecodeGroup(batch, self._inputs_for(batch[0])) for batch in batches]
-            yield lambda: self._outcomes(decodes, lambda: self._cache.decode(groups))
-        for part in plan.scheduled:
-            if not _is_decode(part):
-                yield functools.partial(self._outcomes, [part], functools.partial(self._prompt, part))
-
-    def _outcomes(
-        self, parts: Listing[ScheduledTokens], compute: Callable[[], list[DecodeResult]]
-    ) -> dict[int, Outcome]:
+    def _outcomes(self, parts: list[ScheduledTokens]) -> dict[int, Outcome]:
         """Computes parts and samples; returns the outcome for each lane. What is not done is taken back."""
         outcomes: dict[int, Outcome] = {}
         try:
-            for in_rows, logits in compute():
+            for in_rows, logits in self._compute(parts):
                 outcomes |= poison.sort_out(in_rows, logits, self._sampler)
         except InsufficientMemoryError as error:
             structlog.get_logger().warning("onnxruntime", text=str(error))
@@ -167,15 +155,23 @@ class OnnxRunner:
                 self._lanes.grow(part.lane, part.start, part.start + part.num_tokens)
         return outcomes
 
-    def _prompt(self, part: ScheduledTokens) -> list[DecodeResult]:
+    def _compute(self, parts: list[ScheduledTokens]) -> list[DecodeResult]:
+        """Returns the logits after each part, in the order in which they were computed."""
+        if not all(map(_is_decode, parts)):
+            self._check_memory()
+            return [DecodeResult([part], self._prompt(part)) for part in parts]
+        # Always in the same order, so that rows stay where they are.
+        batches = sorted(StepPlan(tuple(parts)).batches(), key=lambda batch: batch[0].sequence.adapters)
+        return self._cache.decode([DecodeGroup(batch, self._inputs_for(batch[0])) for batch in batches])
+
+    def _prompt(self, part: ScheduledTokens) -> Array:
         """Computes a part of a prompt, in several runs if the graph computes the logits of every token."""
-        self._check_memory()
         most, end = self._model.graph_runner.max_row_tokens, part.start + part.num_tokens
         adapters = self._inputs_for(part)
         for start in range(part.start, end, most):
             chunk = ScheduledTokens(part.sequence, start, min(most, end - start))
             logits = self._cache.prompt(chunk, wants_logits=start + most >= end, adapters=adapters)
-        return [DecodeResult([part], logits)]
+        return logits
 
     def _inputs_for(self, part: ScheduledTokens) -> AdapterInputs:
         used = part.sequence.adapters
