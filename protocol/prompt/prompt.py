@@ -1,5 +1,6 @@
 """Turns prompts into token ids: the same code in a router, with a fetched tokenizer, and in a worker, with its own."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -65,14 +66,7 @@ class PromptBuilder:
             except ValueError as error:
                 self._refuse_chats(error)
             else:
-                self._renderer = Renderer(
-                    RendererSetup(
-                        source=rules.chat_template,
-                        special_tokens=rules.special_tokens,
-                        bos_token=rules.bos_token,
-                        eos_token=rules.eos_token,
-                    )
-                )
+                self._renderer = Renderer(renderer_setup(rules, rules.chat_template))
 
     def __repr__(self) -> str:
         return f"<PromptBuilder of {self.rules.vocab_size} tokens>"
@@ -146,11 +140,6 @@ class PromptBuilder:
     def supports_chat(self) -> bool:
         return self._renderer is not None
 
-    @property
-    def render_cpu_s(self) -> float:
-        """CPU seconds that rendering conversations has taken so far."""
-        return self._renderer.cpu_s if self._renderer is not None else 0.0
-
     def start(self) -> None:
         """Starts the renderer process ahead of the first conversation. Raises OSError if it can't be started now."""
         if self._renderer is not None:
@@ -183,6 +172,17 @@ class PromptBuilder:
         if self.rules.add_bos and bos is not None and ids[:1] != [bos]:
             return [bos, *ids]
         return ids
+
+
+def renderer_setup(rules: PromptRules, source: str, *, all_cpu_s: float = math.inf) -> RendererSetup:
+    """Returns the setup of a renderer for a model's template, which may take `all_cpu_s` of CPU time in all."""
+    return RendererSetup(
+        source=source,
+        special_tokens=rules.special_tokens,
+        bos_token=rules.bos_token,
+        eos_token=rules.eos_token,
+        all_cpu_s=all_cpu_s,
+    )
 
 
 def load_encoder(tokenizer_json: str) -> Callable[[str], list[int]]:

@@ -4,12 +4,16 @@ import contextlib
 import os
 import resource
 import signal
+import socket
 import sys
+import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 
+from tokenbus.protocol.process import memory
+from tokenbus.protocol.prompt.frames import Frames
 from tokenbus.protocol.prompt.rendering import RendererSetup, RenderRequest, RenderResult, encode, refused
 from tokenbus.protocol.prompt.special_tokens import SpecialTokens
 from tokenbus.protocol.prompt.template import ChatTemplate
@@ -17,50 +21,66 @@ from tokenbus.protocol.wire import errors, limits
 
 _setup_decoder = msgspec.msgpack.Decoder(RendererSetup)
 _request_decoder = msgspec.msgpack.Decoder(RenderRequest)
+_LEAST_CPU_S = 1e-3
 
 
 def main() -> None:
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _serve(Connection(int(sys.argv[1])))
+        _serve(Frames(socket.socket(fileno=int(sys.argv[1]))))
 
 
-def _serve(connection: Connection) -> None:
+def _serve(parent: Frames) -> None:
     # Address space, since resident memory can't be limited; and no core dump, which would hold conversations.
     resource.setrlimit(resource.RLIMIT_AS, (limits.RENDER_BYTES, limits.RENDER_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    setup = _setup_decoder.decode(connection.recv_bytes())
-    with _cpu_limit(setup.cpu_s):
+    setup = _setup_decoder.decode(parent.receive())
+    with _cpu_limit(setup):
         try:
             special = SpecialTokens(setup.special_tokens)
             template = ChatTemplate(setup.source, special, setup.bos_token, setup.eos_token)
         except ValueError as error:
-            connection.send_bytes(encode(RenderResult(template_error=str(error))))
+            parent.send(encode(RenderResult(template_error=str(error))))
             return
-    connection.send_bytes(encode(RenderResult()))
+    parent.send(encode(RenderResult()))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # whatever a template makes it print would end up in the parent's log
     while True:
-        body = connection.recv_bytes()
-        # The parent tokenizes the prompt without these limits, so it must not be much longer than its conversation.
-        max_chars = limits.MAX_TEMPLATE_BYTES + limits.RENDERED_GROWTH * len(body)
-        with _cpu_limit(setup.cpu_s):
-            result = encode(_rendered(template, _request_decoder.decode(body), max_chars))
-        connection.send_bytes(result)
+        body = parent.receive()
+        with _cpu_limit(setup):
+            result = _rendered(template, body)
+        parent.send(encode(msgspec.structs.replace(result, kept_bytes=_kept_bytes())))
 
 
 @contextlib.contextmanager
-def _cpu_limit(cpu_s: float) -> Iterator[None]:
+def _cpu_limit(setup: RendererSetup) -> Iterator[None]:
     """Ends the process if the block uses more CPU time: nothing handles SIGPROF, so the kernel ends it at once."""
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    cpu_s = min(setup.cpu_s, setup.all_cpu_s - time.process_time())
+    signal.setitimer(signal.ITIMER_PROF, max(cpu_s, _LEAST_CPU_S))  # zero would be no limit
     yield
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _rendered(template: ChatTemplate, request: RenderRequest, max_chars: int) -> RenderResult:
+def _kept_bytes() -> int:
+    """Returns the memory that rendering has left in use, or 0 if it is no more than a renderer may keep."""
+    if _resident_bytes() <= limits.RENDER_KEPT_BYTES:
+        return 0
+    memory.trim_heap()
+    kept_bytes = _resident_bytes()
+    return kept_bytes if kept_bytes > limits.RENDER_KEPT_BYTES else 0
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _rendered(template: ChatTemplate, body: bytes) -> RenderResult:
+    request = _request_decoder.decode(body)
     try:
         pieces = template.render(request.conversation, request.arguments, request.tools)
     except errors.RequestError as error:
         return RenderResult(error=error.error)
     size = sum(len(piece) for piece in pieces if isinstance(piece, str))
+    # The parent tokenizes the prompt without these limits, so it must not be much longer than its conversation.
+    max_chars = limits.MAX_TEMPLATE_BYTES + limits.RENDERED_GROWTH * len(body)
     if size > max_chars:
         problem = f"the model's chat template made {size} characters of the messages; the limit is {max_chars}"
         return RenderResult(error=refused(problem).error)

@@ -4,25 +4,28 @@ jinja2's sandbox keeps a template away from the machine, but not from computing 
 a single expression. So the renderer process gets little CPU time for each conversation and little memory, and the
 kernel ends it when it wants more.
 
-Parent and child exchange msgpack messages over a socket pair. Of `multiprocessing.connection` only `send_bytes` and
-`recv_bytes` are used: `send` and `recv` pickle, so that either side could run code in the other."""
+Parent and child exchange msgpack messages over a socket pair (`frames.py`). The parent never waits for a child that
+gets no CPU time, whether it sends or receives: it ends it and starts another."""
 
-import multiprocessing
+import functools
+import math
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
+from tokenbus.protocol.prompt.frames import Frames
 from tokenbus.protocol.wire import errors, limits, messages
 
 PromptPieces = list[str | int]
@@ -38,6 +41,8 @@ class RendererSetup(msgspec.Struct, frozen=True, kw_only=True):
     eos_token: str = ""
     cpu_s: float = limits.RENDER_CPU_S
     """CPU seconds for compiling the template, and again for each conversation."""
+    all_cpu_s: float = math.inf
+    """CPU seconds for everything together, the start of the process included."""
 
 
 class RenderRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +60,8 @@ class RenderResult(msgspec.Struct, frozen=True, kw_only=True):
     error: errors.Error | None = None
     template_error: str = ""
     """Why the template can't be used at all; empty if it can."""
+    kept_bytes: int = 0
+    """The memory that the process keeps, if that is too much for it to be kept itself."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -71,7 +78,7 @@ class Renderer:
     def __init__(self, setup: RendererSetup) -> None:
         self._setup = setup
         self._lock = threading.Lock()
-        self._connection: Connection | None = None
+        self._frames: Frames | None = None
         self._pid = 0
         self._ended_cpu_s = 0.0
         self._end: Callable[[], int | None] = lambda: None
@@ -79,7 +86,7 @@ class Renderer:
         """Once set it stays: compiling the template again would fail again."""
 
     def __repr__(self) -> str:
-        return f"<Renderer {'not started' if self._connection is None else 'started'}>"
+        return f"<Renderer {'not started' if self._frames is None else 'started'}>"
 
     def start(self) -> None:
         """Starts the process ahead of the first conversation.
@@ -130,34 +137,35 @@ class Renderer:
             structlog.get_logger().warning("renderer_died", error=str(error))
             return self._ask(self._open(), request)
 
-    def _open(self) -> Connection:
+    def _open(self) -> Frames:
         if self._template_error:
             raise ValueError(self._template_error)
-        if self._connection is not None:
-            return self._connection
-        ours, theirs = multiprocessing.Pipe()  # a socket pair: both ends read and write
+        if self._frames is not None:
+            return self._frames
+        ours, theirs = socket.socketpair()
         with theirs:
             process = _start_process(theirs.fileno())
-        self._connection, self._pid = ours, process.pid
+        self._pid = process.pid
+        self._frames = Frames(ours, functools.partial(_wait_until, ours, process.pid))  # refers to nothing of `self`
         # Also ends the process if this object is collected without being closed, or the interpreter exits.
         self._end = weakref.finalize(self, _end_process, process, ours)
+        setup = msgspec.structs.replace(self._setup, all_cpu_s=self._setup.all_cpu_s - self._ended_cpu_s)
         try:
-            self._template_error = self._ask(ours, encode(self._setup)).template_error
+            self._template_error = self._ask(self._frames, encode(setup)).template_error
         except RenderTimeoutError:
             self._template_error = f"the chat template takes more than {self._setup.cpu_s:g} s to compile"
         if self._template_error:
             self._close()
             raise ValueError(self._template_error)
-        return ours
+        return self._frames
 
-    def _ask(self, connection: Connection, request: bytes) -> RenderResult:
+    def _ask(self, frames: Frames, request: bytes) -> RenderResult:
         """Sends one message and waits for its answer. If this raises RenderTimeoutError or OSError the process is gone.
 
         A process that used up its CPU time was ended by SIGPROF."""
         try:
-            connection.send_bytes(request)
-            self._wait_for(connection)
-            return _result_decoder.decode(connection.recv_bytes())
+            frames.send(request)
+            result = _result_decoder.decode(frames.receive())
         except TimeoutError:
             self._close()
             raise
@@ -166,27 +174,20 @@ class Renderer:
             if status == -signal.SIGPROF:
                 raise RenderTimeoutError from error
             raise OSError(f"the renderer process ended with status {status}") from error
-
-    def _wait_for(self, connection: Connection) -> None:
-        """Waits until there is an answer, however busy the machine is: what limits a template is its CPU time.
-
-        Raises TimeoutError if the process got no CPU time at all for a while, and so may never get any."""
-        used_s = self._cpu_s()
-        while not connection.poll(limits.RENDER_STALL_S):
-            before_s, used_s = used_s, self._cpu_s()
-            if used_s == before_s:
-                raise TimeoutError(f"the renderer process got no CPU time for {limits.RENDER_STALL_S:g} s")
+        if result.kept_bytes:
+            structlog.get_logger().warning("renderer_too_large", bytes=result.kept_bytes)
+            self._close()
+        return result
 
     def _cpu_s(self) -> float:
-        if self._connection is None:
+        if self._frames is None:
             return self._ended_cpu_s
-        # The clock that clock_getcpuclockid(3) names, of a process that has perhaps ended but was not waited for.
-        return self._ended_cpu_s + time.clock_gettime(~self._pid << 3 | 2)
+        return self._ended_cpu_s + _cpu_s_of(self._pid)
 
     def _close(self) -> int | None:
         """Ends the process, and returns its exit status."""
         self._ended_cpu_s = self._cpu_s()
-        self._connection = None
+        self._frames = None
         return self._end()
 
 
@@ -216,11 +217,30 @@ def _start_process(fd: int) -> "subprocess.Popen[bytes]":
     )
 
 
-def _end_process(process: "subprocess.Popen[bytes]", connection: Connection) -> int:
+def _end_process(process: "subprocess.Popen[bytes]", end: socket.socket) -> int:
     """Kills the process if it still runs, and returns its exit status."""
-    connection.close()
+    end.close()
     process.kill()
     return process.wait()
+
+
+def _wait_until(end: socket.socket, pid: int, event: int) -> None:
+    """Waits until a process has sent something, or has made room, however busy the machine is: what limits a template
+    is its CPU time.
+
+    Raises TimeoutError if the process got no CPU time at all for a while, and so may never get any."""
+    poll = select.poll()
+    poll.register(end, event)
+    used_s = _cpu_s_of(pid)
+    while not poll.poll(limits.RENDER_STALL_S * 1e3):
+        before_s, used_s = used_s, _cpu_s_of(pid)
+        if used_s == before_s:
+            raise TimeoutError(f"the renderer process got no CPU time for {limits.RENDER_STALL_S:g} s")
+
+
+def _cpu_s_of(pid: int) -> float:
+    # The clock that clock_getcpuclockid(3) names, of a process that has perhaps ended but was not waited for.
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def refused(message: str, param: str = "messages") -> errors.RequestError:

@@ -161,12 +161,13 @@ class RequestLifecycle:
         return True
 
     def tick(self, now: float) -> None:
-        """Places waiting requests, and sends keepalives for those that have waited long."""
+        """Places waiting requests, sends keepalives for those that have waited long, and drops what is not needed."""
         self._loads.check()
         self._queue.place_waiting(now)
         if now - self._trimmed_at >= _TRIM_INTERVAL_S:
             self._trimmed_at = now
             self._telemetry.forgotten(self._flights.trim())
+            self._prompts.drop_unused(now)
         for flight in self._flights.unaccepted():
             self._telemetry.log_if_slow(flight, now)
             progress = self._loads.progress_of(flight.model)

@@ -105,6 +105,10 @@ class PromptTokenizer:
                 model, workers, lambda some: self._rounds.ask(some, _DETOKENIZE, message, _read_text)
             )
 
+    def drop_unused(self, now: float) -> None:
+        """Drops what is kept of models that no worker has any more."""
+        self._tokenizers.drop_unused(now)
+
     async def _tokenize(
         self,
         prompt: Prompt,

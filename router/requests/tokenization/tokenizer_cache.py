@@ -24,6 +24,8 @@ from tokenbus.router.requests.tokenization.fair_executor import FairExecutor
 
 _MAX_BUNDLES = 64
 """Tokenizers that are kept; the least recently used one is dropped."""
+_KEPT_S = 60.0
+"""A tokenizer that no worker has offered for this long is dropped: longer than it takes to replace a worker."""
 _PART_TIMEOUT_S = 2.0
 """Longest pause between two parts of a bundle."""
 _FETCH_TIMEOUT_S = 30.0
@@ -55,6 +57,8 @@ class TokenizerCache:
         self._names = names
         self._fleet = fleet
         self._tokenizers: OrderedDict[_Key, Tokenizer] = OrderedDict()
+        self._offered_at: dict[_Key, float] = {}
+        """When a worker was last seen to offer each of the tokenizers."""
         self._fetching: dict[_Key, asyncio.Task[Tokenizer | None]] = {}
         self._broken: TTLCache[bool] = TTLCache(_BROKEN_S, MAX_WORKERS)
         """Epochs of workers whose bundle does not match their card, or can't be used."""
@@ -81,6 +85,26 @@ class TokenizerCache:
                 return tokenizer
         return None
 
+    def drop_unused(self, now: float) -> None:
+        """Drops the tokenizers whose model no worker has any more, and ends their renderers; called from time to
+        time."""
+        for key in list(self._tokenizers):
+            if self._is_offered(key):
+                self._offered_at[key] = now
+            elif now - self._offered_at[key] >= _KEPT_S:
+                self._drop(key)
+
+    def _is_offered(self, key: _Key) -> bool:
+        return any(
+            worker.has_loaded and worker.card.tokenizer_digest == key.digest
+            for worker in self._fleet.workers_of(key.model)
+        )
+
+    def _drop(self, key: _Key) -> None:
+        dropped = self._tokenizers.pop(key)
+        del self._offered_at[key]
+        dropped.renderer.close(dropped.builder.close)
+
     def _start_fetch(self, worker: Worker, key: _Key) -> "asyncio.Task[Tokenizer | None]":
         if key not in self._fetching:
             self._fetching[key] = tasks.awaited(self._fetch(worker, key))
@@ -99,9 +123,9 @@ class TokenizerCache:
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
             return None
         tokenizer = self._tokenizers[key] = Tokenizer(builder, FairExecutor(1, "render"))
+        self._offered_at[key] = time.monotonic()
         if len(self._tokenizers) > _MAX_BUNDLES:
-            _, oldest = self._tokenizers.popitem(last=False)
-            oldest.renderer.close(oldest.builder.close)
+            self._drop(next(iter(self._tokenizers)))
         self._log.info("tokenizer_fetched", worker_id=worker.card.worker_id, digest=key.digest)
         return tokenizer
 

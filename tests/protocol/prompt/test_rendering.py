@@ -4,14 +4,15 @@ import contextlib
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
+from tests.support import renderer_processes
 from tokenbus.protocol.prompt.rendering import Renderer, RendererSetup
 from tokenbus.protocol.wire import errors, limits, messages
 
@@ -109,9 +110,9 @@ def test_a_number_that_no_message_can_carry_is_refused(renderers: list[Renderer]
 def test_when_its_process_is_killed_the_conversation_gets_another_and_the_log_says_so(
     renderers: list[Renderer],
 ) -> None:
-    before, of = children(), make(renderers, PLAIN)
+    before, of = renderer_processes.renderers(), make(renderers, PLAIN)
     of.start()
-    (pid,) = children() - before
+    (pid,) = renderer_processes.renderers() - before
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     with capture_logs() as lines:
@@ -120,20 +121,68 @@ def test_when_its_process_is_killed_the_conversation_gets_another_and_the_log_sa
     assert "status -9" in lines[0]["error"]
 
 
+@pytest.mark.parametrize("num_chars", [5, pytest.param(900_000, id="more than the socket takes")])
 def test_when_its_process_is_frozen_the_conversation_gets_another(
+    renderers: list[Renderer], monkeypatch: pytest.MonkeyPatch, num_chars: int
+) -> None:
+    before, of = renderer_processes.renderers(), make(renderers, PLAIN)
+    of.start()
+    (pid,) = renderer_processes.renderers() - before
+    renderer_processes.freeze(pid)
+    only_frozen_ones_stall(monkeypatch, {pid})
+    long = "a" * num_chars
+    with capture_logs() as lines, ThreadPoolExecutor(2) as pool:
+        one, other = pool.submit(of.render, said(long), None), pool.submit(of.render, said("b"), None)
+        assert (one.result(), other.result()) == ([f"user: {long}", 2], ["user: b", 2])
+    assert [line["error"] for line in lines] == ["the renderer process got no CPU time for 0.05 s"]
+    assert pid not in renderer_processes.renderers()
+
+
+def test_a_conversation_whose_processes_all_freeze_ends_in_an_error_and_the_next_is_rendered(
     renderers: list[Renderer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, of = children(), make(renderers, PLAIN)
-    of.start()
-    (pid,) = children() - before
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-    cpu_s = itertools.count()
-    monkeypatch.setattr(time, "clock_gettime", lambda clock: 0.0 if clock == ~pid << 3 | 2 else float(next(cpu_s)))
-    monkeypatch.setattr(limits, "RENDER_STALL_S", 0.05)
-    with capture_logs() as lines:
-        assert of.render(said("hello"), None) == ["user: hello", 2]
-    assert [line["error"] for line in lines] == ["the renderer process got no CPU time for 0.05 s"]
+    before, of, frozen, over = renderer_processes.renderers(), make(renderers, PLAIN), set[int](), threading.Event()
+    only_frozen_ones_stall(monkeypatch, frozen)
+
+    def freeze_all() -> None:
+        while not over.is_set():
+            for pid in renderer_processes.renderers() - before - frozen:
+                frozen.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+
+    freezer = threading.Thread(target=freeze_all)
+    freezer.start()
+    with pytest.raises(errors.RequestError, match="got no CPU time") as caught:
+        of.render(said("a" * 900_000), None)
+    over.set()
+    freezer.join()
+    assert caught.value.error.code is errors.Code.INTERNAL
+    assert caught.value.error.retryable
+    assert of.render(said("hello"), None) == ["user: hello", 2]
+
+
+def test_a_process_that_keeps_much_memory_is_ended_after_its_conversation(renderers: list[Renderer]) -> None:
+    before, of = (
+        renderer_processes.renderers(),
+        make(renderers, GREED.replace("(greed)", GREEDY["a text that doubles"])),
+    )
+    of.render(said("hello"), None)
+    (pid,) = renderer_processes.renderers() - before
+    with capture_logs() as lines, pytest.raises(errors.RequestError, match="MemoryError"):
+        of.render(said("greed"), {"n": 40 * [0]})
+    assert [line["event"] for line in lines] == ["renderer_too_large"]
+    assert lines[0]["bytes"] > limits.RENDER_KEPT_BYTES
+    assert pid not in renderer_processes.renderers()
+    assert of.render(said("hello"), None) == ["ok"]
+
+
+def test_a_process_is_kept_after_a_conversation_of_the_largest_size_there_is(renderers: list[Renderer]) -> None:
+    before, of = renderer_processes.renderers(), make(renderers, PLAIN)
+    of.render(said("a" * 16_000_000), None)
+    (pid,) = renderer_processes.renderers() - before
+    of.render(said("hello"), None)
+    assert pid in renderer_processes.renderers()
 
 
 def test_cpu_time_is_counted_over_all_its_processes(renderers: list[Renderer]) -> None:
@@ -148,15 +197,15 @@ def test_cpu_time_is_counted_over_all_its_processes(renderers: list[Renderer]) -
 
 
 def test_nothing_is_left_of_one_that_is_closed_or_forgotten() -> None:
-    before, of = children(), Renderer(RendererSetup(source=PLAIN, special_tokens={}))
+    before, of = renderer_processes.renderers(), Renderer(RendererSetup(source=PLAIN, special_tokens={}))
     of.start()
-    assert len(children() - before) == 1
+    assert len(renderer_processes.renderers() - before) == 1
     of.close()
-    assert children() == before
+    assert renderer_processes.renderers() == before
     of.start()
-    assert len(children() - before) == 1
+    assert len(renderer_processes.renderers() - before) == 1
     del of
-    assert children() == before
+    assert renderer_processes.renderers() == before
 
 
 def test_several_threads_take_turns(renderers: list[Renderer]) -> None:
@@ -167,12 +216,12 @@ def test_several_threads_take_turns(renderers: list[Renderer]) -> None:
     assert made == [[f"user: {content}", 2] for content in contents]
 
 
-def children() -> set[int]:
-    """Processes that render, of this one."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"prompt.renderer_process" in (folder / "cmdline").read_bytes():
-                found.add(int(folder.name))
-    return found
+def only_frozen_ones_stall(monkeypatch: pytest.MonkeyPatch, frozen: set[int]) -> None:
+    """Makes a stall short, and one of the frozen processes only: others would seem to stall on a busy machine."""
+    cpu_s = itertools.count()
+
+    def now(clock: int) -> float:
+        return 0.0 if clock in {~pid << 3 | 2 for pid in frozen} else float(next(cpu_s))
+
+    monkeypatch.setattr(time, "clock_gettime", now)
+    monkeypatch.setattr(limits, "RENDER_STALL_S", 0.05)

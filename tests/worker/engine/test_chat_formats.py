@@ -40,11 +40,23 @@ def test_a_model_without_a_template_that_shows_one_has_no_format(template: str |
     assert chat_formats.infer(rules(template)) is None
 
 
-def test_a_template_that_takes_all_the_time_there_is_delays_the_load_by_seconds_of_cpu_time_only() -> None:
-    forever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    assert chat_formats.infer(rules(forever)) is None
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 15
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(99_999, id="one rendering takes it all"), pytest.param(15_000, id="many take some each")]
+)
+def test_the_renderings_of_a_slow_template_delay_the_load_by_two_seconds_of_cpu_time_together(rounds: int) -> None:
+    slow = f"{{% for a in range({rounds}) %}}{{% for b in range(1000) %}}{{% endfor %}}{{% endfor %}}"
+    before = children_cpu_s()
+    with capture_logs() as logs:
+        assert chat_formats.infer(rules(TEMPLATE + slow)) is None
+    assert children_cpu_s() - before < 2.2
+    assert [line["event"] for line in logs] == ["chat_format_given_up", "chat_format_inferred"]
+    assert logs[-1]["offered"] == []
+
+
+def test_to_compile_a_slow_template_is_part_of_that_time() -> None:
+    before = children_cpu_s()
+    assert chat_formats.infer(rules("{{ 9 ** (9 ** 9) }}")) is None
+    assert children_cpu_s() - before < 2.2
 
 
 def test_a_format_is_inferred_however_long_the_machine_takes_to_start_a_process(
@@ -84,3 +96,9 @@ def test_a_worker_renders_tools_too() -> None:
         messages=[ChatMessage(role="user", content="hi")], tools=[{"type": "function", "function": {"name": "abc"}}]
     )
     assert tokenizer.tokenize(ask) == [3, 7]
+
+
+def children_cpu_s() -> float:
+    """CPU seconds of all processes of this one that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -6,17 +6,21 @@ from typing import Any
 import structlog
 
 from tokenbus.protocol.prompt import prompt
-from tokenbus.protocol.prompt.rendering import PromptPieces
+from tokenbus.protocol.prompt.rendering import PromptPieces, Renderer
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.chat_format.inference.infer import infer_format
+from tokenbus.worker.chat_format.inference.probe import Render
 from tokenbus.worker.chat_format.known_formats import known_format
 from tokenbus.worker.engine.models import features
 
-_CPU_S = 10.0
-"""CPU time that all renderings together may take; templates of real models need less than a second, and most of that is
-the start of the process. Wall-clock time would make a model's features depend on what else its machine is doing."""
+_CPU_S = 2.0
+"""CPU time that all renderings together may take, the start of their process included: a worker that starts is delayed
+by no more. Templates of real models need a quarter of a second. Wall-clock time would make a model's features depend on
+what else its machine is doing."""
+_MIN_CPU_S = 0.2
+"""With less than this left no other process is started: its start alone would take it."""
 _QUESTION = ChatMessage(role="user", content="What is the weather in Oslo?")
 _CALL: dict[str, Any] = {"function": {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}}
 _TOOL: dict[str, Any] = {
@@ -39,27 +43,17 @@ def infer(rules: prompt.PromptRules) -> ChatFormat | None:
     """Returns the chat format of a model, or None if its template shows neither reasoning nor tool calls.
 
     Renders in a process of its own, so that a template can neither take long nor do harm."""
-    builder = prompt.PromptBuilder(rules, _encode)
-    if not builder.supports_chat or rules.chat_template is None:
+    source = rules.chat_template
+    if not source:
         return None
     started = time.monotonic()
-
-    def render(
-        conversation: list[ChatMessage], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
-    ) -> PromptPieces:
-        if builder.render_cpu_s > _CPU_S:
-            raise TimeoutError
-        try:
-            return builder.render(conversation, variables, tools)
-        except errors.RequestError as error:
-            if error.error.code is errors.Code.INTERNAL:  # not refused by the template: it may cost the model a feature
-                structlog.get_logger().warning("chat_format_not_rendered", error=error.error.message)
-            raise
-
+    renderer = Renderer(prompt.renderer_setup(rules, source, all_cpu_s=_CPU_S))
     try:
-        found = infer_format(render, rules.chat_template, rules.special_tokens, known_format(rules.chat_template))
+        found = infer_format(_bounded(renderer), source, rules.special_tokens, known_format(source))
     finally:
-        builder.close()
+        renderer.close()
+    if found is None and _is_spent(renderer):
+        structlog.get_logger().warning("chat_format_given_up", error=f"its renderings take more than {_CPU_S:g} s")
     structlog.get_logger().info(
         "chat_format_inferred",
         offered=list(features.of_format(found)),
@@ -68,27 +62,45 @@ def infer(rules: prompt.PromptRules) -> ChatFormat | None:
     return found
 
 
+def _bounded(renderer: Renderer) -> Render:
+    """Returns what renders until its CPU time is spent, and raises from then on."""
+
+    def render(
+        conversation: list[ChatMessage], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
+    ) -> PromptPieces:
+        if _is_spent(renderer):
+            raise TimeoutError
+        try:
+            return renderer.render(conversation, variables, tools)
+        except errors.RequestError as error:
+            if error.error.code is errors.Code.INTERNAL:  # not refused by the template: it may cost the model a feature
+                structlog.get_logger().warning("chat_format_not_rendered", error=error.error.message)
+            raise
+
+    return render
+
+
+def _is_spent(renderer: Renderer) -> bool:
+    return renderer.cpu_s > _CPU_S - _MIN_CPU_S
+
+
 def example(rules: prompt.PromptRules) -> str:
     """Returns a call of a tool as the model with these rules would write it, up to the end of its turn."""
-    builder = prompt.PromptBuilder(rules, _encode)
+    renderer = Renderer(prompt.renderer_setup(rules, rules.chat_template or ""))
     texts = {token: text for text, token in rules.special_tokens.items()}
     answer = ChatMessage(role="assistant", tool_calls=[_CALL])
     try:
         asked, called = (
             "".join(
-                piece if isinstance(piece, str) else texts[piece] for piece in builder.render(turns, variables, [_TOOL])
+                piece if isinstance(piece, str) else texts[piece]
+                for piece in renderer.render(turns, variables, [_TOOL])
             )
             for turns, variables in (([_QUESTION], {}), ([_QUESTION, answer], {"add_generation_prompt": False}))
         )
     finally:
-        builder.close()
+        renderer.close()
     shared = next(
         (at for at, (one, other) in enumerate(zip(asked, called, strict=False)) if one != other),
         min(len(asked), len(called)),
     )
     return called[shared:]
-
-
-def _encode(text: str) -> list[int]:
-    """Formats are found in rendered texts, which nothing tokenizes."""
-    raise NotImplementedError
