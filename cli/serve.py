@@ -12,6 +12,7 @@ import structlog
 
 from tokenbus.cli import arguments
 from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.protocol import tasks
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import backoff, logs, status
 from tokenbus.worker import contract
@@ -117,6 +118,7 @@ def run(
     try:
         settings = make(options)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.get_loop().set_exception_handler(tasks.log_uncaught)
             runner.run(serve(settings, reloader))
     except (contract.EngineStartError, ValueError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Callable
+from functools import partial
 
 import structlog
 from nats.aio.msg import Msg
@@ -171,8 +173,7 @@ class Inbox:
     def reconnected(self) -> None:
         """Has every stream ask for what it may have missed."""
         now = time.monotonic()
-        for stream in list(self._streams.values()):
-            stream.reconnected(now)
+        self._for_each(lambda stream: stream.reconnected(now))
 
     def permissions_violated(self, words: str) -> None:
         """Ends the streams whose request the broker forbids; all of them if it forbids the inbox."""
@@ -181,9 +182,12 @@ class Inbox:
         forbidden = words.lower()  # nats-py reports the subject in lower case
         if self._prefix.lower() in forbidden:
             self._error = error
-        for stream in list(self._streams.values()):
+
+        def end(stream: Stream) -> None:
             if self._error is not None or f'"{stream.subject}"'.lower() in forbidden:
                 stream.fail_if_empty(error)
+
+        self._for_each(end)
 
     def _deliver(self, message: Msg) -> None:
         token = message.subject.rpartition(".")[2]
@@ -217,15 +221,20 @@ class Inbox:
             now = time.monotonic()
             pause_s = now - ticked_at
             ticked_at = now
-            for stream in list(self._streams.values()):
-                self._tick(stream, now, pause_s if pause_s > _MAX_PAUSE_S else 0.0)
+            self._for_each(partial(_tick, now, pause_s if pause_s > _MAX_PAUSE_S else 0.0))
 
-    def _tick(self, stream: Stream, now: float, pause_s: float) -> None:
-        try:
-            stream.tick(now, pause_s)
-        except Exception:  # outermost frame of a stream: it ends, and the others are still looked after
-            structlog.get_logger().exception("stream_failed", request_id=stream.request_id)
-            stream.fail(errors.make_error(errors.Code.INTERNAL))
+    def _for_each(self, act: Callable[[Stream], None]) -> None:
+        """Calls `act` with each open stream. If that raises, this stream ends in `internal`, and no other."""
+        for stream in list(self._streams.values()):
+            try:
+                act(stream)
+            except Exception:  # outermost frame of a stream: it ends, and the others are still looked after
+                structlog.get_logger().exception("stream_failed", request_id=stream.request_id)
+                stream.fail(errors.make_error(errors.Code.INTERNAL))
+
+
+def _tick(now: float, pause_s: float, stream: Stream) -> None:
+    stream.tick(now, pause_s)
 
 
 def _no_router() -> errors.Error:

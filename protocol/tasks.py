@@ -11,6 +11,11 @@ import structlog
 
 ResultT = TypeVar("ResultT")
 
+
+class StrayCancelError(RuntimeError):
+    """A task was cancelled by something that it awaited, and not by its owner: that is a failure like any other."""
+
+
 _running: set[asyncio.Task[None]] = set()
 """Background tasks that have not ended: the event loop itself holds only weak references."""
 
@@ -35,9 +40,22 @@ def background(
 
 
 async def _run(name: str, work: Coroutine[Any, Any, Any], on_failure: Callable[[Exception], None] | None) -> None:
+    failure: Exception
     try:
         await work
+        return
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        failure = StrayCancelError("it was cancelled by what it awaited")
     except Exception as error:  # outermost frame of the task
-        structlog.get_logger().exception("task_failed", task=name)
-        if on_failure is not None:
-            on_failure(error)
+        failure = error
+    structlog.get_logger().error("task_failed", task=name, exc_info=failure)
+    if on_failure is not None:
+        on_failure(failure)
+
+
+def log_uncaught(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs what a callback of the loop raises, or an awaited task whose error nobody has read; a loop's handler."""
+    structlog.get_logger().error("callback_failed", error=context["message"], exc_info=context.get("exception"))

@@ -11,7 +11,7 @@ from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.worker.engine.models import model_files, registry
-from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings
+from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings, check_choices
 from tokenbus.worker.frontend import adapter_settings
 from tokenbus.worker.frontend.adapter_settings import AdapterSettings
 from tokenbus.worker.frontend.settings import FrontendSettings, ServedModel, WorkerSettings
@@ -292,7 +292,9 @@ def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> E
     own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // owners)
     scheduler = SchedulerSettings(**{name: getattr(options, name) for name in SchedulerSettings.__struct_fields__})
     onnx = OnnxSettings(**{name: getattr(options, name) for name in OnnxSettings.__struct_fields__ if name in options})
-    return EngineSettings(**own, scheduler=scheduler, onnx=onnx)
+    engine = EngineSettings(**own, scheduler=scheduler, onnx=onnx)
+    check_choices(engine)
+    return engine
 
 
 def _path_of(model: str) -> Path:

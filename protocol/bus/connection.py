@@ -44,6 +44,7 @@ class Connection:
         self._log = structlog.get_logger().bind(nats=name)
         self._client = HardenedClient(settings)
         self._client.may_write = lambda: self.guard()
+        self._client.on_reconnect_failed = self._reconnect_failed
         self._closed_for_good = asyncio.Event()
         self.is_closing = False
         self.on_permissions_violation: Callable[[str], None] = lambda words: None
@@ -224,6 +225,10 @@ class Connection:
         if not self.is_closing:
             self._log.error("nats_closed", error=str(self._client.last_error))
             self._closed_for_good.set()
+
+    def _reconnect_failed(self, error: Exception) -> None:
+        self._log.error("nats_closed", error=repr(error), exc_info=error)
+        self._closed_for_good.set()
 
     def _call(self, callback: Callable[[], None], subject: str) -> None:
         try:

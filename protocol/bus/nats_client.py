@@ -79,6 +79,8 @@ class HardenedClient(handshake.HandshakeClient):
         self.num_writes = 0
         self.callbacks: dict[int, bus.Callback] = {}
         """By subscription id. The read loop calls them, so that messages keep their order over all subscriptions."""
+        self.on_reconnect_failed: Callable[[Exception], None] = lambda error: None
+        """Called when it has stopped trying to reconnect."""
         self._moving: asyncio.Task[None] | None = None
 
     @property
@@ -127,7 +129,10 @@ class HardenedClient(handshake.HandshakeClient):
         # The server that was lost comes last: it may stand still, and accept connections without an answer.
         others = [server for server in self._server_pool if server is not self._current_server]
         self._server_pool[:] = [*random.sample(others, len(others)), cast(Srv, self._current_server)]
-        await super()._attempt_reconnect()
+        try:
+            await super()._attempt_reconnect()
+        except Exception as error:  # outermost frame of a task, which nats-py starts too: nobody would try again
+            self.on_reconnect_failed(error)
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         await super()._process_info(info, initial_connection)

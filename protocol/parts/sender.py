@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from nats.aio.msg import Msg
 
-from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, Outgoing
 from tokenbus.protocol.parts import headers as parts
@@ -42,7 +41,8 @@ class PartsSender:
         self._asked: dict[str, asyncio.Future[Msg]] = {}
         """Parts that wait for an answer, by their reply subjects."""
         self._turns = asyncio.Semaphore(_MAX_IN_TURN)
-        self._subscribed: asyncio.Task[object] | None = None
+        self._subscribing = asyncio.Lock()
+        self._is_subscribed = False
 
     def __repr__(self) -> str:
         return f"<PartsSender, {len(self._asked)} unanswered>"
@@ -124,10 +124,10 @@ class PartsSender:
 
     async def _subscribe(self) -> None:
         # Only those who send large messages need a further subscription.
-        if self._subscribed is None:
-            subscribing = self._connection.subscribe(self._to_reply("*"), self._on_answer)
-            self._subscribed = tasks.awaited(subscribing)
-        await asyncio.shield(self._subscribed)
+        async with self._subscribing:
+            if not self._is_subscribed:
+                await self._connection.subscribe(self._to_reply("*"), self._on_answer)
+                self._is_subscribed = True
 
     def _on_answer(self, message: Msg) -> None:
         answered = self._asked.get(message.subject)

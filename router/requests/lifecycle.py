@@ -225,7 +225,8 @@ class RequestLifecycle:
             self._terminals.send_keepalive(flight, self._loads.progress_of(flight.model))
 
     def _spawn(self, flight: Flight, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        task = tasks.background("request", self._carry(flight, work))
+        failure = errors.make_error(errors.Code.INTERNAL)
+        task = tasks.background("request", self._carry(flight, work), lambda _: self._end(flight, failure))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -183,7 +183,9 @@ class Endpoints:
             case internal.Control(op="load", model=str()) if self._worker.on_load is not None:
                 self._worker.on_load(control, lambda reply: self._answer_operator(message, control, reply))
             case internal.Control(op="load_adapter" | "unload_adapter", adapter=str()):
-                self._start(self._change_adapters(message, control), self._tokenizes)
+                failed = internal.ControlReply(ok=False, error=errors.make_error(errors.Code.INTERNAL))
+                change = self._change_adapters(message, control)
+                self._start(change, self._tokenizes, lambda _: self._answer_operator(message, control, failed))
             case internal.Control(op="drain" | "unload"):
                 self._answer_operator(message, control, internal.ControlReply(ok=True))
                 self._worker.drain_requested.set()
@@ -331,8 +333,13 @@ class Endpoints:
             await asyncio.sleep(0)  # chunks go first
         return internal.DetokenizeResult(text=b"".join(parts).decode(errors="replace"))
 
-    def _start(self, call: Coroutine[Any, Any, None], calls: set[asyncio.Task[None]]) -> None:
-        task = tasks.background("call", call)
+    def _start(
+        self,
+        call: Coroutine[Any, Any, None],
+        calls: set[asyncio.Task[None]],
+        on_failure: Callable[[Exception], None] | None = None,
+    ) -> None:
+        task = tasks.background("call", call, on_failure)
         calls.add(task)
         task.add_done_callback(calls.discard)
 

@@ -54,6 +54,11 @@ class EngineProcess:
     def __repr__(self) -> str:
         return f"<EngineProcess {self._running!r}>"
 
+    def kill(self) -> None:
+        """Kills the process if it runs, with every replica in it."""
+        if self._running is not None:
+            self._running.kill()
+
     async def open(self, settings: EngineSettings, memory_fd: int | None = None) -> "ReplicaLink":
         """Has a replica loaded, in a new process if none runs. `memory_fd` is a file for its copies of blocks.
 

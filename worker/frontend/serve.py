@@ -17,7 +17,7 @@ from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import errors, internal, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.engine.models import registry
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.process.settings import EngineSettings, check_choices
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.frontend import vllm_metric_aliases
 from tokenbus.worker.frontend.metrics import WorkerMetrics
@@ -250,9 +250,11 @@ def _engine_settings(own: EngineSettings, control: internal.Control) -> EngineSe
             )
     fields = msgspec.structs.asdict(own) | {"model": control.model, "files": {}} | control.settings
     try:
-        return msgspec.convert(fields, EngineSettings)
-    except msgspec.ValidationError as error:
+        settings = msgspec.convert(fields, EngineSettings)
+        check_choices(settings)
+    except ValueError as error:  # msgspec's too
         raise errors.request_error(errors.Code.INVALID_REQUEST, f"settings: {error}", param="settings") from error
+    return settings
 
 
 def _report(on_progress: OnProgress, done: int, replicas: int, fraction: float) -> None:

@@ -89,8 +89,8 @@ class KvExchange:
         unless it is cancelled."""
 
         def failed(_: Exception) -> None:
-            self._fetches.pop(request.key, None)
-            on_done(Fetch("failed"))
+            if self._fetches.pop(request.key, None) is not None:  # else `on_done` itself has failed
+                on_done(Fetch("failed"))
 
         self._fetches[request.key] = tasks.background("fetch", self._fetch(run, request, on_done), failed)
 

@@ -158,10 +158,8 @@ class OnDemandModels:
                     self._start_unloading(replica)
 
     def _start_unloading(self, replica: OnDemandReplica) -> None:
-        def failed(error: Exception) -> None:
-            self.model_failed(replica.served_name, f"it could not be unloaded: {error}")
-
-        task = tasks.background("unload", replica.unload(), failed)
+        # the plan hears of the end of its engine, however that comes
+        task = tasks.background("unload", replica.unload(), lambda _: replica.kill_engine())
         self._changing.add(task)
         task.add_done_callback(self._changing.discard)
 

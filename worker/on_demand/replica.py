@@ -86,6 +86,10 @@ class OnDemandReplica(Replica):
             if supervisor is self._supervisor:
                 await supervisor.cleanup()
 
+    def kill_engine(self) -> None:
+        """Ends the engine at once, which has to end and does not. No other is started."""
+        self._process.kill()
+
     async def _wait_idle(self, supervisor: Supervisor) -> None:
         """Returns when the engine has no request, or when there is no engine any more."""
         while supervisor.engine is not None and supervisor is self._supervisor:

@@ -292,10 +292,15 @@ class Streams:
 
     def _fetched(self, stream: Stream, fetch: Fetch) -> None:
         """Has a stream computed whose blocks have been fetched, as many as could be."""
-        if self._streams.get(stream.key) is stream and self._engine is not None:
+        if self._streams.get(stream.key) is not stream or self._engine is None:
+            return
+        try:
             self._announcer.blocks_fetched(stream.fetched(fetch))
             self._engine.release(stream.key)
-            self._announcer.publish_events()  # routers measure the computing from here on
+        except Exception:  # outermost frame of a stream: the engine would hold it back for ever
+            self._telemetry.failed(stream)
+            self._outbox.fail(stream)
+        self._announcer.publish_events()  # routers measure the computing from here on
 
     def _refusal(self, run: internal.Run, error: errors.Error) -> internal.RunReply:
         live = self._streams.get(run.request_id)

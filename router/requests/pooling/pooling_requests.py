@@ -110,7 +110,7 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
         known = {tracing.MODEL: model, tracing.OPERATION: self.otel_operation, tracing.REQUEST_ID: request_id}
         span = tracing.start_span(self._tracer, "route", "server", headers, known, request.received_at)
         request = request._replace(span=span)
-        task = tasks.background("pooling request", self._carry(request))
+        task = tasks.background("pooling request", self._carry(request), lambda _: self._refuse_failed(request))
         self._tasks[task] = request
         self._by_key.setdefault(request.key, []).append(request)
         task.add_done_callback(self._forget)
@@ -153,6 +153,10 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
             )
             refusal = self.make_refusal(reply.id, error)
             self._replies.send(subject, codec.encode(refusal, encoding), codec.error_headers(error))
+
+    def _refuse_failed(self, request: PoolingRequest[BodyT, WorkT]) -> None:
+        refusal = self.make_refusal(request.request_id, errors.make_error(errors.Code.INTERNAL))
+        self.send_reply(request.reply, request.encoding, refusal)
 
     async def _carry(self, request: PoolingRequest[BodyT, WorkT]) -> None:
         with request.span:

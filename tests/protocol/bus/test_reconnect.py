@@ -11,6 +11,7 @@ from tokenbus.protocol.bus.bus import (
     OutboundBufferLimitError,
 )
 from tokenbus.protocol.bus.connection import Settings, connect
+from tokenbus.protocol.bus.handshake import HandshakeClient
 
 # The broker goes away
 
@@ -293,3 +294,19 @@ async def test_an_aborted_connection_forgets_what_waited_and_serves_its_subscrip
     await one.flush()
     other.publish(SUBJECT, b"hello")
     await inbox.until(1)
+
+
+async def test_a_connection_that_has_stopped_trying_to_reconnect_says_so(
+    connected: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process ends then, and is started anew: otherwise it would stay deaf for ever."""
+
+    async def fail(_: object) -> None:
+        raise KeyError("a bug")
+
+    connection = await connected()
+    monkeypatch.setattr(HandshakeClient, "_attempt_reconnect", fail)
+    connection.abort()
+    with pytest.raises(ConnectionError, match="for good"):
+        async with asyncio.timeout(PATIENCE_S):
+            await connection.wait_closed()

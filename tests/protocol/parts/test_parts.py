@@ -245,3 +245,18 @@ def test_nothing_is_published_to_a_reply_subject_that_may_not_be_answered(stage:
     stage.process.call(stage.bus.publish, "parts.r0.none", b"x", "secret.b", {headers.OFFSET: "0"})
     stage.world.run(0.1)
     assert heard == []
+
+
+def test_a_sender_that_could_not_subscribe_once_tries_again_with_the_next_message(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise ConnectionError("there is no broker")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(stage.bus, "subscribe", fail)
+        with pytest.raises(ConnectionError):
+            stage.process.do(stage.send())
+    stage.process.do(stage.send())
+    stage.world.run(0.1)
+    assert [message.data for message in stage.whole] == [BODY]

@@ -15,6 +15,7 @@ from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
 from tokenbus.worker import contract
+from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import Supervisor
@@ -276,3 +277,24 @@ async def test_a_prompt_counts_as_queued_while_its_blocks_come(fleet: Fleet, mon
     may_give.set()
     await streamed.terminal()
     assert fleet.b.engine.load().queued_prefill_tokens == 0
+
+
+@pytest.mark.parametrize("part", ["num_held", "blocks_fetched"])
+async def test_a_bug_before_or_after_a_fetch_does_not_hold_the_stream(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Before it, the prompt is computed instead. Afterwards the stream ends: the same would fail again."""
+
+    def fail(*_: object) -> None:
+        raise KeyError(part)
+
+    expected = await fleet.sender.ask("a", prompt(9))
+    monkeypatch.setattr(Announcer, part, fail)
+    streamed = await fleet.sender.run("b", prompt(9), fetch_from=fleet.sender.source("a"))
+    terminal = await streamed.terminal()
+    if part == "num_held":
+        assert streamed.token_ids == expected.token_ids
+    else:
+        assert terminal.error
+        assert terminal.error.code == "internal"
+    await fleet.settled()

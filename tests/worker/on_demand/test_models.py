@@ -39,6 +39,9 @@ class StubReplica:
     async def unload(self) -> None:
         raise RuntimeError("the engine does not end")
 
+    def kill_engine(self) -> None:
+        self.listener.model_unloaded(self.served_name)
+
 
 Serve = Callable[..., dict[str, StubReplica]]
 

@@ -8,7 +8,7 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.worker.engine.models.generation_config import GenerationConfig
 from tokenbus.worker.engine.models.settings_resolution import Rule, common_rules, require
 from tokenbus.worker.engine.models.settings_resolution import resolve as resolve_common
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.process.settings import CHOICES, EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.models.convert import converted
 
@@ -28,7 +28,6 @@ FLASH_ATTENTION = {
     "on": llama.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "off": llama.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
-KV_LAYOUTS = ("auto", "unified", "per-stream")
 SPLIT_MODES = {
     "none": llama.LLAMA_SPLIT_MODE_NONE,
     "layer": llama.LLAMA_SPLIT_MODE_LAYER,
@@ -64,12 +63,8 @@ def _rules(settings: EngineSettings) -> Iterator[Rule]:
     yield Rule("--context-length", context, context == 0 or context >= 2, "at least 2, or 0 to have it chosen")
     yield Rule("--kv-tokens", kv, kv == 0 or kv >= least_kv, f"one block and one context at least ({least_kv})")
     yield Rule("--ubatch-tokens", settings.ubatch_tokens, settings.ubatch_tokens >= 1, "at least 1")
-    for flag, value, known in (
-        ("--quantize", settings.quantize or converted.DEFAULT_TYPE, converted.TYPES),
-        ("--kv-layout", settings.kv_layout, KV_LAYOUTS),
-        ("--cache-type-k", settings.cache_type_k, CACHE_TYPES),
-        ("--cache-type-v", settings.cache_type_v, CACHE_TYPES),
-        ("--flash-attention", settings.flash_attention, FLASH_ATTENTION),
-        ("--split-mode", settings.split_mode, SPLIT_MODES),
-    ):
-        yield Rule(flag, value, value in known, f"one of {', '.join(known)}")
+    kind = settings.quantize or converted.DEFAULT_TYPE
+    yield Rule("--quantize", kind, kind in converted.TYPES, f"one of {', '.join(converted.TYPES)}")
+    for name, known in CHOICES.items():
+        value = getattr(settings, name)
+        yield Rule(f"--{name.replace('_', '-')}", value, value in known, f"one of {', '.join(known)}")

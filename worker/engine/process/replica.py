@@ -102,7 +102,8 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None
                     _end_loop_on_error(inputs.submit(_load_adapter, runner, command, send), inbox)
                 case ipc.AbortPooling(call_id):
                     aborted.add(call_id)
-                    inputs.submit(_abort, command, aborted, inbox)  # behind the call, which may still be there
+                    # after the call, which may still be there
+                    _end_loop_on_error(inputs.submit(_abort, command, aborted, inbox), inbox)
                 case _:
                     inbox.put(command)
     except Exception as error:  # outermost frame

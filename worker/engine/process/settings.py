@@ -2,6 +2,16 @@
 
 import msgspec
 
+_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+CHOICES = {
+    "kv_layout": ("auto", "unified", "per-stream"),
+    "cache_type_k": _CACHE_TYPES,
+    "cache_type_v": _CACHE_TYPES,
+    "flash_attention": ("auto", "on", "off"),
+    "split_mode": ("none", "layer", "row"),
+}
+"""The values of the settings that have only a few, for engines that know them."""
+
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Who gets KV memory when there is not enough for all."""
@@ -105,3 +115,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     host_cache_policy: str = "auto"
     """`write-through` copies blocks to host memory as soon as they are complete, so that they outlive the engine;
     `write-back` only those that have to leave the device. `auto` is `write-through` where the device is the CPU."""
+
+
+def check_choices(settings: EngineSettings) -> None:
+    """Raises ValueError for a setting that no engine knows, before anything is loaded with it or estimated from it."""
+    for name, known in CHOICES.items():
+        value = getattr(settings, name)
+        if value not in known:
+            raise ValueError(f"--{name.replace('_', '-')} must be one of {', '.join(known)}, got {value!r}")
