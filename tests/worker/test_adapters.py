@@ -1,5 +1,6 @@
 """The adapters of a replica: loaded by name, withdrawn, replaced, and given to a new engine; and a folder of them."""
 
+import asyncio
 import os
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,7 @@ from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker import contract
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
-from tokenbus.worker.frontend import adapter_settings
+from tokenbus.worker.frontend import adapter_folder, adapter_settings
 from tokenbus.worker.frontend.adapter_folder import AdapterFolder
 from tokenbus.worker.frontend.adapter_settings import AdapterSettings
 from tokenbus.worker.frontend.adapters import Adapters
@@ -195,6 +196,72 @@ async def test_a_folder_does_not_take_a_name_that_an_operator_has_given(tmp_path
     remove(path)
     await folder.look()
     assert adapters.cards() == [messages.CardAdapter(name="a", digest="one")]
+
+
+async def test_what_an_operator_loads_in_place_of_a_folder_s_adapter_outlives_the_file(tmp_path: Path) -> None:
+    folder_path = make_folder(tmp_path / "folder")
+    adapters, _, _ = await opened()
+    folder = AdapterFolder(folder_path, None, adapters)
+    path = file(folder_path, "a.gguf", "one")
+    for _ in range(2):
+        await folder.look()
+    await adapters.load(AdapterSettings("a", file(tmp_path, "2", "two")))
+    file(folder_path, "a.gguf", "one again")
+    for _ in range(2):
+        await folder.look()
+    assert adapters.cards() == [messages.CardAdapter(name="a", digest="two")]
+    remove(path)
+    await folder.look()
+    assert adapters.cards() == [messages.CardAdapter(name="a", digest="two")]
+
+
+async def test_an_operator_may_unload_a_folder_s_adapter_while_the_folder_does(tmp_path: Path) -> None:
+    adapters, engine, _ = await opened()
+    folder = AdapterFolder(tmp_path, None, adapters)
+    path = file(tmp_path, "a.gguf", "one")
+    for _ in range(2):
+        await folder.look()
+    remove(path)
+    loading, may_load = asyncio.Event(), asyncio.Event()
+
+    async def load_adapter(path: str) -> str:
+        loading.set()
+        await may_load.wait()
+        return "two"
+
+    engine.load_adapter = load_adapter  # type: ignore[method-assign]
+    async with asyncio.TaskGroup() as group:
+        group.create_task(adapters.load(AdapterSettings("b", "b")))  # both wait for it
+        await loading.wait()
+        group.create_task(adapters.unload("a"))
+        looking = group.create_task(folder.look())
+        await asyncio.wait([looking], timeout=0.2)
+        may_load.set()
+    assert adapters.cards() == [messages.CardAdapter(name="b", digest="two")]
+    assert engine.loaded["one"] == 0
+
+
+async def test_whatever_fails_in_a_folder_it_is_looked_through_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters, _, _ = await opened()
+    file(tmp_path, "a.gguf", "one")
+    folder, stamps = AdapterFolder(tmp_path, None, adapters), adapter_folder._stamps
+    looks: list[Path] = []
+
+    def sometimes(path: Path) -> dict[str, adapter_folder.Stamp]:
+        looks.append(path)
+        if len(looks) == 1:
+            raise KeyError("a bug")
+        return stamps(path)
+
+    monkeypatch.setattr(adapter_folder, "_stamps", sometimes)
+    monkeypatch.setattr(adapter_folder, "_INTERVAL_S", 0.0)
+    running = asyncio.create_task(folder.run())
+    async with asyncio.timeout(10):
+        while not adapters.cards():
+            await asyncio.sleep(0.01)
+    running.cancel()
 
 
 async def test_a_folder_that_is_not_there_is_like_an_empty_one(tmp_path: Path) -> None:

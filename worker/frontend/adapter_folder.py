@@ -37,8 +37,8 @@ class AdapterFolder:
         """The files of the last look."""
         self._tried: dict[str, Stamp] = {}
         """The files that were loaded or refused, so that none is tried twice."""
-        self._own: set[str] = set()
-        """Names of the adapters that were loaded from here."""
+        self._own: dict[str, AdapterSettings] = {}
+        """The adapters that were loaded from here, by name. An operator may have unloaded or replaced them since."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -47,7 +47,10 @@ class AdapterFolder:
     async def run(self) -> None:
         """Watches until cancelled."""
         while True:
-            await self.look()
+            try:
+                await self.look()
+            except Exception:  # outermost frame of a look: a folder must not end a worker, and there is another look
+                self._log.exception("folder_not_read", path=str(self._path))
             await asyncio.sleep(_INTERVAL_S)
 
     async def look(self) -> None:
@@ -66,9 +69,7 @@ class AdapterFolder:
         settings = AdapterSettings(name, str(stamp.path), self._tenants)
         try:
             settings.check()
-            if name in self._adapters and name not in self._own:
-                raise ValueError("an adapter of that name was loaded otherwise")
-            await self._adapters.load(settings)
+            await self._adapters.load_own(settings, self._own.get(name))
         except ValueError as error:
             self._log.error("adapter_failed", adapter=name, error=str(error))
         except errors.RequestError as error:
@@ -76,14 +77,12 @@ class AdapterFolder:
                 return
             self._log.error("adapter_failed", adapter=name, error=error.error.message)
         else:
-            self._own.add(name)
+            self._own[name] = settings
         self._tried[name] = stamp
 
     async def _unload(self, name: str) -> None:
-        if name in self._own:
-            self._own.remove(name)
-            if name in self._adapters:  # else an operator has unloaded it
-                await self._adapters.unload(name)
+        if (settings := self._own.pop(name, None)) is not None:
+            await self._adapters.unload_own(settings)
 
 
 def _stamps(folder: Path) -> dict[str, Stamp]:

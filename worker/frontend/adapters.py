@@ -69,30 +69,52 @@ class Adapters:
     async def load(self, settings: AdapterSettings) -> None:
         """Loads an adapter, in place of one that has the same name. Raises RequestError, and nothing has changed."""
         async with self._changing:
-            if settings.name not in self._loaded and len(self._loaded) >= MAX_LOADED:
-                problem = f"at most {MAX_LOADED} adapters may be loaded: unload one first"
-                raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="adapter")
-            engine = self._require_engine()
-            digest = await engine.load_adapter(settings.path)
-            before = self._loaded.get(settings.name)
-            self._wanted[settings.name] = settings
-            self._loaded[settings.name] = _Loaded(settings, digest)
-            if before is not None:
-                engine.unload_adapter(before.digest)
-            self._log.info("adapter_loaded", adapter=settings.name, digest=digest, path=settings.path)
-            self._on_changed()
+            await self._load(settings)
+
+    async def load_own(self, settings: AdapterSettings, before: AdapterSettings | None) -> None:
+        """Does the same for an owner who may only replace what it has loaded itself, which is `before`.
+
+        Raises ValueError if the name is somebody else's."""
+        async with self._changing:
+            if (known := self._wanted.get(settings.name)) is not None and known is not before:
+                raise ValueError("an adapter of that name was loaded otherwise")
+            await self._load(settings)
+
+    async def _load(self, settings: AdapterSettings) -> None:
+        assert self._changing.locked(), self
+        if settings.name not in self._loaded and len(self._loaded) >= MAX_LOADED:
+            problem = f"at most {MAX_LOADED} adapters may be loaded: unload one first"
+            raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="adapter")
+        engine = self._require_engine()
+        digest = await engine.load_adapter(settings.path)
+        before = self._loaded.get(settings.name)
+        self._wanted[settings.name] = settings
+        self._loaded[settings.name] = _Loaded(settings, digest)
+        if before is not None:
+            engine.unload_adapter(before.digest)
+        self._log.info("adapter_loaded", adapter=settings.name, digest=digest, path=settings.path)
+        self._on_changed()
 
     async def unload(self, name: str) -> None:
         """Withdraws an adapter; requests that use it keep it. Raises RequestError for an unknown name."""
         async with self._changing:
-            before = self._loaded.pop(name, None)
-            if before is None:
+            if name not in self._loaded:
                 problem = f"there is no adapter {name[: limits.MAX_NAME_BYTES]!r} here"
                 raise errors.request_error(errors.Code.MODEL_NOT_FOUND, problem, param="adapter")
-            del self._wanted[name]
-            self._require_engine().unload_adapter(before.digest)
-            self._log.info("adapter_unloaded", adapter=name, digest=before.digest)
-            self._on_changed()
+            self._unload(name)
+
+    async def unload_own(self, settings: AdapterSettings) -> None:
+        """Withdraws what was loaded with these settings, unless the name is somebody else's by now, or nobody's."""
+        async with self._changing:
+            if settings.name in self._loaded and self._wanted.get(settings.name) is settings:
+                self._unload(settings.name)
+
+    def _unload(self, name: str) -> None:
+        before = self._loaded.pop(name)
+        del self._wanted[name]
+        self._require_engine().unload_adapter(before.digest)
+        self._log.info("adapter_unloaded", adapter=name, digest=before.digest)
+        self._on_changed()
 
     async def carry_out(self, control: internal.Control) -> internal.ControlReply:
         """Loads or unloads an adapter as an operator commands."""

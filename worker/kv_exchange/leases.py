@@ -9,6 +9,8 @@ from tokenbus.worker.contract import CachedPrefix
 MAX_LEASES = 2
 LEASE_S = 10.0
 """A lease ends when nothing was read for this long."""
+UNREAD_S = 2.0
+"""The same before the first reading: its reader may never have heard of it."""
 LEG_LEASE_S = 2.0
 """The same of a leg, whose reader asks again several times a second. What it computes is of use to nobody else."""
 
@@ -30,6 +32,7 @@ class Leases:
     def __init__(self) -> None:
         self._leases: dict[str, Lease] = {}
         self._used_at: dict[str, float] = {}
+        self._unread: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<Leases {len(self)} of {MAX_LEASES} and {limits.MAX_LEGS}>"
@@ -46,6 +49,7 @@ class Leases:
         assert self.num_free(is_leg=is_leg) > 0, self
         lease = Lease(secrets.token_hex(16), prefix, first, end, is_leg)
         self._leases[lease.name], self._used_at[lease.name] = lease, now
+        self._unread.add(lease.name)
         return lease
 
     def use(self, name: str, now: float) -> Lease | None:
@@ -53,18 +57,25 @@ class Leases:
         self.expire(now)
         if name in self._leases:
             self._used_at[name] = now
+            self._unread.discard(name)
         return self._leases.get(name)
 
     def end(self, name: str) -> None:
         """Ends a lease, if there is one with that name."""
         self._leases.pop(name, None)
         self._used_at.pop(name, None)
+        self._unread.discard(name)
 
     def expire(self, now: float) -> None:
         """Ends the leases that nobody uses any more."""
         for lease in list(self._leases.values()):
-            if now - self._used_at[lease.name] >= (LEG_LEASE_S if lease.is_leg else LEASE_S):
+            if now - self._used_at[lease.name] >= self._limit_s(lease):
                 self.end(lease.name)
+
+    def _limit_s(self, lease: Lease) -> float:
+        if lease.is_leg:
+            return LEG_LEASE_S
+        return UNREAD_S if lease.name in self._unread else LEASE_S
 
     def names(self) -> set[str]:
         return set(self._leases)

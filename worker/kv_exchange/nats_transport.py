@@ -119,7 +119,12 @@ class NatsTransport:
             assert self._sender is not None
             subject = self._names.worker(self._model, worker_id, "kv")
             question = await self._sender.stage(Outgoing(subject, codec.encode(request)))
-            message = await self._ask(bus, question.subject, question.payload, question.headers)
+            asking = tasks.awaited(self._ask(bus, question.subject, question.payload, question.headers))
+            try:
+                message = await asyncio.shield(asking)
+            except asyncio.CancelledError:  # whatever is granted now is given back: a holder has few leases
+                asking.add_done_callback(partial(self._give_back, bus, worker_id))
+                raise
             lease = _leases.decode(message.data)
         except NoRespondersError as error:
             raise TransferError("lost", "nobody answers for that worker") from error
@@ -128,6 +133,14 @@ class NatsTransport:
         if not lease.lease:
             raise TransferError("busy" if lease.busy else "nothing", "that worker has no blocks to give now")
         return _NatsLease(self, bus, self._names.worker(self._model, worker_id, "kv.read"), lease)
+
+    def _give_back(self, bus: Bus, worker_id: str, asked: asyncio.Task[Msg]) -> None:
+        """Ends the lease that a question has got which nobody waits for any more."""
+        if asked.cancelled() or asked.exception() is not None:
+            return
+        with contextlib.suppress(errors.RequestError):
+            if (lease := _leases.decode(asked.result().data)).lease:
+                _NatsLease(self, bus, self._names.worker(self._model, worker_id, "kv.read"), lease).close()
 
     async def _open(self) -> Bus:
         """Returns the connection for blocks. Raises ConnectionError and TimeoutError if it can't be made."""

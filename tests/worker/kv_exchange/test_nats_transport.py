@@ -13,7 +13,7 @@ from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.wire import block_hash, codec, internal, subjects
 from tokenbus.worker.kv_exchange import nats_transport
 from tokenbus.worker.kv_exchange.holder import Holder
-from tokenbus.worker.kv_exchange.leases import LEASE_S
+from tokenbus.worker.kv_exchange.leases import LEASE_S, UNREAD_S
 from tokenbus.worker.kv_exchange.nats_transport import NatsTransport
 from tokenbus.worker.kv_exchange.transport import TransferError
 
@@ -242,3 +242,22 @@ async def test_the_connection_is_closed_a_minute_after_its_last_use(ends: tuple[
     lease = await b.transport.lease("a", request())
     assert await lease.read(0, NUM_BYTES) == block(0)
     assert b.num_connections == 2
+
+
+async def test_a_lease_that_is_granted_after_its_fetch_was_cancelled_is_given_back(ends: tuple[End, End]) -> None:
+    a, b = ends
+    a.engine.gate.clear()
+    asking = asyncio.create_task(b.transport.lease("a", request()))
+    async with asyncio.timeout(10):
+        while not a.engine.last_exports:
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.wait([asking])
+        granted = asyncio.Event()
+        grant = a.holder.none_leased.clear
+        a.holder.none_leased.clear = lambda: (grant(), granted.set())  # type: ignore[method-assign,func-returns-value]
+        a.engine.gate.set()
+        await granted.wait()
+        began = asyncio.get_running_loop().time()
+        await a.holder.none_leased.wait()
+    assert asyncio.get_running_loop().time() - began < UNREAD_S / 2
