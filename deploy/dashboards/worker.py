@@ -268,6 +268,13 @@ _MEMORY = (
         ),
     ),
     Panel(
+        "Fetched blocks that were refused",
+        "Keys or values of another worker were NaN or infinite, so that prompts are computed. If it goes on, drain the "
+        "worker that gave them: blocks_fetched in the log has its name.",
+        "short",
+        (Query(increase(f"{_P}_kv_refused_blocks_total", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
         "Bytes that new engines have recovered",
         "The size of these copies. If it stays near --host-cache-mib, a larger one would save more.",
         "bytes",
@@ -317,8 +324,8 @@ _CONSTRAINTS = (
     ),
     Panel(
         "Constraints that were refused",
-        "By reason. too_costly took more time or memory to compile than one may, which costs nobody else anything; a "
-        "client that keeps sending new ones is attacking, or needs a smaller schema.",
+        "By reason. too_costly took more time or memory to compile than one may, which costs nobody else anything. If "
+        "a client keeps sending new ones, it is attacking, or needs a smaller schema.",
         "reqps",
         (Query(_rate("constraint_refusals", "worker_id, reason"), f"{_NAME} {{{{reason}}}}"),),
         "stacked",

@@ -171,6 +171,21 @@ async def gives_blocks_that_another_engine_can_use(engine: contract.Engine, conf
     assert again.token_ids == recorder.token_ids
 
 
+async def computes_what_comes_as_no_numbers(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    """The first block comes as it is, and the last number of the second one as NaN."""
+    if not config.kv_identity or config.engine not in ("gguf", "onnx"):  # others' blocks have no numbers
+        return
+    token_ids = long_prompt(config, 77)
+    recorder, _, _ = await measured(engine, request(token_ids, max_tokens=3))
+    _, blocks = await engine.export_blocks(prefix_of(token_ids), 0, 99)
+    engine.clear_cache()
+    blocks[1] = blocks[1][:-4] + b"\xff" * 4
+    engine.put_blocks(prefix_of(token_ids), 0, blocks)
+    again, usage, _ = await measured(engine, request(token_ids, max_tokens=3))
+    assert usage.cached_tokens == config.kv_block_size
+    assert again.token_ids == recorder.token_ids
+
+
 async def gives_no_blocks_of_others(engine: contract.Engine, config: contract.EngineConfig) -> None:
     if not config.kv_identity:
         return
@@ -214,6 +229,7 @@ async def cancels_what_is_held_back(engine: contract.Engine, config: contract.En
 
 
 EXCHANGE_RULES = (
+    computes_what_comes_as_no_numbers,
     gives_blocks_that_another_engine_can_use,
     gives_no_blocks_of_others,
     drops_blocks_behind_a_gap,

@@ -99,6 +99,10 @@ class Copies(Protocol):
         """The number of those that are kept, and of what was thrown away."""
         ...
 
+    def find_problem(self, data: memoryview, start: int, count: int, /) -> str:
+        """Says in a word why data can't be the copy of `count` tokens from `start` on; empty if they may be."""
+        ...
+
     def open(self, fd: int | None = None) -> None:
         """Takes the file in which the copies are. Raises ModelError if it can't be used."""
         ...

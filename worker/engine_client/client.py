@@ -317,6 +317,8 @@ class EngineClient(asyncio.Protocol):
                 self._adapters.loaded(loaded)
             case ipc.ExportedBlocks(call_id) as exported:
                 self._exporting.resolve(call_id, exported)
+            case ipc.BlocksRefused(count):
+                self.listener.blocks_refused(count)
             case ipc.PoolResult() as result:
                 self._pooling.ended(result)
             case ipc.StepIsolated(number):

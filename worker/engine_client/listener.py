@@ -26,6 +26,9 @@ class EngineListener:
     def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
         """A constraint was compiled, or could not be."""
 
+    def blocks_refused(self, count: int) -> None:
+        """So many fetched blocks were not cached, because one of them can't be used."""
+
     def token_interval(self, seconds: float, count: int) -> None:
         """`count` requests got a token, each `seconds` after its previous one."""
 

@@ -115,6 +115,9 @@ class WorkerMetrics(MetricFamilies):
         self.tool_calls = counter("tool_calls", "Tool calls in answers, by whether they were complete.", "complete")
         self.reasoning_tokens = counter("reasoning_tokens", "Tokens of completions that belong to the reasoning.")
         self.kv_fetches = counter("kv_fetches", "Fetches of KV blocks from other workers, by outcome.", "outcome")
+        self.kv_refused_blocks = counter(
+            "kv_refused_blocks", "Fetched blocks that were not cached, since one of them holds no usable numbers."
+        )
         self.kv_fetched_bytes = counter("kv_fetched_bytes", "Bytes of KV blocks that were fetched from other workers.")
         self.kv_given_bytes = counter("kv_given_bytes", "Bytes of KV blocks that other workers have read.")
         self.kv_fetch = histogram("kv_fetch_seconds", "Duration of fetches of KV blocks.", TTFT_BUCKETS)
@@ -243,6 +246,10 @@ class ReplicaMetrics:
         for child, name in self._step_counters:
             if count := getattr(stats, name):
                 child.inc(count)
+
+    def blocks_refused(self, count: int) -> None:
+        """So many fetched blocks were not cached."""
+        self._metrics.kv_refused_blocks.labels(*self._own_labels).inc(count)
 
     def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
         """A request's constraint was compiled, or could not be."""

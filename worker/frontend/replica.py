@@ -223,6 +223,10 @@ class Replica(EngineListener):
         """Observes how long a constraint took, and counts it if it was refused."""
         self._metrics.constraint_compiled(compiled)
 
+    def blocks_refused(self, count: int) -> None:
+        """Counts fetched blocks that could not be used."""
+        self._metrics.blocks_refused(count)
+
     def token_interval(self, seconds: float, count: int) -> None:
         """Counts intervals between tokens."""
         self._metrics.observe_token_interval(seconds, count)

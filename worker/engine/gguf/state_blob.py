@@ -84,7 +84,7 @@ class StateFormat(NamedTuple):
             offset += len(tensor.framing) + tensor.bytes_per_token * block_size
         return KvBlockFormat(num_bytes=offset, fixed=tuple(fixed), positions=tuple(positions))
 
-    def problem(self, blob: bytes | memoryview, start: int, count: int) -> str:
+    def problem(self, blob: bytes | bytearray | memoryview, start: int, count: int) -> str:
         """Says in a word what is wrong with a blob of `count` tokens from position `start` on; empty if nothing is."""
         if len(blob) != self.size(count):
             return "size"
@@ -102,10 +102,9 @@ class StateFormat(NamedTuple):
             if blob[offset : offset + len(tensor.framing)] != tensor.framing:
                 return "framing"
             offset += len(tensor.framing) + tensor.bytes_per_token * count
-        return ""
+        return "" if self._is_finite(blob, count) else "numbers"
 
-    def is_finite(self, blob: bytes | bytearray | memoryview, count: int) -> bool:
-        """Whether all keys and values in a blob of `count` tokens are finite; there must be no problem with it."""
+    def _is_finite(self, blob: bytes | bytearray | memoryview, count: int) -> bool:
         view = memoryview(blob)
         return all(finite.all_finite(view[start:end], kind) for kind, start, end in self._data(count))
 

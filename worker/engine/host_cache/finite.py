@@ -24,16 +24,22 @@ class NumberType(NamedTuple):
     num_scales: int = 0
     """The scales at the beginning of each group; 0 for a type without groups."""
     group_bytes: int = 0
+    group_numbers: int = 1
+    """The numbers of a group; 1 for a type without groups."""
+
+    def num_bytes(self, count: int) -> int:
+        """Returns the bytes that so many numbers take."""
+        return count // self.group_numbers * (self.group_bytes or self.width // 8)
 
 
 F32 = NumberType("f32", 32, 0x7F800000)
 F16 = NumberType("f16", 16, 0x7C00)
 BF16 = NumberType("bf16", 16, 0x7F80)
-Q8_0 = NumberType("q8_0", 16, 0x7C00, num_scales=1, group_bytes=34)
-Q5_1 = NumberType("q5_1", 16, 0x7C00, num_scales=2, group_bytes=24)
-Q5_0 = NumberType("q5_0", 16, 0x7C00, num_scales=1, group_bytes=22)
-Q4_1 = NumberType("q4_1", 16, 0x7C00, num_scales=2, group_bytes=20)
-Q4_0 = NumberType("q4_0", 16, 0x7C00, num_scales=1, group_bytes=18)
+Q8_0 = NumberType("q8_0", 16, 0x7C00, num_scales=1, group_bytes=34, group_numbers=32)
+Q5_1 = NumberType("q5_1", 16, 0x7C00, num_scales=2, group_bytes=24, group_numbers=32)
+Q5_0 = NumberType("q5_0", 16, 0x7C00, num_scales=1, group_bytes=22, group_numbers=32)
+Q4_1 = NumberType("q4_1", 16, 0x7C00, num_scales=2, group_bytes=20, group_numbers=32)
+Q4_0 = NumberType("q4_0", 16, 0x7C00, num_scales=1, group_bytes=18, group_numbers=32)
 ALL = (F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1, Q4_0)
 
 

@@ -38,7 +38,7 @@ class SlotStore:
         self.layout = layout
         self.recovered: list[tuple[int, BlockLabel]] = []
         """The copies that were found when the store was opened, by id, the oldest first."""
-        self._find_problem = find_problem
+        self.find_problem = find_problem
         self._fd = -1
         self._copies: dict[int, _Copy] = {}
         self._free: list[int] = []
@@ -183,7 +183,7 @@ class SlotStore:
         data = memoryview(self._read_data(slot, header.num_bytes))
         if slots.checksum(data) != header.data_checksum:
             raise SlotError("torn")
-        if problem := self._find_problem(data, header.label.start, header.num_tokens):
+        if problem := self.find_problem(data, header.label.start, header.num_tokens):
             raise SlotError(problem)
 
     def _read_data(self, slot: int, num_bytes: int) -> bytearray:

@@ -224,7 +224,9 @@ class OnnxRunner:
         token_bytes = saved_tokens.bytes_per_token(self._model.graph.kv)
 
         def find_problem(data: memoryview, start: int, count: int) -> str:
-            return "" if len(data) == count * token_bytes else "size"
+            if len(data) != count * token_bytes:
+                return "size"
+            return "" if saved_tokens.is_finite(self._model.graph.kv, data) else "numbers"
 
         block_bytes = size.block_size * token_bytes
         return sizing.make_store(self.kv_identity, size.block_size, block_bytes, settings.host_cache_mib, find_problem)

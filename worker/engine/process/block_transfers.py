@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
+import structlog
+
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.prefix_tree import Domain
@@ -18,13 +20,18 @@ class BlockTransfers:
     """Serves the exports that wait for at most `budget_s` between two steps, so that no stream waits long for them."""
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, report: Callable[[ipc.ExportedBlocks], None], budget_s: float
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        report: Callable[[ipc.ExportedBlocks | ipc.BlocksRefused], None],
+        budget_s: float,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._report = report
         self._budget_s = budget_s
         self._exports: deque[ipc.ExportBlocks] = deque()
+        self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
         return f"<BlockTransfers {len(self._exports)} waiting>"
@@ -38,13 +45,25 @@ class BlockTransfers:
         self._exports.append(command)
 
     def put(self, command: ipc.PutBlocks) -> None:
-        """Caches blocks at once, so that the sequence for which they came finds them."""
+        """Caches blocks at once, so that the sequence for which they came finds them. One that can't be used, and those
+        after it, are left out: what is missing is computed."""
         domain, token_ids = _unpack(command.prefix)
-        copies, kv_ops = self._scheduler.put_blocks(domain, token_ids, command.first, len(command.blocks))
+        blocks = self._usable(command)
+        copies, kv_ops = self._scheduler.put_blocks(domain, token_ids, command.first, len(blocks))
         self._apply(kv_ops)
-        for copy_id, block in zip(copies, command.blocks, strict=False):
+        for copy_id, block in zip(copies, blocks, strict=False):
             if copy_id is not None:
                 self._copies.write(copy_id, block)
+
+    def _usable(self, command: ipc.PutBlocks) -> list[bytes]:
+        size = self._runner.config.kv_block_size
+        for number, block in enumerate(command.blocks):
+            problem = self._copies.find_problem(memoryview(block), (command.first + number) * size, size)
+            if problem:
+                self._log.error("block_refused", problem=problem)
+                self._report(ipc.BlocksRefused(len(command.blocks) - number))
+                return command.blocks[:number]
+        return command.blocks
 
     def step(self) -> None:
         """Serves the exports that wait: one, and more until the budget is used. Raises DeviceError."""

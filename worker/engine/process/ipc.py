@@ -296,6 +296,12 @@ class ExportedBlocks(Message, frozen=True):
     blocks: list[bytes]
 
 
+class BlocksRefused(Message, frozen=True):
+    """Engine to frontend: blocks of another worker were not cached, since one of them can't be used."""
+
+    num_blocks: int
+
+
 class PoolResult(Message, frozen=True):
     """Engine to frontend: the answer to an `EmbedCall` or `RerankCall`; empty with an error."""
 
@@ -317,6 +323,7 @@ Report = (
     | TokenizeResult
     | AdapterResult
     | ExportedBlocks
+    | BlocksRefused
     | PoolResult
 )
 

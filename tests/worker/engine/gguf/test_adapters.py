@@ -5,9 +5,11 @@ import itertools
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import pytest
 from llama_cpp import llama_cpp as llama
 
@@ -146,11 +148,16 @@ def test_a_step_without_room_for_its_second_set_has_done_the_first_and_nothing_o
 
 
 def write_tensors(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: type = np.float32) -> Path:
+    return write_arrays(path, {name: np.ones(shape, dtype) for name, shape in tensors.items()})
+
+
+def write_arrays(path: Path, tensors: Mapping[str, npt.NDArray[Any]], alpha: float = 4.0) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
-    for name, shape in tensors.items():
-        writer.add_tensor(name, np.ones(shape, dtype))
+    writer.add_float32("adapter.lora.alpha", alpha)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -189,6 +196,27 @@ def test_an_adapter_of_a_type_that_cannot_be_computed_is_refused(
     assert runner.adapters is not None
     with pytest.raises(ModelError, match="must be one of F32, F16"):
         runner.adapters.load(write_tensors(tmp_path / "wrong.gguf", tensors, dtype))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("wrong", ["lora_a", "lora_b"])
+def test_an_adapter_with_a_value_that_is_not_finite_is_refused_by_the_name_of_its_tensor(
+    wrong: str, dtype: type, value: float, runner: GgufRunner, tmp_path: Path
+) -> None:
+    tensors = {f"{QUERY}.lora_a": np.ones((4, 128), dtype), f"{QUERY}.lora_b": np.ones((128, 4), dtype)}
+    tensors[f"{QUERY}.{wrong}"][2, 3] = value
+    path = write_arrays(tmp_path / "wrong.gguf", tensors)
+    assert runner.adapters is not None
+    with pytest.raises(ModelError, match=rf"wrong\.gguf: {QUERY}\.{wrong} has values that are not finite"):
+        runner.adapters.load(path)
+
+
+def test_an_adapter_whose_scale_is_not_finite_is_refused(runner: GgufRunner, tmp_path: Path) -> None:
+    tensors = {f"{QUERY}.lora_a": np.ones((4, 128), np.float32), f"{QUERY}.lora_b": np.ones((128, 4), np.float32)}
+    assert runner.adapters is not None
+    with pytest.raises(ModelError, match=r"adapter\.lora\.alpha is inf"):
+        runner.adapters.load(write_arrays(tmp_path / "wrong.gguf", tensors, alpha=np.inf))
 
 
 def test_an_adapter_of_another_architecture_and_a_model_are_refused(runner: GgufRunner, tmp_path: Path) -> None:

@@ -240,6 +240,12 @@ REFUSED: Mapping[str, tuple[Tensors, dict[str, object], str]] = {
     "repeated layers": (pair(), {"layer_replication": [[0, 4], [2, 4]]}, "repeats layers"),
     "invocation tokens": (pair(), {"alora_invocation_tokens": [1]}, "behind its invocation tokens"),
     "a changed base": (pair(), {"init_lora_weights": "pissa_niter_16"}, "for a base that pissa_niter_16 has changed"),
+    "values that are not finite": (
+        pair() | {f"{QUERY}.lora_B.weight": np.full((128, 4), np.nan, np.float32)},
+        {},
+        "lora_B of layer 0's q_proj has values that are not finite",
+    ),
+    "an infinite scale": (pair(), {"lora_alpha": 1e308}, "lora_B of layer 0's q_proj has values that are not finite"),
     "a scale that is none": (pair(), {"lora_alpha": "x"}, "can't be read"),
 }
 

@@ -4,16 +4,18 @@ llama.cpp checks less and aborts the process in the first step with an adapter t
 end there is refused here: matrices of another shape, number of dimensions or type than its graphs expect."""
 
 import hashlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.metadata import Metadata, Tensor
+from tokenbus.worker.engine.host_cache import finite
 from tokenbus.worker.engine.runner import ModelError
 
 _A, _B = ".lora_a", ".lora_b"
-_TYPES = {0: "F32", 1: "F16", 8: "Q8_0", 30: "BF16"}
+_TYPES = {0: finite.F32, 1: finite.F16, 8: finite.Q8_0, 30: finite.BF16}
 """The types in which adapters are written, by GGUF's numbers."""
 _EMBEDDING = "token_embd.weight"
 _MAX_RANK = 1_024
@@ -53,6 +55,8 @@ def check(path: Path, data: bytes, architecture: str, base: Mapping[str, Tensor]
     try:
         for name, pair in _pairs(metadata.parse_tensors(path, data)).items():
             _check_pair(name, pair, base)
+            for tensor, suffix in zip(pair, (_A, _B), strict=True):
+                _check_numbers(name + suffix, tensor, data)
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from error
 
@@ -65,6 +69,9 @@ def _check_kind(path: Path, found: Metadata, architecture: str) -> None:
         )
     if own != architecture:
         raise ModelError(f"{path}: is an adapter for the architecture {own!r}, and the model is a {architecture!r}")
+    alpha = found.values.get("adapter.lora.alpha")
+    if isinstance(alpha, float) and not math.isfinite(alpha):
+        raise ModelError(f"{path}: adapter.lora.alpha is {alpha}; it must be finite")
     if "adapter.alora.invocation_tokens" in found.values:
         raise ModelError(f"{path}: is an adapter that acts behind its invocation tokens only, which is not served")
 
@@ -99,7 +106,18 @@ def _check_pair(name: str, pair: _Pair, base: Mapping[str, Tensor]) -> None:
         raise ValueError(f"{problem}: the ranks differ, or it is an adapter of another base")
     for tensor in pair:
         if tensor.type not in _TYPES:
-            raise ValueError(f"{name} has the type {tensor.type}; it must be one of {', '.join(_TYPES.values())}")
+            allowed = ", ".join(kind.name.upper() for kind in _TYPES.values())
+            raise ValueError(f"{name} has the type {tensor.type}; it must be one of {allowed}")
+
+
+def _check_numbers(name: str, tensor: Tensor, data: bytes) -> None:
+    """Raises ValueError for a matrix that is cut short or has NaN or infinity among its values."""
+    kind = _TYPES[tensor.type]
+    values = memoryview(data)[tensor.start : tensor.start + kind.num_bytes(math.prod(tensor.shape))]
+    if len(values) < kind.num_bytes(math.prod(tensor.shape)):
+        raise ValueError("is corrupt or cut short; fetch the file again")
+    if not finite.all_finite(values, kind):
+        raise ValueError(f"{name} has values that are not finite (NaN or infinity): train or convert the adapter again")
 
 
 def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from tokenbus.worker.engine.onnx.lora import gguf_adapter, peft_adapter
 from tokenbus.worker.engine.onnx.lora.base import MAX_RANK, Base
 from tokenbus.worker.engine.onnx.lora.matrices import Change
@@ -28,13 +30,25 @@ def read(path: Path, base: Base) -> AdapterFile:
     weights = path / peft_adapter.WEIGHTS if path.is_dir() else path
     data = _contents(weights)
     if data[: len(_GGUF)] == _GGUF:
-        return AdapterFile(_digest(data), gguf_adapter.changes(path, data, base))
+        return AdapterFile(_digest(data), _checked(path, gguf_adapter.changes(path, data, base)))
     if weights.suffix != peft_adapter.SUFFIX:
         raise ModelError(f"{path}: is no LoRA adapter; pass a folder of PEFT with {peft_adapter.WEIGHTS}, or a GGUF")
     config = _contents(weights.with_name(peft_adapter.CONFIG))
     changes = peft_adapter.changes(weights, data, config)
     _check(path, changes, base)
-    return AdapterFile(_digest(data, config), changes)
+    return AdapterFile(_digest(data, config), _checked(path, changes))
+
+
+def _checked(path: Path, changes: Mapping[Place, Change]) -> Mapping[Place, Change]:
+    """Raises ModelError for matrices whose values are not finite, before or after they are scaled."""
+    for place, change in changes.items():
+        for name, matrix in zip("AB", change, strict=True):
+            if not np.isfinite(matrix).all():
+                raise ModelError(
+                    f"{path}: lora_{name} of layer {place.layer}'s {place.name} has values that are not finite (NaN or "
+                    "infinity): train or convert the adapter again"
+                )
+    return changes
 
 
 def _contents(path: Path) -> bytes:

@@ -4,12 +4,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.onnx.lora import adapter_file, base, matrices
 from tokenbus.worker.engine.onnx.lora.matrices import LoadedAdapter
 from tokenbus.worker.engine.onnx.model import OnnxModel
 from tokenbus.worker.engine.process.loaded_models import ReplicaModels
+from tokenbus.worker.engine.runner import ModelError
 
 _MAX_SETS = 8
 """The sets of adapters whose inputs are kept: clients choose scales, so there could be any number."""
@@ -41,7 +44,17 @@ class ReplicaAdapters:
         digest, changes = adapter_file.read(path, self._base)
         projections = self._model.projections
         self._model.take_adapters()
-        self._loaded.load(digest, lambda: LoadedAdapter(matrices.arrange(changes, projections)))
+
+        def arrange() -> LoadedAdapter:
+            arrays = matrices.arrange(changes, projections)
+            for name, array in arrays.items():
+                if not np.isfinite(array).all():
+                    raise ModelError(
+                        f"{path}: {name} has values above those of {array.dtype}, in which the graph computes"
+                    )
+            return LoadedAdapter(arrays)
+
+        self._loaded.load(digest, arrange)
         return digest
 
     def unload(self, digest: str) -> None:

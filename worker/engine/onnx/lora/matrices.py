@@ -47,10 +47,11 @@ def arrange(changes: Mapping[Place, Change], projections: Iterable[Projection]) 
         rank = sum(len(change.a) for _, change in found)
         b = np.zeros((rank, projection.outputs), projection.dtype)
         at = 0
-        for columns, change in found:
-            b[at : at + len(change.a), columns] = change.b.T
-            at += len(change.a)
-        arrays[projection.a] = np.concatenate([change.a.T for _, change in found], axis=1, dtype=projection.dtype)
+        with np.errstate(over="ignore"):  # what does not fit becomes infinite
+            for columns, change in found:
+                b[at : at + len(change.a), columns] = change.b.T
+                at += len(change.a)
+            arrays[projection.a] = np.concatenate([change.a.T for _, change in found], axis=1).astype(projection.dtype)
         arrays[projection.b] = b
     return arrays
 

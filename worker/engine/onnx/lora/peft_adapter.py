@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.lora.matrices import Change
@@ -93,7 +94,8 @@ def _change(path: Path, module: str, parts: Mapping[str, Array], config: _Config
         if part not in parts:
             raise ModelError(f"{path}: the adapter has no {module}.lora_{part}.weight")
     rank = max(1, len(parts["A"]))
-    b = parts["B"] * parts["B"].dtype.type(config.scale(module, rank))
+    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit becomes infinite, which is found later
+        b = parts["B"] * np.asarray(config.scale(module, rank)).astype(parts["B"].dtype)
     return Place(int(found[1]), found[2]), Change(parts["A"], b)
 
 
