@@ -3,6 +3,10 @@
 import logging
 import os
 import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -10,6 +14,10 @@ import structlog
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 FORMATS = ("json", "console")
+MAX_LINES_PER_S = 20
+"""Warnings and errors with the same event: with thousands of clients, or a hostile one, there may be many more."""
+_NEVER_DROPPED = frozenset({"control"})
+"""The commands of operators are written down, all of them."""
 LEVEL_VARIABLE = "TOKENBUS_LOG"
 FORMAT_VARIABLE = "TOKENBUS_LOG_FORMAT"
 
@@ -34,6 +42,40 @@ class LevelFilter:
         if LEVELS.get(name, logging.ERROR) < self.lowest:
             raise structlog.DropEvent
         return line
+
+
+class FloodFilter:
+    """A structlog processor that drops warnings and errors of which there are too many with the same event."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = 0.0
+        self._counts: Counter[str] = Counter()
+        """Lines of the present second, by event."""
+        self._dropped: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<FloodFilter, {self._dropped.total()} dropped>"
+
+    def __call__(
+        self, logger: structlog.typing.WrappedLogger, name: str, line: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        """Returns the line or raises DropEvent. The first line after dropped ones has their number, `unlogged`."""
+        event = str(line.get("event"))
+        if LEVELS.get(name, logging.ERROR) < logging.WARNING or event in _NEVER_DROPPED:
+            return line
+        with self._lock:
+            now = self._clock()
+            if now - self._since >= 1.0:
+                self._since = now
+                self._counts.clear()
+            self._counts[event] += 1
+            if self._counts[event] > MAX_LINES_PER_S:
+                self._dropped[event] += 1
+                raise structlog.DropEvent
+            unlogged = self._dropped.pop(event, 0)
+        return {**line, "unlogged": unlogged} if unlogged else line
 
 
 class Settings(NamedTuple):
@@ -68,6 +110,7 @@ def configure(process: str, settings: Settings = DEFAULTS) -> LevelFilter:
     structlog.configure(
         processors=[
             level,
+            FloodFilter(),
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),

@@ -169,7 +169,7 @@ class RequestLifecycle:
             self._telemetry.forgotten(self._flights.trim())
             self._prompts.drop_unused(now)
         for flight in self._flights.unaccepted():
-            self._telemetry.log_if_slow(flight, now)
+            self._telemetry.note_if_slow(flight, now)
             progress = self._loads.progress_of(flight.model)
             if flight.keepalive_at is None:
                 is_due = now - flight.received_at >= _FIRST_KEEPALIVE_S
@@ -178,6 +178,7 @@ class RequestLifecycle:
                 is_due = now - flight.keepalive_at >= interval_s - limits.TICK_S
             if is_due and not flight.in_doubt:
                 self._send_keepalive(flight, now)
+        self._telemetry.log_waits(now)
 
     def place_waiting(self) -> None:
         """Places waiting requests, because a worker may have become free, or has loaded its model."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import structlog
 
 from tokenbus.protocol.telemetry import backoff, tracing
+from tokenbus.protocol.telemetry.long_waits import LongWaits, WaitLog
 from tokenbus.protocol.wire import validation
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.flight import Flight
@@ -31,6 +32,7 @@ class RequestTelemetry:
         self._tokenizing = metrics.phases.labels("tokenize")
         self._log = structlog.get_logger()
         self.settings = settings
+        self._waits = WaitLog()
 
     def __repr__(self) -> str:
         return f"<RequestTelemetry {self.settings}>"
@@ -82,18 +84,27 @@ class RequestTelemetry:
             yield
         self._tokenizing.observe(time.perf_counter() - began)
 
-    def log_if_slow(self, flight: Flight, now: float) -> None:
-        """Logs what an unaccepted request is waiting for, if that is due."""
+    def note_if_slow(self, flight: Flight, now: float) -> None:
+        """Has it logged what an unaccepted request is waiting for, if that is due. `log_waits` does so."""
         waited_s = now - flight.waiting_since
         if not flight.slow_wait.is_due(waited_s):
             return
         stage = "tokenize" if flight.prompt_ids is None and not flight.attempt else "place"
-        self._log.warning(
-            "request_waiting",
-            request_id=flight.key,
-            model=flight.model,
-            waits_for="accept" if flight.awaiting_worker_id is not None else stage,
-            worker_id=flight.awaiting_worker_id,
-            attempt=flight.attempt,
-            waited_s=round(waited_s, 1),
+        stage = "accept" if flight.awaiting_worker_id is not None else stage
+        self._waits.add(
+            LongWaits(stage, 1, waited_s, flight.key, flight.attempt, flight.awaiting_worker_id, flight.model)
         )
+
+    def log_waits(self, now: float) -> None:
+        """Logs the long waits of the last second, if there were any."""
+        for wait in self._waits.take_due(now):
+            self._log.warning(
+                "request_waiting",
+                request_id=wait.request_id,
+                model=wait.model,
+                waits_for=wait.waits_for,
+                worker_id=wait.worker_id,
+                attempt=wait.attempt,
+                waited_s=round(wait.waited_s, 1),
+                count=wait.num_waits,
+            )

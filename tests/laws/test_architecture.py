@@ -30,6 +30,7 @@ PURE = (
     "protocol/wire/internal/*.py",
     "protocol/prompt/token_bound.py",
     "protocol/telemetry/backoff.py",
+    "protocol/telemetry/long_waits.py",
     "protocol/http/connection_table.py",
     "protocol/http/http_parser.py",
     "protocol/http/refusals.py",

@@ -1,10 +1,12 @@
 """Logs, counts and traces the requests of one worker: one line at the start and one at the end, in every case."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import structlog
 
 from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.telemetry.long_waits import LongWaits, WaitLog
 from tokenbus.protocol.wire import errors, messages, subjects
 from tokenbus.worker import engine_request
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
@@ -19,6 +21,7 @@ class RequestTelemetry:
         self._tracer = tracer
         self._model = model
         self._worker_id = worker_id
+        self._waits = WaitLog()
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -52,19 +55,28 @@ class RequestTelemetry:
         """A run is refused; the router logs it."""
         self._metrics.request_refused(code)
 
-    def waits(self, stream: Stream, waited_s: float, load: messages.Load) -> None:
-        """A stream has waited for its first token for long."""
-        self._log.warning(
-            "request_waiting",
-            request_id=stream.key,
-            worker_id=self._worker_id,
-            attempt=stream.run.attempt,
-            waits_for="first_token",
-            waited_s=round(waited_s, 1),
-            running=load.running,
-            waiting=load.waiting,
-            step_age_ms=round(load.step_age_ms),
+    def waits(self, stream: Stream, waited_s: float) -> None:
+        """A stream has waited for its first token for long. `log_waits` logs it."""
+        self._waits.add(
+            LongWaits("first_token", 1, waited_s, stream.key, stream.run.attempt, self._worker_id, self._model)
         )
+
+    def log_waits(self, load_of: Callable[[], messages.Load], now: float) -> None:
+        """Logs the long waits of the last second, if there were any, and how busy the engine is."""
+        for wait in self._waits.take_due(now):
+            load = load_of()
+            self._log.warning(
+                "request_waiting",
+                request_id=wait.request_id,
+                worker_id=wait.worker_id,
+                attempt=wait.attempt,
+                waits_for=wait.waits_for,
+                waited_s=round(wait.waited_s, 1),
+                count=wait.num_waits,
+                running=load.running,
+                waiting=load.waiting,
+                step_age_ms=round(load.step_age_ms),
+            )
 
     def replayed(self, stream: Stream, offset: int) -> None:
         """A client asks for lost chunks for the first time."""

@@ -225,13 +225,16 @@ class Streams:
             if now - stream.last_chunk_at > limits.STREAM_KEEPALIVE_S - 2 * limits.TICK_S:
                 self._outbox.put_head(stream, now)
             if not stream.first_token_sent and stream.slow.is_due(now - stream.accepted_at):
-                load = self._engine.load() if self._engine is not None else messages.Load()
-                self._telemetry.waits(stream, now - stream.accepted_at, load)
+                self._telemetry.waits(stream, now - stream.accepted_at)
+        self._telemetry.log_waits(self._load, now)
         for key in self._liveness.due_probes(now):
             self._outbox.put_head(self._streams[key], now, is_probe=True)
         self._outbox.flush()
         self._ended.expire(now)
         self._early_cancels.expire(now)
+
+    def _load(self) -> messages.Load:
+        return self._engine.load() if self._engine is not None else messages.Load()
 
     def running_requests(self, asked: internal.SnapshotRequest) -> list[internal.RunningRequest] | None:
         """Returns the open streams as a snapshot lists them, with the tokens that were asked for; None while some of

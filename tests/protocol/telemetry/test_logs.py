@@ -1,5 +1,6 @@
 """Logs say what went wrong, and never what was asked or answered."""
 
+import contextlib
 import io
 import json
 import sys
@@ -44,3 +45,25 @@ def test_an_exception_is_logged_without_the_values_of_its_variables(form: str, m
     assert "secret question" not in out.getvalue()
     if form == "json":
         assert json.loads(out.getvalue())["event"] == "message_failed"
+
+
+def test_a_flood_of_warnings_is_cut_off_and_counted_and_other_events_are_not() -> None:
+    now = [10.0]
+    flood = logs.FloodFilter(lambda: now[0])
+
+    def passes(level: str, event: str) -> bool:
+        with contextlib.suppress(structlog.DropEvent):
+            lines.append(flood(None, level, {"event": event}))
+            return True
+        return False
+
+    lines: list[structlog.typing.EventDict] = []
+    assert sum(passes("warning", "duplicate_dropped") for _ in range(1_000)) == logs.MAX_LINES_PER_S
+    assert passes("error", "engine_died")
+    assert all(passes("info", "request_finished") for _ in range(1_000))
+    assert all(passes("warning", "control") for _ in range(1_000))
+    now[0] += 1.0
+    assert passes("warning", "duplicate_dropped")
+    assert lines[-1] == {"event": "duplicate_dropped", "unlogged": 1_000 - logs.MAX_LINES_PER_S}
+    assert passes("warning", "duplicate_dropped")
+    assert "unlogged" not in lines[-1]
