@@ -27,9 +27,14 @@ def gguf_model(kind: str) -> EngineSettings:
         random_model.write(path, Shape(4, 128, 384, 4, 2, 512, 2_048, tied=False), "f32")
     else:
         random_stateful.write(path, kind, random_stateful.TINY, tied=False)
+    poison(path)
+    return msgspec.structs.replace(DEMO, model=str(path), flash_attention="off", cache_type_k="f32", cache_type_v="f32")
+
+
+def poison(path: Path) -> None:
+    """Makes the embedding of POISON infinite in a GGUF file whose embedding is of 32 bits and not its output matrix."""
     (embedding,) = (one for one in gguf.GGUFReader(path, "r+").tensors if one.name == "token_embd.weight")
     embedding.data[POISON] = np.inf
-    return msgspec.structs.replace(DEMO, model=str(path), flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 
 
 def write_overflowing(path: Path, size: float = 3_000) -> Path:

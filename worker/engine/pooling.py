@@ -19,7 +19,7 @@ _MIN_NORM = 1e-12
 class PoolingJob:
     """The inputs of one request, and the rows that are computed."""
 
-    __slots__ = ("call_id", "deadline", "finish", "inputs", "pending", "pooler", "rows")
+    __slots__ = ("alone", "call_id", "deadline", "finish", "inputs", "pending", "pooler", "rows")
 
     def __init__(
         self, call_id: int, inputs: list[list[int]], pooler: Pooler, deadline: float, finish: Callable[[Matrix], Matrix]
@@ -32,6 +32,8 @@ class PoolingJob:
         self.finish = finish
         self.pending = sorted(range(len(inputs)), key=lambda index: len(inputs[index]))
         """The indices of inputs still to be computed, the longest last: a batch holds inputs of similar length."""
+        self.alone: set[int] = set()
+        """Those of them that have no other input beside them: their rows were no numbers when they had."""
         self.rows: dict[int, Any] = {}
 
     @property
@@ -135,7 +137,11 @@ class PoolingQueue:
                 self._end(job, PoolingResult(error=errors.make_error(errors.Code.INSUFFICIENT_MEMORY)))
             return
         for (job, index), row in zip(batch, rows, strict=True):
-            job.rows[index] = row
+            if len(batch) > 1 and not np.isfinite(row).all():  # another input's numbers may be the cause
+                job.pending.append(index)
+                job.alone.add(index)
+            else:
+                job.rows[index] = row
         self._jobs.rotate(-1)  # a job of thousands of inputs makes the others wait for one batch at a time
         for job in dict.fromkeys(job for job, _ in batch):
             if not job.pending:
@@ -153,6 +159,8 @@ class PoolingQueue:
         for job in self._jobs:
             while job.pooler is pooler and job.pending:
                 length = len(job.inputs[job.pending[-1]])
+                if job.pending[-1] in job.alone:
+                    return batch or [(job, job.pending.pop())]
                 if not pooler.batch_limits.allow(len(batch) + 1, total + length, max(longest, length)):
                     break
                 total, longest = total + length, max(longest, length)

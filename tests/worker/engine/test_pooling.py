@@ -152,9 +152,31 @@ def test_rows_that_are_no_numbers_end_their_request_only() -> None:
     one = flat(100)
     one.add(1, "a")
     one.add(2, "aa", normalize=True)
-    one.embedder.pool = lambda inputs: np.array([[np.nan, 1], [3, 4]], np.float32)  # type: ignore[method-assign]
+    one.embedder.pool = lambda inputs: np.array(  # type: ignore[method-assign]
+        [[np.nan, 1] if len(tokens) == 1 else [3, 4] for tokens in inputs], np.float32
+    )
     one.run()
     error = one.results[1].error
     assert error is not None
     assert error.code is errors.Code.INTERNAL
     assert np.allclose(np.frombuffer(one.results[2].rows, "<f4"), [0.6, 0.8])
+
+
+def test_inputs_whose_rows_are_no_numbers_are_computed_once_more_each_alone() -> None:
+    one = flat(100)
+    one.add(1, "aaa", "a")
+    one.add(2, "aa", "aaaa")
+    pool = one.embedder.pool
+
+    def spread(inputs: Listing[Listing[int]]) -> Matrix:
+        rows = pool(inputs)
+        return rows * np.nan if any(len(tokens) == 3 for tokens in inputs) else rows
+
+    one.embedder.pool = spread  # type: ignore[method-assign]
+    one.run()
+    assert one.embedder.batches[0] == [3, 1, 4, 2]
+    assert sorted(one.embedder.batches[1:]) == [[1], [2], [3], [4]]
+    error = one.results[1].error
+    assert error is not None
+    assert error.code is errors.Code.INTERNAL
+    assert one.lengths(2) == [2, 4]

@@ -10,7 +10,8 @@ import pytest
 
 from bench.models import random_encoder
 from bench.models.random_encoder import EncoderShape
-from tests.support import encoder_math
+from tests.support import encoder_math, poisoned_model
+from tests.support.poisoned_model import POISON
 from tokenbus.demo import corpus
 from tokenbus.worker.engine.gguf.runner import load
 from tokenbus.worker.engine.pooling_runner import PoolingRunner
@@ -231,3 +232,16 @@ def test_a_model_that_tells_classes_apart_is_no_reranker(tmp_path: Path) -> None
     random_encoder.write(path, EncoderShape("bert", "rank"), labels=("joy", "rage", "fear"))
     with pytest.raises(ModelError, match="sorts texts into 3 classes"):
         open_model(path)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_input_whose_numbers_are_none_leaves_nothing_behind(pooling: str, tmp_path: Path) -> None:
+    path = tmp_path / "poisoned.gguf"
+    random_encoder.write(path, EncoderShape("qwen3", pooling))
+    poisoned_model.poison(path)
+    runner = open_model(path)
+    assert runner.embedder is not None
+    before = runner.embedder.pool([[5, 6, 7]])
+    assert not np.isfinite(runner.embedder.pool([[5, POISON, *range(5, 60)]])).any()
+    np.testing.assert_array_equal(runner.embedder.pool([[5, 6, 7]]), before)
+    runner.close()

@@ -63,13 +63,16 @@ class GgufPooler:
 
     def pool(self, inputs: Listing[Listing[int]]) -> Matrix:
         if self._memory is not None:
-            llama.llama_memory_clear(self._memory, False)  # cells only: what they held is never read
+            llama.llama_memory_clear(self._memory, False)  # cells only: what they held is finite
         if self._outputs_all:
             self._decode([Part(number, 0, one) for number, one in enumerate(inputs)], has_outputs=True)
         else:
             self._decode([Part(number, 0, one[:-1]) for number, one in enumerate(inputs)], has_outputs=False)
             self._decode([Part(number, len(one) - 1, one[-1:]) for number, one in enumerate(inputs)], has_outputs=True)
-        return np.stack([self._row(number) for number in range(len(inputs))])
+        rows = np.stack([self._row(number) for number in range(len(inputs))])
+        if self._memory is not None and not np.isfinite(rows).all():
+            llama.llama_memory_clear(self._memory, True)  # attention multiplies what is left in cells by 0
+        return rows
 
     def close(self) -> None:
         llama.llama_free(self._context)
