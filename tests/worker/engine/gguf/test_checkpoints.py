@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from llama_cpp import llama_cpp as llama
 
 from bench.models import random_stateful
 from tests.support.engines import gguf_runner
@@ -16,6 +17,7 @@ from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.scheduling.plan import ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -197,3 +199,27 @@ def test_the_memory_of_states_is_counted_by_lanes(make: Make, kind: str) -> None
         assert (few.config.total_kv_blocks, many.config.total_kv_blocks) == (2 * 768 // BLOCK, 6 * 768 // BLOCK)
     else:
         assert few.config.total_kv_blocks == many.config.total_kv_blocks == 1_024 // BLOCK
+
+
+def test_a_step_without_room_for_its_second_batch_has_done_the_first_and_the_engine_goes_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make()
+    sampling = engine_request.Sampling(max_tokens=4, ignore_eos=True)
+    sequences = [Sequence(lane, array("I", [9 + lane, 20, 21, 22]), sampling, ()) for lane in (0, 1)]
+    for lane, sequence in enumerate(sequences):
+        sequence.lane, sequence.apart = lane, lane
+        runner.add_sequence(lane, sampling)
+    first, second = (ScheduledTokens(sequence, 0, 4) for sequence in sequences)
+    decode, statuses = llama.llama_decode, iter([0, 1, 0])
+
+    def without_room(context: object, batch: object) -> int:
+        return next(statuses) or int(decode(context, batch))
+
+    monkeypatch.setattr(llama, "llama_decode", without_room)
+    done, undone = runner.step(StepPlan((first, second)))
+    assert undone is Undone.NO_ROOM
+    (later,) = runner.step(StepPlan((second,)))
+    monkeypatch.undo()
+    runner.lanes.clear()
+    assert runner.step(StepPlan((first, second))) == [done, later]
