@@ -2,6 +2,7 @@
 beside it or comes later gets the answer that it gets alone."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -145,3 +146,35 @@ async def test_nothing_of_a_poisonous_request_is_cached_and_all_that_was_cached_
     assert again.token_ids == before.token_ids
     first = next(one.first_token for one in again.outputs if one.first_token is not None)
     assert (first.cached_tokens > 0) == config.prefix_cache
+
+
+def without_numbers(block: bytes, config: contract.EngineConfig) -> bytes:
+    """Returns a block with the form that it had, all of whose keys and values are none."""
+    assert config.kv_format is not None
+    poisoned = bytearray(b"\xff" * len(block))
+    for offset, same in (
+        *config.kv_format.fixed,
+        *((place, block[place : place + 4]) for place in config.kv_format.positions),
+    ):
+        poisoned[offset : offset + len(same)] = same
+    return bytes(poisoned)
+
+
+async def test_a_prompt_whose_fetched_blocks_have_no_numbers_is_computed_and_harms_nobody(poisonous: Poisonous) -> None:
+    engine, config = poisonous.engine, poisonous.config
+    if config.kv_format is None or config.engine == "sim":
+        pytest.skip("it exchanges no blocks, or they hold nothing")
+    asked = [token % 256 + 1 for token in prompt(config, 3, 60)]
+    other = [token % 256 + 1 for token in prompt(config, 4, 30)]
+    before = [(await run(engine, innocent(one, max_tokens=TOKENS))).token_ids for one in (asked, other)]
+    prefix = contract.CachedPrefix("", "", (), array("I", asked).tobytes())
+    _, blocks = await engine.export_blocks(prefix, 0, 9)
+    assert len(blocks) == len(asked) // config.kv_block_size
+    engine.clear_cache()
+    running = start(engine, innocent(other, max_tokens=TOKENS))
+    engine.put_blocks(prefix, 0, [without_numbers(block, config) for block in blocks])
+    again = await run(engine, innocent(asked, max_tokens=TOKENS))
+    await running.terminal()
+    for found, expected in zip((again, running), before, strict=True):
+        assert_same(found.token_ids, expected, is_exact=poisonous.is_exact)
+    await settled(engine)

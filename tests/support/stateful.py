@@ -5,7 +5,7 @@ from collections.abc import Sequence as Listing
 
 from tests.support.arithmetic import ArithmeticRunner, Cell
 from tokenbus.worker import contract
-from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, RestoreState, SaveState, Truncate
+from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, RestoreState, SaveState, Truncate, Wipe
 from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 
 STATE_BYTES, TOKEN_BYTES = 100, 3
@@ -55,6 +55,8 @@ class StatefulRunner(ArithmeticRunner):
                     assert len(self._lanes[lane]) == len(state), "a state of another position"
                 case Discard(number):
                     assert (self._kv.pop(number, None) is None) != (self._saved.pop(number, None) is None)
+                case Wipe():
+                    pass
                 case _:
                     raise AssertionError(f"can't be done with such a lane: {op}")
         self.check_room()

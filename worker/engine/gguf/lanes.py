@@ -24,7 +24,7 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.worker.engine.gguf import backend
 from tokenbus.worker.engine.host_cache.memory_copies import MemoryCopies
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
-from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, RestoreState, SaveState, Share, Truncate
+from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, RestoreState, SaveState, Share, Truncate, Wipe
 from tokenbus.worker.engine.runner import DeviceError
 
 SCRATCH = 0
@@ -86,6 +86,8 @@ class Lanes:
                     self.restore(self._read(number), lane, start, end)
                 case Discard(number):
                     self._store.discard(number)
+                case Wipe():
+                    self.wipe()
 
     def share(self, lane: int, to: int, start: int, end: int) -> None:
         """Has lane `to` hold the tokens `start` to `end` of another lane too."""

@@ -12,7 +12,7 @@ from array import array
 
 from tokenbus.protocol.wire import block_hash
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
-from tokenbus.worker.engine.kv.ops import Share, Truncate
+from tokenbus.worker.engine.kv.ops import Share, Truncate, Wipe
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
 from tokenbus.worker.engine.kv.prefix_tree import Block, Root
 
@@ -131,9 +131,12 @@ class Allocation:
         shared blocks that no other sequence uses are dropped, and all behind them."""
         path = self.path
         self.free(array("I"), 0)
+        if trusts_others or not path:
+            return
         unused = next((block for block in path if not block.ref_count), None)
-        if unused is not None and not trusts_others:
+        if unused is not None:
             self._cache.forget(unused)
+        self._cache.ops.add(Wipe())
 
     def _reuse_blocks(self, token_ids: "array[int]") -> None:
         """Takes over whole blocks that others have computed.

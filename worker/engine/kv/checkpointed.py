@@ -16,6 +16,7 @@ from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint
 from tokenbus.worker.engine.kv.checkpoints import Checkpoints
+from tokenbus.worker.engine.kv.ops import Wipe
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
 from tokenbus.worker.engine.kv.prefix_tree import Domain, num_common_tokens
 
@@ -72,9 +73,10 @@ class CheckpointedAllocation(Allocation):
         super().free(token_ids, num_computed)
 
     def drop(self, *, trusts_others: bool) -> None:
+        super().drop(trusts_others=trusts_others)
         if self._last is not None and not trusts_others:
             self._checkpoints.forget(self._last)
-        super().drop(trusts_others=trusts_others)
+            self._cache.ops.add(Wipe())
 
     def _save(self, token_ids: "array[int]", num_computed: int) -> None:
         assert self._domain is not None

@@ -58,7 +58,11 @@ class Discard(NamedTuple):
     copy_id: int
 
 
-KvOp = Share | Truncate | Offload | Onload | SaveState | RestoreState | Discard
+class Wipe(NamedTuple):
+    """All memory that no lane uses is overwritten: there may be numbers that are none."""
+
+
+KvOp = Share | Truncate | Offload | Onload | SaveState | RestoreState | Discard | Wipe
 
 
 class OpQueue:

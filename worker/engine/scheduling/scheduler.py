@@ -274,12 +274,12 @@ class Scheduler:
     def _redo(self, plan: StepPlan, undone: Mapping[int, Undone]) -> list[StepResult]:
         """Sees to it that what a step has left undone is done later, or ends those with whom it can't be done."""
         ended: list[StepResult | None] = []
-        for batch in plan.batches():
-            poisoned = [one for one in batch if undone.get(one.sequence.seq_no) in (Undone.POISONED, Undone.LOST)]
-            self._counters.poisoned_shares += len(poisoned)
-            for sequence, verdict in self._suspects.judge(poisoned):
-                if verdict is not Verdict.COMPUTE_AGAIN or undone[sequence.seq_no] is Undone.LOST:
-                    ended.append(self._drop(sequence, verdict))
+        lacks_numbers = {number for number, why in undone.items() if why is not Undone.NO_ROOM}
+        poisoned = [[one for one in batch if one.sequence.seq_no in lacks_numbers] for batch in plan.batches()]
+        self._counters.poisoned_shares += len(lacks_numbers)
+        for sequence, verdict in self._suspects.judge(poisoned):
+            if verdict is not Verdict.COMPUTE_AGAIN or undone[sequence.seq_no] is Undone.LOST:
+                ended.append(self._drop(sequence, verdict))
         if Undone.NO_ROOM in undone.values() and self._running:
             ended.append(self.reclaim_memory())
         return [result for result in ended if result is not None]

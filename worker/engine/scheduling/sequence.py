@@ -71,6 +71,7 @@ class Sequence:
         "apart",
         "arrived_at",
         "domain",
+        "is_proven",
         "isolated",
         "kv",
         "lane",
@@ -124,6 +125,8 @@ class Sequence:
         self.num_lost = 0
         """Tokens that were computed when it was preempted last."""
         self.preemptions = 0
+        self.is_proven = False
+        """A row of it was finite since it has had its memory, so that all that its lane held then was."""
         self.apart = 0
         """The number of the batch in which it is computed apart from others, while it is suspected to poison them (see
         suspects.py); 0 if it is not."""
@@ -184,7 +187,7 @@ class Sequence:
 
     def start(self, kv: Allocation) -> None:
         """Gives a waiting sequence its KV memory."""
-        self.kv, self.lane = kv, kv.lane
+        self.kv, self.lane, self.is_proven = kv, kv.lane, False
 
     def reuse_prefix(self, num_computed: int) -> None:
         """Notes that the first `num_computed` tokens are there, some of which others have computed."""

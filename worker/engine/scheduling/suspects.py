@@ -35,11 +35,18 @@ class Suspects:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
 
-    def judge(self, shares: Listing[ScheduledTokens]) -> Iterator[tuple[Sequence, Verdict]]:
-        """Says what to do with the shares of one batch whose numbers were none.
+    def judge(self, batches: Listing[Listing[ScheduledTokens]]) -> Iterator[tuple[Sequence, Verdict]]:
+        """Says what to do with the shares of a step whose numbers were none, given by batch.
 
-        One that fails alone is tried once more, since what it was computed beside may have been at fault; then from its
-        beginning, since what it has reused may be; so it costs at most twice what it costs to compute."""
+        One that fails alone is tried once more, since memory that was free may have been at fault; then from its
+        beginning, since what it has reused may be; so it costs at most twice what it costs to compute. What a lane
+        holds can make the rows of others none as long as it is there: so of several that fail, the likeliest culprits
+        are dealt with first, and the others only tried again."""
+        first = min((_rank(one.sequence) for shares in batches for one in shares), default=0)
+        for shares in batches:
+            yield from self._judge(shares, first)
+
+    def _judge(self, shares: Listing[ScheduledTokens], first: int) -> Iterator[tuple[Sequence, Verdict]]:
         # Those that have got far already are the least likely culprits.
         ordered = sorted(shares, key=lambda one: not one.sequence.num_sampled)
         half = len(ordered) // 2
@@ -49,18 +56,27 @@ class Suspects:
                 suspect = one.sequence
                 suspect.apart = number
                 suspect.poisoned_at = max(suspect.poisoned_at, one.start + one.num_tokens)
-                yield suspect, self._verdict(suspect) if len(shares) == 1 else Verdict.COMPUTE_AGAIN
+                is_culprit = len(shares) == 1 and _rank(suspect) == first
+                yield suspect, _verdict(suspect) if is_culprit else Verdict.COMPUTE_AGAIN
 
-    def _verdict(self, culprit: Sequence) -> Verdict:
-        """Decides about one that has failed alone."""
-        culprit.poisonings += 1
-        if culprit.poisonings == 1:
-            return Verdict.COMPUTE_AGAIN
-        has_reused = culprit.domain is not None and culprit.num_computed > 0
-        return Verdict.START_OVER if has_reused else Verdict.END
+
+def _rank(suspect: Sequence) -> int:
+    """Returns a number that is smaller for likelier culprits: nobody has seen yet what one that has just begun has
+    taken over from the cache."""
+    return 2 if suspect.is_proven else int(not suspect.num_computed)
+
+
+def _verdict(culprit: Sequence) -> Verdict:
+    """Decides about one that has failed alone."""
+    culprit.poisonings += 1
+    if culprit.poisonings == 1:
+        return Verdict.COMPUTE_AGAIN
+    has_reused = culprit.domain is not None and culprit.num_computed > 0
+    return Verdict.START_OVER if has_reused else Verdict.END
 
 
 def acquit(sequence: Sequence) -> None:
     """Has a sequence computed together with others again once it has got beyond where its numbers were none."""
+    sequence.is_proven = True
     if sequence.num_computed >= sequence.poisoned_at:
         sequence.apart = sequence.poisonings = sequence.poisoned_at = 0

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from tests.support.executed_scheduler import ExecutedScheduler, generated
 from tests.support.poisonous import POISON, PoisonousRunner
+from tokenbus.worker.engine.kv.ops import Wipe
 from tokenbus.worker.engine.scheduling.plan import Undone
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -114,6 +115,26 @@ def test_a_suspect_that_gets_beyond_where_it_failed_is_computed_with_the_others_
     assert [batches(executed) for _ in range(2)] == [[1, 1], [2]]
     executed.run()
     assert executed.ends == {1: LENGTH, 2: LENGTH}
+
+
+def test_what_a_lane_has_taken_over_is_dropped_before_anyone_beside_it_is_blamed() -> None:
+    executed, _ = poisonous(num_lanes=9)
+    executed.add_tokens(1, TEXT, max_tokens=1)
+    executed.run()
+    proven = executed.add_tokens(2, [50, 51, 52], max_tokens=9)
+    executed.step()
+    reusing, fresh = executed.add_tokens(3, [*TEXT[:16], 80]), executed.add_tokens(4, [60, 61])
+    for _ in range(9):  # as long as a lane holds those blocks, all rows are none
+        plan = executed.schedule()
+        if reusing.domain is None:
+            break
+        assert not executed.scheduler.update(plan, [Undone.POISONED for _ in plan.scheduled])
+    assert Wipe() in plan.kv_ops
+    assert proven.domain == fresh.domain is not None
+    for result in executed.scheduler.update(plan, executed.runner.step(plan)):
+        executed.take(result)
+    executed.run()
+    assert executed.ends == dict.fromkeys((1, 2, 3, 4), LENGTH)
 
 
 def is_poisonous(sequence: Sequence) -> bool:

@@ -6,7 +6,7 @@ that shares is emptied right after: then its memory changes hands. Tokens that a
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
-from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
+from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate, Wipe
 
 
 class Copy(NamedTuple):
@@ -80,6 +80,8 @@ class LaneLengths:
                     found.append(op)
                 case Share() | Truncate() | Onload():
                     pass  # the lane holds these tokens, or equal ones that would replace them
+                case Wipe():
+                    pass  # no run reads what no lane holds
         return found
 
 
