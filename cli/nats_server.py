@@ -12,6 +12,9 @@ from pathlib import Path
 from tokenbus.protocol.process.parent import end_with_parent
 
 _START_TIMEOUT_S = 10.0
+DEFAULTS = 'ping_interval: "1s"\nping_max: 2\n'
+"""The settings without a file: a client that stands still for three seconds is dropped, and a router with it, which
+would be given requests for minutes. One that stands still for two seconds loses nothing."""
 
 
 class NatsServerError(RuntimeError):
@@ -63,12 +66,15 @@ class NatsServer:
 async def start(port: int, log_path: Path, config: Path | None = None) -> NatsServer:
     """Starts nats-server on a port of 127.0.0.1; 0 is any free port. Raises NatsServerError.
 
-    `config` is a settings file for the server; its address and port are ignored. Must be called from the main thread,
-    since the server dies with the thread that starts it."""
+    `config` is a settings file for the server, instead of `DEFAULTS`; its address and port are ignored. Must be called
+    from the main thread, since the server dies with the thread that starts it."""
     # The server writes its real port, which may be any free one, into a file in this folder.
     with tempfile.TemporaryDirectory(prefix="tokenbus-nats-") as folder:
         command = [find_binary(), "-a", "127.0.0.1", "-p", str(port or -1), "--ports_file_dir", folder]
-        command += ["-c", str(config)] if config is not None else []
+        if config is None:
+            config = Path(folder) / "nats.conf"
+            config.write_text(DEFAULTS)
+        command += ["-c", str(config)]
         with log_path.open("ab") as log:
             process = subprocess.Popen(  # noqa: ASYNC220  # not every event loop's subprocesses take preexec_fn
                 command, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent

@@ -13,6 +13,7 @@ import structlog
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.bus import ping_probe
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.process import reload, shutdown
@@ -247,6 +248,7 @@ async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSett
         await stack.enter_async_context(shown)
         await router.open()
         reload.on_hangup(read_settings, router.update_settings)
+        tasks.background("probe the broker", ping_probe.warn_if_slow(settings.broker))
         structlog.get_logger().info("router_ready", policy=settings.policy)
         await _run(settings, connection, router, stop)
 

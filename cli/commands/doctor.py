@@ -15,6 +15,7 @@ from typing import NamedTuple
 from tokenbus.cli import arguments, connection_flags, inspection
 from tokenbus.client import Client
 from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.bus import ping_probe
 from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, messages
@@ -209,6 +210,7 @@ async def check_broker(options: argparse.Namespace) -> AsyncIterator[Finding]:
         yield Finding("note", f"the broker takes messages of up to {bus.max_payload:,} bytes", advice)
     else:
         yield Finding("ok", f"the broker takes messages of up to {bus.max_payload:,} bytes")
+    yield _pings(await ping_probe.ping_interval_s(settings))
     client = await Client.from_connection(bus, tenant=options.tenant, prefix=options.prefix)
     async with client:
         try:
@@ -219,6 +221,14 @@ async def check_broker(options: argparse.Namespace) -> AsyncIterator[Finding]:
             return
         for finding in check_fleet(reply):
             yield finding
+
+
+def _pings(interval_s: float | None) -> Finding:
+    if interval_s is not None and interval_s <= ping_probe.LIMIT_S:
+        return Finding("ok", "the broker drops connections that stand still within seconds")
+    seen = "more than a few seconds" if interval_s is None else f"{interval_s:.1f} s"
+    advice = 'set ping_interval: "1s" and ping_max: 2 in its configuration, or a frozen router keeps getting requests'
+    return Finding("note", f"the broker pings its connections only every {seen}", advice)
 
 
 def check_fleet(reply: messages.ModelsReply) -> Iterator[Finding]:

@@ -1,0 +1,60 @@
+"""Measures how soon a broker drops connections that stand still: by the time between its PINGs to an idle connection.
+
+A broker keeps giving requests to a frozen router until it drops it, and none of these is answered. It drops a
+connection that has not answered `ping_max` PINGs, one each `ping_interval`: by default after minutes. A connection can
+see the interval only, and only while it sends nothing itself."""
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import structlog
+
+from tokenbus.protocol.bus.nats_client import OPTIONS, HardenedClient
+from tokenbus.protocol.bus.settings import Settings
+
+LIMIT_S = 2.0
+"""The longest interval that is fine: with two missed PINGs, a frozen router is dropped within six seconds."""
+_PATIENCE_S = 6.0
+"""A broker sends the first PING two seconds after a connection at the latest, whatever its interval is."""
+_SILENT: dict[str, Any] = {"ping_interval": 3_600, "max_reconnect_attempts": 0}
+
+
+class _Listener(HardenedClient):
+    """A client that says nothing, and notes when it was pinged."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.pinged_at: list[float] = []
+        self.is_pinged_twice = asyncio.Event()
+
+    async def _process_ping(self) -> None:
+        self.pinged_at.append(time.monotonic())
+        if len(self.pinged_at) > 1:
+            self.is_pinged_twice.set()
+        await super()._process_ping()
+
+
+async def ping_interval_s(settings: Settings) -> float | None:
+    """Returns the time between two PINGs of the broker; None if it is longer than a few seconds. Raises OSError and
+    nats.errors.Error if there is no connection."""
+    client = _Listener(settings)
+    try:
+        async with asyncio.timeout(settings.connect_timeout_s):
+            await client.connect(name="tokenbus ping probe", **settings.server_options, **OPTIONS | _SILENT)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_S):
+                await client.is_pinged_twice.wait()
+    finally:
+        await client.close()
+    first, *rest = client.pinged_at or [0.0]
+    return rest[0] - first if rest else None
+
+
+async def warn_if_slow(settings: Settings) -> None:
+    """Logs `broker_drops_late` if a frozen process would keep its connection for long."""
+    interval_s = await ping_interval_s(settings)
+    if interval_s is None or interval_s > LIMIT_S:
+        found = None if interval_s is None else round(interval_s, 1)
+        structlog.get_logger().warning("broker_drops_late", ping_interval_s=found)

@@ -1,0 +1,77 @@
+"""One of two routers stands still: soon nothing depends on it any more, and when it runs again nothing is doubled."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.exact_client import until_idle, until_ready
+from tests.support.raw_client import RawClient
+from tests.support.system import System
+
+DROPPED_S = 3.5
+"""The broker has dropped a router that stands still for so long."""
+STORY = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+async def system(tmp_path: Path) -> AsyncIterator[System]:
+    system = await System.start(tmp_path)
+    for name in ("router-a", "router-b"):
+        system.router(name)
+    for name in ("worker-a", "worker-b"):
+        system.worker(name)
+    await until_ready(await system.connect(), 2)
+    yield system
+    os.kill(system.pid("router-a"), signal.SIGCONT)
+    await system.stop()
+
+
+def placed_by(system: System, router: str, request_id: str) -> bool:
+    return any(line.get("request_id") == f"default:{request_id}" for line in system.log(router))
+
+
+async def test_requests_after_three_seconds_are_answered_and_streams_are_not_disturbed(system: System) -> None:
+    bare = await system.connect()
+    running = [await bare.generate(STORY | {"max_tokens": 400}) for _ in range(8)]
+    for answer in running:
+        await answer.until(2)
+    system.signal("router-a", signal.SIGSTOP)
+    await asyncio.sleep(DROPPED_S)
+    answers = [await bare.generate(STORY | {"max_tokens": 8}) for _ in range(30)]
+    for answer in (*answers, *running):
+        assert (await answer.terminal())["finish_reason"] == "length"
+        assert answer.flaws == (0, 0)
+
+
+async def test_a_frozen_guardian_is_replaced_so_that_its_streams_outlive_their_worker(system: System) -> None:
+    bare = await system.connect()
+    answers = {f"r{n}": await bare.generate(STORY | {"max_tokens": 900, "id": f"r{n}"}) for n in range(16)}
+    for answer in answers.values():
+        await answer.until(2)
+    assert any(placed_by(system, "router-a", name) for name in answers)
+    system.signal("router-a", signal.SIGSTOP)
+    await asyncio.sleep(DROPPED_S + 2)  # workers ask once a second, and offer what has no guardian
+    system.kill("worker-a")
+    for answer in answers.values():
+        assert (await answer.terminal(90))["finish_reason"] == "length"
+    os.kill(system.pid("router-a"), signal.SIGCONT)
+    await until_idle(bare)
+    await asyncio.sleep(1)  # whatever a router that runs again believes, it has said by now
+    for answer in answers.values():
+        assert len(answer.terminals) == 1
+        assert answer.flaws == (0, 0)
+        assert answer.num_tokens == 900
+
+
+async def test_a_router_that_runs_again_serves_like_before(system: System) -> None:
+    bare: RawClient = await system.connect()
+    system.signal("router-a", signal.SIGSTOP)
+    await asyncio.sleep(DROPPED_S)
+    os.kill(system.pid("router-a"), signal.SIGCONT)
+    async with asyncio.timeout(30):
+        answers = [await bare.ask(STORY | {"max_tokens": 4}) for _ in range(20)]
+    assert [answer.terminals[0]["finish_reason"] for answer in answers] == ["length"] * 20
