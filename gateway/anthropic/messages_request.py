@@ -139,7 +139,7 @@ def to_wire(
     with http_errors.renaming(names.of, with_name_first):
         validation.check_request(request)
         # Routers check past calls only as they render them; here it is known of which blocks these were made.
-        history.message_dicts(request.messages or [], with_objects=True)
+        history.message_dicts(request.messages or [])
     return asked, request, names
 
 

@@ -1,7 +1,9 @@
 """Prepares a conversation for a chat template: completes its past tool calls, and finds the mistakes in them."""
 
+import enum
 import itertools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -12,32 +14,92 @@ MessageDict = dict[str, Any]
 """A message as templates see it: fields by name, without those that are absent."""
 
 
-def message_dicts(conversation: list[messages.ChatMessage], with_objects: bool) -> list[MessageDict]:
+class Beside(enum.Enum):
+    """Where the content goes that an answer has beside its calls."""
+
+    SAME_MESSAGE = enum.auto()
+    REASONING = enum.auto()
+    """Into the reasoning, behind what the model has thought: the template takes either content or reasoning."""
+    OWN_MESSAGE = enum.auto()
+    """Into a message in front of the calls: the template shows no calls in a message that has content."""
+
+
+class AnswerForm(NamedTuple):
+    """The form in which a template takes past answers (`answer_form.py` finds it)."""
+
+    with_objects: bool = True
+    """Whether arguments are objects, or the JSON texts of the wire."""
+    empty_content: str | None = ""
+    """The content of an answer that has calls and no content."""
+    beside: Beside = Beside.SAME_MESSAGE
+    thinks_in_content: bool = False
+    """Whether reasoning is a chunk of the content, and no field."""
+
+
+USUAL_FORM = AnswerForm()
+
+
+def message_dicts(conversation: list[messages.ChatMessage], form: AnswerForm = USUAL_FORM) -> list[MessageDict]:
     """Returns the messages of a conversation, in which every call has an id and every result names its call.
 
-    `arguments` of calls are objects if `with_objects`, else JSON texts. Raises RequestError for a call without a name,
-    for arguments that are no JSON object, and for a result without a call."""
-    calls = _Calls(with_objects)
-    return [_message_dict(message, f"messages[{index}]", calls) for index, message in enumerate(conversation)]
+    Raises RequestError for a call without a name, for arguments that are no JSON object, and for a result without a
+    call."""
+    calls = _Calls(form.with_objects)
+    return [
+        made
+        for index, message in enumerate(conversation)
+        for made in _with_form(_message_dict(message, f"messages[{index}]", calls), form)
+    ]
 
 
-def has_calls(conversation: list[messages.ChatMessage]) -> bool:
-    return any(message.tool_calls for message in conversation)
+def needs_form(conversation: list[messages.ChatMessage]) -> bool:
+    """Whether it has an answer of which templates take different forms."""
+    return any(message.tool_calls or message.reasoning_content for message in conversation)
 
 
 def _message_dict(message: messages.ChatMessage, path: str, calls: "_Calls") -> MessageDict:
     fields = {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
     fields["content"] = validation.message_text(message)
-    if message.reasoning_content is not None:
-        # Templates have three names for it. Those that know several take the first that is there.
-        fields |= {"reasoning": message.reasoning_content, "thinking": message.reasoning_content}
-    if message.tool_calls is not None:
-        fields["tool_calls"] = [
-            calls.add(call, f"{path}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls)
-        ]
+    if not message.reasoning_content:
+        fields.pop("reasoning_content", None)
+    # Clients send an empty list where there are no calls, and templates take it for calls.
+    made = [calls.add(call, f"{path}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls or [])]
+    if made:
+        fields["tool_calls"] = made
+    else:
+        fields.pop("tool_calls", None)
     if message.role == "tool":
         fields |= calls.answer(message, path)
     return fields
+
+
+def _with_form(message: MessageDict, form: AnswerForm) -> Iterator[MessageDict]:
+    """Yields the messages that a template is given for one."""
+    content = message["content"]
+    if "tool_calls" in message:
+        if content and form.beside is Beside.OWN_MESSAGE:
+            said = {name: value for name, value in message.items() if name != "tool_calls"}
+            yield _with_reasoning(said, form)
+            message = {"role": message["role"], "tool_calls": message["tool_calls"]}
+        if content and form.beside is Beside.REASONING:
+            thought = message.get("reasoning_content")
+            message = message | {"reasoning_content": f"{thought}\n\n{content}" if thought else content}
+        if not content or form.beside is not Beside.SAME_MESSAGE:
+            message = message | {"content": form.empty_content}
+    yield _with_reasoning(message, form)
+
+
+def _with_reasoning(message: MessageDict, form: AnswerForm) -> MessageDict:
+    """Returns a message with its reasoning where the template reads it.
+
+    Templates have three names for it. Those that know several take the first that is there."""
+    reasoning, content = message.get("reasoning_content"), message["content"]
+    if reasoning is None:
+        return message
+    if form.thinks_in_content:
+        words = [{"type": "text", "text": content}] if content else []
+        return message | {"content": [{"type": "thinking", "thinking": reasoning}, *words]}
+    return message | {"reasoning": reasoning, "thinking": reasoning}
 
 
 class _Calls:

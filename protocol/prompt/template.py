@@ -4,18 +4,9 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tokenbus.protocol.prompt import history, sandbox
+from tokenbus.protocol.prompt import answer_form, history, sandbox
 from tokenbus.protocol.prompt.special_tokens import MARKS, Marks, SpecialTokens
 from tokenbus.protocol.wire import errors, limits, messages
-
-_PROBE_ARGUMENTS = {"first_probe": "second_probe"}
-_PROBE = [
-    messages.ChatMessage(role="user", content="question"),
-    messages.ChatMessage(role="assistant", tool_calls=[{"function": {"name": "probe", "arguments": _PROBE_ARGUMENTS}}]),
-    messages.ChatMessage(role="tool", content="result"),
-]
-_PROBE_TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "probe"}}]
-"""A conversation with a call, by which a template shows in which form it takes the arguments."""
 
 
 class _TemplateRefusalError(Exception):
@@ -48,29 +39,23 @@ class ChatTemplate:
         """Returns the prompt as special token ids and plain texts. Raises RequestError(invalid_request) if it fails.
 
         `arguments` are extra variables for the template (`chat_template_kwargs`)."""
-        with_objects = not history.has_calls(conversation) or self._takes_objects
-        prepared = history.message_dicts(conversation, with_objects)
+        form = self._answer_form if history.needs_form(conversation) else history.USUAL_FORM
+        prepared = history.message_dicts(conversation, form)
         try:
             return self._render(prepared, arguments or {}, tools)
         except _TemplateRefusalError as error:
             raise _refused(f"the model's chat template refused the messages: {error}") from error
 
     @functools.cached_property
-    def _takes_objects(self) -> bool:
-        """Whether past calls have their arguments as objects in this template, or as the JSON texts of the wire.
+    def _answer_form(self) -> history.AnswerForm:
+        return answer_form.find(self._render_probe)
 
-        Objects are tried first: a template that is given a text often prints it as a JSON string, and still renders.
-        One that needs texts fails on an object, or prints it in Python's notation."""
-        return self._probe(with_objects=True) or not self._probe(with_objects=False)
-
-    def _probe(self, with_objects: bool) -> bool:
-        prepared = history.message_dicts(_PROBE, with_objects)
+    def _render_probe(self, conversation: list[history.MessageDict]) -> str | None:
         try:
-            pieces = self._render(prepared, {}, _PROBE_TOOLS)
+            pieces = self._render(conversation, {}, answer_form.TOOLS)
         except _TemplateRefusalError:
-            return False
-        text = "".join(piece for piece in pieces if isinstance(piece, str))
-        return all(word in text for word in _PROBE_ARGUMENTS) and str(_PROBE_ARGUMENTS) not in text
+            return None
+        return "".join(piece if isinstance(piece, str) else "\0" for piece in pieces)
 
     def _render(
         self,

@@ -62,7 +62,7 @@ MAX_BUNDLE_BYTES = 64 * 1024 * 1024
 RENDER_CPU_S = 2.0
 """CPU time that a chat template may take for one conversation, or to be compiled."""
 RENDER_STALL_S = 5.0
-"""A process that renders templates and gets no CPU time for this long is replaced; what waits for it waits as long."""
+"""A process that renders templates and gets no CPU time for this long is replaced."""
 RENDER_BYTES = 1 << 30
 """Address space of the process that renders templates."""
 RENDER_KEPT_BYTES = 128 << 20

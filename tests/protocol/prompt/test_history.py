@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 
 from tokenbus.protocol.prompt import history
+from tokenbus.protocol.prompt.history import AnswerForm, Beside
 from tokenbus.protocol.prompt.special_tokens import SpecialTokens
 from tokenbus.protocol.prompt.template import ChatTemplate
 from tokenbus.protocol.wire import errors, limits
-from tokenbus.protocol.wire.messages import ChatMessage
+from tokenbus.protocol.wire.messages import ChatMessage, ContentPart
 
 USER = ChatMessage(role="user", content="hi")
 
@@ -25,8 +26,8 @@ def result(content: str = "done", call_id: str | None = None, name: str | None =
     return ChatMessage(role="tool", content=content, tool_call_id=call_id, name=name)
 
 
-def made(*conversation: ChatMessage, with_objects: bool = True) -> list[history.MessageDict]:
-    return history.message_dicts(list(conversation), with_objects)
+def made(*conversation: ChatMessage, **form: Any) -> list[history.MessageDict]:
+    return history.message_dicts(list(conversation), AnswerForm(**form))
 
 
 def refusal(*conversation: ChatMessage) -> errors.Error:
@@ -93,6 +94,43 @@ def test_reasoning_has_all_the_names_that_templates_know() -> None:
     assert [seen[name] for name in ("reasoning_content", "reasoning", "thinking")] == ["so"] * 3
 
 
+@pytest.mark.parametrize("content", [None, "", [], [ContentPart(type="text", text="")]])
+@pytest.mark.parametrize("empty_content", ["", None])
+def test_calls_without_content_have_the_content_that_the_template_needs(content: Any, empty_content: Any) -> None:
+    said = calling(call(), content=content, reasoning_content="so")
+    (seen,) = made(said, empty_content=empty_content)
+    assert seen["content"] == empty_content
+    assert [one["content"] for one in made(ChatMessage(role="assistant", content=content))] == [""]
+
+
+@pytest.mark.parametrize("reasoning", ["so", "", None])
+def test_content_beside_calls_stays_or_ends_the_reasoning_or_goes_before_them(reasoning: str | None) -> None:
+    said = calling(call(), content="words", reasoning_content=reasoning)
+
+    def seen(beside: Beside) -> list[tuple[object, object, bool]]:
+        found = made(said, beside=beside, empty_content=None)
+        return [(one["content"], one.get("thinking"), "tool_calls" in one) for one in found]
+
+    thought = reasoning or None
+    assert seen(Beside.SAME_MESSAGE) == [("words", thought, True)]
+    assert seen(Beside.REASONING) == [(None, "so\n\nwords" if thought else "words", True)]
+    assert seen(Beside.OWN_MESSAGE) == [("words", thought, False), (None, None, True)]
+
+
+def test_reasoning_is_a_chunk_of_the_content_where_the_template_reads_it_there() -> None:
+    thought = {"type": "thinking", "thinking": "so"}
+    (seen,) = made(calling(call(), content="words", reasoning_content="so"), thinks_in_content=True)
+    assert seen["content"] == [thought, {"type": "text", "text": "words"}]
+    (seen,) = made(ChatMessage(role="assistant", reasoning_content="so"), thinks_in_content=True)
+    assert seen["content"] == [thought]
+    assert "thinking" not in seen
+
+
+def test_an_empty_reasoning_and_an_empty_list_of_calls_are_none() -> None:
+    (seen,) = made(ChatMessage(role="assistant", content="words", reasoning_content="", tool_calls=[]))
+    assert seen == {"role": "assistant", "content": "words"}
+
+
 DEEP = "[" * (limits.MAX_NESTING - 1) + "]" * (limits.MAX_NESTING - 1)
 
 
@@ -152,3 +190,47 @@ def test_a_template_gets_objects_and_texts_only_where_it_takes_no_objects(body: 
     template = ChatTemplate(ONE_CALL.replace("{BODY}", body), SpecialTokens({}), "", "")
     for _ in range(2):
         assert template.render(SAID) == [expected]
+
+
+CALL = "[{{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}]"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        pytest.param("{{ m.content }}{CALL}", ["{CALL}", "words{CALL}"], id="takes the empty text, prints None"),
+        pytest.param("{{ m.content + '' }}{CALL}", ["{CALL}", "words{CALL}"], id="fails without content"),
+        pytest.param(
+            "{% if m.content is none %}{CALL}{% else %}({{ m.content }}){% endif %}",
+            ["{CALL}", "(words){CALL}"],
+            id="shows calls only without content",
+        ),
+        pytest.param(
+            "{% if m.tool_calls %}{CALL}{% endif %}{% if m.content is not none %}<|end|>{{ m.content }}{% endif %}",
+            ["{CALL}", "{CALL}<|end|>words"],
+            id="makes a turn of the empty text",
+        ),
+        pytest.param(
+            "{% if m.content and m.thinking %}{{ raise_exception('one of them!') }}{% endif %}"
+            "{{ m.content or m.thinking }}{CALL}",
+            ["{CALL}", "so\n\nwords{CALL}"],
+            id="takes content or reasoning",
+        ),
+        pytest.param(
+            "{% for one in m.content %}{{ one.thinking or one.text }};{% endfor %}{CALL}",
+            ["{CALL}", "so;words;{CALL}"],
+            id="takes reasoning as a chunk of the content",
+        ),
+        pytest.param("{% if not m.content %}{CALL}{% endif %}", ["{CALL}", "{CALL}"], id="never shows both"),
+        pytest.param("{{ m.content }}", ["", "words"], id="shows no calls"),
+    ],
+)
+def test_a_template_gets_answers_in_the_form_that_it_was_written_for(body: str, expected: list[str]) -> None:
+    calls = "{% if m.tool_calls %}" + CALL + "{% endif %}"
+    source = "{% for m in messages if m.role == 'assistant' %}" + body.replace("{CALL}", calls) + "{% endfor %}"
+    template = ChatTemplate(source, SpecialTokens({"<|end|>": 2}), "", "")
+    shown = [
+        "".join("<|end|>" if piece == 2 else str(piece) for piece in template.render([USER, answer, result()]))
+        for answer in (calling(call()), calling(call(), content="words", reasoning_content="so"))
+    ]
+    assert shown == [one.replace("{CALL}", "[f {}]") for one in expected]

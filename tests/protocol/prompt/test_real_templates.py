@@ -3,6 +3,7 @@
 The files come with the source of llama-cpp-python, and are cached beside its wheel.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,20 @@ def folder() -> Path:
     return llama_cpp_source.folder("templates")
 
 
+SPECIAL = re.compile(r"<[|｜][^<>\s'\"{}]{1,40}?[|｜]>")
+
+
 def load(folder: Path, name: str) -> ChatTemplate:
     return ChatTemplate((folder / f"{name}.jinja").read_text(), SpecialTokens({}), "<s>", "</s>")
+
+
+def rendered(folder: Path, name: str, conversation: list[ChatMessage]) -> str:
+    """Renders with the special tokens that a template names, and writes them out."""
+    source = (folder / f"{name}.jinja").read_text()
+    texts = sorted(set(SPECIAL.findall(source)))
+    template = ChatTemplate(source, SpecialTokens({text: at for at, text in enumerate(texts)}), "<s>", "</s>")
+    pieces = template.render(conversation, None, TOOLS)
+    return "".join(piece if isinstance(piece, str) else texts[piece] for piece in pieces)
 
 
 def test_the_table_names_every_template_that_there_is(folder: Path) -> None:
@@ -154,3 +167,116 @@ def test_the_arguments_of_a_past_call_are_written_neither_as_a_json_string_nor_i
     (text,) = load(folder, name).render(CASES["a call"][0], None, TOOLS)
     assert r"\"city\"" not in str(text)
     assert "'city': 'Oslo'" not in str(text)
+
+
+# Answers of our own that are sent back
+
+SHOWS_NO_CALLS = {
+    "HuggingFaceTB-SmolLM3-3B",
+    "LFM2-8B-A1B",
+    "LFM2.5-Instruct",
+    "ibm-granite-granite-3.3-2B-Instruct",
+    "llama-cpp-rwkv-world",
+    "microsoft-Phi-3.5-mini-instruct",
+}
+"""Templates that write the words of past answers only."""
+LEAVES_CONTENT_OUT = {
+    "Cohere2MoE",
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+    "MiniMax-M1",
+    "Mistral-Small-3.2-24B-Instruct-2506",
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+    "meta-llama-Llama-3.1-8B-Instruct",
+    "meta-llama-Llama-3.2-3B-Instruct",
+    "meta-llama-Llama-3.3-70B-Instruct",
+    "mistralai-Mistral-Nemo-Instruct-2407",
+    "muse-glimmer",
+    "upstage-Solar-Open-100B",
+}
+"""Templates that write no content beside calls."""
+REFUSES_NOTHING = {"mistralai-Ministral-3-14B-Reasoning-2512"}
+"""Templates that refuse an answer in which there is nothing."""
+THOUGHT, WORDS = "a thought of mine", "some words of mine"
+
+
+@pytest.mark.parametrize("empty", [None, ""])
+@pytest.mark.parametrize("name", [name for name in EXPECTED if "a call" not in EXPECTED[name]])
+def test_an_answer_with_calls_can_be_sent_back_whatever_else_it_has(folder: Path, name: str, empty: str | None) -> None:
+    result = ChatMessage(role="tool", content="a result")
+    for content, reasoning in ((empty, empty), (WORDS, empty), (empty, THOUGHT), (WORDS, THOUGHT)):
+        answer = ChatMessage(
+            role="assistant", content=content, reasoning_content=reasoning, tool_calls=[FORECAST | {"id": "abcdefghi"}]
+        )
+        text = rendered(folder, name, [USER, answer, result])
+        assert "Oslo" in text or name in SHOWS_NO_CALLS
+        assert WORDS in text or not content or name in LEAVES_CONTENT_OUT
+        assert text.count(THOUGHT) <= 1
+        assert "None" not in text.rpartition("a question")[2]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_answer_without_calls_can_be_sent_back_whatever_else_it_has(folder: Path, name: str) -> None:
+    answers = [
+        ChatMessage(role="assistant", content=WORDS),
+        ChatMessage(role="assistant", content=WORDS, reasoning_content=THOUGHT, tool_calls=[]),
+        ChatMessage(role="assistant", reasoning_content=THOUGHT),  # it was cut off before its first word
+        ChatMessage(role="assistant"),
+    ]
+    for answer in answers[: 3 if name in REFUSES_NOTHING else 4]:
+        text = rendered(folder, name, [USER, answer, USER])
+        assert WORDS in text or not answer.content
+        assert "None" not in text.rpartition("a question")[0].rpartition("a question")[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+            "<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>forecast\n"
+            '```json\n{"city": "Oslo"}\n```<｜tool▁call▁end｜><｜tool▁outputs▁begin｜>',
+        ),
+        (
+            "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+            "<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>forecast\n"
+            '```json\n{"city": "Oslo"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>'
+            "<｜tool▁outputs▁begin｜>",
+        ),
+        (
+            "openai-gpt-oss-120b",
+            "<|end|><|start|>assistant to=functions.forecast<|channel|>commentary json<|message|>"
+            '{"city": "Oslo"}<|call|>',
+        ),
+    ],
+)
+def test_a_past_call_without_content_is_one_turn(folder: Path, name: str, expected: str) -> None:
+    answer = ChatMessage(role="assistant", content="", tool_calls=[FORECAST])
+    text = rendered(folder, name, [USER, answer, ChatMessage(role="tool", content="a result")])
+    assert text.partition("a question")[2].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("openai-gpt-oss-120b", f"<|channel|>analysis<|message|>{THOUGHT}\n\n{WORDS}<|end|><|start|>assistant to="),
+        (
+            "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+            f"<｜Assistant｜>{WORDS}<｜end▁of▁sentence｜><｜Assistant｜><｜tool▁calls▁begin｜>",
+        ),
+        (
+            "mistralai-Ministral-3-14B-Reasoning-2512",
+            f"[THINK]{THOUGHT}[/THINK]{WORDS}[TOOL_CALLS]forecast[ARGS]",
+        ),
+        (
+            "llama-cpp-deepseek-r1",
+            f"<｜Assistant｜>{WORDS}<｜end▁of▁sentence｜><｜Assistant｜><｜tool▁calls▁begin｜>",
+        ),
+    ],
+)
+def test_content_beside_calls_is_written_where_the_template_has_a_place_for_it(
+    folder: Path, name: str, expected: str
+) -> None:
+    answer = ChatMessage(role="assistant", content=WORDS, reasoning_content=THOUGHT, tool_calls=[FORECAST])
+    text = rendered(folder, name, [USER, answer, ChatMessage(role="tool", content="a result")])
+    assert expected in text

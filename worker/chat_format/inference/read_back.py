@@ -54,8 +54,8 @@ def _reads(probe: Probe, rules: Rules, answer: _Answer, opening: str, ending: st
         return True
     calls = [call(place, arguments, name) for place, (name, arguments) in enumerate(answer.calls)]
     text = probe.answer(*calls, content=answer.content or None, reasoning=answer.reasoning or None)
-    if text is not None and answer.content and answer.calls and answer.calls[0][0] not in text:
-        text = probe.answer(*calls, reasoning=answer.reasoning or None)  # it writes calls only where no content is
+    if text is not None and answer.content and answer.calls and _are_apart(rules.form, text, answer):
+        text = probe.answer(*calls, reasoning=answer.reasoning or None)
     if text is None:
         return False
     if answer.calls and answer.calls[-1][0] not in text:
@@ -78,6 +78,13 @@ def _reads(probe: Probe, rules: Rules, answer: _Answer, opening: str, ending: st
         for prompt in prompts
         for one in texts
     )
+
+
+def _are_apart(form: ChatFormat, text: str, answer: _Answer) -> bool:
+    """Returns whether a template writes words and calls in turns of their own, or calls only where no words are."""
+    places = sorted((text.find(answer.content), text.find(answer.calls[0][0])))
+    between = text[max(places[0], 0) : places[1]]
+    return answer.calls[0][0] not in text or any(close in between for close in form.turn_close)
 
 
 def _without_quotes(arguments: dict[str, Any]) -> dict[str, Any]:

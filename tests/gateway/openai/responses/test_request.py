@@ -230,7 +230,7 @@ def test_mistakes_that_a_router_finds_in_past_calls_get_the_names_of_their_items
 ) -> None:
     parsed = read(instructions="be brief", input=[{"role": "developer", "content": "be kind"}, *items])
     with pytest.raises(errors.RequestError) as raised:
-        history.message_dicts(parsed.request.messages or [], with_objects=True)
+        history.message_dicts(parsed.request.messages or [])
     body = json.loads(error_bodies.encode(parsed.named(http_errors.from_error(raised.value.error))))
     assert body["error"]["param"] == param
     assert body["error"]["message"].startswith(f"{param}: ")
