@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 from contextlib import AsyncExitStack
 
@@ -114,6 +115,27 @@ async def test_a_cancelled_one_ends_its_work(served: System) -> None:
             await asyncio.sleep(0.01)
             assert time.monotonic() - began < 10
         assert (await refused(client, SMALL)).startswith("answered")
+
+
+async def test_one_whose_process_stands_still_or_dies_harms_only_its_own_request(served: System) -> None:
+    bare = await served.connect()
+    before = set(served.family("worker"))
+    letters = {"prompt": "x", "grammar": "root ::= [a-z ]{100000}", "max_tokens": 400, "temperature": 1, "seed": 3}
+    answer = await bare.generate(letters)
+    await answer.until(3)
+    processes = set(served.family("worker")) - before
+    for process_id in processes:
+        os.kill(process_id, signal.SIGSTOP)
+    for _ in range(5):
+        whole = await bare.ask({"prompt": "Once upon a time", "max_tokens": 50, "ignore_eos": True})
+        assert whole.messages[-1]["finish_reason"] == "length"
+    assert not answer.terminals
+    for process_id in processes:
+        os.kill(process_id, signal.SIGKILL)
+    terminal = await answer.terminal()
+    assert (terminal["error"]["code"], terminal["error"]["param"]) == ("invalid_request", "grammar")
+    assert (await bare.ask({"prompt": "x", "grammar": 'root ::= "abc"'})).text == "abc", "there is another nursery"
+    assert num_engines(served) == 1
 
 
 @pytest.mark.parametrize("name", ATTACKS)

@@ -26,7 +26,7 @@ class CompileThread:
         on_done: Callable[[CompileJob, CompiledConstraint], None],
         report: Callable[[CompileStarted | BaseException], None],
     ) -> None:
-        """`report` is called with each start, and with an exception that ends the thread."""
+        """`report` is called with each start of something new, and with an exception that ends the thread."""
         self._make_compiler = make_compiler
         self._on_done = on_done
         self._report = report
@@ -62,7 +62,8 @@ class CompileThread:
         try:
             compiler = self._make_compiler()
             while (job := self._next()) is not None:
-                self._report(CompileStarted(job.seq_no))
+                if not compiler.has_compiled(job.constraint):
+                    self._report(CompileStarted(job.seq_no))
                 self._on_done(job, carry_out(job, lambda job: _compile(compiler, job)))
         except BaseException as error:  # outermost frame: sequences would wait for ever
             self._report(error)

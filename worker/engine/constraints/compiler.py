@@ -54,9 +54,13 @@ class ConstraintCompiler:
         """Does beforehand what the first constraint would have to wait for."""
         self.compile(_SMALLEST)
 
+    def has_compiled(self, constraint: engine_request.Constraint) -> bool:
+        """Whether it has compiled the same before, and kept it."""
+        return _key(constraint) in self._cached
+
     def compile(self, constraint: engine_request.Constraint) -> Matcher:
         """Returns a matcher at the beginning of an output. Raises ConstraintError."""
-        key = (constraint.kind, constraint.source, constraint.preamble)
+        key = _key(constraint)
         found = self._cached.get(key)
         if found is None:
             found = self._cached[key] = self._compile(constraint)
@@ -81,6 +85,10 @@ class ConstraintCompiler:
     def _tokenizer(self) -> LLTokenizer:
         """Made on first use: it takes time and memory, and most engines never need it."""
         return make_tokenizer(self._token_bytes, self.end_token_ids, self._encode)
+
+
+def _key(constraint: engine_request.Constraint) -> tuple[str, str, str]:
+    return constraint.kind, constraint.source, constraint.preamble
 
 
 def _size(key: tuple[str, str, str]) -> int:

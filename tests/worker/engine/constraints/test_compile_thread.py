@@ -124,3 +124,6 @@ def test_each_start_is_reported_so_that_an_engine_that_dies_of_it_is_known_to(st
     story.submit(7)
     assert story.reports.get(timeout=10) == CompileStarted(7)
     story.gate.set()
+    story.submit(8)
+    assert [story.take().seq_no for _ in range(2)] == [7, 8]
+    assert story.reports.empty(), "what is known already ends no engine"

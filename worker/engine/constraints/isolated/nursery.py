@@ -26,7 +26,7 @@ from tokenbus.worker.engine.constraints.isolated.channel import Channel
 from tokenbus.worker.engine.constraints.matcher import MAX_SLOW_S, Matcher
 
 MAX_COMPILE_S = 2.0
-MAX_COMPILE_BYTES = 256 << 20
+MAX_COMPILE_BYTES = 192 << 20
 """Address space of a template beyond that of the nursery."""
 MAX_FOLLOW_BYTES = 64 << 20
 """Address space of a follower beyond that of its template."""

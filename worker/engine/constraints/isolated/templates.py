@@ -17,7 +17,7 @@ _MAX_KEPT = 16
 _MAX_KEPT_BYTES = 256 << 20
 _BASE_BYTES = 8 << 20
 """A process takes about so much that it shares with no other, besides what it has compiled."""
-_TOO_COSTLY = "takes more than 2 s of CPU time or 256 MiB to compile: make it smaller"
+_TOO_COSTLY = "takes more than 2 s of CPU time or 192 MiB to compile: make it smaller"
 
 OnProcess = Callable[[ConstraintProcess], None]
 _Key = tuple[str, str, str]
