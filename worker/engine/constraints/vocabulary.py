@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
+_MAX_ENCODED_BYTES = 256
+"""Only the first token of a text that is forced is taken, and the rest asked for again: the end of a long one is of no
+use, and a constant of 60 KB would be tokenized with each of its tokens."""
 Encode = Callable[[str], list[int]]
 
 
@@ -35,7 +38,13 @@ class _Vocabulary:
         self._ids: dict[bytes, int] = {}
 
     def __call__(self, text: bytes) -> list[int]:
-        """Returns the ids of a text in the middle of others, whose bytes are exactly its own."""
+        """Returns the ids of the beginning of a text in the middle of others, whose bytes are exactly its own."""
+        size = _MAX_ENCODED_BYTES
+        while len(text) > size and text[size] & 0xC0 == 0x80:  # in the middle of a character
+            size -= 1
+        return self._encoded(text[:size])
+
+    def _encoded(self, text: bytes) -> list[int]:
         decoded = text.decode(errors="replace")
         # Some tokenizers put a space before a text; behind a line break its tokens are its own.
         for ids in (self._encode(decoded), self._encode(f"\n{decoded}")):

@@ -76,6 +76,23 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_is_understood() -> None:
     assert made.compile(constraint("regex", "name!")).accept_forced(9) == [*encode("name!"), 0]
 
 
+@pytest.mark.parametrize("part", ["abcx!", "abé", "日本x"])
+def test_of_a_long_text_that_is_forced_only_the_beginning_is_tokenized(part: str) -> None:
+    asked: list[int] = []
+
+    def noted(text: str) -> list[int]:
+        asked.append(len(text.encode()))
+        return encode(text)
+
+    made = ConstraintCompiler(TOKENS, {0, 1}, noted)
+    matcher = made.compile(constraint("choice", json.dumps([part * 1_000])))
+    taken: list[int] = []
+    while not taken or taken[-1] != 0:
+        taken += matcher.accept_forced(50)
+    assert taken[:-1] == encode(part * 1_000)
+    assert max(asked) <= 300
+
+
 def test_a_tokenizer_that_changes_a_text_is_not_followed() -> None:
     made = ConstraintCompiler(TOKENS, {0, 1}, lambda text: encode(text.upper()))
     matcher = made.compile(constraint("regex", "abcx!"))

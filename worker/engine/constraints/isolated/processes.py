@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import msgspec
 
@@ -38,9 +39,10 @@ class ConstraintProcess:
         self._channel.send(message)
 
     def receive(self, timeout_s: float | None = None) -> messages.State | messages.Failed | messages.Compiled | None:
-        """Returns what it reports next, and tokenizes texts for it meanwhile; None if it says nothing for so long.
+        """Returns what it reports next, and tokenizes texts for it meanwhile; None if that is not within so long.
         Raises EOFError if it has ended."""
-        while timeout_s is None or self._channel.has_message(timeout_s):
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while until is None or self._channel.has_message(max(0.0, until - time.monotonic())):
             match self._channel.receive():
                 case messages.Encode(text):
                     self._channel.send(messages.Encoded(self._encode(text)))
