@@ -9,7 +9,7 @@ Unlike the blocks of the prefix tree, runs have any length: a run is cut where a
 from typing import NamedTuple
 
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
-from tokenbus.worker.engine.kv.prefix_tree import num_common_tokens
+from tokenbus.worker.engine.kv.prefix_tree import Domain, num_common_tokens
 
 
 class Run:
@@ -33,9 +33,11 @@ class Run:
 class Checkpoint:
     """A position of a prefix from which a lane can go on, as long as it has a state."""
 
-    __slots__ = ("base", "end", "hash", "kv_copy", "node", "num_dependents", "start", "state_copy")
+    __slots__ = ("base", "domain", "end", "hash", "kv_copy", "node", "num_dependents", "start", "state_copy")
 
-    def __init__(self, base: "Checkpoint | None", node: Run) -> None:
+    def __init__(self, domain: Domain, base: "Checkpoint | None", node: Run) -> None:
+        self.domain = domain
+        """The domain whose tree it is in."""
         self.base = base
         """The checkpoint whose KV comes before; None at the beginning."""
         self.start: int = 0 if base is None else base.end

@@ -50,6 +50,7 @@ class Checkpoints:
         self._ops = ops
         self._fingerprint = fingerprint
         self._roots: dict[Domain, Run] = {}
+        """The trees of domains that have a checkpoint: clients can invent any number of domains."""
         self._states: OrderedDict[Checkpoint, None] = OrderedDict()
         """Checkpoints with a state, the least recently used first."""
         self._copy_ids = itertools.count(1)
@@ -101,7 +102,7 @@ class Checkpoints:
         node = checkpoint_tree.insert(root, tokens)
         one = node.checkpoint
         if one is None:
-            one = node.checkpoint = Checkpoint(self._surviving(base), node)
+            one = node.checkpoint = Checkpoint(domain, self._surviving(base), node)
             if one.base is not None:
                 one.base.num_dependents += 1
         one.num_dependents += 1  # making room must not take what it is to stand on
@@ -155,6 +156,7 @@ class Checkpoints:
         """Asserts that all that is kept is of use, stands on what is kept, and is counted."""
         self.check_counts()
         kept = list(self.all())
+        assert self._roots.keys() == {one.domain for one in kept}, self._roots
         dependents = dict.fromkeys(kept, 0)
         used_bytes = 0
         for one in kept:
@@ -208,6 +210,8 @@ class Checkpoints:
                 self.used_bytes -= (one.end - one.start) * self._sizes.token_bytes
             assert one.node is not None, one
             checkpoint_tree.remove(one.node)
+            if not self._roots[one.domain].children:
+                del self._roots[one.domain]
             one.node = one.kv_copy = None
             one = one.base
             if one is not None:

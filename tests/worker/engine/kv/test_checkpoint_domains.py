@@ -1,0 +1,52 @@
+"""Clients invent as many domains as they like: what is kept of one goes with its last checkpoint."""
+
+import gc
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenbus.worker.engine.kv.checkpoint_tree import Run
+from tokenbus.worker.engine.kv.checkpoints import Checkpoints, CheckpointSizes
+from tokenbus.worker.engine.kv.ops import OpQueue
+from tokenbus.worker.engine.kv.prefix_tree import Domain
+
+BLOCK = 4
+TOKENS = array("I", range(100))
+
+
+def make(num_states: int, max_count: int = 1_000) -> Checkpoints:
+    return Checkpoints(CheckpointSizes(num_states * 50, state_bytes=10, token_bytes=1), BLOCK, max_count, OpQueue())
+
+
+def num_nodes() -> int:
+    """The nodes of trees that are still referred to."""
+    gc.collect()
+    return sum(isinstance(one, Run) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("num_states", [0, 1, 5])
+def test_thousands_of_salts_leave_no_more_than_the_checkpoints_that_there_is_room_for(num_states: int) -> None:
+    before, checkpoints = num_nodes(), make(num_states)
+    for number in range(2_000):
+        checkpoints.save(Domain("tenant", f"salt {number}"), TOKENS, 40, 0, None)
+    checkpoints.check_integrity()
+    assert len(checkpoints) == num_states
+    assert num_nodes() - before == 2 * num_states  # each has a root and a run
+    checkpoints.clear()
+    checkpoints.check_integrity()
+    assert num_nodes() == before
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 60), st.booleans()), max_size=60))
+def test_no_domain_outlives_its_last_checkpoint(saves: list[tuple[str, int, bool]]) -> None:
+    checkpoints = make(4, max_count=3)
+    for salt, end, goes_on in saves:
+        domain = Domain("tenant", salt)
+        base = checkpoints.match(domain, TOKENS, end - 1).checkpoint if goes_on else None
+        checkpoints.save(domain, TOKENS, end, 0, base)
+        checkpoints.check_integrity()
+    checkpoints.clear()
+    checkpoints.check_integrity()
+    assert not list(checkpoints.all())
