@@ -106,6 +106,12 @@ class Client:
         self._inboxes.append(other._inbox)
         return other
 
+    async def release_tenant(self, other: "Client") -> None:
+        """Ends a client that `for_tenant` has made, once its streams have ended."""
+        await other._inbox.wait_idle()
+        self._inboxes.remove(other._inbox)
+        await other._inbox.close()
+
     async def __aenter__(self) -> "Client":
         return self
 

@@ -47,11 +47,14 @@ class Inbox:
         self._streams: dict[str, Stream] = {}
         """Open streams, by the last token of their reply subjects."""
         self._reply_tokens: dict[Stream, str] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._orphans: TTLCache[bool] = TTLCache(ttl_s=10.0, capacity=_MAX_ORPHANS)
         """Ids of requests that were cancelled lately, so that none is cancelled for each of its late chunks."""
         self._error: errors.Error | None = None
         """Why nothing can be received here."""
         self._ticker: asyncio.Task[None] | None = None
+        self._subscription: bus.Subscription | None = None
 
     def __repr__(self) -> str:
         return f"<Inbox {self._prefix}, {len(self._streams)} streams>"
@@ -63,8 +66,12 @@ class Inbox:
 
     async def open(self) -> None:
         # One subscription for all streams: a subscription for each would cost the broker two messages a request.
-        await self._connection.subscribe(f"{self._prefix}.*", self._deliver)
+        self._subscription = await self._connection.subscribe(f"{self._prefix}.*", self._deliver)
         self._ticker = tasks.background("tick", self._tick_forever())
+
+    async def wait_idle(self) -> None:
+        """Returns when no stream is open."""
+        await self._is_idle.wait()
 
     async def close(self) -> None:
         """Cancels every open stream."""
@@ -72,6 +79,9 @@ class Inbox:
             await stream.aclose()
         if self._ticker is not None:
             self._ticker.cancel()
+        if self._subscription is not None:
+            with contextlib.suppress(ConnectionError):
+                await self._connection.unsubscribe(self._subscription)
 
     def submit(self, stream: Stream, request: messages.GenerateRequest) -> None:
         """Publishes a stream's request under a new reply subject. If that fails, the stream learns the reason."""
@@ -79,6 +89,7 @@ class Inbox:
         token = secrets.token_hex(8)
         self._streams[token] = stream
         self._reply_tokens[stream] = token
+        self._is_idle.clear()
         if self._error is not None:
             stream.refuse(self._error, time.monotonic())
             return
@@ -166,6 +177,8 @@ class Inbox:
         token = self._reply_tokens.pop(stream, None)
         if token is not None:
             del self._streams[token]
+            if not self._streams:
+                self._is_idle.set()
             uploading = self._uploads.pop(token, None)
             if uploading is not None and uploading is not asyncio.current_task():
                 uploading.cancel()

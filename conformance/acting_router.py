@@ -32,7 +32,6 @@ async def run(
         "token_ids": PROMPT_IDS,
         "params": {"max_tokens": max_tokens, "ignore_eos": True, "seed": 1},
         "remaining_ms": 20_000.0,
-        "crashes": 0,
         "wire-check": {"unknown": "fields are ignored here too"},
     }
     return await probe.call_internal(service(probe, "run"), body), client

@@ -8,6 +8,7 @@ from tokenbus.client import Client
 from tokenbus.gateway.http.http_errors import INVALID_API_KEY, TENANT_STARTING, ApiError
 from tokenbus.gateway.keys import ApiKeys
 from tokenbus.gateway.settings import GatewaySettings
+from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import subjects
@@ -49,6 +50,10 @@ class Tenants:
             else:
                 inbox = settings.tenant_inbox.replace(subjects.TENANT_PLACEHOLDER, subjects.encode_name(name))
                 self._clients[name] = await self.gateway_client.for_tenant(name, inbox)
+        for name in self._clients.keys() - keys.tenants:
+            client = self._clients.pop(name)
+            if client is not self.gateway_client:
+                tasks.background("release a tenant", self.gateway_client.release_tenant(client))
 
     def authenticate(self, request: Request) -> Tenant:
         """Returns the tenant of a request. Raises ApiError if its key is unknown, or too new to have a client."""

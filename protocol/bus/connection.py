@@ -265,7 +265,6 @@ async def _raise_refusals(cancellation: CancellationGuard, error: Exception) -> 
         raise error
 
 
-@functools.lru_cache(4_096)
 @functools.lru_cache(_MAX_ADDRESSES)
 def _to_address(subject: str, reply: str) -> bytes:
     """Returns the beginning of a command's control line: where a message goes. Raises BadSubjectError."""

@@ -24,12 +24,16 @@ class Broker:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.is_away = False
+        self.released: list[Any] = []
 
     async def for_tenant(self, tenant: str, inbox_prefix: str = "") -> Any:
         await self.may_answer.wait()
         if self.is_away:
             raise ConnectionError("the broker is away")
         return tenant
+
+    async def release_tenant(self, other: Any) -> None:
+        self.released.append(other)
 
 
 def tenants_over(broker: Broker, keys: ApiKeys) -> Tenants:
@@ -55,6 +59,8 @@ async def test_a_key_that_is_taken_away_is_gone_before_the_broker_knows_of_a_new
     broker.may_answer.set()
     await using
     assert tenants.authenticate(asked_with("new")).name == "other"
+    await asyncio.sleep(0)
+    assert broker.released == ["acme"], "nobody can use its client any more"
 
 
 async def test_a_tenant_that_can_not_be_made_known_leaves_the_others_and_is_tried_again() -> None:

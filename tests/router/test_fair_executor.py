@@ -80,6 +80,28 @@ async def test_a_job_cancelled_while_it_waits_does_not_run(gated: Gated) -> None
     assert await gated.open() == ["y"]
 
 
+async def test_a_job_cancelled_while_it_works_keeps_its_place_until_its_thread_is_free(gated: Gated) -> None:
+    began, end = threading.Event(), threading.Event()
+    executor = FairExecutor(1, "test")
+
+    def work() -> None:
+        began.set()
+        end.wait()
+
+    working = asyncio.create_task(executor.run("long", "a", 0.0, 1, work))
+    await asyncio.to_thread(began.wait)
+    working.cancel()
+    await asyncio.wait([working])
+    waiting = asyncio.create_task(executor.run("next", "a", 0.0, 1, lambda: "done"))
+    await asyncio.sleep(0)
+    assert "1 waiting, 0 of 1 threads free" in repr(executor)
+    end.set()
+    assert await waiting == "done"
+    closed = threading.Event()
+    executor.close(closed.set)
+    assert await asyncio.to_thread(closed.wait, 10)
+
+
 async def test_a_failed_job_frees_its_thread(gated: Gated) -> None:
     async def failing() -> None:
         await gated.executor.run("bad", "a", 0.0, 1, lambda: 1 // 0)

@@ -43,6 +43,17 @@ def test_a_request_larger_than_the_bucket_passes_and_delays_the_next() -> None:
     assert limiter.charge_tokens("a", 1, 60.2) is None
 
 
+def test_less_than_one_request_a_minute_is_one_in_several_minutes() -> None:
+    limiter = RateLimiter(TenantLimits(requests_per_minute=0.5), {})
+    assert limiter.charge_request("a", 0, 0.0) is None
+    throttled = limiter.charge_request("a", 0, 60.0)
+    assert throttled is not None
+    assert throttled.retry_after_s == 60.0
+    assert limiter.charge_request("a", 0, 120.0) is None
+    assert limiter.charge_request("a", 0, 10_000.0) is None
+    assert limiter.charge_request("a", 0, 10_000.0) is not None
+
+
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 400)), max_size=60))
 def test_usage_never_exceeds_the_rate_plus_a_full_bucket_plus_one_request(
     asked: list[tuple[float, int]],

@@ -5,6 +5,7 @@ The parts were compared with what engines really take (decision 0064)."""
 from typing import NamedTuple
 
 from tokenbus.worker.engine.gguf import kv_memory
+from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.process.settings import EngineSettings
 
 _MIB = 1 << 20
@@ -73,7 +74,7 @@ def estimate(facts: ModelFacts, settings: EngineSettings) -> MemoryNeed:
         weight_bytes=facts.weight_bytes,
         kv_bytes=kv_tokens * facts.kv_bytes_per_token,
         compute_bytes=_PROCESS_BYTES + states + logits + tables,
-        host_cache_bytes=max(0, settings.host_cache_mib) * _MIB,
+        host_cache_bytes=sizing.budget_bytes(settings.host_cache_mib) if facts.kv_bytes_per_token else 0,
         context_length=context,
     )
 

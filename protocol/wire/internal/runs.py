@@ -76,8 +76,6 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Time left of the request's `timeout_ms`."""
     age_ms: Annotated[float | None, REMAINING_MS] = None
     """Time since the router received the request; a cancel that arrived earlier was not meant for it."""
-    crashes: int = 0
-    """Engines that have died in a step with this request in it."""
     resume_from: RunResume | None = None
     """The completion so far, if the run continues a stream."""
     fetch_from: FetchSource | None = None

@@ -27,18 +27,18 @@ class Throttled(NamedTuple):
 
 
 class _TokenBucket:
-    """Refills to `capacity` within a minute. It may be overdrawn once it holds at least one token, and then has to
-    refill first: requests that are larger than the bucket are delayed, never locked out."""
+    """Refills by `capacity` within a minute, up to that or to one token. It may be overdrawn once it holds at least one
+    token, and then has to refill first: requests that are larger than the bucket are delayed, never locked out."""
 
     __slots__ = ("_level", "_updated_at")
 
     def __init__(self, capacity: float, now: float) -> None:
-        self._level = capacity
+        self._level = max(capacity, 1.0)
         self._updated_at = now
 
     def wait_s(self, capacity: float, now: float) -> float:
         """Seconds until the bucket holds a token again; 0 if it does now."""
-        self._level = min(capacity, self._level + (now - self._updated_at) * capacity / _MINUTE_S)
+        self._level = min(max(capacity, 1.0), self._level + (now - self._updated_at) * capacity / _MINUTE_S)
         self._updated_at = now
         return max(0.0, (1.0 - self._level) * _MINUTE_S / capacity)
 

@@ -1,8 +1,10 @@
 """A small thread pool that serves tenants fairly: a tenant with much work only delays itself."""
 
 import asyncio
+import contextlib
+import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from tokenbus.protocol.process import memory
@@ -40,10 +42,9 @@ class FairExecutor:
         await self._wait_turn(
             QueuedRequest(key, tenant, arrived_at + num_chars / _CHARS_PER_S, num_chars // _CHARS_PER_TOKEN + 1)
         )
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, _run_and_trim, work, num_chars)
-        finally:
-            self._release_thread()
+        running = self._threads.submit(_run_and_trim, work, num_chars)
+        running.add_done_callback(functools.partial(self._thread_is_free, asyncio.get_running_loop()))
+        return await asyncio.wrap_future(running)
 
     def close(self, on_closed: Callable[[], None]) -> None:
         """Finishes what is queued, then calls `on_closed` on a thread and ends the threads."""
@@ -63,6 +64,11 @@ class FairExecutor:
             else:  # cancelled in the same loop turn in which it got its thread
                 self._release_thread()
             raise
+
+    def _thread_is_free(self, loop: asyncio.AbstractEventLoop, _: "Future[ResultT]") -> None:
+        """Gives a thread to the next job once it works no more: it does so for a while after its job was cancelled."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+            loop.call_soon_threadsafe(self._release_thread)
 
     def _release_thread(self) -> None:
         self._num_free += 1

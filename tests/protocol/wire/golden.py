@@ -359,7 +359,6 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             is_chat=True,
             age_ms=12.5,
             remaining_ms=1500.5,
-            crashes=1,
             resume_from=internal.RunResume(
                 token_ids=block_hash.pack_token_ids([5, 6]),
                 logprobs=b"\x00\xff",

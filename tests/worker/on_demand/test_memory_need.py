@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tokenbus import demo
+from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.on_demand import free_memory, model_facts
@@ -32,6 +33,12 @@ def test_a_need_is_the_sum_of_its_parts_and_says_them() -> None:
     assert need.total_bytes == (500 + 8 + 96) * MIB
     assert str(need) == "604 MiB (weights 500 MiB, KV 8 MiB, buffers 96 MiB)"
     assert "host cache 64 MiB" in str(estimate(FACTS, EngineSettings(model="m", host_cache_mib=64)))
+
+
+def test_copies_in_host_memory_count_where_nobody_said_how_many_there_may_be() -> None:
+    unset = estimate(FACTS, EngineSettings(model="m"))
+    assert unset.host_cache_bytes == sizing.budget_bytes(-1) > 0
+    assert estimate(FACTS._replace(kv_bytes_per_token=0), EngineSettings(model="m")).host_cache_bytes == 0
 
 
 def test_settings_change_what_is_needed() -> None:

@@ -85,7 +85,7 @@ def match(root: Run, tokens: bytes, max_tokens: int) -> Match:
     while True:
         if node.checkpoint is not None and node.checkpoint.has_state and at <= max_tokens:
             deepest = node.checkpoint
-        child = node.children.get(_first(tokens[TOKEN_BYTES * at :][:TOKEN_BYTES]))
+        child = node.children.get(_token(tokens, at))
         if child is None:
             return Match(at, deepest)
         at += _num_common(child, tokens, at)
@@ -98,11 +98,11 @@ def insert(root: Run, tokens: bytes) -> Run:
     """Returns the node at which a run of tokens ends, which is made if there is none."""
     node = root
     while node.end * TOKEN_BYTES < len(tokens):
-        rest = tokens[TOKEN_BYTES * node.end :]
-        child = node.children.get(_first(rest))
+        first = _token(tokens, node.end)
+        child = node.children.get(first)
         if child is None:
-            child = node.children[_first(rest)] = Run(node, rest)
-        elif (common := num_common_tokens(child.tokens, rest)) * TOKEN_BYTES < len(child.tokens):
+            child = node.children[first] = Run(node, tokens[TOKEN_BYTES * node.end :])
+        elif (common := _num_common(child, tokens, node.end)) * TOKEN_BYTES < len(child.tokens):
             child = _split(child, common)
         node = child
     return node
@@ -112,7 +112,7 @@ def remove(node: Run) -> None:
     """Removes a node's checkpoint, and all nodes that lead to none then."""
     node.checkpoint = None
     while node.parent is not None and node.checkpoint is None and not node.children:
-        del node.parent.children[_first(node.tokens)]
+        del node.parent.children[_token(node.tokens, 0)]
         node = node.parent
 
 
@@ -121,15 +121,17 @@ def _split(node: Run, num_tokens: int) -> Run:
     parent, cut = node.parent, num_tokens * TOKEN_BYTES
     assert parent is not None
     first = Run(parent, node.tokens[:cut])
-    parent.children[_first(node.tokens)] = first
+    parent.children[_token(node.tokens, 0)] = first
     node.parent, node.tokens = first, node.tokens[cut:]
-    first.children[_first(node.tokens)] = node
+    first.children[_token(node.tokens, 0)] = node
     return first
 
 
 def _num_common(child: Run, tokens: bytes, at: int) -> int:
-    return num_common_tokens(child.tokens, tokens[TOKEN_BYTES * at :][: len(child.tokens)])
+    """Returns how many tokens of a node are those from `at` on. No more than these are copied: a prompt may be long."""
+    start = TOKEN_BYTES * at
+    return num_common_tokens(child.tokens, tokens[start : start + len(child.tokens)])
 
 
-def _first(tokens: bytes) -> bytes:
-    return tokens[:TOKEN_BYTES]
+def _token(tokens: bytes, at: int) -> bytes:
+    return tokens[TOKEN_BYTES * at : TOKEN_BYTES * (at + 1)]
