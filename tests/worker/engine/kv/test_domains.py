@@ -1,5 +1,6 @@
 """Clients invent as many domains as they like: what is kept of one goes with its last checkpoint."""
 
+import enum
 import gc
 from array import array
 
@@ -7,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenbus.worker.engine.kv import exchange
 from tokenbus.worker.engine.kv.checkpoint_tree import Run
 from tokenbus.worker.engine.kv.checkpoints import Checkpoints, CheckpointSizes
 from tokenbus.worker.engine.kv.ops import OpQueue
-from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.kv.pool import BlockPool
+from tokenbus.worker.engine.kv.prefix_tree import Domain, Root
 
 BLOCK = 4
 TOKENS = array("I", range(100))
@@ -50,3 +53,57 @@ def test_no_domain_outlives_its_last_checkpoint(saves: list[tuple[str, int, bool
     checkpoints.clear()
     checkpoints.check_integrity()
     assert not list(checkpoints.all())
+
+
+# Blocks
+
+
+class Use(enum.Enum):
+    """What becomes of a sequence in a domain of its own."""
+
+    ENDS = enum.auto()
+    IS_ABORTED_BEFORE_ITS_FIRST_STEP = enum.auto()
+    IS_DROPPED = enum.auto()
+    IS_ASKED_FOR = enum.auto()
+    IS_FETCHED = enum.auto()
+
+
+@pytest.mark.parametrize("use", Use)
+@pytest.mark.parametrize("host_blocks", [0, 6])
+def test_thousands_of_salts_leave_no_more_than_the_blocks_that_there_is_room_for(use: Use, host_blocks: int) -> None:
+    before, pool = num_roots(), BlockPool(8, BLOCK, 2, host_blocks=host_blocks)
+    for number in range(1_000):
+        _use(pool, Domain("tenant", f"salt {number}"), use)
+        pool.cache.ops.take()
+    pool.check_integrity()
+    assert num_roots() - before <= 8 + host_blocks
+    pool.clear()
+    pool.check_integrity()
+    assert num_roots() == before
+
+
+def _use(pool: BlockPool, domain: Domain, use: Use) -> None:
+    tokens = TOKENS[:10]
+    assert pool.can_allocate(domain, tokens, len(tokens), 0)
+    if use is Use.IS_ASKED_FOR:
+        pool.cache.tree.known_path(domain, tokens)
+        return
+    if use is Use.IS_FETCHED:
+        exchange.put(pool.cache, domain, tokens, 0, 2)
+        exchange.put(pool.cache, domain, tokens, 3, 1)  # a block before is missing
+        return
+    sequence = pool.allocate(domain)
+    num_computed = 0 if use is Use.IS_ABORTED_BEFORE_ITS_FIRST_STEP else len(tokens)
+    if num_computed:
+        sequence.reuse_prefix(tokens, 0)
+        assert sequence.allocate_blocks(num_computed)
+        sequence.cache_blocks(tokens, num_computed)
+    if use is Use.IS_DROPPED:
+        pool.drop(sequence, trusts_others=False)
+    else:
+        pool.free(sequence, tokens, num_computed)
+
+
+def num_roots() -> int:
+    gc.collect()
+    return sum(isinstance(one, Root) for one in gc.get_objects())
