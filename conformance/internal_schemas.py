@@ -39,6 +39,7 @@ EVENTS: Schema = {
     "legs": optional(list_of(NAME)),
     "finished": optional(list_of(NAME)),
     "taken": optional(list_of(NAME)),
+    "stranded": optional(list_of(NAME)),
     "guardians": optional(field_types.MAP),
     "load": map_of(schemas.LOAD),
     "state": NAME,

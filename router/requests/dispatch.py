@@ -117,12 +117,13 @@ class Dispatcher:
             flight.model, flight.remaining_s(time.monotonic()), lambda: flight.cancelled or self.is_stopped
         )
 
-    async def redispatch(self, flight: Flight, worker: Worker, *, is_certain: bool) -> None:
-        """Continues a request whose worker is lost or leaves. Unless the loss is certain, the run is revoked first.
+    async def redispatch(self, flight: Flight, worker: Worker, *, is_certain: bool, takes: bool = False) -> None:
+        """Continues a request whose worker is lost, or leaves it to others. Unless the loss is certain, the run is
+        revoked first, or taken.
 
         Raises RequestError if the client may have text that this router does not know, or if the worker is alive but
         doesn't reply, and AlreadyStreamingError if another router has continued the request."""
-        revocation, takes = Revocation.LOST, worker.state is messages.WorkerState.LEAVING
+        revocation, takes = Revocation.LOST, takes or worker.state is messages.WorkerState.LEAVING
         if not is_certain:
             revocation = await self._attempts.revoke(flight, worker, takes=takes)
         if revocation is Revocation.KEPT or (revocation is Revocation.LOST and not await self._settle(flight, worker)):

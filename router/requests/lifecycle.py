@@ -93,12 +93,15 @@ class RequestLifecycle:
         self._telemetry.received(flight, headers)
         self._spawn(flight, functools.partial(self._tokenize_and_dispatch, flight))
 
-    def recover(self, flight: Flight, worker: Worker, *, is_certain: bool) -> None:
-        """Dispatches a request again after its worker was lost. Unless that is certain, its run is revoked first."""
+    def recover(self, flight: Flight, worker: Worker, *, is_certain: bool, takes: bool = False) -> None:
+        """Dispatches a request again after its worker was lost. Unless that is certain, its run is revoked first, or
+        taken from a worker that gives it up."""
         self._flights.reclaim(flight)
         flight.in_doubt = not is_certain
         self._telemetry.rerouted(flight, worker.card.worker_id, time.monotonic())
-        self._spawn(flight, functools.partial(self._dispatcher.redispatch, flight, worker, is_certain=is_certain))
+        self._spawn(
+            flight, functools.partial(self._dispatcher.redispatch, flight, worker, is_certain=is_certain, takes=takes)
+        )
 
     def adopt(self, flight: Flight, worker: Worker | None) -> bool:
         """Takes over a request of another router, which `worker` runs, or which is to be dispatched if none does.

@@ -5,6 +5,7 @@ token before the client does. When the worker is lost or leaves, it has everythi
 the stream."""
 
 import itertools
+from collections.abc import Sequence
 
 import structlog
 
@@ -55,6 +56,7 @@ class Recovery:
             self._apply_tokens(entry, update.worker)
             for stream_no, router_id in entry.guardians.items():
                 self._apply_guardian(self._flights.streams_of(update.worker.incarnation).get(stream_no), router_id)
+            self._take_stranded(entry.stranded, update.worker)
         for flight in self._flights.find_all(update.finished, address.model):
             self._finish(flight, address.worker_id)
         if update.lost is not None:
@@ -99,7 +101,14 @@ class Recovery:
             return
         for flight in self._flights.accepted_by(leaving.card.address):
             if flight.is_named and flight.prompt_ids is not None:
-                self._lifecycle.recover(flight, leaving, is_certain=False)
+                self._lifecycle.recover(flight, leaving, is_certain=False, takes=True)
+
+    def _take_stranded(self, keys: Sequence[str], worker: Worker) -> None:
+        """Takes requests that a worker has and can't continue. It says so again as long as nobody does."""
+        address = worker.card.address
+        for flight in self._flights.find_all(keys, address.model):
+            if flight.worker_id == address.worker_id and flight.is_named and flight.prompt_ids is not None:
+                self._lifecycle.recover(flight, worker, is_certain=False, takes=True)
 
     def _apply_guardian(self, flight: Flight | None, router_id: str) -> None:
         """Notes which router a worker's log names as the guardian of one of this router's requests, if it names any."""

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import adapters
 from tests.support.exact_client import until_ready
-from tests.support.raw_client import PREFIX, RawClient
+from tests.support.raw_client import PREFIX, RawClient, check_stream
 from tests.support.system import System, command, running_gateway
 from tokenbus import demo
 
@@ -203,6 +203,53 @@ async def test_an_engine_that_is_started_anew_has_the_adapters_again(system: Sys
     os.kill(await engine_pid(bare), signal.SIGKILL)
     assert (await stream.terminal())["finish_reason"] == "length"
     assert stream.text == whole
+
+
+async def unload(bare: RawClient, worker: str) -> None:
+    message = msgspec.msgpack.encode({"op": "unload_adapter", "adapter": "style"})
+    await bare.nats.request(f"{PREFIX}.worker.demo.{worker}.control", message, timeout=20)
+
+
+async def test_a_stream_outlives_its_engine_though_its_adapter_was_unloaded_and_deleted(
+    system: System, tmp_path: Path
+) -> None:
+    one = adapters.write(tmp_path / "1.gguf", 1)
+    system.router("router")
+    system.worker("worker", "--lora", f"style={one}")
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    whole = await text(bare, with_lora("style", max_tokens=400))
+    stream = await bare.generate(with_lora("style", max_tokens=400), subject=f"{PREFIX}.generate.demo.acme")
+    await stream.until(3)
+    await unload(bare, "worker")
+    os.unlink(one)
+    os.kill(await engine_pid(bare), signal.SIGKILL)
+    assert (await stream.terminal())["finish_reason"] == "length"
+    assert stream.text == whole
+
+
+async def test_a_stream_whose_adapter_is_lost_with_its_engine_continues_where_another_worker_has_it(
+    system: System, tmp_path: Path
+) -> None:
+    files = {name: adapters.write(tmp_path / f"{name}.gguf", 1) for name in ("w0", "w1")}
+    system.router("router")
+    for name, path in files.items():
+        system.worker(name, "--lora", f"style={path}")
+    bare = await system.connect()
+    await until_ready(bare, 2)
+    whole = await text(bare, with_lora("style", max_tokens=400))
+    stream = await bare.generate(with_lora("style", max_tokens=400), subject=f"{PREFIX}.generate.demo.acme")
+    await stream.until(3)
+    name = str(stream.messages[0]["worker_id"])
+    await unload(bare, name)
+    os.truncate(files[name], 0)
+    reply = msgspec.json.decode((await bare.nats.request(f"{PREFIX}.models", b"", timeout=5)).data)
+    (pids,) = [one["pids"] for one in reply["models"][0]["workers"] if one["worker_id"] == name]
+    os.kill(pids["engine"], signal.SIGKILL)
+    terminal = await stream.terminal()
+    assert (terminal["finish_reason"], stream.text) == ("length", whole)
+    assert terminal["worker_id"] != name
+    check_stream(stream)
 
 
 async def test_a_worker_does_not_start_with_an_adapter_that_does_not_fit(system: System, tmp_path: Path) -> None:

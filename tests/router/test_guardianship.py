@@ -82,7 +82,7 @@ class Dispatcher:
         self.dispatched.append(flight)
         await asyncio.Event().wait()
 
-    async def redispatch(self, flight: Flight, worker: Worker, *, is_certain: bool) -> None:
+    async def redispatch(self, flight: Flight, worker: Worker, *, is_certain: bool, takes: bool = False) -> None:
         self.continued.append(flight)
         await asyncio.Event().wait()
 

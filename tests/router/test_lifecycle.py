@@ -29,7 +29,7 @@ class Dispatcher:
         await self.wakes.setdefault(flight.key, asyncio.Event()).wait()
         self.decide.get(flight.key, lambda: None)()
 
-    async def redispatch(self, flight: Flight, worker: Worker, *, is_certain: bool) -> None:
+    async def redispatch(self, flight: Flight, worker: Worker, *, is_certain: bool, takes: bool = False) -> None:
         self.continued.append(flight.key)
 
 

@@ -30,6 +30,7 @@ class Lifecycle:
     def __init__(self, flights: Flights) -> None:
         self._flights = flights
         self.lost: list[tuple[str, str]] = []
+        self.num_taken = 0
         self.forgotten: list[tuple[str, str]] = []
 
     def finish(self, flight: Flight) -> None:
@@ -39,8 +40,9 @@ class Lifecycle:
         self.forgotten.append((flight.key, reason))
         self._flights.remove(flight)
 
-    def recover(self, flight: Flight, worker: Worker, *, is_certain: bool) -> None:
+    def recover(self, flight: Flight, worker: Worker, *, is_certain: bool, takes: bool = False) -> None:
         self.lost.append((flight.key, worker.card.epoch))
+        self.num_taken += takes
         self._flights.reclaim(flight)
 
 
@@ -318,3 +320,18 @@ def test_a_snapshot_request_names_no_more_requests_than_fit_a_message_and_those_
     assert 40_000 < len(codec.encode(asked)) <= 50_000
     assert asked.wants_others
     assert [int(key.removeprefix("default:")) for key in asked.known_tokens][:6] == [995, 996, 997, 998, 999, 0]
+
+
+def test_a_stream_that_its_worker_can_not_continue_is_taken_once_however_often_the_worker_says_so() -> None:
+    testbed = Testbed()
+    testbed.flight.is_named = True
+    for seq in (0, 1):
+        testbed.hear(codec.replace(events("w1", seq), stranded=[KEY, "default:another"]))
+    assert ([key for key, _ in testbed.lifecycle.lost], testbed.lifecycle.num_taken) == ([KEY], 1)
+
+
+def test_a_stream_of_which_another_router_is_the_guardian_is_not_taken() -> None:
+    testbed = Testbed()
+    testbed.flight.is_named = False
+    testbed.hear(codec.replace(events("w1", 0), stranded=[KEY]))
+    assert testbed.lifecycle.lost == []

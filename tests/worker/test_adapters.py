@@ -135,6 +135,53 @@ async def test_the_first_engine_must_have_every_adapter_and_later_ones_what_is_l
     assert third.loaded == {"two": 1}
 
 
+async def test_what_streams_use_is_lent_to_the_next_engine_though_it_is_unloaded_and_its_file_deleted(
+    tmp_path: Path,
+) -> None:
+    path = file(tmp_path, "1", "GGUF one")
+    adapters, _, _ = await opened(AdapterSettings("a", path))
+    adapters.in_use = lambda: {"GGUF one"}
+    await adapters.unload("a")
+    remove(path)
+    for engine in (Engine(), Engine()):
+        await adapters.load_all(as_engine(engine))
+        assert (engine.loaded["GGUF one"], adapters.cards()) == (1, []), "until it has the streams"
+        assert adapters.has_all(run_of("GGUF one"))
+        with pytest.raises(errors.RequestError):
+            adapters.of_run(run_of("GGUF one"))
+        await asyncio.sleep(0)
+        assert engine.loaded["GGUF one"] == 0
+    adapters.in_use = set
+    last = Engine()
+    await adapters.load_all(as_engine(last))
+    assert (last.loaded.total(), adapters.has_all(run_of("GGUF one"))) == (0, False)
+    adapters.close()
+
+
+@pytest.mark.parametrize("text", ["GGUF two", "bad"])
+async def test_what_was_written_over_is_not_lent(tmp_path: Path, text: str) -> None:
+    path = file(tmp_path, "1", "GGUF one")
+    adapters, _, _ = await opened(AdapterSettings("a", path))
+    adapters.in_use = lambda: {"GGUF one"}
+    await adapters.unload("a")
+    file(tmp_path, "1", text)
+    engine = Engine()
+    await adapters.load_all(as_engine(engine))
+    assert not adapters.has_all(run_of("GGUF one"))
+    assert engine.loaded.total() == 0
+    adapters.close()
+
+
+async def test_what_a_later_engine_can_not_load_again_is_lent_to_it_if_it_can_still_be_read(tmp_path: Path) -> None:
+    path = file(tmp_path, "1", "GGUF one")
+    adapters, _, _ = await opened(AdapterSettings("a", path))
+    adapters.in_use = lambda: {"GGUF one"}
+    remove(path)
+    await adapters.load_all(as_engine(Engine()))
+    assert (adapters.cards(), adapters.has_all(run_of("GGUF one"))) == ([], True)
+    adapters.close()
+
+
 async def test_a_file_of_a_folder_is_loaded_once_two_looks_find_it_the_same(tmp_path: Path) -> None:
     adapters, engine, _ = await opened()
     folder = AdapterFolder(tmp_path, ("acme",), adapters)

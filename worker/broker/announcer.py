@@ -170,6 +170,10 @@ class Announcer:
         """A router has taken a request from here. Call `publish_events` after that."""
         self._log.request_taken(key)
 
+    def requests_stranded(self, keys: list[str]) -> None:
+        """No engine here can continue these requests, which routers are to take. Call `publish_events` after that."""
+        self._log.requests_stranded(keys)
+
     def guardian_changed(self, stream_no: int, router_id: str) -> None:
         """A router has become the guardian of a stream. Call `publish_events` after that."""
         self._log.guardian_changed(stream_no, router_id)

@@ -31,6 +31,7 @@ class EventLog:
         self._started: list[internal.Started] = []
         self._finished: list[str] = []
         self._taken: list[str] = []
+        self._stranded: list[str] = []
         self._guardians: dict[int, str] = {}
         self._fetches: list[internal.Fetched] = []
         self._legs: list[str] = []
@@ -59,6 +60,9 @@ class EventLog:
     def request_taken(self, key: str) -> None:
         self._taken.append(key)
 
+    def requests_stranded(self, keys: list[str]) -> None:
+        self._stranded = keys
+
     def blocks_fetched(self, fetched: internal.Fetched) -> None:
         self._fetches.append(fetched)
 
@@ -78,6 +82,7 @@ class EventLog:
             or self._stored
             or self._finished
             or self._taken
+            or self._stranded
             or self._guardians
             or self._fetches
             or self._legs
@@ -123,6 +128,7 @@ class EventLog:
             started=self._started,
             finished=[*self._finished, *ended],
             taken=self._taken,
+            stranded=self._stranded,
             guardians=self._guardians,
             fetches=self._fetches,
             legs=self._legs,
@@ -151,7 +157,7 @@ class EventLog:
             for name in run.hashes:
                 del self._stored[name]
         self._started, self._finished, self._taken, self._guardians = [], [], [], {}
-        self._fetches, self._legs = [], []
+        self._fetches, self._legs, self._stranded = [], [], []
 
     def last_written(self, num_writes: int) -> int:
         """Returns the number of the last entry that has left this process, or -1 if none has.

@@ -11,6 +11,7 @@ from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import contract
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
 from tokenbus.worker.frontend.adapter_settings import AdapterSettings
+from tokenbus.worker.frontend.kept_adapter import KeptAdapter
 
 MAX_LOADED = 256
 """Adapters of one replica. All of them are in its card."""
@@ -19,6 +20,7 @@ MAX_LOADED = 256
 class _Loaded(NamedTuple):
     settings: AdapterSettings
     digest: str
+    kept: KeptAdapter
 
 
 class Adapters:
@@ -26,6 +28,12 @@ class Adapters:
 
     def __init__(self, on_changed: Callable[[], None] = lambda: None) -> None:
         self._on_changed = on_changed
+        self.in_use: Callable[[], set[str]] = set
+        """Returns the digests of the adapters that open streams use."""
+        self._retired: dict[str, KeptAdapter] = {}
+        """Adapters that are withdrawn and were in use then, by digest: the next engine gets them for these streams."""
+        self._lent: frozenset[str] = frozenset()
+        """The digests of those that the present engine got."""
         self._wanted: dict[str, AdapterSettings] = {}
         self._loaded: dict[str, _Loaded] = {}
         self._engine: contract.Engine | None = None
@@ -52,10 +60,11 @@ class Adapters:
         later engine starts without those that are no longer there."""
         async with self._changing:
             is_first, self._engine = self._engine is None, engine
+            before, self._lent = self._loaded, frozenset()
             loaded: dict[str, _Loaded] = {}
             for name, settings in list(self._wanted.items()):
                 try:
-                    loaded[name] = _Loaded(settings, await engine.load_adapter(settings.path))
+                    loaded[name] = await _load(engine, settings)
                 except errors.RequestError as error:
                     if error.error.retryable:
                         raise EngineDiedError(f"the engine ended while it loaded the adapter {name}") from error
@@ -65,6 +74,8 @@ class Adapters:
                     self._log.error("adapter_failed", adapter=name, error=error.error.message)
                     del self._wanted[name]
             self._loaded = loaded
+            self._retire(before.values())
+            await self._lend(engine)
 
     async def load(self, settings: AdapterSettings) -> None:
         """Loads an adapter, in place of one that has the same name. Raises RequestError, and nothing has changed."""
@@ -86,13 +97,14 @@ class Adapters:
             problem = f"at most {MAX_LOADED} adapters may be loaded: unload one first"
             raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="adapter")
         engine = self._require_engine()
-        digest = await engine.load_adapter(settings.path)
+        loaded = await _load(engine, settings)
         before = self._loaded.get(settings.name)
         self._wanted[settings.name] = settings
-        self._loaded[settings.name] = _Loaded(settings, digest)
+        self._loaded[settings.name] = loaded
         if before is not None:
             engine.unload_adapter(before.digest)
-        self._log.info("adapter_loaded", adapter=settings.name, digest=digest, path=settings.path)
+            self._retire([before])
+        self._log.info("adapter_loaded", adapter=settings.name, digest=loaded.digest, path=settings.path)
         self._on_changed()
 
     async def unload(self, name: str) -> None:
@@ -113,8 +125,49 @@ class Adapters:
         before = self._loaded.pop(name)
         del self._wanted[name]
         self._require_engine().unload_adapter(before.digest)
+        self._retire([before])
         self._log.info("adapter_unloaded", adapter=name, digest=before.digest)
         self._on_changed()
+
+    def _retire(self, withdrawn: Iterable[_Loaded]) -> None:
+        """Keeps those that streams use, until they no longer do."""
+        in_use = self.in_use()
+        for one in withdrawn:
+            if one.digest in in_use and one.digest not in self._retired:
+                self._retired[one.digest] = one.kept
+            else:
+                one.kept.close()
+        for digest in self._retired.keys() - in_use:
+            self._retired.pop(digest).close()
+
+    async def _lend(self, engine: contract.Engine) -> None:
+        """Gives a new engine what was withdrawn, for the streams that it is about to continue, and for no others."""
+        lent: list[str] = []
+        for digest, kept in self._retired.items():
+            try:
+                found = await engine.load_adapter(kept.path)
+            except errors.RequestError as error:
+                if error.error.retryable:
+                    raise EngineDiedError(f"the engine ended while it loaded the adapter {digest}") from error
+                self._log.error("adapter_failed", adapter=digest, error=error.error.message)
+                continue
+            if found == digest:
+                lent.append(digest)
+            else:  # the file was written over
+                engine.unload_adapter(found)
+        self._lent = frozenset(lent)
+        # once the engine has the streams, which it gets before the event loop's next turn
+        asyncio.get_running_loop().call_soon(_unload_all, engine, lent)
+
+    def has_all(self, run: internal.Run) -> bool:
+        """Whether the present engine got what it needs to continue a stream."""
+        available = self._lent | {one.digest for one in self._loaded.values()}
+        return available.issuperset(one.digest for one in run.adapters)
+
+    def close(self) -> None:
+        """Lets go of all files."""
+        for kept in (*self._retired.values(), *(one.kept for one in self._loaded.values())):
+            kept.close()
 
     async def carry_out(self, control: internal.Control) -> internal.ControlReply:
         """Loads or unloads an adapter as an operator commands."""
@@ -140,7 +193,7 @@ class Adapters:
             messages.CardAdapter(
                 name=name, digest=digest, tenants=None if settings.tenants is None else list(settings.tenants)
             )
-            for name, (settings, digest) in sorted(self._loaded.items())
+            for name, (settings, digest, _) in sorted(self._loaded.items())
         ]
 
     def of_run(self, run: internal.Run) -> tuple[Adapter, ...]:
@@ -155,7 +208,7 @@ class Adapters:
         tenant = subjects.key_to_tenant(run.request_id)
         allowed = {
             digest
-            for settings, digest in self._loaded.values()
+            for settings, digest, _ in self._loaded.values()
             if settings.tenants is None or tenant in settings.tenants
         }
         if not allowed.issuperset(one.digest for one in found):
@@ -166,3 +219,18 @@ class Adapters:
         if self._engine is None:
             raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
         return self._engine
+
+
+async def _load(engine: contract.Engine, settings: AdapterSettings) -> _Loaded:
+    """Raises RequestError."""
+    kept = KeptAdapter(settings.path)
+    try:
+        return _Loaded(settings, await engine.load_adapter(settings.path), kept)
+    except BaseException:
+        kept.close()
+        raise
+
+
+def _unload_all(engine: contract.Engine, digests: Iterable[str]) -> None:
+    for digest in digests:
+        engine.unload_adapter(digest)

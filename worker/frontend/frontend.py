@@ -62,6 +62,7 @@ class Frontend:
         self._outbox = Outbox(bus, self._announcer, telemetry)
         self.adapters = Adapters(self._announcer.publish_card)
         self._announcer.adapters = self.adapters.cards
+        self.adapters.in_use = lambda: self._streams.adapter_digests
         self._exchange = KvExchange(self._announcer, metrics)
         self._streams = Streams(self._announcer, self._outbox, telemetry, settings, self._exchange, self.adapters)
         self.drain_requested = asyncio.Event()
@@ -112,7 +113,8 @@ class Frontend:
         await self._endpoints.open(incoming, sender)
 
     async def close(self) -> None:
-        """Closes the connection for KV blocks, if there is one."""
+        """Closes the connection for KV blocks, if there is one, and the adapters' files."""
+        self.adapters.close()
         await self._exchange.close()
 
     async def run(self) -> None:

@@ -41,6 +41,11 @@ class Stream:
         self.guardian: str | None = run.router_id
         """The router that continues it if this worker is lost or leaves; None while it has no guardian, empty if it
         can't have one."""
+        self.is_stranded = False
+        """Whether no engine of this worker can continue it: its guardian is to take it."""
+        self.last_words: engine_output.Output | None = None
+        """The terminal of a stream that is stranded, should nobody take it."""
+        self.stranded_at = 0.0
         self.offered_at = 0.0
         """When it was last offered to a router."""
         self._prompt_tokens = len(run.token_ids) // 4
@@ -149,6 +154,14 @@ class Stream:
             first_token=self.first_token,
             router_id=self.guardian or "",
         )
+
+    def strand(self, output: engine_output.Output, now: float) -> None:
+        """Keeps the terminal with which the engine has given the stream up: a router may yet take it."""
+        self.last_words, self.stranded_at = output, now
+
+    def says_stranded(self, output: engine_output.Output) -> bool:
+        """Whether an output says that the stream lacks its adapters here."""
+        return self.is_stranded and output.error is not None and output.error.code is errors.Code.WORKER_LOST
 
     def give_up(self, known_tokens: int, epoch: str) -> internal.TakeReply:
         """Returns what a router that knows the first `known_tokens` needs to have the stream continued elsewhere."""

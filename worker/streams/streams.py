@@ -26,6 +26,7 @@ from tokenbus.worker.streams.early_cancels import EarlyCancels
 from tokenbus.worker.streams.liveness import ClientLiveness
 from tokenbus.worker.streams.request_telemetry import RequestTelemetry
 from tokenbus.worker.streams.run_request import to_engine_request
+from tokenbus.worker.streams.stranded import StrandedStreams
 from tokenbus.worker.streams.stream import Stream
 from tokenbus.worker.validator import StreamValidator
 
@@ -63,14 +64,17 @@ class Streams:
         self._none_open.set()
         self._early_cancels = EarlyCancels()
         self._stream_nos = itertools.count()
+        self._stranded = StrandedStreams(announcer, outbox)
         outbox.on_ended = self._close
 
     def __repr__(self) -> str:
         return f"<Streams {len(self._streams)} open, {len(self._ended)} ended, {self._liveness!r}>"
 
     def set_engine(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
-        """Sets the engine for new requests; it also continues the open streams."""
+        """Sets the engine for new requests; it also continues the open streams for which it has the adapters."""
         self._engine, self._config = engine, config
+        for stream in self._streams.values():
+            stream.is_stranded = stream.is_stranded or not self._adapters.has_all(stream.run)
         self._chat = None if config.chat_format is None else ChatRules(config.chat_format, engine.token_bytes)
 
     def clear_engine(self) -> None:
@@ -96,6 +100,7 @@ class Streams:
                 self._early_cancels.cancel(key, now)
             return False
         stream.cancel_error = because
+        self._stranded.cancel(stream, time.monotonic())
         self._engine.abort(key)
         self._outbox.flush()
         return True
@@ -140,7 +145,7 @@ class Streams:
             return None
         stream = self._streams.get(take.request_id)
         is_leaving = self._announcer.state is messages.WorkerState.LEAVING
-        if stream is None or stream.run.attempt != take.attempt or not is_leaving:
+        if stream is None or stream.run.attempt != take.attempt or not (is_leaving or stream.is_stranded):
             return internal.TakeReply(ok=False, epoch=epoch)
         if stream.guardian and stream.guardian != take.router_id:  # otherwise both would continue it
             return internal.TakeReply(ok=False, epoch=epoch)
@@ -227,11 +232,17 @@ class Streams:
             if not stream.first_token_sent and stream.slow.is_due(now - stream.accepted_at):
                 self._telemetry.waits(stream, now - stream.accepted_at)
         self._telemetry.log_waits(self._load, now)
+        self._stranded.tick(self._streams.values(), now)
         for key in self._liveness.due_probes(now):
             self._outbox.put_head(self._streams[key], now, is_probe=True)
         self._outbox.flush()
         self._ended.expire(now)
         self._early_cancels.expire(now)
+
+    @property
+    def adapter_digests(self) -> set[str]:
+        """The adapters that open streams use."""
+        return {one.digest for stream in self._streams.values() for one in stream.run.adapters}
 
     def _load(self) -> messages.Load:
         return self._engine.load() if self._engine is not None else messages.Load()
@@ -345,6 +356,9 @@ class Streams:
         """The error boundary of a stream: a bug in it ends this stream in `internal`, and no other."""
         # resumed tokens come before the stream is open, and an aborted engine request may still have outputs
         if not output.is_resumed and (stream.terminal is not None or self._streams.get(stream.key) is not stream):
+            return
+        if stream.says_stranded(output):
+            stream.strand(output, time.monotonic())
             return
         try:
             sink(output)

@@ -98,6 +98,9 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Keys of requests that have ended, sent after their terminal."""
     taken: list[str] = []
     """Keys of requests that a router has taken from here, to continue them elsewhere."""
+    stranded: list[str] = []
+    """Keys of requests that this worker can't continue, since its engine lacks an adapter that was unloaded. Their
+    guardians take them, as from a worker that leaves. Repeated once a second until that has happened."""
     guardians: dict[int, str] = {}
     """The new guardians of streams, by stream number; only the router that was named last acts on a stream."""
 
