@@ -79,6 +79,13 @@ class Batch:
         self._wants_logits[:at] = has_outputs
         self.struct.n_tokens = at
 
+    def want_logits_of_last(self, parts: Iterable[Part]) -> None:
+        """Asks for the logits after each of the parts that the batch was filled with."""
+        at = 0
+        for part in parts:
+            at += len(part.token_ids)
+            self._wants_logits[at - 1] = 1
+
 
 def _pointer(array: np.ndarray, ctype: type) -> ctypes._Pointer:  # type: ignore[type-arg]
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(ctype))

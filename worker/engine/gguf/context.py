@@ -31,8 +31,26 @@ def _kv_tokens(model: llama.llama_model_p, settings: EngineSettings, length: int
 
 def has_partial_state(model: llama.llama_model_p) -> bool:
     """Returns whether sequences have a state that can't be cut at a token: recurrent layers or a sliding window."""
-    is_recurrent = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
-    return bool(is_recurrent) or llama.llama_model_n_swa(model) > 0
+    if llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model):
+        return True
+    return llama.llama_model_n_swa(model) > 0 and _keeps_windows(model)
+
+
+def _keeps_windows(model: llama.llama_model_p) -> bool:
+    """Returns whether a model that names a window attends to one; of some, all layers attend to all tokens anyway.
+
+    Only the memory of a context shows that: what llama.cpp saves of an empty sequence has a part for windows."""
+    params: llama.llama_context_params = llama.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = _CELLS
+    context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
+    if context is None:
+        backend.last_error()  # whoever makes the real one gets its own
+        return True
+    whole, partial = (
+        llama.llama_state_seq_get_size_ext(context, 0, flags) for flags in (0, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+    )
+    llama.llama_free(context)
+    return bool(whole != partial)
 
 
 def keeps_sequences_apart(settings: EngineSettings) -> bool:
@@ -45,23 +63,23 @@ def first_seq_id(settings: EngineSettings) -> int:
     return 0 if keeps_sequences_apart(settings) else 1
 
 
-def num_lanes(model: llama.llama_model_p, settings: EngineSettings) -> int:
+def num_lanes(settings: EngineSettings, *, partial_state: bool) -> int:
     """Returns the number of lanes for running sequences, and for cached prefixes if lanes can share tokens.
 
     A lane with a partial state costs a recurrent state or a window of its own, even if it is idle."""
-    if keeps_sequences_apart(settings) or has_partial_state(model):
+    if keeps_sequences_apart(settings) or partial_state:
         return settings.max_num_seqs
     return min(settings.max_num_seqs + _IDLE_LANES, int(llama.llama_max_parallel_sequences()) - 1)
 
 
-def create(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_context_p:
-    """Raises ModelError if there is not enough memory."""
+def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_state: bool) -> llama.llama_context_p:
+    """`partial_state` is what `has_partial_state` says of the model. Raises ModelError if memory is too small."""
     length = kv_memory.context_length(settings, llama.llama_model_n_ctx_train(model))
     params = _params(settings)
     params.n_ctx = -(-_kv_tokens(model, settings, length) // _CELLS) * _CELLS
     params.n_batch = settings.max_num_batched_tokens
     params.n_ubatch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
-    params.n_seq_max = num_lanes(model, settings) + first_seq_id(settings)
+    params.n_seq_max = num_lanes(settings, partial_state=partial_state) + first_seq_id(settings)
     # At most one token of each sequence has logits in a step.
     params.n_outputs_max = params.n_seq_max
     params.kv_unified = not keeps_sequences_apart(settings)
@@ -73,6 +91,9 @@ def create(model: llama.llama_model_p, settings: EngineSettings) -> llama.llama_
         if "block size" in reason:  # the width of a head is not a multiple of the type's block
             remedy = "f16 or another type that is not quantized as --cache-type-k and --cache-type-v"
         raise ModelError(f"no context of {params.n_ctx} tokens could be made: {reason}; pass {remedy}")
+    if llama.llama_get_memory(context) is None:
+        llama.llama_free(context)
+        raise ModelError("the model generates nothing: llama.cpp keeps no keys, values or states of its tokens")
     return context
 
 

@@ -68,6 +68,10 @@ class Lanes:
     def __repr__(self) -> str:
         return f"<Lanes, {self.copies or self._checkpoint_copies!r}>"
 
+    @property
+    def has_partial_state(self) -> bool:
+        return self._empty_state is not None
+
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         """Carries out operations in order. Raises DeviceError if llama.cpp can't save or restore a lane."""
         for op in kv_ops:

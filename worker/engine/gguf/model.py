@@ -12,7 +12,7 @@ import llama_cpp
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker import contract
-from tokenbus.worker.engine.gguf import backend, devices, metadata, settings_resolution
+from tokenbus.worker.engine.gguf import backend, context, devices, metadata, settings_resolution
 from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.lora.adapters import ContextAdapters, LoadedAdapter
 from tokenbus.worker.engine.gguf.pooling import pooling_type
@@ -60,14 +60,18 @@ class GgufModel:
         if not self.metadata.num_tensors and self.metadata.number("split.count") <= 1:
             raise ModelError(f"{files.weights}: holds a vocabulary and no weights; pass --model the whole model")
         self.generation_config = generation_config.read(files.sidecars, self.metadata.sampling_defaults())
+        # Routers tokenize prompts, and nobody prompts a model that generates nothing.
+        self.pooling = pooling_type.of_model(self.metadata)
+        generates = self.pooling is None
         self.handle = _load(files.weights, settings, progress)
+        if problem := _unsupported_kind(self.handle, generates=generates):
+            llama.llama_model_free(self.handle)
+            raise ModelError(f"{files.weights}: {problem}")
+        self.has_partial_state = generates and context.has_partial_state(self.handle)
         vocab = llama.llama_model_get_vocab(self.handle)
         assert vocab is not None
         self.tokenizer = GgufTokenizer(vocab, self.metadata)
         pretrained = pretrained_tokenizer.read(files.sidecars.get("tokenizer.json"))
-        # Routers tokenize prompts, and nobody prompts a model that generates nothing.
-        self.pooling = pooling_type.of_model(self.metadata)
-        generates = self.pooling is None
         self.bundle = bundle.build(self.metadata, self.tokenizer, pretrained) if generates else None
         self.chat_format = chat_formats.infer(self.tokenizer.rules)
         self._adapters: LoadedModels[LoadedAdapter] = LoadedModels()
@@ -140,6 +144,18 @@ def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None
     if model is None:
         raise ModelError(f"{path}: {_load_error(backend.last_error())}")
     return model
+
+
+def _unsupported_kind(model: llama.llama_model_p, *, generates: bool) -> str:
+    """Says why a model is of a kind that is not served; empty if it is served. llama.cpp ends the process where such a
+    model is used like others."""
+    if llama.llama_model_is_diffusion(model):
+        return "is a diffusion model, which does not generate token after token; such models are not supported"
+    if llama.llama_model_has_encoder(model) and llama.llama_model_has_decoder(model):
+        return "its decoder needs the output of an encoder; encoder-decoders and draft models are not supported"
+    if generates and not llama.llama_model_has_decoder(model):
+        return "has no decoder and names no pooling, so it neither generates nor makes embeddings"
+    return ""
 
 
 def _load_error(complaint: str) -> str:

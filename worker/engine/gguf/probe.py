@@ -10,6 +10,7 @@ from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.gguf import backend, state_blob
 from tokenbus.worker.engine.gguf import context as kv
+from tokenbus.worker.engine.gguf.batch import Batch, Part
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.gguf.state_blob import StateFormat
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -32,6 +33,8 @@ class Capabilities(NamedTuple):
     """The format in which tokens are saved, if it is one that can be checked."""
     checkpoint: CheckpointBytes | None = None
     """The sizes of a checkpoint, if lanes have a partial state that can be saved and restored."""
+    can_batch: bool = True
+    """Whether sequences can be computed in one batch; else each needs one of its own."""
 
 
 class CheckpointBytes(NamedTuple):
@@ -43,6 +46,8 @@ class CheckpointBytes(NamedTuple):
     """Each token's KV in layers that attend to all of them; 0 if there are none."""
 
 
+Row = np.ndarray[tuple[int], np.dtype[np.float32]]
+Rows = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 _NONE = Capabilities(False, 0)
 
 
@@ -54,20 +59,44 @@ def capabilities(
     Raises ModelError if not even that works."""
     count = min(TOKENS, llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)), llama.llama_n_ctx_seq(context))
     tokens = list(range(count))
-    if _decode(context, tokens, 0, kv.first_seq_id(settings)) is None:
+    first = kv.first_seq_id(settings)
+    if _decode(context, tokens, 0, first) is None:
         raise ModelError(f"llama.cpp can't compute a first step: {backend.last_error()}")
     found, reason = _NONE, "its lanes could not be shared, or saved and restored, exactly"
     if kv.keeps_sequences_apart(settings):
         reason = "--kv-layout per-stream keeps sequences apart"
-    elif count == TOKENS and kv.has_partial_state(model):
+    elif count == TOKENS and lanes.has_partial_state:
         window = min(llama.llama_model_n_swa(model), llama.llama_n_ctx_seq(context))
         found = _NONE._replace(checkpoint=_try_checkpoint(context, lanes, tokens, window))
     elif count == TOKENS:
         found = _try_lanes(context, lanes, tokens)
     if not found.can_share and found.checkpoint is None:
         structlog.get_logger().info("no_prefix_cache", reason=reason)
+    can_batch = llama.llama_n_seq_max(context) < 2 + first or count < TOKENS or _try_batch(context, lanes, first)
+    if not can_batch:
+        structlog.get_logger().warning("no_batches", reason="together, prompts have other logits than each alone")
     lanes.clear()
-    return found
+    return found._replace(can_batch=can_batch)
+
+
+def _try_batch(context: llama.llama_context_p, lanes: Lanes, first_seq_id: int) -> bool:
+    """Computes two prompts of unequal lengths and the token after each, together and each alone."""
+    one, other = list(range(6)), list(range(6, 10))
+    seq_ids = (first_seq_id, first_seq_id + 1)
+
+    def rows(prompts: list[tuple[int, list[int]]]) -> Rows | None:
+        """Returns the logits after each prompt but its last token, and then after its last one."""
+        lanes.clear()
+        before = _decode_parts(context, [Part(seq_id, 0, prompt[:-1]) for seq_id, prompt in prompts])
+        after = _decode_parts(context, [Part(seq_id, len(prompt) - 1, prompt[-1:]) for seq_id, prompt in prompts])
+        return None if before is None or after is None else np.stack((before, after))
+
+    prompts = list(zip(seq_ids, (one, other), strict=True))
+    together, alone = rows(prompts), [rows([prompt]) for prompt in prompts]
+    if together is None or alone[0] is None or alone[1] is None:
+        return False
+    truth = np.concatenate((alone[0], alone[1]), axis=1)
+    return bool(np.abs(together - truth).max() <= float(truth.std()) * _CLOSE)
 
 
 def _try_lanes(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) -> Capabilities:
@@ -121,20 +150,18 @@ def _try_checkpoint(
     return CheckpointBytes(len(state) + growth * max(0, window - last), token_bytes)
 
 
-def _decode(
-    context: llama.llama_context_p, tokens: list[int], start: int, seq_id: int
-) -> np.ndarray[tuple[int], np.dtype[np.float32]] | None:
+def _decode(context: llama.llama_context_p, tokens: list[int], start: int, seq_id: int) -> Row | None:
     """Returns the logits after the last of the tokens, or None if llama.cpp refuses to compute them."""
-    batch = llama.llama_batch_init(len(tokens), 0, 1)
-    try:
-        for place, token in enumerate(tokens):
-            batch.token[place], batch.pos[place] = token, start + place
-            batch.n_seq_id[place], batch.seq_id[place][0] = 1, seq_id
-            batch.logits[place] = place == len(tokens) - 1
-        batch.n_tokens = len(tokens)
-        if llama.llama_decode(context, batch) != 0:
-            return None
-        size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(llama.llama_get_model(context)))
-        return np.ctypeslib.as_array(llama.llama_get_logits_ith(context, -1), (size,)).copy()
-    finally:
-        llama.llama_batch_free(batch)
+    rows = _decode_parts(context, [Part(seq_id, start, tokens)])
+    return None if rows is None else rows[0]
+
+
+def _decode_parts(context: llama.llama_context_p, parts: list[Part]) -> Rows | None:
+    """Computes parts of sequences in one batch; returns the logits after each, or None if llama.cpp refuses to."""
+    batch = Batch(sum(len(part.token_ids) for part in parts), 0)
+    batch.fill_parts(parts, has_outputs=False)
+    batch.want_logits_of_last(parts)
+    if llama.llama_decode(context, batch.struct) != 0:
+        return None
+    size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(llama.llama_get_model(context)))
+    return np.ctypeslib.as_array(llama.llama_get_logits(context), (len(parts), size)).copy()

@@ -107,7 +107,8 @@ class GgufRunner:
         metadata, handle = self._model.metadata, self._model.handle
         settings = settings_resolution.resolve(settings, self._model.generation_config)
         settings = kv_memory.fit_to_budget(settings, metadata, llama.llama_model_n_ctx_train(handle))
-        self._context = context.create(handle, settings)
+        partial_state = self._model.has_partial_state
+        self._context = context.create(handle, settings, partial_state=partial_state)
         first_seq_id = context.first_seq_id(settings)
         self._batch = Batch(settings.max_num_batched_tokens, first_seq_id)
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
@@ -115,11 +116,12 @@ class GgufRunner:
             self._context,
             metadata.fingerprint,
             first_seq_id,
-            has_partial_state=context.has_partial_state(handle),
+            has_partial_state=partial_state,
         )
         capabilities = probe.capabilities(handle, self._context, self.lanes, settings)
+        self._can_batch = capabilities.can_batch
         self.adapters = self._adapters = self._model.adapters_of(self._context)
-        self.num_lanes = context.num_lanes(handle, settings)
+        self.num_lanes = context.num_lanes(settings, partial_state=partial_state)
         self.kv_identity = _identity(metadata.fingerprint, settings, capabilities)
         self.copies = self.lanes.copies = _make_store(self.kv_identity, settings, capabilities)
         self.config = self._describe(settings, capabilities)
@@ -140,7 +142,7 @@ class GgufRunner:
 
     def step(self, plan: StepPlan) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
-        for batch in plan.batches():
+        for batch in plan.batches() if self._can_batch else [[part] for part in plan.scheduled]:
             rows = self._decode(batch)
             if rows is None:
                 outcomes |= {part.lane: Undone.NO_ROOM for part in batch}

@@ -76,7 +76,7 @@ def test_a_context_of_one_token_is_refused_and_one_of_two_can_be_served() -> Non
 def test_a_batch_may_be_as_large_as_the_memory_that_llama_cpp_makes(kv_tokens: int) -> None:
     settings = EngineSettings(model=DEMO.model, threads=1, kv_tokens=kv_tokens, max_num_seqs=2)
     model = GgufModel(GgufLayout().find(Path(DEMO.model)), settings, lambda _: None)
-    made = context.create(model.handle, settings)
+    made = context.create(model.handle, settings, partial_state=False)
     assert llama.llama_n_batch(made) == llama.llama_n_ctx(made) >= kv_tokens
     llama.llama_free(made)
     model.close()
