@@ -167,7 +167,8 @@ class Runner(Protocol):
     def step(self, plan: StepPlan) -> list[Outcome]:
         """Computes a plan batch by batch; returns the outcome of each share, in the order of the plan.
 
-        A share is done only if the row after its last token, whether a token is sampled from it or not, is finite.
+        A share is done only if the row after its last token is finite, or, where none is sampled from, all its keys and
+        values are.
         What a share has written that is not done is overwritten before anything else is computed. Raises
         DeviceError."""
         ...

@@ -53,8 +53,9 @@ class Batch:
     def __repr__(self) -> str:
         return f"<Batch of {self.struct.n_tokens}>"
 
-    def fill(self, scheduled: Listing[ScheduledTokens]) -> None:
-        """Lays the tokens of all sequences out one after another."""
+    def fill(self, scheduled: Listing[ScheduledTokens], *, has_rows: bool = True) -> None:
+        """Lays the tokens of all sequences out one after another. `has_rows` says whether each part has a row of
+        logits, after its last token."""
         at = 0
         for part in scheduled:
             end = at + part.num_tokens
@@ -62,8 +63,7 @@ class Batch:
             self._positions[at:end] = range(part.start, part.start + part.num_tokens)
             self._seq_ids[at:end] = self._first_seq_id + part.lane
             self._wants_logits[at:end] = 0
-            # Only the last token of a part is sampled from. Where none is, the row shows what the part has computed.
-            self._wants_logits[end - 1] = 1
+            self._wants_logits[end - 1] = has_rows
             at = end
         self.struct.n_tokens = at
 

@@ -120,6 +120,8 @@ class GgufRunner:
         )
         capabilities = probe.capabilities(handle, self._context, self.lanes, settings)
         self._can_batch = capabilities.can_batch
+        self._visible_cells = None if _uses_gpu(settings) else capabilities.state_format
+        """The format of saved keys and values, if they lie in the host's memory and can be looked at."""
         self.adapters = self._adapters = self._model.adapters_of(self._context)
         self.num_lanes = context.num_lanes(settings, partial_state=partial_state)
         self.kv_identity = _identity(metadata.fingerprint, settings, capabilities)
@@ -143,28 +145,43 @@ class GgufRunner:
     def step(self, plan: StepPlan) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         for batch in plan.batches() if self._can_batch else [[part] for part in plan.scheduled]:
-            rows = self._decode(batch)
-            if rows is None:
-                outcomes |= {part.lane: Undone.NO_ROOM for part in batch}
-                continue
-            outcomes |= poison.sort_out(batch, rows, self._sampler)
+            outcomes |= self._compute(batch)
             if poisoned := [part for part in batch if outcomes[part.lane] is Undone.POISONED]:
                 outcomes |= self._take_back(poisoned)
         return [outcomes[part.lane] for part in plan.scheduled]
 
-    def _decode(self, batch: Listing[ScheduledTokens]) -> Matrix | None:
-        """Computes a batch; returns the row after each of its shares, or None without room in the KV memory."""
+    def _compute(self, batch: Listing[ScheduledTokens]) -> dict[int, Outcome]:
+        """Computes a batch and samples; returns the outcome for each lane.
+
+        Without any token to sample, a row of logits costs a pass over the whole output matrix. Keys and values in the
+        host's memory are looked at instead, which takes less."""
+        has_rows = self._visible_cells is None or any(part.samples for part in batch)
+        if not self._decode(batch, has_rows=has_rows):
+            return {part.lane: Undone.NO_ROOM for part in batch}
+        if has_rows:
+            return poison.sort_out(batch, self._rows(len(batch)), self._sampler)
+        return {part.lane: None if self._is_finite(part) else Undone.POISONED for part in batch}
+
+    def _decode(self, batch: Listing[ScheduledTokens], *, has_rows: bool) -> bool:
+        """Computes a batch; returns whether there was room in the KV memory."""
         assert self._context is not None
         assert self._adapters is not None
         self._adapters.activate(batch[0].sequence.adapters)
-        self._batch.fill(batch)
+        self._batch.fill(batch, has_rows=has_rows)
         status = llama.llama_decode(self._context, self._batch.struct)
-        if status == 1:  # no slot in the KV memory; nothing has changed
-            return None
-        if status != 0:
+        if status not in (0, 1):  # 1: no slot in the KV memory; nothing has changed
             raise DeviceError(f"llama_decode returned {status}: {backend.last_error()}")
+        return bool(status == 0)
+
+    def _rows(self, count: int) -> Matrix:
         # llama.cpp packs the rows of the tokens that want logits, in the order of the batch.
-        return np.ctypeslib.as_array(llama.llama_get_logits(self._context), (len(batch), self._tokenizer.size))
+        return np.ctypeslib.as_array(llama.llama_get_logits(self._context), (count, self._tokenizer.size))
+
+    def _is_finite(self, part: ScheduledTokens) -> bool:
+        """Whether all keys and values of a share are finite."""
+        assert self._visible_cells is not None
+        blob = self.lanes.save(part.lane, part.start, part.start + part.num_tokens)
+        return not self._visible_cells.problem(memoryview(blob.data).cast("B"), part.start, part.num_tokens)
 
     def _take_back(self, poisoned: Listing[ScheduledTokens]) -> dict[int, Outcome]:
         """Removes what shares have computed, and overwrites it; returns the outcome for each lane."""
@@ -268,5 +285,9 @@ def _writes_through(settings: EngineSettings) -> bool:
     """Whether blocks are copied as soon as they are complete. By default they are, where copying takes no device."""
     if settings.host_cache_policy != "auto":
         return settings.host_cache_policy == "write-through"
-    uses_gpu = settings.gpu_layers and settings.devices != (devices.NONE,)
-    return not uses_gpu or not llama.llama_supports_gpu_offload()
+    return not _uses_gpu(settings)
+
+
+def _uses_gpu(settings: EngineSettings) -> bool:
+    wanted = bool(settings.gpu_layers) and settings.devices != (devices.NONE,)
+    return wanted and bool(llama.llama_supports_gpu_offload())
