@@ -10,7 +10,7 @@ LLAMA_CPP_PYTHON := 0.3.36
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: up test check conformance hostile chaos format bench demo-model dashboards clean
+.PHONY: up test check conformance hostile chaos architectures architectures-check format bench demo-model dashboards clean
 
 up: $(READY)
 	@$(BIN)/tokenbus up $(ARGS)
@@ -39,6 +39,14 @@ hostile: $(READY)
 chaos: $(READY)
 	$(BIN)/python -m tests.chaos run --minutes $(MINUTES) $(if $(KIND),--kind $(KIND)) $(if $(RUNS),--runs $(RUNS)) \
 	  $(if $(SEEDS),--seeds $(SEEDS)); status=$$?; $(BIN)/python -m tests.chaos report && exit $$status
+
+# Tries a tiny random model of every architecture of the built llama.cpp, in about 6 minutes, and writes the table in
+# docs/models.md; some only: ARGS="gemma3 t5". `make architectures-check` is the test that holds the table true.
+architectures: $(READY)
+	$(BIN)/python -m tests.architectures $(ARGS)
+
+architectures-check: $(READY)
+	TOKENBUS_ARCHITECTURES=long $(BIN)/pytest -q tests/architectures $(ARGS)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

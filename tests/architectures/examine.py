@@ -34,7 +34,7 @@ _KV_TOKENS = 768
 """Less than the streams need together: 12 of 98 tokens, if they share nothing."""
 _NOISE = 1e-3
 """The logits by which an answer's token may be below the best, as a share of their standard deviation, besides four
-times what bare llama.cpp differs from itself when a prompt is computed in two parts."""
+times what bare llama.cpp differs from itself when a prompt is computed in parts."""
 
 
 class Turn(NamedTuple):
@@ -137,10 +137,9 @@ class Bare:
 
     def noise(self, turn: Turn) -> float:
         """Returns how much the logits after a prompt depend on the parts in which it is computed."""
-        whole = self._after([turn.prompt])[0]
-        half = len(turn.prompt) // 2
-        parts = self._after([turn.prompt[:half], turn.prompt[half:]])[-1]
-        return float(np.abs(whole - parts).max() / whole.std())
+        whole, half = self._after([turn.prompt])[-1], len(turn.prompt) // 2
+        splits = ([turn.prompt[:half], turn.prompt[half:]], [[token_id] for token_id in turn.prompt])
+        return max(float(np.abs(whole - self._after(parts)[-1]).max() / whole.std()) for parts in splits)
 
     def shortfall(self, turn: Turn) -> float:
         """Returns by how much the logit of an answer's token is below the best one, at the most. No answer ends."""

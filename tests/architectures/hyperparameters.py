@@ -9,7 +9,7 @@ Value = bool | int | float | str | list[int] | list[float] | list[bool]
 Hyperparameters = Mapping[str, Value]
 
 VOCABULARY = 384
-CONTEXT = 512
+CONTEXT = 1_024
 WINDOW = 32
 LAYERS = 4
 _WIDTH, _HEADS, _KV_HEADS, _FEED_FORWARD = 128, 4, 2, 192
@@ -83,6 +83,7 @@ EXPERTS: Hyperparameters = {
 }
 
 _LATENT: Hyperparameters = {
+    "attention.head_count_kv": 1,
     "attention.key_length": 96,
     "attention.value_length": 64,
     "attention.key_length_mla": 64,
@@ -102,7 +103,9 @@ _HYPER_CONNECTIONS: Hyperparameters = {
     "hyper_connection.low_rank": 8,
     "hyper_connection.magnitude": 2.0,
 }
-_DELTA_RULE: Hyperparameters = {"ssm.inner_size": 128, "ssm.state_size": 16, "ssm.group_count": 4}
+_ALL_HEADS: Hyperparameters = {"attention.head_count_kv": _HEADS}
+_LATENT_HYBRID: Hyperparameters = _LATENT | {"attention.head_count_kv": [1, 0] * (LAYERS // 2)}
+_SHIFT: Hyperparameters = {"token_shift_count": 1}
 _RWKV7: Hyperparameters = {
     "attention.decay_lora_rank": 16,
     "attention.iclr_lora_rank": 16,
@@ -111,9 +114,11 @@ _RWKV7: Hyperparameters = {
 }
 
 _OWN: dict[str, Hyperparameters] = {
-    "arwkv7": _RWKV7,
-    "bailingmoe3": _LATENT | _NO_HEADS,
+    "arwkv7": _RWKV7 | _SHIFT,
+    "bailingmoe3": _LATENT_HYBRID,
+    "chameleon": _ALL_HEADS,
     "deepseek2": _LATENT,
+    "deepseek2-ocr": _ALL_HEADS,
     "deepseek32": _LATENT,
     "deepseek4": _HYPER_CONNECTIONS
     | {
@@ -130,6 +135,7 @@ _OWN: dict[str, Hyperparameters] = {
         "hash_layer_count": 0,
         "swiglu_clamp_exp": [10.0] * LAYERS,
     },
+    "dots1": _ALL_HEADS,
     "dots3note": _LATENT
     | _WINDOW_LIST
     | {
@@ -152,7 +158,7 @@ _OWN: dict[str, Hyperparameters] = {
         "rope.freq_base_swa": 10_000.0,
     },
     "glm-dsa": _LATENT,
-    "glm5-next": _LATENT | _HYBRID | _HYPER_CONNECTIONS,
+    "glm5-next": _LATENT_HYBRID | _HYPER_CONNECTIONS | {"rope.dimension_count": 0, "attention.key_length": 64},
     "granite_swa": _WINDOW_LIST,
     "granitehybrid": _HYBRID,
     "hrm_text": {"block_count": 6, "hrm.layers_per_stack": 1, "hrm.h_cycles": 2, "hrm.l_cycles": 2},
@@ -165,19 +171,23 @@ _OWN: dict[str, Hyperparameters] = {
         "swiglu_clamp_exp": 10.0,
     },
     "jamba": _HYBRID,
-    "kimi-k3": _LATENT
-    | _NO_HEADS
+    "kimi-k3": _LATENT_HYBRID
     | {"attn_res.block_size": 12, "activation.situ_beta": 4.0, "activation.situ_linear_beta": 25.0},
-    "kimi-linear": _LATENT | _NO_HEADS,
+    "kimi-linear": _LATENT_HYBRID,
     "lfm2": _HYBRID,
     "lfm2moe": _HYBRID,
     "maple": _WINDOW_LIST | {"swiglu_clamp_exp": 7.0},
     "mimo2": _WINDOW_LIST,
+    "minicpm3": _ALL_HEADS,
     "mistral4": _LATENT,
     "nemotron_h": _HYBRID | {"feed_forward_length": [0, 0, _FEED_FORWARD, _FEED_FORWARD]},
     "nemotron_h_moe": _HYBRID | {"feed_forward_length": [0, 0, _FEED_FORWARD, _FEED_FORWARD]},
+    "olmoe": _ALL_HEADS,
     "plamo2": _NO_HEADS | {"ssm.group_count": 0},
+    "plm": _ALL_HEADS,
     "qwen4exp": _HYPER_CONNECTIONS,
+    "rwkv6": _ALL_HEADS,
+    "rwkv6qwen2": _SHIFT,
     "rwkv7": _RWKV7,
     "spark2_5": _WINDOW_LIST,
     "step35": _WINDOW_LIST,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.architectures.finding import Finding, Outcome
+from tests.architectures.names import NAMES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- architectures: begin -->\n", "<!-- architectures: end -->\n"
@@ -14,24 +15,29 @@ _SERVED = {Outcome.CELLS: "at any block", Outcome.CHECKPOINTS: "at checkpoints",
 
 def row(name: str, finding: Finding) -> str:
     """Returns the line of an architecture."""
-    reason = finding.reason.replace("|", "/").replace("\n", " ")[:_MAX_REASON_CHARS]
+    reason = (
+        finding.reason.rpartition("loading model hyperparameters: ")[2]
+        .replace("|", "/")
+        .replace("\n", " ")[:_MAX_REASON_CHARS]
+    )
     match finding.outcome:
         case Outcome.REFUSED:
             return f"| `{name}` | refused | | {reason} |"
         case Outcome.DIED:
-            return f"| `{name}` | no: its engine ends at the start | | {reason} |"
+            return f"| `{name}` | not known: the engine ends with the tiny model | | {reason} |"
         case Outcome.NOT_WRITTEN:
-            return f"| `{name}` | not tried: no tiny model | | {reason} |"
+            return f"| `{name}` | not known: no tiny model could be written | | {reason} |"
     served = "yes, each sequence apart" if finding.apart else "yes"
     return f"| `{name}` | {served} | {_SERVED[finding.outcome]} | {reason} |"
 
 
 def write(findings: Mapping[str, Finding]) -> None:
-    """Puts the table between its marks."""
+    """Puts the lines of these architectures into the table between its marks, and keeps those of others."""
     text = DOCUMENT.read_text()
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    known = rows() | {name: row(name, finding) for name, finding in findings.items()}
     lines = ["| architecture | served | prefixes are reused | |", "|---|---|---|---|"]
-    lines += [row(name, findings[name]) for name in findings]
+    lines += [known[name] for name in NAMES if name in known]
     DOCUMENT.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after)
 
 
