@@ -101,6 +101,26 @@ async def test_a_model_is_loaded_and_unloaded_beside_another_whose_streams_notic
     assert len([line for line in system.log("worker") if line["event"] == "engine_ready"]) == 3
 
 
+async def test_a_load_whose_replica_was_drained_meanwhile_does_not_say_that_it_serves(
+    system: System, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.gguf"
+    shutil.copyfile(demo.MODEL_PATH, other)
+    system.router("router")
+    system.worker("worker")
+    bare = await system.connect()
+    (card,) = await until_ready(bare, 1)
+    loading = asyncio.create_task(control(bare, card, op="load", model=str(other), replicas=6))
+    async with asyncio.timeout(60):
+        while not (first := [one for one in await cards(bare) if one["worker_id"] == "worker-2"]):
+            await asyncio.sleep(0.02)
+    assert await control(bare, first[0], op="unload") == [{"ok": True}]
+    last = (await loading)[-1]
+    assert not last["ok"], last
+    assert last["error"]["code"] == "no_worker"
+    assert "other was drained while it was loaded" in last["error"]["message"]
+
+
 async def test_a_load_that_can_not_be_done_says_why_and_disturbs_nobody(system: System, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     shutil.copyfile(demo.MODEL_PATH, broken)

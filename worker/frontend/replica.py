@@ -104,6 +104,12 @@ class Replica(EngineListener):
         if self.frontend is not None:
             self.frontend.drain_requested.set()
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether it was asked to leave, by its process or by a message."""
+        asked = self.frontend is not None and self.frontend.drain_requested.is_set()
+        return asked or self._drain_requested.is_set()
+
     def apply_settings(self, settings: WorkerSettings) -> None:
         """Applies those settings that may change while the replica serves."""
         self._settings = settings

@@ -179,6 +179,10 @@ class Worker:
                 refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="model")
                 on_progress(internal.ControlReply(ok=False, error=refusal))
                 return
+        if any(replica.is_draining for replica in added):
+            gone = errors.make_error(errors.Code.NO_WORKER, f"{model.served_name} was drained while it was loaded")
+            on_progress(internal.ControlReply(ok=False, error=gone))
+            return
         on_progress(internal.ControlReply(ok=True, progress=1.0, worker_ids=[replica.worker_id for replica in added]))
 
     def _add_replica(self, model: ServedModel, coming: int) -> Replica:

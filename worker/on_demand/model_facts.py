@@ -3,11 +3,9 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from tokenbus.worker.engine.gguf import kv_memory, metadata
-from tokenbus.worker.engine.models import registry
-from tokenbus.worker.engine.models.model_files import Layout, ModelFiles, read_json
+from tokenbus.worker.engine.models import config_json, registry
+from tokenbus.worker.engine.models.model_files import Layout, ModelFiles
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.models.find import find
 from tokenbus.worker.on_demand.memory_need import ModelFacts
@@ -18,19 +16,6 @@ _IDLE_LANES = 49
 _ONNX_CONTEXT = 4_096
 _TYPE_BITS = {"f32": 32.0, "q8": 8.5, "q6": 6.6, "q5": 5.7, "q4": 4.9, "iq4": 4.5, "q3": 4.0, "q2": 3.0}
 """Bits of a weight by how the type of a conversion begins, a little more than usual; 16 for all others."""
-
-
-class _Config(msgspec.Struct, frozen=True):
-    """The sizes in `config.json`."""
-
-    hidden_size: int = 0
-    vocab_size: int = 0
-    num_hidden_layers: int = 0
-    num_attention_heads: int = 0
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    max_position_embeddings: int = 0
-    torch_dtype: str = ""
 
 
 def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFacts:
@@ -45,16 +30,15 @@ def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFa
     num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else 16
     if files.weights.suffix == ".gguf":
         return _of_gguf(files, layouts, settings, num_seqs + _IDLE_LANES)
-    config = read_json(files.sidecars.get("config.json"), _Config)
+    config = config_json.read(files.sidecars.get("config.json"), config_json.Sizes)
     weight_bytes = _size(files, layouts)
     if engine == "onnx":
         rows = num_seqs + max(4, num_seqs // 2)
-        context = min(settings.context_length or config.max_position_embeddings or _ONNX_CONTEXT, _ONNX_CONTEXT)
+        context = min(settings.context_length or config.trained_context or _ONNX_CONTEXT, _ONNX_CONTEXT)
         return _of_config(config, weight_bytes, _F32_BYTES, num_seqs)._replace(
             trained_context=context, kv_tokens=settings.kv_tokens or rows * context
         )
-    published_bits = 32.0 if config.torch_dtype == "float32" else 16.0
-    weight_bytes = int(weight_bytes * _bits_of(settings.quantize or "f16") / published_bits)
+    weight_bytes = int(weight_bytes * _bits_of(settings.quantize or "f16") / config.weight_bits)
     return _of_config(config, weight_bytes, _F16_BYTES, num_seqs + _IDLE_LANES)
 
 
@@ -71,13 +55,11 @@ def _of_gguf(files: ModelFiles, layouts: Sequence[Layout], settings: EngineSetti
     )
 
 
-def _of_config(config: _Config, weight_bytes: int, value_bytes: int, rows: int) -> ModelFacts:
-    heads = config.num_key_value_heads or config.num_attention_heads
-    width = config.head_dim or config.hidden_size // max(1, config.num_attention_heads)
+def _of_config(config: config_json.Sizes, weight_bytes: int, value_bytes: int, rows: int) -> ModelFacts:
     return ModelFacts(
         weight_bytes=weight_bytes,
-        kv_bytes_per_token=2 * config.num_hidden_layers * heads * width * value_bytes,
-        trained_context=config.max_position_embeddings,
+        kv_bytes_per_token=2 * config.num_hidden_layers * config.kv_heads * config.head_size * value_bytes,
+        trained_context=config.trained_context,
         width=config.hidden_size,
         vocab_size=config.vocab_size,
         rows=rows,

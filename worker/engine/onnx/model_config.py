@@ -8,25 +8,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from tokenbus.worker.engine.models import config_json
 from tokenbus.worker.engine.models.model_files import read_json
 
 GENAI_CONFIG = "genai_config.json"
 POOLING_CONFIG = "1_Pooling/config.json"
 POOLING_MODES = ("auto", "mean", "cls", "last")
-
-
-class _Config(msgspec.Struct, frozen=True):
-    """The fields of `config.json` that matter here."""
-
-    max_position_embeddings: int | None = None
-    n_positions: int | None = None
-    sliding_window: int | None = None
-    use_sliding_window: bool = True
-    num_key_value_heads: int | None = None
-    num_attention_heads: int | None = None
-    hidden_size: int | None = None
-    head_dim: int | None = None
-    architectures: list[str] = []
 
 
 class GenaiDecoder(msgspec.Struct, frozen=True):
@@ -77,17 +64,16 @@ class ModelConfig(NamedTuple):
 
 def read(sidecars: dict[str, Path]) -> ModelConfig:
     """Raises ModelError naming a file that is malformed."""
-    config = read_json(sidecars.get("config.json"), _Config)
+    config = config_json.read(sidecars.get("config.json"), config_json.Sizes)
     genai = read_genai(sidecars)
-    width = config.head_dim
-    if width is None and config.hidden_size and config.num_attention_heads:
-        width = config.hidden_size // config.num_attention_heads
+    # heads of unknown number say nothing about their width
+    width = config.head_size if config.head_dim or config.num_attention_heads else None
     return ModelConfig(
-        context_length=config.max_position_embeddings or config.n_positions or genai.context_length,
-        sliding_window=config.sliding_window if config.use_sliding_window else None,
+        context_length=config.trained_context or genai.context_length,
+        sliding_window=config.window,
         head_sizes=HeadSizes(
-            kv_heads=genai.decoder.num_key_value_heads or config.num_key_value_heads or config.num_attention_heads,
-            head_width=genai.decoder.head_size or width,
+            kv_heads=genai.decoder.num_key_value_heads or config.kv_heads or None,
+            head_width=genai.decoder.head_size or width or None,
         ),
         architecture=next(iter(config.architectures), genai.type).lower().removesuffix("forcausallm"),
     )

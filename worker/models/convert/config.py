@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.worker.engine.models.model_files import read_json
+from tokenbus.worker.engine.models import config_json
 from tokenbus.worker.engine.runner import ModelError
 
 CONVERTER = "llama.cpp's convert_hf_to_gguf.py"
@@ -42,25 +42,15 @@ class Rope(msgspec.Struct, frozen=True):
         return any(one is not None for one in own)
 
 
-class ModelConfig(msgspec.Struct, frozen=True):
-    """The fields of `config.json` that matter here."""
+class ModelConfig(config_json.Sizes, frozen=True):
+    """The fields of `config.json` from which a model is converted."""
 
-    architectures: list[str] = []
-    hidden_size: int = 0
-    num_hidden_layers: int = 0
     intermediate_size: int = 0
-    num_attention_heads: int = 0
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    vocab_size: int = 0
-    max_position_embeddings: int = 0
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     rope_theta: float | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
-    sliding_window: int | None = None
-    use_sliding_window: bool | None = None
     quantization_config: dict[str, Any] | None = None
     num_experts: int = 0
     num_local_experts: int = 0
@@ -71,14 +61,6 @@ class ModelConfig(msgspec.Struct, frozen=True):
     mlp_only_layers: list[int] = []
     tie_word_embeddings: bool | None = None
     bos_token_id: int | list[int] | None = None
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def expert_count(self) -> int:
@@ -96,16 +78,14 @@ class ModelConfig(msgspec.Struct, frozen=True):
     @property
     def context_length(self) -> int:
         """The tokens for which the model is exact: llama.cpp attends to all of them, so a window is the limit."""
-        has_window = self.sliding_window is not None and self.use_sliding_window is not False
-        window = self.sliding_window if has_window else None
-        return min(self.max_position_embeddings, window or self.max_position_embeddings)
+        return min(self.max_position_embeddings, self.window or self.max_position_embeddings)
 
 
 def read(path: Path | None, where: Path) -> ModelConfig:
     """Raises ModelError if there is no such file, and for what makes a conversion impossible or inexact."""
     if path is None:
         raise ModelError(f"{where}: there is no config.json beside the weights; fetch the whole repository")
-    config = read_json(path, ModelConfig)
+    config = config_json.read(path, ModelConfig)
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"):
         if getattr(config, name) < 1:
             raise ModelError(f"{path}: {name} must be at least 1, got {getattr(config, name)}; correct it")
