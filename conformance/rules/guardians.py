@@ -1,7 +1,5 @@
 """Rules about guardians, the routers that continue streams whose worker is lost or leaves."""
 
-import asyncio
-
 import msgspec
 
 from tokenbus.conformance import acting_router, field_types, internal_schemas, stream_checks
@@ -14,7 +12,6 @@ from tokenbus.protocol.wire import subjects
 
 _MIN_CHECK_S, _MAX_CHECK_S = 0.4, 2.5
 """A worker asks once a second, and on a busy machine a little sooner or later."""
-_SILENCE_S = 0.4
 
 
 async def checked(probe: Probe) -> None:
@@ -32,6 +29,22 @@ async def checked(probe: Probe) -> None:
     interval_s = checks.received[1].at - checks.received[0].at
     expect(interval_s > _MIN_CHECK_S, f"it was asked again after {interval_s:.2f} s")
     expect(not _about(key, offers), "a stream whose router listens was offered to others")
+
+
+async def silent(probe: Probe) -> None:
+    """A stream whose router has answered a check and then answers no more, though it listens, is offered to the
+    others."""
+    router_id, key = _own_router(probe)
+    model, worker_id = probe.target.model, probe.require_workers()[0]
+    checks = await probe.listen(probe.names.router(router_id), msgpack=True)
+    offers = await probe.listen(_offers_of_worker(probe), msgpack=True)
+    stream = await _place(probe, key, router_id)
+    await checks.first("a check")
+    answer = msgspec.msgpack.encode({"router_id": router_id, "request_ids": []})
+    await probe.publish(probe.names.unguarded(model, worker_id, router_id), answer)
+    await offers.until(lambda: bool(_about(key, offers)), "an offer", 6 * _MAX_CHECK_S)
+    await _cancel(probe, key, stream)
+    stream_checks.check_order(stream.messages)
 
 
 async def offered(probe: Probe) -> None:
@@ -59,20 +72,20 @@ async def offered(probe: Probe) -> None:
 
 
 async def unguarded(probe: Probe) -> None:
-    """A router answers a check with those of the keys that it does not guard, and not at all if it guards all of
+    """A router answers each check with those of the keys that it does not guard, and with none if it guards all of
     them."""
     live, router_id = await _live(probe)
     key = subjects.request_key(probe.tenant, str(live.request_id))
     reply = probe.names.unguarded(probe.target.model, worker_id=probe.new_id(), router_id=router_id)
     answers = await probe.listen(reply, msgpack=True)
-    for keys in ([key, unknown := f"{key}-unknown"], [key]):
+    unknown = f"{key}-unknown"
+    for keys in ([key, unknown], [key]):
         await probe.publish(probe.names.router(router_id), msgspec.msgpack.encode({"request_ids": keys}), reply)
-    answer = await answers.first("an answer to a check")
-    field_types.check(answer, internal_schemas.UNGUARDED, "the answer to a check")
-    expect(answer["router_id"] == router_id, f"{router_id} was asked, and {answer['router_id']} answers")
-    expect(answer["request_ids"] == [unknown], f"of {key} and an unknown key it does not guard {answer['request_ids']}")
-    await asyncio.sleep(_SILENCE_S)
-    expect(len(answers.received) == 1, "it answers though it guards all keys")
+    await answers.until(lambda: len(answers.received) == 2, "an answer to each of two checks")
+    for answer, expected in zip(answers.messages, ([unknown], []), strict=True):
+        field_types.check(answer, internal_schemas.UNGUARDED, "the answer to a check")
+        expect(answer["router_id"] == router_id, f"{router_id} was asked, and {answer['router_id']} answers")
+        expect(answer["request_ids"] == expected, f"of {key} and {unknown} it does not guard {answer['request_ids']}")
 
 
 async def handed_on(probe: Probe) -> None:

@@ -104,9 +104,8 @@ class Guardianship:
         if not self._names.is_unguarded(message.reply, self._router_id):
             return
         unknown = [key for key in check.request_ids if self._flights.find(key) is None]
-        if unknown:
-            answer = internal.Unguarded(router_id=self._router_id, request_ids=unknown)
-            self._replies.send(message.reply, codec.encode(answer))
+        answer = internal.Unguarded(router_id=self._router_id, request_ids=unknown)
+        self._replies.send(message.reply, codec.encode(answer))
 
     def _on_guard(self, message: Msg) -> None:
         self._receive(message, in_parts=False)

@@ -1,6 +1,7 @@
 """One of two routers stands still: soon nothing depends on it any more, and when it runs again nothing is doubled."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -17,9 +18,9 @@ DROPPED_S = 3.5
 STORY = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture
-async def system(tmp_path: Path) -> AsyncIterator[System]:
-    system = await System.start(tmp_path)
+@contextlib.asynccontextmanager
+async def started(folder: Path, config: Path | None = None) -> AsyncIterator[System]:
+    system = await System.start(folder, config)
     for name in ("router-a", "router-b"):
         system.router(name)
     for name in ("worker-a", "worker-b"):
@@ -28,6 +29,27 @@ async def system(tmp_path: Path) -> AsyncIterator[System]:
     yield system
     os.kill(system.pid("router-a"), signal.SIGCONT)
     await system.stop()
+
+
+@pytest.fixture
+async def system(tmp_path: Path) -> AsyncIterator[System]:
+    async with started(tmp_path) as system:
+        yield system
+
+
+async def until_replaced(system: System, router: str) -> None:
+    """Waits until each stream that workers have taken from a router has another guardian."""
+    async with asyncio.timeout(30):
+        while True:
+            said = [line for name in ("worker-a", "worker-b") for line in system.log(name)]
+            lost = sum(
+                int(str(line["streams"]))
+                for line in said
+                if line["event"] == "guardian_lost" and line["router_id"] == router
+            )
+            if 0 < lost <= sum(line["event"] == "guardian_changed" for line in said):
+                return
+            await asyncio.sleep(0.05)
 
 
 def placed_by(system: System, router: str, request_id: str) -> bool:
@@ -65,6 +87,31 @@ async def test_a_frozen_guardian_is_replaced_so_that_its_streams_outlive_their_w
         assert len(answer.terminals) == 1
         assert answer.flaws == (0, 0)
         assert answer.num_tokens == 900
+
+
+async def test_workers_replace_a_frozen_guardian_whose_connection_the_broker_keeps(tmp_path: Path) -> None:
+    config = tmp_path / "nats.conf"
+    config.write_text('ping_interval: "2m"\n')
+    async with started(tmp_path, config) as system:
+        bare = await system.connect()
+        answers = {f"r{n}": await bare.generate(STORY | {"max_tokens": 900, "id": f"r{n}"}) for n in range(16)}
+        for answer in answers.values():
+            await answer.until(2)
+        guarded = [name for name in answers if placed_by(system, "router-a", name)]
+        assert guarded
+        await asyncio.sleep(1.5)  # each guardian has answered once
+        system.signal("router-a", signal.SIGSTOP)
+        await until_replaced(system, "router-a")
+        system.kill("worker-a")
+        for answer in answers.values():
+            assert (await answer.terminal(90))["finish_reason"] == "length"
+        os.kill(system.pid("router-a"), signal.SIGCONT)
+        await until_idle(bare)
+        await asyncio.sleep(1)
+        for answer in answers.values():
+            assert len(answer.terminals) == 1
+            assert answer.flaws == (0, 0)
+            assert answer.num_tokens == 900
 
 
 async def test_a_router_that_runs_again_serves_like_before(system: System) -> None:

@@ -229,14 +229,14 @@ async def test_offers_are_shared_between_routers_and_questions_are_not() -> None
 # Questions of workers
 
 
-async def test_only_a_question_about_requests_that_are_not_here_is_answered_and_names_them() -> None:
+async def test_each_question_is_answered_with_the_requests_that_are_not_here() -> None:
     testbed = await Testbed.opened()
     testbed.offer(stream())
     reply = NAMES.unguarded("demo", "w1", "this-router")
     subject = NAMES.router("this-router")
-    for keys, unknown in (([KEY, "default:r2"], ["default:r2"]), ([KEY], None), (["b:r1"], ["b:r1"])):
+    for keys, unknown in (([KEY, "default:r2"], ["default:r2"]), ([KEY], []), (["b:r1"], ["b:r1"])):
         answers = testbed.send(subject, codec.encode(internal.GuardCheck(request_ids=keys)), reply)
-        expected = [] if unknown is None else [internal.Unguarded(router_id="this-router", request_ids=unknown)]
+        expected = [internal.Unguarded(router_id="this-router", request_ids=unknown)]
         assert [_unguarded.decode(one) for one in answers] == expected
 
 

@@ -411,6 +411,45 @@ def test_a_router_that_was_just_taking_a_stream_does_not_get_it_once_another_one
     assert asked.is_whole
 
 
+@pytest.mark.parametrize("lose", [System.kill_worker, System.drain_worker])
+@pytest.mark.parametrize("away_s", [9.0, 20.0])
+def test_a_frozen_guardian_whose_connection_stays_is_replaced_and_doubles_nothing(
+    system: System, lose: Strike, away_s: float
+) -> None:
+    system.client.ask(150, seed=1)
+    system.world.run(2.5)
+    system.add_worker()
+    frozen = system.router
+    frozen.process.is_paused = True
+    system.broker.pick = lambda members: members[-1]
+    system.world.run(6.0)
+    assert system.named == ["r1"]
+    lose(system)
+    system.world.run(away_s - 6.0)
+    frozen.process.is_paused = False
+    system.finish()
+    assert system.client.asked[0].is_whole
+
+
+def test_offers_that_a_frozen_guardian_finds_when_it_runs_again_change_nothing(system: System) -> None:
+    """The broker gives it the offers of its own streams, for as long as it holds its connection."""
+    system.client.ask(150, seed=1)
+    system.world.run(2.5)
+    system.add_worker()
+    frozen = system.router
+    frozen.process.is_paused = True
+    system.world.run(6.0)
+    assert system.named == []
+    system.broker.pick = lambda members: members[-1]
+    system.world.run(1.5)
+    assert system.named == ["r1"]
+    system.kill_worker()
+    system.world.run(3.0)
+    frozen.process.is_paused = False
+    system.finish()
+    assert system.client.asked[0].is_whole
+
+
 def test_a_guardian_that_is_only_slow_stays_one(system: System) -> None:
     asked = system.ask()
     first = system.router

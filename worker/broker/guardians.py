@@ -1,13 +1,15 @@
 """Makes sure that each stream has a guardian: the router that continues it if this worker is lost or leaves.
 
-At first that is the router that placed it. Once a second each guardian is asked whether it still knows its streams; it
-answers only if it does not. A stream without a guardian is offered to the routers, of which one gets the offer. The
-router that accepts is named in the event log, and only the router that was named last acts on the stream."""
+At first that is the router that placed it. Once a second each guardian is asked whether it still knows its streams. A
+guardian that misses several answers stands still, and counts as gone though the broker holds its connection; routers of
+earlier versions, which answer only if they don't know a stream, never count as silent. A stream without a guardian is
+offered to the routers, of which one gets the offer. The router that accepts is named in the event log, and only the
+router that was named last acts on the stream."""
 
 import asyncio
 import contextlib
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 import structlog
@@ -23,6 +25,7 @@ from tokenbus.protocol.bus.bus import (
     is_no_responders,
 )
 from tokenbus.protocol.parts.sender import PartsSender
+from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, errors, internal, limits, subjects, validation
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.outbox import Outbox
@@ -34,6 +37,11 @@ _unguarded = codec.Decoder(internal.Unguarded)
 _CHECK_INTERVAL_S = 1.0
 _CONFIRM_S = 0.05
 """If nobody listens on a router's subject, the router is asked again after this time: it may just be reconnecting."""
+_MAX_UNANSWERED = 3
+"""A guardian that has answered none of so many checks in a row counts as gone."""
+_ANSWERING_TTL_S = 3_600.0
+_MAX_ANSWERING = 256
+"""Routers of which a worker remembers for so long that they answer every check."""
 _MAX_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_ID_BYTES + 8
 """The most bytes that a request's key takes in a message."""
 _OFFERED_BYTES = 4 * 1024 * 1024
@@ -56,6 +64,10 @@ class Guardians:
         self._checked_at = 0.0
         self._unheard_since: dict[str, float] = {}
         """When the broker first reported that nobody listens on a router's subject, by the router's subject token."""
+        self._answering: TTLCache[bool] = TTLCache(_ANSWERING_TTL_S, _MAX_ANSWERING)
+        """Routers that have answered a check of streams that they know, by subject token."""
+        self._num_unanswered: Counter[str] = Counter()
+        """Checks since the last answer, by the router's subject token."""
         self._sender: PartsSender | None = None
         self._large_offers: dict[str, asyncio.Task[None]] = {}
         """Offers that are on their way in parts, by the stream's key."""
@@ -76,6 +88,7 @@ class Guardians:
         if now - self._checked_at < _CHECK_INTERVAL_S:
             return
         self._checked_at = now
+        self._lose_silent(now)
         for router_id, keys in self._guarded().items():
             self._check(router_id, keys)
         self._offer([stream for stream in self._streams if stream.guardian is None])
@@ -90,13 +103,23 @@ class Guardians:
                 guarded[stream.guardian].append(stream.key)
         return guarded
 
+    def _lose_silent(self, now: float) -> None:
+        """Takes their streams from guardians that have stopped answering."""
+        guarded = {subjects.escape(router_id) for router_id in self._guarded()}
+        for token, count in list(self._num_unanswered.items()):
+            if token not in guarded or count >= _MAX_UNANSWERED:
+                del self._num_unanswered[token]
+            if token in guarded and count >= _MAX_UNANSWERED and self._answering.get(token, now):
+                self._lose(token, list(self._of(token)))
+
     def _check(self, router_id: str, keys: list[str]) -> None:
         reply = self._names.unguarded(self._announcer.model, self._announcer.worker_id, router_id)
         num_fitting = max(1, self._outbox.room_bytes // _MAX_KEY_BYTES)
-        for at in range(0, len(keys), num_fitting):
-            check = internal.GuardCheck(request_ids=keys[at : at + num_fitting])
-            with contextlib.suppress(OutboundBufferLimitError, ConnectionError):  # asked again a second later
+        with contextlib.suppress(OutboundBufferLimitError, ConnectionError):  # asked again a second later
+            for at in range(0, len(keys), num_fitting):
+                check = internal.GuardCheck(request_ids=keys[at : at + num_fitting])
                 self._connection.publish(self._names.router(router_id), codec.encode(check), reply)
+            self._num_unanswered[subjects.escape(router_id)] += 1
 
     def _on_unguarded(self, message: Msg) -> None:
         token, now = message.subject.rpartition(".")[2], time.monotonic()
@@ -106,6 +129,8 @@ class Guardians:
             except errors.RequestError as error:
                 self._log.error("unguarded_refused", worker_id=self._announcer.worker_id, error=str(error))
                 return
+            self._answering.put(token, True, now)
+            self._num_unanswered.pop(token, None)
             self._lose(token, [stream for stream in self._of(token) if stream.key in missing])
         elif token not in self._unheard_since:
             self._unheard_since[token] = now

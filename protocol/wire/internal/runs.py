@@ -203,7 +203,7 @@ class GuardReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class GuardCheck(public.Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Asks a router whether it is still the guardian of a worker's streams. It answers only if it is not."""
+    """Asks a router whether it is still the guardian of a worker's streams."""
 
     request_ids: list[str]
     """The keys of the streams whose guardian it is, as far as the worker knows."""
@@ -215,4 +215,4 @@ class Unguarded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     router_id: str
     """The router that answers."""
     request_ids: list[str]
-    """Those of the requests that it does not know."""
+    """Those of the requests that it does not know; none if it guards them all."""

@@ -94,6 +94,14 @@ class Guarded(Stage):
         """The tokens of the only stream in the log."""
         return [token for _, token in self._said()]
 
+    def know(self, router_id: str = "peer") -> None:
+        """Says in the name of a router that it guards all streams that it was asked about."""
+        self.peer.publish(
+            NAMES.unguarded(MODEL, "w0", router_id),
+            codec.encode(internal.Unguarded(router_id=router_id, request_ids=[])),
+        )
+        self.world.run(0.02)
+
     def unguard(self, key: str = KEY, router_id: str = "peer") -> None:
         """Says in the name of a router that it does not guard a stream."""
         unknown = internal.Unguarded(router_id="peer", request_ids=[key, "default:r3"])
@@ -163,6 +171,39 @@ def test_of_a_guardian_s_streams_those_that_it_does_not_know_are_offered(stage: 
         stage.run(name=name, max_tokens=90)
     stage.unguard("default:r2")
     assert [guard.run.request_id for _, guard in stage.offers] == ["default:r2"]
+
+
+def test_a_guardian_that_stops_answering_loses_its_streams_after_three_questions(stage: Guarded) -> None:
+    asked = stage.listen()
+    stage.run(max_tokens=90)
+    stage.know()
+    stage.world.run_until(lambda: bool(stage.offers))
+    assert len(asked) == 3
+    assert stage.guardian == ""
+    stage.answer("r9")
+    assert stage.guardian == "r9"
+
+
+def test_a_guardian_that_answers_late_keeps_its_streams(stage: Guarded) -> None:
+    stage.listen()
+    stage.run(max_tokens=90)
+    for _ in range(3):
+        stage.know()
+        stage.world.run(2.5)
+    assert (stage.offers, stage.guardian) == ([], "peer")
+
+
+def test_what_could_not_be_asked_does_not_count_as_unanswered(stage: Guarded) -> None:
+    stage.listen()
+    stage.run(max_tokens=90)
+    stage.know()
+    stage.world.run(1.2)
+    for _ in range(3):
+        stage.frontend.bus.is_busy = True
+        stage.world.run(1.0)
+        stage.frontend.bus.is_busy = False
+        stage.world.run(0.1)
+    assert (stage.offers, stage.guardian) == ([], "peer")
 
 
 def test_a_router_can_not_speak_for_another_one_s_streams(stage: Guarded) -> None:
