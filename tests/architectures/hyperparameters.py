@@ -104,6 +104,7 @@ _HYPER_CONNECTIONS: Hyperparameters = {
     "hyper_connection.magnitude": 2.0,
 }
 _ALL_HEADS: Hyperparameters = {"attention.head_count_kv": _HEADS}
+_INDEXER: Hyperparameters = {"attention.indexer.head_count": 64, "attention.indexer.key_length": 128}
 _LATENT_HYBRID: Hyperparameters = _LATENT | {"attention.head_count_kv": [1, 0] * (LAYERS // 2)}
 _SHIFT: Hyperparameters = {"token_shift_count": 1}
 _RWKV7: Hyperparameters = {
@@ -119,7 +120,7 @@ _OWN: dict[str, Hyperparameters] = {
     "chameleon": _ALL_HEADS,
     "deepseek2": _LATENT,
     "deepseek2-ocr": _ALL_HEADS,
-    "deepseek32": _LATENT,
+    "deepseek32": _LATENT | _INDEXER,
     "deepseek4": _HYPER_CONNECTIONS
     | {
         "attention.head_count_kv": 1,
@@ -137,6 +138,7 @@ _OWN: dict[str, Hyperparameters] = {
     },
     "dots1": _ALL_HEADS,
     "dots3note": _LATENT
+    | _INDEXER
     | _WINDOW_LIST
     | {
         "attention.kv_lora_rank_swa": 64,
@@ -157,17 +159,16 @@ _OWN: dict[str, Hyperparameters] = {
         "attention.value_length_swa": _HEAD,
         "rope.freq_base_swa": 10_000.0,
     },
-    "glm-dsa": _LATENT,
+    "glm-dsa": _LATENT | _INDEXER,
     "glm5-next": _LATENT_HYBRID | _HYPER_CONNECTIONS | {"rope.dimension_count": 0, "attention.key_length": 64},
     "granite_swa": _WINDOW_LIST,
     "granitehybrid": _HYBRID,
     "hrm_text": {"block_count": 6, "hrm.layers_per_stack": 1, "hrm.h_cycles": 2, "hrm.l_cycles": 2},
     "hy_v4": _LATENT
+    | _INDEXER
     | _HYPER_CONNECTIONS
     | {
         "attention.indexer.types": [1, 0] * (LAYERS // 2),
-        "attention.indexer.head_count": 64,
-        "attention.indexer.key_length": 128,
         "swiglu_clamp_exp": 10.0,
     },
     "jamba": _HYBRID,
