@@ -38,6 +38,7 @@ EVENTS: Schema = {
     "fetches": optional(list_of(map_of(_FETCHED))),
     "legs": optional(list_of(NAME)),
     "finished": optional(list_of(NAME)),
+    "failed": optional(list_of(NAME)),
     "taken": optional(list_of(NAME)),
     "stranded": optional(list_of(NAME)),
     "guardians": optional(field_types.MAP),

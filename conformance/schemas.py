@@ -97,6 +97,7 @@ ROUTING: Schema = {
     "candidates": list_of(map_of(CANDIDATE)),
     "fetch_from": optional(TEXT),
     "has_leg": optional(FLAG),
+    "ejected": optional(list_of(NAME)),
 }
 
 LOAD: Schema = {

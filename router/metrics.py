@@ -68,7 +68,10 @@ class RouterMetrics(MetricFamilies):
         self.queue_limit = Gauge(f"{_P}_queue_limit", "Requests of one model that may wait.")
         self.in_flight = Gauge(f"{_P}_requests_in_flight", "Open requests, waiting or at a worker.")
         self.workers = Gauge(
-            f"{_P}_workers", "Workers, by state, which may also be silent or loadable.", ("model", "state"), models
+            f"{_P}_workers",
+            "Workers, by state, which may also be silent, ejected or loadable.",
+            ("model", "state"),
+            models,
         )
         self.event_logs = Gauge(
             f"{_P}_event_logs",

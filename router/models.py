@@ -81,4 +81,4 @@ class ModelCatalog:
     def _card(self, worker: Worker, tenant: str) -> messages.Card:
         """Returns a worker's card as a tenant sees it."""
         own = [messages.CardAdapter(name=name, digest=one) for name, one in visible(worker.card, tenant).items()]
-        return codec.replace(self._fleet.card_view(worker), adapters=own)
+        return codec.replace(self._fleet.card_view(worker, time.monotonic()), adapters=own)

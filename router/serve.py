@@ -226,6 +226,8 @@ class Router:
 def _state_of(worker: Worker) -> str:
     if worker.lease_expired:
         return "silent"
+    if worker.ejection.is_ejected(time.monotonic()):
+        return "ejected"
     return worker.card.shown_state if worker.card.loadable else worker.state
 
 

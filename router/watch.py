@@ -18,6 +18,7 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.recovery import Recovery
@@ -165,14 +166,24 @@ class FleetWatch:
         now = time.monotonic()
         known = self._fleet.find(address)
         before = known.log.num_lost if known is not None else 0
+        ejected_until = known.ejection.until if known is not None else 0.0
         update = self._fleet.apply_events(address.model, events, now)
         if known is not None and known.log.num_lost > before:
             self._metrics.lost_events.inc(known.log.num_lost - before)
+        if known is not None and known.ejection.until != ejected_until:
+            self._log_ejection(known, now)
         if update is not None:
             self._recovery.apply(update, address)
             self._lifecycle.place_waiting()
         elif now - self._discovered_at > _DISCOVERY_INTERVAL_S:
             self._discover()
+
+    def _log_ejection(self, worker: Worker, now: float) -> None:
+        worker_id, pause_s = worker.card.worker_id, worker.ejection.until - now
+        if pause_s > 0:
+            self._log.warning("worker_ejected", worker_id=worker_id, model=worker.card.model, pause_s=round(pause_s, 1))
+        else:
+            self._log.info("worker_readmitted", worker_id=worker_id, model=worker.card.model)
 
     def _on_seal(self, message: Msg) -> None:
         try:

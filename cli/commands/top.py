@@ -122,7 +122,7 @@ def rows_of(reply: messages.ModelsReply, rates: FleetRates, now: float) -> list[
                 Row(
                     worker_id=card.worker_id,
                     model=served.model,
-                    state=card.shown_state,
+                    state="ejected" if watched is not None and watched.ejected else card.shown_state,
                     role=card.role,
                     running=load.running,
                     max_num_seqs=card.max_num_seqs,

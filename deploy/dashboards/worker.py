@@ -220,6 +220,13 @@ _MEMORY = (
         (Query(increase(f"{_P}_preemptions_total", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
+        "Requests that failed in a row",
+        "Since the last success, with errors that another worker may not have. If it reaches 10, all requests fail "
+        "there: see request_finished in the worker's log, and restart it. Routers avoid it meanwhile.",
+        "short",
+        (Query(sum_of(f"{_P}_failures_in_a_row", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
         "Shares of steps without numbers, by worker",
         "The model computed NaN or infinity, and the shares are computed again. If one adapter or prompt causes it "
         "(step_poisoned in the log names the requests), unload the adapter or check the model's files.",

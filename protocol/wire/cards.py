@@ -92,6 +92,8 @@ class WorkerTracking(msgspec.Struct, frozen=True, kw_only=True):
     """Events of the worker's present epoch that never arrived."""
     booked: int
     """Requests that were sent to the worker and that no event has confirmed yet."""
+    ejected: bool = False
+    """Whether it gets requests only where no other worker can take them, because its last ones have failed."""
 
 
 class PreviousEpoch(msgspec.Struct, frozen=True, kw_only=True):

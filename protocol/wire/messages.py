@@ -206,6 +206,8 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the worker from which the chosen one was told to fetch blocks; empty if it was not."""
     has_leg: bool = False
     """Whether that worker was to compute the prompt first."""
+    ejected: list[str] = []
+    """Names of workers that were passed over, because their last requests have failed."""
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):

@@ -187,9 +187,9 @@ class Fleet(WorkerRegistry):
 
     # Reports to clients
 
-    def card_view(self, worker: Worker) -> messages.Card:
+    def card_view(self, worker: Worker, now: float) -> messages.Card:
         """Returns a worker's card as clients see it."""
-        return worker.tracked_card(self._model(worker.card.model).num_blocks_of(worker))
+        return worker.tracked_card(self._model(worker.card.model).num_blocks_of(worker), now)
 
     def router_view(self, router_id: str, waiting: int, now: float) -> messages.RouterStats:
         """Returns what clients see of this router; `waiting` requests are in its queue."""

@@ -7,6 +7,7 @@ import xxhash
 
 from tokenbus.protocol.wire import codec, limits, messages
 from tokenbus.protocol.wire.subjects import WorkerAddress
+from tokenbus.router.fleet.ejection import Ejection
 from tokenbus.router.fleet.event_log import EventLog
 from tokenbus.router.fleet.speed import Speed
 from tokenbus.router.placement.worker_row import WorkerRow
@@ -67,6 +68,7 @@ class Worker:
         self.applied_at = 0.0
         """Load and time of its last applied event."""
         self.speed = Speed()
+        self.ejection = Ejection()
         self.expected_to_cache: set[str] = set()
         """Keys of running requests whose blocks it should report as stored before they end."""
         self.num_unreported = 0
@@ -146,13 +148,14 @@ class Worker:
         """Whether it has been silent for too long and its lease has not been ended yet."""
         return not self.lease_expired and now - self.last_seen_at >= limits.WORKER_LOST_AFTER_S
 
-    def tracked_card(self, indexed_blocks: int) -> messages.Card:
-        """Returns its card with its load and with how well this router can follow it, as clients see it."""
+    def tracked_card(self, indexed_blocks: int, now: float) -> messages.Card:
+        """Returns its card with its load and with what this router thinks of it, as clients see it."""
         watched = messages.WorkerTracking(
             events=self.event_state,
             indexed_blocks=indexed_blocks,
             lost_events=self.log.num_lost,
             booked=len(self.bookings),
+            ejected=self.ejection.is_ejected(now),
         )
         return codec.replace(self.card, state=self.state, load=self.load, watched=watched)
 
@@ -176,6 +179,7 @@ class Worker:
             load.step_age_ms,
             card.context_length,
             card.role is messages.WorkerRole.PREFILL,
+            self.ejection.until,
             load.expected_answer_tokens,
             block_size,
             prefill_tokens,

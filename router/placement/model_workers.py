@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from tokenbus.protocol.ttl_cache import TTLCache
-from tokenbus.protocol.wire import internal, limits, messages
+from tokenbus.protocol.wire import codec, internal, limits, messages
 from tokenbus.router.fleet.transfer_rate import TransferRate
 from tokenbus.router.fleet.worker import MAX_STEP_AGE_MS, Booking, Worker
 from tokenbus.router.placement import legs
@@ -58,6 +58,8 @@ class ModelWorkers:
         self._prefill_s = np.zeros(0)
         """Seconds in which each row computes a prompt token, those of the fastest where unknown; 0 if all are."""
         self._num_chosen = 0
+        self._ejected_until = 0.0
+        """No worker is ejected from then on."""
         self._sessions: TTLCache[str] = TTLCache(_SESSION_TTL_S, _MAX_SESSIONS)
         """The worker that got each session's last request."""
 
@@ -119,6 +121,8 @@ class ModelWorkers:
         worker.applied_load, worker.applied_at = events.load, now
         if events.stored:
             worker.num_unreported = 0
+        if events.finished:
+            self._judge(worker, events, now)
         processed = events.load.computed_tokens + events.load.generated_tokens
         if worker.processed_tokens is not None and processed > worker.processed_tokens:
             self._table.record_work(worker.row, processed - worker.processed_tokens, now)
@@ -147,7 +151,8 @@ class ModelWorkers:
             rows = np.array(allowed, dtype=np.intp)
         if not len(rows):
             return NoWorker()
-        rows = self._table.without_prefill(rows)
+        allowed_rows = rows
+        rows = self._table.without_prefill(self._without_ejected(rows, now))
         levels = self._index.match(request.hashes)
         overlap = self._overlap_blocks(request.hashes, levels, now)
         view = self._view(request, rows, overlap, now)
@@ -180,6 +185,9 @@ class ModelWorkers:
             workers, has_leg = self._workers_at(rows), leg is not None
             fetched = np.zeros(len(rows)) if offer is None else offer.tokens
             report = explain(worker, policy.name, workers, view, costs.tolist(), fetched, source, has_leg=has_leg)
+            passed_over = [one for one in self._workers_at(allowed_rows) if one.ejection.is_ejected(now)]
+            names = {one.card.worker_id for one in passed_over} - {one.card.worker_id for one in workers}
+            report = codec.replace(report, ejected=sorted(names))
         self.book(worker, request, now, overlap_blocks, fetch_blocks, leg_worker_id)
         leg_s = 0.0 if leg is None else leg.seconds
         return Placement(worker, policy.name, overlap_blocks, report, source, fetch_blocks, leg_s)
@@ -224,7 +232,7 @@ class ModelWorkers:
 
     def capacity(self, now: float) -> Capacity:
         """Returns whether a request that is placed now would start soon."""
-        rows = self._table.without_prefill(self._table.eligible(now))
+        rows = self._table.without_prefill(self._without_ejected(self._table.eligible(now), now))
         if not len(rows):
             may_recover = any(worker.may_recover for worker in self._workers.values())
             return Capacity.BUSY if may_recover else Capacity.NO_WORKERS
@@ -290,6 +298,20 @@ class ModelWorkers:
             assert self._by_row[worker.row] is worker
             assert self._table.matches(worker.row, worker.row_values()), worker
         assert sum(worker is not None for worker in self._by_row) == len(self._workers)
+
+    def _judge(self, worker: Worker, events: internal.Events, now: float) -> None:
+        """Ejects a worker whose requests fail one after another, but never more than half of the workers."""
+        failed = set(events.failed)
+        for key in events.finished:
+            if key not in failed:
+                worker.ejection.succeeded()
+                continue
+            num_ejected = sum(one.ejection.is_ejected(now) for one in self._workers.values() if one is not worker)
+            if worker.ejection.failed(now, may_eject=num_ejected + 1 <= len(self._workers) // 2):
+                self._ejected_until = max(self._ejected_until, worker.ejection.until)
+
+    def _without_ejected(self, rows: Rows, now: float) -> Rows:
+        return self._table.without_ejected(rows, now) if now < self._ejected_until else rows
 
     def _overlap_blocks(self, hashes: Sequence[int], levels: Sequence[MatchLevel], now: float) -> Floats:
         """Returns for each row how many leading blocks are there, or predicted to be there soon."""

@@ -13,6 +13,8 @@ class WorkerRow(NamedTuple):
     context_length: int
     is_prefill: bool
     """Whether it computes prompts for others, and gets requests only where no other worker can take them."""
+    ejected_until: float
+    """Until this time it gets requests only where no other worker can take them; 0 if it is not ejected."""
     expected_answer_tokens: int
     """Tokens that its next completion is expected to have; 0 if it does not say."""
     block_size: int

@@ -120,6 +120,11 @@ class WorkerTable:
         long_enough: Rows = rows[context_length[rows] > num_tokens]
         return long_enough
 
+    def without_ejected(self, rows: Rows, now: float) -> Rows:
+        """Returns those of some rows that are not ejected, or all if there are none."""
+        admitted: Rows = rows[self.column("ejected_until")[rows] <= now]
+        return admitted if len(admitted) else rows
+
     def without_prefill(self, rows: Rows) -> Rows:
         """Returns those of some rows that compute no prompts for others, or all if there are none."""
         serving: Rows = rows[self.column("is_prefill")[rows] == 0]

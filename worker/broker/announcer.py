@@ -18,7 +18,7 @@ import xxhash
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing
 from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages, subjects
 from tokenbus.worker import contract
-from tokenbus.worker.broker.event_log import EventLog
+from tokenbus.worker.broker.event_log import Ends, EventLog
 from tokenbus.worker.broker.published_blocks import PublishedBlocks
 from tokenbus.worker.broker.sampled_tokens import SampledTokens
 from tokenbus.worker.broker.snapshot import split
@@ -189,7 +189,7 @@ class Announcer:
             if not self._publish([entry], [self._to_message(entry)]) or not self._log.has_blocks:
                 return
 
-    def publish_step(self, sampled: Sequence[SampledTokens], chunks: Sequence[Outgoing], ended: Sequence[str]) -> bool:
+    def publish_step(self, sampled: Sequence[SampledTokens], chunks: Sequence[Outgoing], ended: Ends) -> bool:
         """Publishes chunks between what routers must learn before and behind them, all or nothing: an event for each of
         `sampled`, the chunks, and an event with the requests that they end, or else a seal.
 
@@ -208,15 +208,15 @@ class Announcer:
         return self._publish(before + behind, outgoing)
 
     def _step_entries(
-        self, sampled: Sequence[SampledTokens], ended: Sequence[str]
+        self, sampled: Sequence[SampledTokens], ended: Ends
     ) -> tuple[list[internal.Events], list[internal.Events]]:
         """Returns the events before a step's chunks and those behind them."""
         if not sampled and not self._log.has_news:
-            return [], [self._log.make(self._load(), self.state, ended=ended)] if ended else []
+            return [], [self._log.make(self._load(), self.state, ended=ended)] if ended.keys else []
         before = [self._log.make(self._load(), self.state, sampled[0] if sampled else None)]
         for more in sampled[1:]:
             before.append(self._log.make_next(before[-1], more))
-        return before, [self._log.make_next(before[-1], ended=ended)] if ended else []
+        return before, [self._log.make_next(before[-1], ended=ended)] if ended.keys else []
 
     def _publish(self, entries: Sequence[internal.Events], outgoing: Sequence[Outgoing]) -> bool:
         """Publishes messages and counts the entries among them; returns False if the broker is away."""

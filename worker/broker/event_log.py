@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from tokenbus.protocol.wire import block_hash, codec, internal, messages
 from tokenbus.worker.broker.published_blocks import to_runs
@@ -10,6 +11,17 @@ from tokenbus.worker.broker.sampled_tokens import SampledTokens
 _HASHES_PER_ENTRY = 512
 """A stored block without a successor in the same run takes about 50 bytes, so an entry fits in a message of a broker
 with 64 KiB, together with a step's tokens."""
+
+
+class Ends(NamedTuple):
+    """Requests whose terminals are published together."""
+
+    keys: list[str]
+    failed: list[str]
+    """Those of them that have failed in a way in which they may not fail elsewhere."""
+
+
+NO_ENDS = Ends([], [])
 
 
 class EventLog:
@@ -109,13 +121,13 @@ class EventLog:
         load: messages.Load,
         state: messages.WorkerState,
         sampled: SampledTokens | None = None,
-        ended: Sequence[str] = (),
+        ended: Ends = NO_ENDS,
     ) -> internal.Events:
         """Returns the next entry: everything that has happened, with the tokens of `sampled` and the ends of requests.
 
         Blocks that don't fit are left for later entries."""
         entry = self._entry(self.next_seq, load, state, sampled)
-        if self._has_only_tokens and not ended:
+        if self._has_only_tokens and not ended.keys:
             return entry
         # removals first: a block may be evicted and stored again within one entry
         removed = self._removed[:_HASHES_PER_ENTRY]
@@ -126,7 +138,8 @@ class EventLog:
             removed=removed,
             stored=list(to_runs((parent, name) for name, parent in stored)),
             started=self._started,
-            finished=[*self._finished, *ended],
+            finished=[*self._finished, *ended.keys],
+            failed=ended.failed,
             taken=self._taken,
             stranded=self._stranded,
             guardians=self._guardians,
@@ -135,11 +148,11 @@ class EventLog:
         )
 
     def make_next(
-        self, entry: internal.Events, sampled: SampledTokens | None = None, ended: Sequence[str] = ()
+        self, entry: internal.Events, sampled: SampledTokens | None = None, ended: Ends = NO_ENDS
     ) -> internal.Events:
         """Returns the entry to publish together with `entry` and after it."""
         following = self._entry(entry.seq + 1, entry.load, entry.state, sampled)
-        return codec.replace(following, finished=list(ended)) if ended else following
+        return codec.replace(following, finished=ended.keys, failed=ended.failed) if ended.keys else following
 
     def mark_published(self, entries: Sequence[internal.Events], num_writes: int) -> None:
         """Counts these entries as published. They were queued together, and the first was made by `make`.

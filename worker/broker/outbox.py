@@ -13,8 +13,9 @@ from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing
 from tokenbus.protocol.wire import codec, limits, messages, subjects
 from tokenbus.worker import engine_output
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.event_log import Ends
 from tokenbus.worker.broker.sampled_tokens import SampledTokens
-from tokenbus.worker.streams.request_telemetry import RequestTelemetry
+from tokenbus.worker.streams.request_telemetry import RequestTelemetry, has_failed
 from tokenbus.worker.streams.stream import Stream
 
 
@@ -96,7 +97,8 @@ class Outbox:
         self._replace_too_large()
         chunks = [outgoing for _, _, outgoing in self._waiting]
         ended = [(stream, chunk) for stream, chunk, _ in self._waiting if chunk.finish_reason is not None]
-        if not self._announcer.publish_step(self._sampled, chunks, [stream.key for stream, _ in ended]):
+        failed = [stream.key for stream, terminal in ended if has_failed(terminal)]
+        if not self._announcer.publish_step(self._sampled, chunks, Ends([stream.key for stream, _ in ended], failed)):
             return False
         self._waiting, self._sampled = [], []
         for stream, terminal in ended:

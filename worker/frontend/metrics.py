@@ -98,6 +98,9 @@ class WorkerMetrics(MetricFamilies):
         )
         self.adapters = gauge("adapters", "LoRA adapters that requests may use.")
         self.finished = counter("requests", "Requests that have ended, by finish reason.", "finish_reason")
+        self.failures = gauge(
+            "failures_in_a_row", "Requests since the last success that ended in an error that others may not have."
+        )
         self.clients_gone = counter("clients_gone", "Requests that were cancelled because nobody listened any more.")
         self.refused = counter("refusals", "Runs that were refused, by error code.", "code")
         self.constrained = counter(
@@ -202,6 +205,8 @@ class ReplicaMetrics:
         ]
         self._checkpoint_bytes = metrics.checkpoint_bytes.labels(*own)
         self._last_load = messages.Load()
+        self.failures_in_a_row = 0
+        """The requests that have failed here since the last one that did not."""
         self._load_counters = [
             (metrics.generation_tokens.labels(*own), "generated_tokens"),
             (metrics.computed_tokens.labels(*own), "computed_tokens"),
@@ -327,9 +332,19 @@ class ReplicaMetrics:
         for family in self._metrics.families():
             family.remove_by_labels({"worker_id": self._own_labels[1]})
 
-    def request_finished(self, reason: str, usage: messages.Usage | None, timings: messages.Timings | None) -> None:
-        """A request has ended; durations after its start are observed only if it got a token."""
+    def request_finished(
+        self,
+        reason: str,
+        usage: messages.Usage | None,
+        timings: messages.Timings | None,
+        *,
+        has_failed: bool = False,
+    ) -> None:
+        """A request has ended; durations after its start are observed only if it got a token. `has_failed`: in a way in
+        which it may not fail elsewhere."""
         self._metrics.finished.labels(*self._own_labels, reason).inc()
+        self.failures_in_a_row = self.failures_in_a_row + 1 if has_failed else 0
+        self._metrics.failures.labels(*self._own_labels).set(self.failures_in_a_row)
         if usage is None or timings is None:
             return
         self._prompt.inc(usage.prompt_tokens)

@@ -35,6 +35,8 @@ from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
 from tokenbus.worker.frontend.settings import OnProgress, ServedModel, WorkerSettings
 
 _LOADING_LOG_INTERVAL_S = 2.0
+MAX_FAILURES = 10
+"""After this many requests in a row that have failed, a replica does not count as ready before one succeeds."""
 
 
 def successor_settings(settings: EngineSettings, config: contract.EngineConfig) -> EngineSettings:
@@ -161,7 +163,10 @@ class Replica(EngineListener):
 
     @property
     def unready_reason(self) -> str:
-        """Says why the replica accepts no requests; empty if it does."""
+        """Says why the replica is better not given requests; empty if there is no reason."""
+        failures = self._metrics.failures_in_a_row
+        if failures >= MAX_FAILURES:
+            return f"{self.worker_id}: the last {failures} requests have failed"
         return "" if self.frontend is not None and self.frontend.is_ready else f"{self.worker_id} is not ready"
 
     @property

@@ -108,7 +108,9 @@ class RequestTelemetry:
         """A stream has published its terminal."""
         code = terminal.error.code if terminal.error else None
         usage, timings = terminal.usage or None, terminal.timings or None
-        self._metrics.request_finished(str(code or terminal.finish_reason), usage, timings)
+        self._metrics.request_finished(
+            str(code or terminal.finish_reason), usage, timings, has_failed=has_failed(terminal)
+        )
         reasoning_tokens = (usage.reasoning_tokens or None) if usage else None
         if reasoning_tokens or stream.num_tool_calls:
             is_complete = terminal.finish_reason is messages.FinishReason.TOOL_CALLS
@@ -135,6 +137,13 @@ class RequestTelemetry:
         )
         if stream.span.is_recording:
             _end_span(stream.span, stream.began_at, terminal)
+
+
+def has_failed(terminal: messages.Chunk) -> bool:
+    """Whether a request has failed in a way in which it may not fail elsewhere."""
+    if not terminal.error:
+        return False
+    return terminal.error.retryable and terminal.error.code is not errors.Code.SHUTTING_DOWN
 
 
 def _end_span(span: tracing.Span, began_at: float, terminal: messages.Chunk) -> None:

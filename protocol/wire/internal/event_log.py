@@ -96,6 +96,8 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Keys of requests of other workers whose prompts this worker has begun to compute."""
     finished: list[str] = []
     """Keys of requests that have ended, sent after their terminal."""
+    failed: list[str] = []
+    """Those of them that have ended in an error that another worker may not have."""
     taken: list[str] = []
     """Keys of requests that a router has taken from here, to continue them elsewhere."""
     stranded: list[str] = []

@@ -511,6 +511,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
                 )
             ],
             legs=["default:r-4"],
+            failed=["default:r-2"],
             taken=["default:r-3"],
             stranded=["default:r-5"],
             guardians={7: "router-2"},

@@ -361,16 +361,16 @@ def test_a_worker_that_never_reports_blocks_is_called_silent_and_nothing_is_pred
     rng = random.Random(1)
     for number in range(3):
         worker = chosen(fleet, [1, 2, 3], now=0.0).worker
-        assert fleet.card_view(worker).watched.events == "live"  # type: ignore[union-attr]
+        assert fleet.card_view(worker, 0.0).watched.events == "live"  # type: ignore[union-attr]
         (key,) = worker.bookings
         fleet.apply_events("demo", events("w0", seq=2 * number + 1, started=(key,)), 0.0)
         fleet.apply_events("demo", events("w0", seq=2 * number + 2, finished=(key,)), 0.0)
     fleet.renew_all_leases(9.0)
-    assert fleet.card_view(worker).watched.events == "silent"  # type: ignore[union-attr]
+    assert fleet.card_view(worker, 0.0).watched.events == "silent"  # type: ignore[union-attr]
     again = [rng.getrandbits(64) for _ in range(9)]
     assert [chosen(fleet, again, now=9.0).overlap_blocks for _ in range(2)] == [0, 0]
     fleet.apply_events("demo", events("w0", seq=7, stored=stored([1])), 9.0)
-    assert fleet.card_view(worker).watched.events == "live"  # type: ignore[union-attr]
+    assert fleet.card_view(worker, 0.0).watched.events == "live"  # type: ignore[union-attr]
 
 
 def test_a_session_returns_to_its_worker_unless_that_costs_much_more() -> None:

@@ -11,6 +11,7 @@ from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.event_log import NO_ENDS
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind
 
 ROOT = 1
@@ -237,7 +238,7 @@ def test_a_new_epoch_starts_at_number_zero_and_stores_every_cached_block() -> No
 def test_between_two_epochs_no_step_is_published() -> None:
     harness = Harness()
     harness.announcer.start_epoch()
-    assert not harness.announcer.publish_step([], [Outgoing("_INBOX.a", b"chunk")], [])
+    assert not harness.announcer.publish_step([], [Outgoing("_INBOX.a", b"chunk")], NO_ENDS)
     assert harness.bus.take() == []
 
 
@@ -245,9 +246,9 @@ def test_a_step_waits_until_its_blocks_fit_one_entry() -> None:
     harness = Harness()
     harness.announcer.blocks_changed([], chain(10, 10 + MOST))
     harness.bus.is_busy = True
-    assert not harness.announcer.publish_step([], [Outgoing("_INBOX.a", b"chunk")], [])
+    assert not harness.announcer.publish_step([], [Outgoing("_INBOX.a", b"chunk")], NO_ENDS)
     harness.bus.is_busy = False
-    assert harness.announcer.publish_step([], [Outgoing("_INBOX.a", b"chunk")], [])
+    assert harness.announcer.publish_step([], [Outgoing("_INBOX.a", b"chunk")], NO_ENDS)
     assert [one.subject for one in harness.bus.take()][-1] == "_INBOX.a"
 
 

@@ -11,7 +11,7 @@ from tokenbus.protocol.wire import subjects
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.frontend.frontend import Frontend
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
-from tokenbus.worker.frontend.replica import Replica
+from tokenbus.worker.frontend.replica import MAX_FAILURES, Replica
 from tokenbus.worker.frontend.settings import FrontendSettings, ServedModel, WorkerSettings
 
 
@@ -28,3 +28,13 @@ async def test_a_cache_file_that_the_engine_can_not_use_is_warned_of(
     with capture_logs() as logs:
         replica.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config(host_kv_blocks=host_kv_blocks))
     assert [line["path"] for line in logs if line["event"] == "host_cache_unused"] == expected
+
+
+def test_failures_in_a_row_are_counted_until_a_request_succeeds() -> None:
+    families = WorkerMetrics()
+    shown = ReplicaMetrics(families, "demo", "w0")
+    for _ in range(MAX_FAILURES):
+        shown.request_finished("internal", None, None, has_failed=True)
+    assert shown.failures_in_a_row == MAX_FAILURES
+    shown.request_finished("stop", None, None)
+    assert shown.failures_in_a_row == 0
