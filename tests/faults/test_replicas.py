@@ -121,6 +121,25 @@ async def test_a_load_whose_replica_was_drained_meanwhile_does_not_say_that_it_s
     assert "other was drained while it was loaded" in last["error"]["message"]
 
 
+async def test_a_load_takes_its_memory_out_of_the_budget_until_it_is_unloaded(system: System) -> None:
+    system.router("router")
+    budget = ("--memory-budget-mib", "400", "--host-cache-mib", "0")
+    system.worker("worker", *budget)
+    bare = await system.connect()
+    async with asyncio.timeout(60):
+        while not (found := await cards(bare)):
+            await asyncio.sleep(0.05)
+    (card,) = found
+    message = {"op": "load", "model": str(demo.MODEL_PATH), "served_name": "other"}
+    told = await control(bare, card, **message, replicas=6)
+    assert not told[-1]["ok"], "a process with its libraries counts 96 MiB for each replica"
+    assert "are left of the budget" in told[-1]["error"]["message"]
+    async with asyncio.timeout(60):
+        while len(await cards(bare)) > 1:
+            await asyncio.sleep(0.05)
+    assert (await control(bare, card, **message))[-1]["ok"], "what a failed load has taken was given back"
+
+
 async def test_a_load_that_can_not_be_done_says_why_and_disturbs_nobody(system: System, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     shutil.copyfile(demo.MODEL_PATH, broken)

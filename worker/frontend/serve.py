@@ -60,6 +60,8 @@ class Worker:
         self._ended: asyncio.Queue[Replica | None] = asyncio.Queue()
         """Replicas that have ended; None if the task that loads models on demand has."""
         self._loads: set[asyncio.Task[None]] = set()
+        self._taken_bytes: dict[Replica, int] = {}
+        """The bytes of the memory budget that each replica has taken which was loaded beside the first ones."""
         self._starting = asyncio.Lock()
         self._last_number = 0
         self._is_draining = False
@@ -86,6 +88,7 @@ class Worker:
                     loading.result()  # raises what ended it
                     continue
                 life = self._replicas.pop(replica)
+                self._on_demand.give_back(self._taken_bytes.pop(replica, 0))
                 if isinstance(replica, OnDemandReplica):
                     self._on_demand.remove(replica)
                 if replica.started.done():
@@ -170,7 +173,9 @@ class Worker:
         async with self._starting:
             try:
                 for number in range(model.replicas):
+                    num_bytes = await self._on_demand.take(model)
                     replica = self._add_replica(model, model.replicas - number)
+                    self._taken_bytes[replica] = num_bytes
                     added.append(replica)
                     await self._wait_started(replica, partial(_report, on_progress, number, model.replicas))
             except (contract.EngineStartError, ConnectionError) as error:

@@ -44,7 +44,7 @@ class LoadPlan:
     def __init__(self, names: Iterable[str], budget_bytes: int, idle_unload_s: float = 0.0) -> None:
         """A budget of 0 leaves the limit to the memory that is free, and `idle_unload_s` 0 unloads only for room."""
         self._models = {name: PlannedModel() for name in names}
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._idle_unload_s = idle_unload_s
 
     def __repr__(self) -> str:
@@ -62,6 +62,20 @@ class LoadPlan:
         """The memory of all models that are not unloaded."""
         return sum(one.num_bytes for one in self._models.values() if one.state is not State.UNLOADED)
 
+    def take(self, num_bytes: int) -> bool:
+        """Takes memory for a model that is loaded beside these out of the budget; returns whether there was enough."""
+        # a budget of 0 would be none
+        if 0 < self.budget_bytes <= self.reserved_bytes + num_bytes:
+            return False
+        if self.budget_bytes:
+            self.budget_bytes -= num_bytes
+        return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """Gives back what `take` has taken."""
+        if self.budget_bytes:
+            self.budget_bytes += num_bytes
+
     def set_need(self, name: str, need: MemoryNeed) -> None:
         """Notes the memory that a model takes. It is not loaded before this is known."""
         model = self._models[name]
@@ -76,8 +90,8 @@ class LoadPlan:
         if model.failure is not None and now - model.failed_at < _FAILURE_TTL_S:
             return model.failure
         model.failure = None
-        if model.need is not None and 0 < self._budget_bytes < model.need.total_bytes:
-            return _refusal(name, model.need, f"the budget for all models is {mib(self._budget_bytes)}")
+        if model.need is not None and 0 < self.budget_bytes < model.need.total_bytes:
+            return _refusal(name, model.need, f"the budget for all models is {mib(self.budget_bytes)}")
         if model.wanted_since is None or now - model.wanted_at > _WANT_TTL_S:
             model.wanted_since = now
         model.wanted_at = now
@@ -134,7 +148,7 @@ class LoadPlan:
     def check_integrity(self) -> None:
         states = [one.state for one in self._models.values()]
         assert states.count(State.LOADING) <= 1, self
-        assert not self._budget_bytes or self.reserved_bytes <= self._budget_bytes, self
+        assert not self.budget_bytes or self.reserved_bytes <= self.budget_bytes, self
         for model in self._models.values():
             assert model.state is State.UNLOADED or model.need is not None, self
             assert model.state is State.UNLOADED or model.wanted_since is None or model.state is State.UNLOADING, self
@@ -158,7 +172,7 @@ class LoadPlan:
 
     def _missing_bytes(self, need: MemoryNeed, free_bytes: int) -> int:
         """Returns how much memory has to be given back before a model may be loaded."""
-        over = self.reserved_bytes + need.total_bytes - self._budget_bytes if self._budget_bytes else 0
+        over = self.reserved_bytes + need.total_bytes - self.budget_bytes if self.budget_bytes else 0
         return max(over, need.total_bytes - free_bytes)
 
     def _make_room(self, name: str, now: float, free_bytes: int) -> Unload | None:
@@ -169,7 +183,8 @@ class LoadPlan:
         loaded = [one for one in self._models if self._models[one].state is State.LOADED]
         if any(one.state is State.UNLOADING for one in self._models.values()):
             return None
-        if not loaded:  # only the machine's own memory can be missing
+        if not loaded:  # the machine's own memory is missing, or what was taken out of the budget meanwhile
+            free_bytes = min(free_bytes, self.budget_bytes or free_bytes)
             self.failed(name, _shortage(model.need, free_bytes), now, errors.Code.INSUFFICIENT_MEMORY)
             return None
         idle = [one for one in loaded if self._models[one].is_idle(now)]

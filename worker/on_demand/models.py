@@ -30,7 +30,6 @@ class OnDemandModels:
         self._metrics = metrics
         self._worker_id = worker_id
         self._plan = LoadPlan((), 0)
-        self._budget_bytes = 0
         self._replicas: dict[str, OnDemandReplica] = {}
         self._measuring: dict[str, asyncio.Task[None]] = {}
         self._changing: set[asyncio.Task[None]] = set()
@@ -49,10 +48,7 @@ class OnDemandModels:
         others = [model for model in self._settings.models if not model.on_demand]
         budget = self._settings.memory_budget_bytes
         for model in others if budget else ():
-            try:
-                need = await _measure(model)
-            except (ModelError, OSError) as error:
-                raise contract.EngineStartError(str(error)) from error
+            need = await _need_to_start(model)
             budget -= need.total_bytes * model.replicas
             if budget <= 0:
                 whole = mib(self._settings.memory_budget_bytes)
@@ -61,7 +57,26 @@ class OnDemandModels:
                     f"may take {whole}; raise --memory-budget-mib"
                 )
         self._plan = LoadPlan(self._models, budget, self._settings.idle_unload_s)
-        self._budget_bytes = budget
+
+    async def take(self, model: ServedModel) -> int:
+        """Takes the memory of a replica that is loaded beside these models out of their budget; returns its bytes.
+
+        Raises EngineStartError if there is not so much left."""
+        if not self._plan.budget_bytes:
+            return 0
+        need = await _need_to_start(model)
+        if not self._plan.take(need.total_bytes):
+            left = mib(self._plan.budget_bytes - self._plan.reserved_bytes)
+            raise contract.EngineStartError(
+                f"{model.served_name} needs {need}, and {left} are left of the budget: unload another model, or raise "
+                "--memory-budget-mib"
+            )
+        return need.total_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Gives back what `take` has taken."""
+        self._plan.give_back(num_bytes)
+        self._changed.set()
 
     def add(self, replica: OnDemandReplica) -> None:
         """Takes over a replica before it runs."""
@@ -81,7 +96,7 @@ class OnDemandModels:
         for name, replica in self._replicas.items():
             need, is_reserved = self._plan.need_of(name), self._plan.state_of(name) is not State.UNLOADED
             reserved = need.total_bytes if need is not None and is_reserved else 0
-            self._metrics.memory_budget.labels(name, replica.worker_id).set(self._budget_bytes)
+            self._metrics.memory_budget.labels(name, replica.worker_id).set(self._plan.budget_bytes)
             self._metrics.memory_reserved.labels(name, replica.worker_id).set(reserved)
             for state in State:
                 own = self._metrics.model_state.labels(name, replica.worker_id, state)
@@ -194,3 +209,11 @@ async def _measure(model: ServedModel) -> MemoryNeed:
     """Reads files on a thread. Raises ModelError and OSError."""
     facts = await asyncio.to_thread(model_facts.read, model.engine, lambda _: None)
     return memory_need.estimate(facts, model.engine)
+
+
+async def _need_to_start(model: ServedModel) -> MemoryNeed:
+    """Raises EngineStartError for a model that can't be measured."""
+    try:
+        return await _measure(model)
+    except (ModelError, OSError) as error:
+        raise contract.EngineStartError(str(error)) from error

@@ -55,6 +55,32 @@ def test_models_are_loaded_one_at_a_time_in_the_order_in_which_they_were_asked_f
     assert plan.next_action(1.5, PLENTY) == Load("b")
 
 
+def test_what_is_loaded_beside_these_models_is_taken_out_of_their_budget_until_it_is_given_back() -> None:
+    plan = plan_of(100, a=50, b=50)
+    load(plan, "a", 1.0)
+    assert not plan.take(50 * MIB), "a budget of 0 would be none"
+    assert plan.take(49 * MIB)
+    plan.want("b", 5.0)
+    assert plan.next_action(5.0, PLENTY) == Unload("a", "room")
+    plan.unloaded("a")
+    assert plan.next_action(5.1, PLENTY) == Load("b")
+    assert not plan.take(MIB)
+    plan.failed("b", "no such file", 6.0)
+    assert plan.take(MIB)
+    refusal = plan.want("b", 20.0)
+    assert refusal is None
+    plan.give_back(50 * MIB)
+    assert plan.budget_bytes == 100 * MIB
+    plan.check_integrity()
+
+
+def test_without_a_budget_nothing_is_taken() -> None:
+    plan = plan_of(0, a=50)
+    assert plan.take(1 << 50)
+    plan.give_back(1 << 50)
+    assert plan.budget_bytes == 0
+
+
 def test_the_least_recently_used_model_makes_room() -> None:
     plan = plan_of(100, a=50, b=50, c=50)
     load(plan, "a", 1.0)
