@@ -117,8 +117,11 @@ class RouterMetrics(MetricFamilies):
                 self.fetch_tokens,
                 self.legs,
                 self.lost_workers,
+                self.continued,
+                self.adopted,
                 self.queue_wait,
             ):
                 counted.labels(model)
+            self.held.labels(model)
             self.queue_depth.labels(model)
             self.workers.labels(model, messages.WorkerState.READY)

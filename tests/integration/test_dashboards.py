@@ -2,20 +2,24 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
+from bench.run_sender import RunSender
 from tests.support import alert_rules
 from tests.support.exact_client import until_ready
 from tests.support.prometheus import WINDOW, Prometheus
-from tests.support.raw_client import PREFIX, RawClient
-from tests.support.system import System
+from tests.support.raw_client import PREFIX
+from tests.support.system import Gateway, System, running_gateway
+from tokenbus import demo
 
 pytestmark = alert_rules.needs("prometheus")
 
@@ -38,6 +42,22 @@ class Watched:
     async def worker(self, name: str, *arguments: str) -> None:
         self.system.worker(name, "--metrics-port", "0", "--engine", "sim", *arguments, model=SIM)
         self.prometheus.watch("tokenbus-worker", name, await self._port(name))
+
+    async def worker_of(self, served_name: str, *arguments: str, model: Path = demo.MODEL_PATH) -> None:
+        """Starts a worker of another model, named like that model."""
+        self.system.worker(served_name, "--metrics-port", "0", *arguments, model=model, served_name=served_name)
+        self.prometheus.watch("tokenbus-worker", served_name, await self._port(served_name))
+
+    @contextlib.asynccontextmanager
+    async def gateway(self, folder: Path) -> AsyncIterator[Gateway]:
+        """Runs a gateway, and asks it for one completion after another."""
+        with running_gateway(self.system.url, folder, "--metrics-port", "0") as gateway:
+            (page,) = gateway.log("status_page")
+            self.prometheus.watch("tokenbus-gateway", "gateway", page["port"])
+            asking = asyncio.create_task(ask_forever(gateway.url))
+            yield gateway
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
 
     def kill(self, name: str) -> None:
         self.system.signal(name, signal.SIGKILL)
@@ -63,21 +83,34 @@ async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
     prometheus.stop()
 
 
+Work = Callable[[int], Awaitable[object]]
+
+
 @contextlib.asynccontextmanager
-async def load(bare: RawClient, clients: int) -> AsyncIterator[None]:
-    """Runs clients that send one request after another."""
+async def load(*works: Work) -> AsyncIterator[None]:
+    """Does each kind of work again and again, with numbers that count up."""
 
-    async def ask() -> None:
-        while True:
-            await bare.ask({"prompt": SHARED, "max_tokens": 40})
+    async def repeat(work: Work) -> None:
+        for number in itertools.count():
+            await work(number)
 
-    tasks = [asyncio.create_task(ask()) for _ in range(clients)]
+    tasks = [asyncio.create_task(repeat(work)) for work in works]
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def ask_forever(url: str) -> None:
+    """Asks a gateway for streamed completions, and for one that it refuses."""
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        while True:
+            async for _ in await client.completions.create(model="demo", prompt=SHARED, max_tokens=20, stream=True):
+                pass
+            with contextlib.suppress(openai.BadRequestError):
+                await client.completions.create(model="demo", prompt=SHARED, max_tokens=-1)
 
 
 def on_dashboards() -> list[str]:
@@ -109,17 +142,40 @@ async def until_data(prometheus: Prometheus, expressions: list[str]) -> None:
         async with asyncio.timeout(25):
             while empty := [expression for expression in empty if not await prometheus.values(expression)]:
                 await asyncio.sleep(0.1)
-    assert not empty
+    assert not empty, "\n".join(empty)
 
 
-async def test_under_load_no_panel_and_no_rule_is_without_data_and_no_alert_fires(watched: Watched) -> None:
+async def test_under_load_no_panel_and_no_rule_is_without_data_and_no_alert_fires(
+    watched: Watched, tmp_path: Path
+) -> None:
     prometheus = watched.prometheus
     await watched.router()
     for name in ("one", "two"):
-        await watched.worker(name, "--max-num-seqs", "2", "--vllm-metrics")
+        await watched.worker(name, "--max-num-seqs", "2", "--vllm-metrics", "--host-cache-mib", "64")
+    await watched.worker_of("words")
+    shelf = ("--engine", "sim", "--model", str(SIM), "--served-name", "other", "--memory-budget-mib", "150")
+    await watched.worker_of("shelf", *shelf, model=SIM)
     bare = await watched.system.connect()
-    await until_ready(bare, 2)
-    async with load(bare, clients=8):
+    await until_ready(bare, 3)
+    sender = RunSender(bare.nats)
+    await sender.open("one", "two")
+
+    async def ask(_: int) -> None:
+        await bare.ask({"prompt": SHARED, "max_tokens": 40})
+
+    async def constrain(number: int) -> None:
+        await bare.ask({"prompt": "Hi", "regex": f"a{{{number + 1}}}"}, subject=f"{PREFIX}.generate.words")
+
+    async def take_turns(number: int) -> None:
+        subject = f"{PREFIX}.generate.{('shelf', 'other')[number % 2]}"
+        await bare.ask({"prompt": "Hi", "max_tokens": 1}, subject=subject)
+
+    async def fetch(number: int) -> None:
+        token_ids = [100 + number, *range(200, 700)]
+        await sender.ask("one", token_ids)
+        await sender.ask("two", token_ids, fetch_from=sender.source("one"))
+
+    async with load(*[ask] * 8, constrain, take_turns, fetch), watched.gateway(tmp_path):
         groups = (await prometheus.get("rules"))["groups"]
         ruled: list[dict[str, Any]] = [rule for group in groups for rule in group["rules"]]
         recorded = [rule["name"] for rule in ruled if rule["type"] == "recording"]
@@ -130,7 +186,7 @@ async def test_under_load_no_panel_and_no_rule_is_without_data_and_no_alert_fire
         for group in (await prometheus.get("rules"))["groups"]:
             assert {(rule["health"], rule.get("lastError")) for rule in group["rules"]} == {("ok", None)}
         assert await prometheus.firing() == set()
-        twice = "sum(vllm:generation_tokens_total) - sum(tokenbus_worker_generation_tokens_total)"
+        twice = "sum(vllm:generation_tokens_total) - sum(tokenbus_worker_generation_tokens_total{worker_id=~'one|two'})"
         assert await prometheus.values(twice) == [0.0]
         assert await prometheus.values("sum(vllm:generation_tokens_total) > 0")
 

@@ -23,6 +23,8 @@ scrape_configs:
     file_sd_configs: [{{ files: [{folder}/tokenbus-router.json], refresh_interval: 1s }}]
   - job_name: tokenbus-worker
     file_sd_configs: [{{ files: [{folder}/tokenbus-worker.json], refresh_interval: 1s }}]
+  - job_name: tokenbus-gateway
+    file_sd_configs: [{{ files: [{folder}/tokenbus-gateway.json], refresh_interval: 1s }}]
 """
 _POLL_S = 0.1
 WINDOW = "5s"
@@ -40,7 +42,11 @@ class Prometheus:
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self._folder = folder
-        self._targets: dict[str, dict[str, int]] = {"tokenbus-router": {}, "tokenbus-worker": {}}
+        self._targets: dict[str, dict[str, int]] = {
+            "tokenbus-router": {},
+            "tokenbus-worker": {},
+            "tokenbus-gateway": {},
+        }
         (folder / "rules.yml").write_text(hastened(alert_rules.RULES.read_text()))
         (folder / "prometheus.yml").write_text(_CONFIG.format(folder=folder))
         for job in self._targets:

@@ -13,6 +13,7 @@ from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.kv_exchange.transport import OUTCOMES
 
 _LABELS = ("model", "worker_id")
 
@@ -230,8 +231,13 @@ class ReplicaMetrics:
             metrics.clients_gone,
             metrics.kv_fetched_bytes,
             metrics.kv_given_bytes,
+            metrics.kv_refused_blocks,
         ):
             family.labels(*own)
+        for outcome in OUTCOMES:
+            metrics.kv_fetches.labels(*own, outcome)
+            metrics.legs_awaited.labels(*own, outcome)
+        metrics.discarded_slots.labels(*own, "torn")
         for outcome in ("complete", "cancelled", "failed"):
             metrics.legs.labels(*own, outcome)
         for reason in messages.FinishReason:  # export 0, or the first increase of each would go unseen
