@@ -5,10 +5,9 @@ the seconds of CPU time of this process, the longest time for which a step had t
 grew, the problem if there is one, and the tokens are printed for each."""
 
 import json
-import os
 import queue
 import random
-import resource
+import re
 import sys
 import time
 from pathlib import Path
@@ -46,7 +45,7 @@ class _Engine:
         return event.result
 
     def follow(self, kind: str, source: str) -> tuple[float, float, int, str | None, int]:
-        cpu, grown, tokens, longest_s = time.process_time(), -_resident_bytes(), 0, 0.0
+        cpu, before, tokens, longest_s = time.process_time(), _forget_peak(), 0, 0.0
         found, problem = self.compile(kind, source), None
         if isinstance(found, Refusal):
             problem = found.problem.message
@@ -56,8 +55,7 @@ class _Engine:
             except ConstraintError as error:
                 problem = str(error)
             found.close()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return time.process_time() - cpu, longest_s, grown + peak, problem, tokens
+        return time.process_time() - cpu, longest_s, _peak_bytes() - before, problem, tokens
 
     def _walk(self, matcher: SequenceMatcher) -> tuple[int, float]:
         chosen, until, longest_s = random.Random(1), time.monotonic() + _MAX_S, 0.0
@@ -78,8 +76,18 @@ class _Engine:
         return _MAX_TOKENS, longest_s
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _forget_peak() -> int:
+    """Lets the peak of this process begin at what it holds now, which is returned in bytes.
+
+    (`ru_maxrss` would not do: Linux hands it down from the process that started this one.)"""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak_bytes()
+
+
+def _peak_bytes() -> int:
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def main() -> None:
