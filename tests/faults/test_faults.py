@@ -69,7 +69,7 @@ async def test_sigterm_under_load_cuts_no_stream_even_if_the_next_worker_is_yet_
     begun = await speaking(bare, 12)
     waiting = [await bare.generate(LONG | short) for _ in range(30)]
     system.signal("worker", signal.SIGTERM)
-    assert system.wait("worker") == 0
+    assert await system.wait("worker") == 0
     system.worker("next")
     for answer in begun:
         assert (await answer.terminal())["finish_reason"] == "length"
@@ -99,7 +99,7 @@ async def test_sigterm_lets_short_requests_finish(system: System) -> None:
         check_stream(answer)
     late = await bare.ask({"prompt": "x"})
     assert late.messages[-1]["error"]["code"] in ("no_worker", "shutting_down")
-    assert system.wait("worker") == 0
+    assert await system.wait("worker") == 0
 
 
 async def test_streams_of_the_only_worker_go_on_when_it_is_started_again(system: System) -> None:
@@ -110,7 +110,7 @@ async def test_streams_of_the_only_worker_go_on_when_it_is_started_again(system:
     calm = await bare.ask(LONG)
     answers = await speaking(bare, 4)
     system.signal("worker", signal.SIGKILL)
-    system.wait("worker")
+    await system.wait("worker")
     system.worker("worker")
     for answer in answers:
         terminal = await answer.terminal()
@@ -160,7 +160,7 @@ async def test_running_streams_do_not_notice_the_death_of_their_router(system: S
     await until_ready(bare, 1)
     answers = await speaking(bare, 4, max_tokens=600)
     system.signal("router", signal.SIGKILL)
-    system.wait("router")
+    await system.wait("router")
     system.router("router-2")
     for answer in answers:
         assert (await answer.terminal())["finish_reason"] == "length"
@@ -182,7 +182,7 @@ async def test_sigterm_of_a_router_hands_new_requests_to_the_other(system: Syste
             system.signal("router-a", signal.SIGTERM)
         answer = await bare.ask({"prompt": "12 + 30 =", "max_tokens": 3, "temperature": 0})
         assert answer.text == " 42", answer.messages
-    assert system.wait("router-a") == 0
+    assert await system.wait("router-a") == 0
 
 
 async def test_each_request_has_one_start_and_one_terminal_line_in_router_and_worker(system: System) -> None:
@@ -195,7 +195,7 @@ async def test_each_request_has_one_start_and_one_terminal_line_in_router_and_wo
     system.signal("worker", signal.SIGTERM)
     system.signal("router", signal.SIGTERM)
     for name, first in (("worker", "request_started"), ("router", "request_received")):
-        assert system.wait(name) == 0
+        assert await system.wait(name) == 0
         lines = system.log(name)
         for event in (first, "request_finished"):
             ids = [line["request_id"] for line in lines if line["event"] == event]
@@ -205,7 +205,7 @@ async def test_each_request_has_one_start_and_one_terminal_line_in_router_and_wo
 
 async def test_a_worker_that_cannot_serve_its_model_says_why_in_one_line(system: System) -> None:
     system.worker("missing", model=Path("/nowhere/model.gguf"))
-    assert system.wait("missing") == 2
+    assert await system.wait("missing") == 2
     assert system.text_log("missing").splitlines()[-1] == (
         "tokenbus: /nowhere/model.gguf: there is no such file; pass --model the path of a GGUF file"
     )
@@ -240,7 +240,7 @@ async def test_a_storm_of_requests_cancels_and_a_killed_engine_leaves_nothing_be
         ("router", "request_received"),
     ):
         system.signal(name, signal.SIGTERM)
-        assert system.wait(name) == 0
+        assert await system.wait(name) == 0
         began, ended = (
             [line["request_id"] for line in system.log(name) if line["event"] == event]
             for event in (first, "request_finished")

@@ -146,7 +146,7 @@ async def test_an_id_used_again_and_again_is_answered_each_time_by_a_router_that
     bare = await system.connect()
     await until_ready(bare, 2)
     system.signal("router", signal.SIGKILL)
-    system.wait("router")
+    await system.wait("router")
     system.router("late")
     await until_ready(bare, 2)
     for number in range(30):

@@ -58,5 +58,5 @@ async def test_a_worker_whose_cache_file_can_not_be_trusted_says_so_and_ends(sys
     file.chmod(0o644)
     system.router("router")
     system.worker("worker", "--host-cache-file", str(file))
-    assert system.wait("worker") == 2
+    assert await system.wait("worker") == 2
     assert "has mode 0644; others must have no access: chmod 600" in system.text_log("worker")

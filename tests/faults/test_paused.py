@@ -108,7 +108,7 @@ async def test_an_engine_that_stands_still_ends_with_its_killed_frontend(tmp_pat
     engine = await pid_of(system, bare, "engine")
     with frozen(engine):
         system.signal("worker-a", signal.SIGKILL)
-        system.wait("worker-a")
+        await system.wait("worker-a")
         async with asyncio.timeout(10):
             while not has_ended(engine):
                 await asyncio.sleep(0.02)

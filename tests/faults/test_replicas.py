@@ -170,7 +170,7 @@ async def test_a_load_that_can_not_be_done_says_why_and_disturbs_nobody(system: 
 
 async def test_a_budget_below_one_request_stops_the_worker_in_one_line(system: System) -> None:
     system.worker("worker", "--replicas", "4", "--kv-budget", "1", "--context-length", "1024")
-    assert system.wait("worker") == 2
+    assert await system.wait("worker") == 2
     last = system.text_log("worker").splitlines()[-1]
     assert last.startswith("tokenbus: --kv-budget leaves 262144 bytes for this replica")
 
@@ -186,7 +186,7 @@ async def test_sigterm_drains_every_replica(system: System) -> None:
     system.signal("worker", signal.SIGTERM)
     for answer in answers:
         assert (await answer.terminal())["finish_reason"] == "length"
-    assert system.wait("worker") == 0
+    assert await system.wait("worker") == 0
     drained = [line["worker_id"] for line in system.log("worker") if line["event"] == "drained"]
     assert sorted(json.dumps(one) for one in drained) == ['"worker-1"', '"worker-2"']
 

@@ -56,7 +56,7 @@ async def test_streams_go_on_at_another_worker_when_theirs_is_stopped(system: Sy
     workers = [worker_of(answer) for answer in answers]
     whole = await bare.generate(LONG | {"id": "whole", "stream": False})
     system.signal(workers[0], signal.SIGTERM)
-    assert system.wait(workers[0]) == 0
+    assert await system.wait(workers[0]) == 0
     assert await check_all_went_on(answers, calm) == [1 + (worker == workers[0]) for worker in workers]
     assert (await whole.terminal())["usage"]["completion_tokens"] == LONG["max_tokens"]
 
@@ -69,7 +69,7 @@ async def test_streams_of_the_only_worker_go_on_when_it_is_stopped_and_started_a
     calm = await bare.ask(LONG)
     answers = await started(bare, 4)
     system.signal("worker", signal.SIGTERM)
-    assert system.wait("worker") == 0
+    assert await system.wait("worker") == 0
     system.worker("worker")
     assert await check_all_went_on(answers, calm) == [2] * 4
 

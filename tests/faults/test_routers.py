@@ -44,7 +44,7 @@ async def test_two_of_three_routers_killed_under_200_requests_disturb_no_stream_
     # those that a dead router guarded, if they last until their workers have noticed
     adopted = [line["request_id"] for line in lines if line["event"] == "request_adopted"]
     system.signal(last, signal.SIGTERM)
-    assert system.wait(last) == 0
+    assert await system.wait(last) == 0
     finished = [line["request_id"] for line in system.log(last) if line["event"] == "request_finished"]
     assert sorted(map(str, finished)) == sorted(map(str, received + adopted))
 
@@ -105,7 +105,7 @@ async def test_of_two_fronts_with_one_name_the_earlier_leaves_and_says_so(system
     bare = await system.connect()
     await until_ready(bare, 1)
     system.worker("second", "--worker-id", "twin")
-    assert system.wait("first") == 2
+    assert await system.wait("first") == 2
     assert "give each its own --worker-id" in system.text_log("first")
     await system.until_logged("second", "engine_ready")
     async with await Client.connect(system.url) as client:

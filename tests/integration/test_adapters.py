@@ -255,7 +255,7 @@ async def test_a_stream_whose_adapter_is_lost_with_its_engine_continues_where_an
 async def test_a_worker_does_not_start_with_an_adapter_that_does_not_fit(system: System, tmp_path: Path) -> None:
     wrong = adapters.write(tmp_path / "wrong.gguf", shapes={"blk.0.attn_q.weight": (256, 256)})
     system.worker("worker", "--lora", f"style={wrong}")
-    assert system.wait("worker", timeout_s=150) != 0
+    assert await system.wait("worker", timeout_s=150) != 0
     assert "another base" in system.text_log("worker")
 
 
@@ -280,5 +280,5 @@ async def test_a_worker_whose_engine_has_no_adapters_says_so(system: System, tmp
     one = adapters.write(tmp_path / "1.gguf", 1)
     system.router("router")
     system.worker("worker", "--lora", f"style={one}", "--engine", "sim", model="dynamo")
-    assert system.wait("worker", timeout_s=150) != 0
+    assert await system.wait("worker", timeout_s=150) != 0
     assert "LoRA adapters need a gguf engine, or an onnx engine" in system.text_log("worker")

@@ -59,9 +59,9 @@ class Watched:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
-    def kill(self, name: str) -> None:
+    async def kill(self, name: str) -> None:
         self.system.signal(name, signal.SIGKILL)
-        self.system.wait(name)
+        await self.system.wait(name)
 
     async def _port(self, name: str) -> int:
         """Returns the metrics port of the newest process of this name."""
@@ -199,9 +199,9 @@ async def test_alerts_fire_when_workers_and_routers_are_killed_and_clear_when_th
     await until_ready(bare, 2)
     await until_data(prometheus, ["model:tokenbus_workers_ready:max == 2"])
 
-    watched.kill("one")
+    await watched.kill("one")
     await prometheus.until_firing("TokenbusWorkerLost", "TokenbusWorkerDown")
-    watched.kill("two")
+    await watched.kill("two")
     await prometheus.until_firing("TokenbusNoWorkerReady")
     await until_data(prometheus, ['ALERTS{alertname="TokenbusNoWorkerReady",model="demo",alertstate="firing"}'])
     assert await prometheus.values('count(ALERTS{alertname="TokenbusNoWorkerReady",alertstate="firing"})') == [1.0]
@@ -209,7 +209,7 @@ async def test_alerts_fire_when_workers_and_routers_are_killed_and_clear_when_th
     await prometheus.until_clear("TokenbusNoWorkerReady", "TokenbusWorkerLost", "TokenbusWorkerDown")
     assert await prometheus.values("model:tokenbus_workers_ready:max") == [2.0]
 
-    watched.kill("router")
+    await watched.kill("router")
     await prometheus.until_firing("TokenbusRouterDown", "TokenbusNoRouter")
     await watched.router()
     await prometheus.until_clear("TokenbusRouterDown", "TokenbusNoRouter")

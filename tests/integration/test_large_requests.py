@@ -114,7 +114,7 @@ async def test_a_stream_with_a_prompt_of_200_000_tokens_is_taken_from_a_worker_t
         answer = await submitted_long(client)
         leaving = await worker_of(bare, system, 2)
         system.signal(leaving, signal.SIGTERM)
-        assert system.wait(leaving) == 0
+        assert await system.wait(leaving) == 0
         check_long(await answer.end())
 
 
@@ -148,7 +148,7 @@ async def test_a_router_that_stops_hands_over_a_large_request_that_waits(system:
         system.router("router-1")
         await system.until_logged("router-1", "router_ready")
         system.signal("router-0", signal.SIGTERM)
-        assert system.wait("router-0") == 0
+        assert await system.wait("router-0") == 0
         check_long(await busy.end(), 4_000, attempt=1)
         for one in waiting:
             check_long(await one.end(), 10, attempt=(await one.end())[-1].attempt)

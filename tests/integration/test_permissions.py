@@ -228,7 +228,7 @@ async def test_streams_survive_their_router_and_then_their_worker(empty: Guarded
     assert (terminal["finish_reason"], terminal["attempt"]) == ("length", 2)
     assert {its_worker, terminal["worker_id"]} == set(workers)
     check_stream(live)
-    assert system.wait(its_worker) == 0
+    assert await system.wait(its_worker) == 0
     empty.check_nothing_was_refused(*routers, *workers)
 
 
@@ -249,7 +249,7 @@ async def test_a_router_that_stops_hands_over_what_waits(empty: Guarded) -> None
     empty.router("router-b")
     await system.until_logged("router-b", "router_ready")
     system.signal("router-a", signal.SIGTERM)
-    assert system.wait("router-a") == 0
+    assert await system.wait("router-a") == 0
     for number in range(3):
         await acme.publish(f"{PREFIX}.cancel.acme.running-{number}", b"")
     assert (await waiting.terminal())["finish_reason"] == "length"

@@ -153,11 +153,11 @@ async def test_a_prefill_worker_that_drains_finishes_what_it_computes(fleet: Fle
     fleet.system.signal("p", signal.SIGTERM)
     assert (await answer.terminal())["finish_reason"] == "length"
     assert (await fleet.leg_of(0))["outcome"] == "complete"
-    assert fleet.system.wait("p") == 0
+    assert await fleet.system.wait("p") == 0
 
 
 async def test_prefill_workers_alone_serve(fleet: Fleet) -> None:
     fleet.system.signal("d", signal.SIGTERM)
-    assert fleet.system.wait("d") == 0
+    assert await fleet.system.wait("d") == 0
     answer = await fleet.ask()
     assert (answer.terminals[0]["finish_reason"], answer.terminals[0]["worker_id"]) == ("length", "p")

@@ -166,10 +166,11 @@ class System:
         for pid in self.family(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.wait(name)
+        self._processes[name].wait(timeout=60.0)
 
-    def wait(self, name: str, timeout_s: float = 60.0) -> int:
-        return self._processes[name].wait(timeout=timeout_s)
+    async def wait(self, name: str, timeout_s: float = 60.0) -> int:
+        """Waits until a process has ended, while clients go on answering their broker; returns its exit code."""
+        return await asyncio.to_thread(self._processes[name].wait, timeout_s)
 
     def num_starts(self, name: str) -> int:
         """Returns how many processes of this name have been started."""
