@@ -119,7 +119,7 @@ class Fleet:
             await self._until_serving(successor)
             group[group.index(name)] = successor
         self._system.signal(name, signal.SIGTERM)
-        status = await asyncio.to_thread(self._system.wait, name, STOP_S)
+        status = await self._system.wait(name, STOP_S)
         if status:
             raise ChildProcessError(f"{name} stopped with status {status}")
         if not is_beside:
