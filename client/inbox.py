@@ -140,16 +140,24 @@ class Inbox:
 
     def send_cancel(self, stream: Stream) -> None:
         self._orphans.put(stream.request_id, True, time.monotonic())
-        self._connection.publish(self._names.cancel(stream.request_id, self._tenant), b"")
+        self._connection.publish(self._names.cancel(stream.request_id, self._tenant, self._model_of(stream)), b"")
 
     def send_resync(self, stream: Stream, offset: int) -> None:
         with contextlib.suppress(ConnectionError, bus.OutboundBufferLimitError):
             self._connection.publish(
-                self._names.resync(stream.request_id, self._tenant),
+                self._names.resync(stream.request_id, self._tenant, self._model_of(stream)),
                 codec.encode(messages.ResyncRequest(offset=offset), self._encoding),
                 reply=f"{self._prefix}.{self._reply_tokens[stream]}{_RESYNC_SUFFIX}",
                 headers=codec.content_headers(self._encoding),
             )
+
+    def _model_of(self, stream: Stream) -> str | None:
+        """Returns the model whose workers hear of a stream directly; None if only routers may know it."""
+        asked = self._names.parse_model(stream.subject).model
+        # a name with a colon may be that of a model with an adapter, and a chunk may have any name in it
+        if ":" not in asked or asked == stream.served_by:
+            return asked
+        return stream.served_by if asked.rpartition(":")[0] == stream.served_by else None
 
     async def request(self, message: bus.Outgoing, timeout_s: float) -> Msg:
         """Sends a request with a single answer, and returns it; raises what `Bus.request` does.

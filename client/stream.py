@@ -68,6 +68,8 @@ class Stream:
         self._submitted_at = now
         self.subject = subject
         """Subject to which the request is published."""
+        self.served_by: str | None = None
+        """The model whose workers have the request, once one of its chunks has said so."""
         self._span = span
         self._first_chunk_seen = False
         self._continuation = Continuation(request, now, resume=resume)
@@ -230,6 +232,7 @@ class Stream:
         except BrokenStreamError as error:
             self._lose(str(error), now)
             return
+        self.served_by = chunk.model or self.served_by
         match added:
             case Ready(new):
                 self._resync_timer.chunk_received(now)

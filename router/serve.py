@@ -32,6 +32,7 @@ from tokenbus.router.requests.intake import Intake
 from tokenbus.router.requests.internal_parts import InternalParts
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.model_loads import ModelLoads
+from tokenbus.router.requests.passing_on import PassingOn
 from tokenbus.router.requests.pooling.embeddings import Embeddings
 from tokenbus.router.requests.pooling.reranks import Reranks
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
@@ -119,6 +120,7 @@ class Router:
             settings.uploads,
             ModelCatalog(self.fleet, self._queue, router_id, settings.max_request_bytes),
             self._lifecycle,
+            PassingOn(bus, names, self.fleet, self.flights, router_id),
             self._embeddings,
             self._tokenizations,
             self._reranks,

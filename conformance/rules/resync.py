@@ -47,6 +47,19 @@ async def not_streamed(probe: Probe) -> None:
     expect(ended.messages[0] == ended.messages[1], "the terminal differs from the first one")
 
 
+async def with_model(probe: Probe) -> None:
+    """A resync and a cancel that name tenant, id and model are each answered once, by whoever holds the request."""
+    live = await probe.live()
+    assert live.request_id is not None
+    for subject_of, answer in ((probe.names.resync, {"found": True}), (probe.names.cancel, {"cancelled": True})):
+        subject = subject_of(live.request_id, probe.tenant, probe.target.model)
+        replies = await probe.send({"offset": 0}, subject=subject)
+        await replies.first(f"a reply on {subject}")
+        await asyncio.sleep(_SETTLE_S)
+        expect(replies.messages == [answer], f"{subject} is answered {replies.messages}")
+    expect((await live.terminal())["finish_reason"] == "cancelled", "the stream was not cancelled")
+
+
 async def unknown(probe: Probe) -> None:
     """Nobody answers the resync of an unknown request."""
     subject = probe.resync_subject(probe.new_id())

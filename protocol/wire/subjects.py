@@ -20,6 +20,7 @@ PROBE_SUFFIX = ":again"
 _OF_MODELS = ("generate", "embed", "rerank", "tokenize", "detokenize")
 """Operations whose subject names a model, and perhaps a tenant."""
 _KV_REPLY_TOKENS = 4
+_TENANT_ID_MODEL = 3
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.MAX_ID_BYTES}}}")
@@ -111,10 +112,11 @@ class ModelAddress(NamedTuple):
 
 
 class RequestAddress(NamedTuple):
-    """The names in a `cancel` or `resync` subject."""
+    """The names in a `cancel` or `resync` subject; no model if the subject has none."""
 
     tenant: str
     request_id: str
+    model: str | None = None
 
     @property
     def key(self) -> str:
@@ -157,9 +159,11 @@ class Subjects:
         self.all_tokenizes = (f"{prefix}.tokenize.*", f"{prefix}.tokenize.*.*")
         self.all_detokenizes = (f"{prefix}.detokenize.*", f"{prefix}.detokenize.*.*")
         self.all_reranks = (f"{prefix}.rerank.*", f"{prefix}.rerank.*.*")
-        self.all_resyncs = (f"{prefix}.resync.*", f"{prefix}.resync.*.*")
+        self.all_resyncs = (f"{prefix}.resync.*", f"{prefix}.resync.*.*", f"{prefix}.resync.*.*.*")
         self.all_guards = (f"{prefix}.guard.*", f"{prefix}.guard.*.*")
-        self.all_cancels = (f"{prefix}.cancel.*", f"{prefix}.cancel.*.*")
+        self.all_cancels = (f"{prefix}.cancel.*", f"{prefix}.cancel.*.*", f"{prefix}.cancel.*.*.*")
+        self.without_model = (*self.all_cancels[:2], *self.all_resyncs[:2])
+        """The cancels and resyncs that no worker hears, since they do not name their model."""
         self._received = re.compile(rf"{re.escape(prefix)}\.worker\.[^.]+\.[^.]+\.received\.[^.]+").fullmatch
 
     def __repr__(self) -> str:
@@ -183,11 +187,21 @@ class Subjects:
     def models_for(self, tenant: str = DEFAULT_TENANT) -> str:
         return self.models[0] if tenant == DEFAULT_TENANT else f"{self.models[0]}.{encode_name(tenant)}"
 
-    def cancel(self, request_id: str, tenant: str = DEFAULT_TENANT) -> str:
-        return self._of_request("cancel", request_id, tenant)
+    def cancel(self, request_id: str, tenant: str = DEFAULT_TENANT, model: str | None = None) -> str:
+        return self._of_request("cancel", request_id, tenant, model)
 
-    def resync(self, request_id: str, tenant: str = DEFAULT_TENANT) -> str:
-        return self._of_request("resync", request_id, tenant)
+    def resync(self, request_id: str, tenant: str = DEFAULT_TENANT, model: str | None = None) -> str:
+        return self._of_request("resync", request_id, tenant, model)
+
+    def cancels_of(self, model: str) -> str:
+        return f"{self.prefix}.cancel.*.*.{encode_name(model)}"
+
+    def resyncs_of(self, model: str) -> str:
+        return f"{self.prefix}.resync.*.*.{encode_name(model)}"
+
+    def with_model(self, subject: str, address: RequestAddress, model: str) -> str:
+        """Returns the subject that also names the model, for the `cancel` or `resync` subject of an address."""
+        return self._of_request(self._tail(subject)[0], address.request_id, address.tenant, model)
 
     def worker(self, model: str, worker_id: str, service: str) -> str:
         """Returns the subject of one service of a worker, such as `run`, `control` or `snapshot`."""
@@ -267,17 +281,19 @@ class Subjects:
         return ModelAddress(decode_name(tokens[1]), _tenant(tokens[2:]))
 
     def parse_request(self, subject: str) -> RequestAddress:
-        """Parses a `cancel` or `resync` subject. Raises ValueError for a malformed tenant or request id."""
-        *tenant, request_id = self._tail(subject)[1:]
-        if not is_request_id(request_id):
-            raise ValueError(f"{request_id[:150]!r} is not a request id")
-        return RequestAddress(_tenant(tenant), request_id)
+        """Parses a `cancel` or `resync` subject. Raises ValueError for a malformed tenant, request id or model."""
+        tokens = self._tail(subject)[1:]
+        model = decode_name(tokens.pop()) if len(tokens) == _TENANT_ID_MODEL else None
+        *tenant, request_id = tokens
+        if len(tenant) > 1 or not is_request_id(request_id):
+            raise ValueError(f"{'.'.join(tokens)[:150]!r} is not a request id")
+        return RequestAddress(_tenant(tenant), request_id, model)
 
     def tenant_token(self, subject: str) -> str:
         """Returns the encoded name of the tenant who published a client's message, unchecked."""
         verb, *rest = self._tail(subject)
         if verb in ("cancel", "resync"):
-            rest = rest[:-1]
+            rest = rest[:1] if len(rest) > 1 else []
         elif verb in _OF_MODELS:
             rest = rest[1:]
         elif verb == "upload":
@@ -292,7 +308,9 @@ class Subjects:
         subject = f"{self.prefix}.{verb}.{encode_name(model)}"
         return subject if tenant == DEFAULT_TENANT else f"{subject}.{encode_name(tenant)}"
 
-    def _of_request(self, verb: str, request_id: str, tenant: str) -> str:
+    def _of_request(self, verb: str, request_id: str, tenant: str, model: str | None) -> str:
+        if model is not None:
+            return f"{self.prefix}.{verb}.{encode_name(tenant)}.{encode_name(request_id)}.{encode_name(model)}"
         between = "" if tenant == DEFAULT_TENANT else encode_name(tenant) + "."
         return f"{self.prefix}.{verb}.{between}{encode_name(request_id)}"
 

@@ -287,7 +287,7 @@ class Attempts:
         )
         if flight.cancelled:  # the worker has not seen the client's cancel, which came before the request did
             with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
-                self._bus.publish(self._names.cancel(flight.request_id, flight.tenant), b"")
+                self._bus.publish(self._names.cancel(flight.request_id, flight.tenant, flight.model), b"")
 
 
 def _to_source(placement: Placement) -> internal.FetchSource | None:

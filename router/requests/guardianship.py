@@ -90,7 +90,7 @@ class Guardianship:
             is_accepted = _replies.decode(reply.data).accepted
             if is_accepted and flight.cancelled:  # the other router may have read the cancel before the offer
                 with contextlib.suppress(OutboundBufferLimitError):
-                    self._bus.publish(self._names.cancel(flight.request_id, flight.tenant), b"")
+                    self._bus.publish(self._names.cancel(flight.request_id, flight.tenant, flight.model), b"")
             return is_accepted
         except (NoRespondersError, PayloadTooLargeError, TimeoutError, ConnectionError, errors.RequestError):
             return False

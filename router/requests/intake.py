@@ -21,6 +21,7 @@ from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.models import ModelCatalog
 from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.passing_on import PassingOn, is_passed_on
 from tokenbus.router.requests.pooling.embeddings import Embeddings
 from tokenbus.router.requests.pooling.pooling_request import BodyT, PoolingRequest, WorkT
 from tokenbus.router.requests.pooling.pooling_requests import PoolingRequests, ResultT
@@ -53,6 +54,7 @@ class Intake:
         uploads: UploadLimits,
         models: ModelCatalog,
         lifecycle: RequestLifecycle,
+        passing_on: PassingOn,
         embeddings: Embeddings,
         tokenizations: TokenizeRequests,
         reranks: Reranks,
@@ -75,6 +77,7 @@ class Intake:
         )
         self._models = models
         self._lifecycle = lifecycle
+        self._passing_on = passing_on
         self._embeddings = embeddings
         self._tokenizations = tokenizations
         self._reranks = reranks
@@ -106,6 +109,7 @@ class Intake:
             *((subject, self._on_detokenize) for subject in self._names.all_detokenizes),
             *((subject, self._on_rerank) for subject in self._names.all_reranks),
             *((subject, self._on_models) for subject in self._names.models),
+            *((subject, self._pass_on) for subject in self._names.without_model),
         ]
         for subject, callback in shared:
             self._subscriptions.append(await self._bus.subscribe(subject, callback, queue="router"))
@@ -260,8 +264,12 @@ class Intake:
             return
         self._replies.send(message.reply, self._models.reply(encoding, self._bus.max_payload, self._parts, tenant))
 
+    def _pass_on(self, message: Msg) -> None:
+        if not message.reply or self._is_inbox(message):
+            self._passing_on.take(message)
+
     def _on_cancel(self, message: Msg) -> None:
-        if message.reply and not self._may_answer(message):
+        if is_passed_on(message) or (message.reply and not self._may_answer(message)):
             return
         try:
             address = self._names.parse_request(message.subject)
@@ -273,7 +281,7 @@ class Intake:
             self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 
     def _on_resync(self, message: Msg) -> None:
-        if not self._may_answer(message):
+        if is_passed_on(message) or not self._may_answer(message):
             return
         try:
             address = self._names.parse_request(message.subject)
@@ -285,9 +293,12 @@ class Intake:
         if self._lifecycle.replay(address.key):
             self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True, error=error), encoding))
 
-    def _may_answer(self, message: Msg) -> bool:
+    def _is_inbox(self, message: Msg) -> bool:
         tenant = self._names.tenant_token(message.subject)
-        if subjects.is_inbox(message.reply, self._inbox_prefixes, tenant):
+        return subjects.is_inbox(message.reply, self._inbox_prefixes, tenant)
+
+    def _may_answer(self, message: Msg) -> bool:
+        if self._is_inbox(message):
             return True
         self._metrics.messages_dropped.inc()
         if self._num_drops_logged < _MAX_LOGGED_DROPS:

@@ -54,14 +54,14 @@ async def test_a_lost_stream_goes_on_under_a_new_id_at_a_new_reply_subject(url: 
         await say(reply, id=request["id"], attempt=1, offset=2, text_offset=8, worker_id="v", finish_reason="stop")
 
     async def note(message: Msg) -> None:
-        cancelled.put_nowait(message.subject.rpartition(".")[2])
+        cancelled.put_nowait(message.subject)
 
     await router.nats.subscribe(f"{PREFIX}.generate.demo", cb=serve)
-    await router.nats.subscribe(f"{PREFIX}.cancel.*", cb=note)
+    await router.nats.subscribe(f"{PREFIX}.cancel.>", cb=note)
     await router.nats.flush()
     async with asyncio.timeout(60), await Client.connect(url) as client:
         assert await client.generate("demo", prompt="hi", id="r").text() == "one text"
-        assert await cancelled.get() == "r"
+        assert await cancelled.get() == f"{PREFIX}.cancel.default.r.demo"
         assert client.num_streams == 0
     (first, _), (second, again) = asked
     assert first != second
@@ -73,7 +73,7 @@ async def test_a_lost_stream_goes_on_under_a_new_id_at_a_new_reply_subject(url: 
 async def test_another_tenant_speaks_over_the_same_connection_and_ends_with_it(url: str) -> None:
     heard = asyncio.Queue[str]()
     bare = await RawClient.connect(url)
-    for tail in ("generate.demo", "generate.demo.acme", "cancel.*", "cancel.acme.*"):
+    for tail in ("generate.demo", "generate.demo.acme", "cancel.default.*.demo", "cancel.acme.*.demo"):
 
         async def hear(message: object, tail: str = tail) -> None:
             heard.put_nowait(tail)
@@ -86,5 +86,5 @@ async def test_another_tenant_speaks_over_the_same_connection_and_ends_with_it(u
             client.generate("demo", prompt="hi")
             acme.generate("demo", prompt="hi")
             assert {await heard.get(), await heard.get()} == {"generate.demo", "generate.demo.acme"}
-        assert {await heard.get(), await heard.get()} == {"cancel.*", "cancel.acme.*"}
+        assert {await heard.get(), await heard.get()} == {"cancel.default.*.demo", "cancel.acme.*.demo"}
     await bare.close()

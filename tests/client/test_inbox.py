@@ -27,20 +27,23 @@ class FaultyStream(Stream):
         raise KeyError("a bug")
 
 
+SUBJECT = subjects.Subjects().generate("demo")
+
+
 async def test_a_stream_that_fails_ends_and_the_others_still_ask_for_what_is_missing() -> None:
     bus = Bus()
     inbox = Inbox(bus, subjects.Subjects(), "default", codec.Encoding.JSON)  # type: ignore[arg-type]
     await inbox.open()
     began = asyncio.get_running_loop().time() - 60  # long ago, so that silence counts at once
     faulty, other = (
-        kind(messages.GenerateRequest(id=name, prompt="hi"), codec.Encoding.JSON, inbox, began)
+        kind(messages.GenerateRequest(id=name, prompt="hi"), codec.Encoding.JSON, inbox, began, subject=SUBJECT)
         for kind, name in ((FaultyStream, "faulty"), (Stream, "other"))
     )
     for stream in (faulty, other):
         inbox.submit(stream, messages.GenerateRequest(id=stream.request_id, prompt="hi"))
     async with asyncio.timeout(10):
         chunks = [chunk async for chunk in faulty]
-        while not any("resync.other" in message.subject for message in bus.take()):
+        while not any("resync.default.other.demo" in message.subject for message in bus.take()):
             await asyncio.sleep(0.01)
     assert [chunk.error.code for chunk in chunks if chunk.error] == [errors.Code.INTERNAL]
     await inbox.close()

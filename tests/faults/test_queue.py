@@ -41,7 +41,7 @@ async def cancel(bare: RawClient, answers: list[Answer]) -> None:
     """Cancels the requests that fill the worker, which must all be running still."""
     assert not any(answer.terminals for answer in answers)
     for number in range(NUM_TAKEN):
-        await bare.nats.publish(f"{PREFIX}.cancel.fill-{number}", b"")
+        await bare.nats.publish(f"{PREFIX}.cancel.default.fill-{number}.demo", b"")
     for answer in answers:
         assert (await answer.terminal())["finish_reason"] == "cancelled"
 

@@ -371,6 +371,19 @@ async def test_a_tenant_can_not_cancel_another_s_request_of_the_same_id(guarded:
     assert (await theirs.terminal())["finish_reason"] == "length"
 
 
+async def test_a_stream_is_asked_for_and_cancelled_while_there_is_no_router(guarded: Guarded) -> None:
+    acme = await guarded.connect("acme", "_INBOX_acme")
+    await until_served(acme, "acme", 2)
+    live = await RawClient(acme).generate(ask(id="live", **LONG), subject=f"{PREFIX}.generate.demo.acme")
+    await live.until(3)
+    guarded.system.kill("router")
+    for verb, answer in (("resync", {"found": True}), ("cancel", {"cancelled": True})):
+        reply = await acme.request(f"{PREFIX}.{verb}.acme.live.demo", b'{"offset": 0}', timeout=5)
+        assert json.loads(reply.data) == answer
+    assert (await live.terminal())["finish_reason"] == "cancelled"
+    guarded.check_nothing_was_refused("w-demo", "w-other")
+
+
 async def test_an_operator_can_not_read_completions(guarded: Guarded) -> None:
     operator = await guarded.connect("operator", "_INBOX_operator")
     for subject in (f"{PREFIX}.events.>", f"{PREFIX}.events.demo.w-demo", "_INBOX_acme.>", f"{PREFIX}.worker.>"):
@@ -383,6 +396,10 @@ async def test_a_worker_s_credentials_can_not_read_prompts_of_other_models(guard
     for subject in (f"{PREFIX}.worker.demo.>", f"{PREFIX}.generate.>", f"{PREFIX}.generate.demo", "_INBOX_acme.>", ">"):
         await worker.subscribe(subject)
         await guarded.refuses("worker-other", "subscription")
+    for verb in ("cancel", "resync"):
+        for forms in ("*", "acme.*", "*.*", "*.*.demo", "*.*.*", ">"):
+            await worker.subscribe(f"{PREFIX}.{verb}.{forms}")
+            await guarded.refuses("worker-other", "subscription")
     for subject in (
         f"{PREFIX}.card.demo.w-demo",
         f"{PREFIX}.events.demo.w-demo",

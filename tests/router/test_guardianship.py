@@ -574,4 +574,4 @@ async def test_a_cancel_that_comes_while_a_request_is_handed_over_follows_it(is_
 
     testbed.broker.answer = accept
     assert await testbed.guardianship.offer(one)
-    assert [message.subject for message in testbed.broker.take()] == [NAMES.cancel("r1")] * is_cancelled
+    assert [message.subject for message in testbed.broker.take()] == [NAMES.cancel("r1", model="demo")] * is_cancelled

@@ -106,7 +106,7 @@ class Stage:
         return None if answer is None else codec.Decoder(internal.TakeReply).decode(answer)
 
     def resync(self, offset: int) -> bytes | None:
-        return self.peer.ask(NAMES.resync("r1"), b'{"offset": %d}' % offset)
+        return self.peer.ask(NAMES.resync("r1", model=MODEL), b'{"offset": %d}' % offset)
 
     def snapshot(self, *, wants_others: bool = False, **known_tokens: int) -> internal.SnapshotPart:
         """Returns a snapshot with the tokens of named requests of the default tenant."""

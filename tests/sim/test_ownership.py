@@ -101,7 +101,7 @@ def test_a_drop_is_forgotten_after_ten_seconds(stage: Stage) -> None:
 def test_a_cancel_that_arrives_first_counts_only_if_it_was_clearly_sent_after_the_request(
     stage: Stage, age_ms: float | None, cancelled: bool
 ) -> None:
-    stage.peer.publish(NAMES.cancel("r1"), b"")
+    stage.peer.publish(NAMES.cancel("r1", model=MODEL), b"")
     stage.world.run(1.0)
     reply = stage.run(age_ms=age_ms)
     assert (reply.accepted, reply.cancelled) == (not cancelled, cancelled)
@@ -143,7 +143,7 @@ def test_an_ended_stream_can_be_fetched_again_for_a_minute_with_its_terminal(sta
 
 def test_a_resync_of_an_unknown_id_is_not_answered(stage: Stage) -> None:
     assert stage.resync(0) is None
-    assert stage.peer.ask(NAMES.cancel("r1"), b"") is None
+    assert stage.peer.ask(NAMES.cancel("r1", model=MODEL), b"") is None
 
 
 def test_a_snapshot_lists_running_requests_and_which_of_them_have_sent_tokens(stage: Stage) -> None:
@@ -359,7 +359,7 @@ def test_while_a_worker_may_have_a_request_its_router_answers_for_it_but_sends_n
     stage.world.run(1.4)
     assert stage.resync(0) == b'{"found":true}'
     assert stage.peer.chunks == []
-    stage.peer.publish(NAMES.cancel("r1"), b"")
+    stage.peer.publish(NAMES.cancel("r1", model=MODEL), b"")
     stage.world.run(4.0)
     assert [chunk.finish_reason for chunk in stage.peer.chunks][-1] == "cancelled"
     assert sum(chunk.finish_reason is not None for chunk in stage.peer.chunks) == 1
@@ -401,7 +401,7 @@ def test_a_worker_whose_outbound_traffic_is_blocked_sends_nothing_after_its_rout
     stage.frontend.bus.link.stall(4.0)
     for number in range(40):
         cancelled_at = stage.world.now + number * 0.2
-        stage.world.at(cancelled_at, lambda: stage.peer.publish(NAMES.cancel("somebody-elses"), b""))
+        stage.world.at(cancelled_at, lambda: stage.peer.publish(NAMES.cancel("somebody-elses", model=MODEL), b""))
     stage.world.run(10.0)
     assert end_of(stage) == "error"
 

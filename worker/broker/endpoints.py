@@ -129,11 +129,9 @@ class Endpoints:
         }
         for service, callback in services.items():
             await incoming.subscribe(self._names.worker(model, worker_id, service), partial(self._receive, callback))
-        # clients address requests, not workers: every worker hears every resync and cancel
-        for subject in self._names.all_resyncs:
-            await incoming.subscribe(subject, self._resync)
-        for subject in self._names.all_cancels:
-            await incoming.subscribe(subject, self._cancel)
+        # clients address requests, not workers: every worker of the model hears every resync and cancel
+        await incoming.subscribe(self._names.resyncs_of(model), self._resync)
+        await incoming.subscribe(self._names.cancels_of(model), self._cancel)
         await incoming.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
         await incoming.subscribe(self._names.card(model, worker_id), self._own_card)
         await self._connection.subscribe(self._names.worker(model, worker_id, "gone.*"), self._no_responders)

@@ -118,6 +118,11 @@ def test_a_key_names_one_request_of_one_tenant_and_gives_the_id_back(tenant: str
         (SUBJECTS.cancel("r-1", "acme"), "tokenbus.v1.cancel.acme.r-1"),
         (SUBJECTS.resync("r-1"), "tokenbus.v1.resync.r-1"),
         (SUBJECTS.resync("r-1", "acme"), "tokenbus.v1.resync.acme.r-1"),
+        (SUBJECTS.cancel("r-1", "acme", "m.1"), "tokenbus.v1.cancel.acme.r-1.m=2E1"),
+        (SUBJECTS.cancel("r-1", model="m.1"), "tokenbus.v1.cancel.default.r-1.m=2E1"),
+        (SUBJECTS.resync("r-1", "acme", "m.1"), "tokenbus.v1.resync.acme.r-1.m=2E1"),
+        (SUBJECTS.cancels_of("m.1"), "tokenbus.v1.cancel.*.*.m=2E1"),
+        (SUBJECTS.resyncs_of("m.1"), "tokenbus.v1.resync.*.*.m=2E1"),
         (SUBJECTS.worker(MODEL, "w.1", "run"), f"tokenbus.v1.worker.{MODEL_TOKEN}.w=2E1.run"),
         (SUBJECTS.worker(MODEL, "w1", "control"), f"tokenbus.v1.worker.{MODEL_TOKEN}.w1.control"),
         (SUBJECTS.worker(MODEL, "w1", "snapshot"), f"tokenbus.v1.worker.{MODEL_TOKEN}.w1.snapshot"),
@@ -144,7 +149,8 @@ def test_what_routers_listen_on_is_the_form_without_a_tenant_and_the_one_with() 
     assert SUBJECTS.all_tokenizes == ("tokenbus.v1.tokenize.*", "tokenbus.v1.tokenize.*.*")
     assert SUBJECTS.all_detokenizes == ("tokenbus.v1.detokenize.*", "tokenbus.v1.detokenize.*.*")
     assert SUBJECTS.all_reranks == ("tokenbus.v1.rerank.*", "tokenbus.v1.rerank.*.*")
-    assert SUBJECTS.all_cancels == ("tokenbus.v1.cancel.*", "tokenbus.v1.cancel.*.*")
+    for verb, forms in (("cancel", SUBJECTS.all_cancels), ("resync", SUBJECTS.all_resyncs)):
+        assert forms == (f"tokenbus.v1.{verb}.*", f"tokenbus.v1.{verb}.*.*", f"tokenbus.v1.{verb}.*.*.*")
     assert SUBJECTS.models == ("tokenbus.v1.models", "tokenbus.v1.models.*")
 
 
@@ -171,8 +177,17 @@ def test_model_and_tenant_come_back_from_what_clients_ask_of_a_model(model: str,
 def test_tenant_and_request_come_back_from_cancel_and_resync(request_id: str, tenant: str) -> None:
     for subject in (SUBJECTS.cancel(request_id, tenant), SUBJECTS.resync(request_id, tenant)):
         address = SUBJECTS.parse_request(subject)
-        assert address == (tenant, request_id)
+        assert address == (tenant, request_id, None)
         assert address.key == request_key(tenant, request_id)
+
+
+@given(REQUEST_IDS, st.one_of(st.just(DEFAULT_TENANT), NAMES), NAMES)
+def test_the_model_of_cancels_and_resyncs_can_be_added_and_comes_back(request_id: str, tenant: str, model: str) -> None:
+    for subject_of in (SUBJECTS.cancel, SUBJECTS.resync):
+        short, whole = subject_of(request_id, tenant), subject_of(request_id, tenant, model)
+        assert SUBJECTS.parse_request(whole) == (tenant, request_id, model)
+        assert SUBJECTS.with_model(short, SUBJECTS.parse_request(short), model) == whole
+        assert SUBJECTS.tenant_token(short) == SUBJECTS.tenant_token(whole) == encode_name(tenant)
 
 
 @given(NAMES, NAMES)
@@ -194,6 +209,7 @@ def test_names_in_no_subject_form_are_refused_wherever_they_stand(token: str) ->
         (SUBJECTS.parse_model, f"tokenbus.v1.generate.m.{token}"),
         (SUBJECTS.parse_request, f"tokenbus.v1.cancel.{token}"),
         (SUBJECTS.parse_request, f"tokenbus.v1.resync.{token}.r"),
+        (SUBJECTS.parse_request, f"tokenbus.v1.resync.t.r.{token}"),
         (SUBJECTS.parse_worker, f"tokenbus.v1.card.{token}.w"),
         (SUBJECTS.parse_worker, f"tokenbus.v1.events.m.{token}"),
     ):
