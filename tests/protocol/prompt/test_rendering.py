@@ -165,7 +165,7 @@ def test_a_conversation_whose_processes_all_freeze_ends_in_an_error_and_the_next
 def test_no_process_keeps_much_memory_after_a_conversation(renderers: list[Renderer]) -> None:
     before, of = (
         renderer_processes.renderers(),
-        make(renderers, GREED.replace("(greed)", GREEDY["a text that doubles"])),
+        make(renderers, GREED.replace("(greed)", GREEDY["a text that doubles"]), cpu_s=60),
     )
     of.render(said("hello"), None)
     (pid,) = renderer_processes.renderers() - before

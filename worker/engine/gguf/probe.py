@@ -72,7 +72,8 @@ def capabilities(
         found = _try_lanes(context, lanes, tokens)
     if not found.can_share and found.checkpoint is None:
         structlog.get_logger().info("no_prefix_cache", reason=reason)
-    can_batch = llama.llama_n_seq_max(context) < 2 + first or count < TOKENS or _try_batch(context, lanes, first)
+    is_tried = llama.llama_n_seq_max(context) >= 2 + first and count == TOKENS
+    can_batch = not is_tried or _try_batch(context, lanes, first)
     if not can_batch:
         structlog.get_logger().warning("no_batches", reason="together, prompts have other logits than each alone")
     lanes.clear()
@@ -80,22 +81,19 @@ def capabilities(
 
 
 def _try_batch(context: llama.llama_context_p, lanes: Lanes, first_seq_id: int) -> bool:
-    """Computes two prompts of unequal lengths and the token after each, together and each alone."""
-    one, other = list(range(6)), list(range(6, 10))
-    seq_ids = (first_seq_id, first_seq_id + 1)
-
-    def rows(prompts: list[tuple[int, list[int]]]) -> Rows | None:
-        """Returns the logits after each prompt but its last token, and then after its last one."""
+    """Computes two short prompts of unequal lengths, each alone, and then both in one batch, and the last token of each in
+    another one."""
+    prompts = list(enumerate((list(range(5)), list(range(5, 8))), first_seq_id))
+    alone = []
+    for seq_id, prompt in prompts:
         lanes.clear()
-        before = _decode_parts(context, [Part(seq_id, 0, prompt[:-1]) for seq_id, prompt in prompts])
-        after = _decode_parts(context, [Part(seq_id, len(prompt) - 1, prompt[-1:]) for seq_id, prompt in prompts])
-        return None if before is None or after is None else np.stack((before, after))
-
-    prompts = list(zip(seq_ids, (one, other), strict=True))
-    together, alone = rows(prompts), [rows([prompt]) for prompt in prompts]
-    if together is None or alone[0] is None or alone[1] is None:
+        alone.append(_decode(context, prompt, 0, seq_id))
+    lanes.clear()
+    before = _decode_parts(context, [Part(seq_id, 0, prompt[:-1]) for seq_id, prompt in prompts])
+    together = _decode_parts(context, [Part(seq_id, len(prompt) - 1, prompt[-1:]) for seq_id, prompt in prompts])
+    if alone[0] is None or alone[1] is None or before is None or together is None:
         return False
-    truth = np.concatenate((alone[0], alone[1]), axis=1)
+    truth = np.stack((alone[0], alone[1]))
     return bool(np.abs(together - truth).max() <= float(truth.std()) * _CLOSE)
 
 
