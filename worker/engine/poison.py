@@ -1,4 +1,4 @@
-"""Tells shares of a batch whose numbers are none from those that are as good as any, and samples from the latter."""
+"""Tells the shares of a batch that are not finite from the others, and samples from the latter."""
 
 from collections.abc import Sequence as Listing
 
@@ -9,7 +9,7 @@ from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, Undone
 
 _STRIDE = 1_024
-"""One logit of so many is looked at. Each is a product with the whole last state, of which all numbers are none if one
+"""One logit of so many is looked at. Each is a product with the whole last state, of which no number is finite if one
 is, since they were divided by its length. All logits of 64 rows would take a few milliseconds."""
 
 
@@ -30,6 +30,6 @@ def sort_out(batch: Listing[ScheduledTokens], rows: Matrix, sampler: Sampler) ->
 
 
 def are_poisoned(rows: Matrix) -> list[bool]:
-    """Says for each row whether its logits are none. Some models make a few tokens impossible by minus infinity."""
+    """Says for each row whether its logits are not finite. Minus infinity is allowed: it rules tokens out."""
     seen = rows[:, ::_STRIDE]
     return [not bool((row < np.inf).all()) for row in seen]

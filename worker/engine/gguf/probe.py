@@ -81,8 +81,7 @@ def capabilities(
 
 
 def _try_batch(context: llama.llama_context_p, lanes: Lanes, first_seq_id: int) -> bool:
-    """Computes two short prompts of unequal lengths, each alone, and then both in one batch, and the last token of each in
-    another one."""
+    """Computes two short prompts of unequal lengths, each alone, then both in one batch, the last tokens in another."""
     prompts = list(enumerate((list(range(5)), list(range(5, 8))), first_seq_id))
     alone = []
     for seq_id, prompt in prompts:

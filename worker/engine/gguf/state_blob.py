@@ -6,7 +6,7 @@
 
 Numbers are little-endian; cells of a sequence that is saved as number 0 name no other. llama.cpp asserts on some of
 this, which ends the process. So everything but the tensors' data is compared with a blob of the same context's own.
-Of the data, only numbers that are none can be found: wrong numbers look like right ones.
+Of the data, only non-finite numbers can be found: wrong numbers look like right ones.
 """
 
 import struct

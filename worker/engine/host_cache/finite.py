@@ -1,4 +1,4 @@
-"""Finds numbers that are none among keys and values as they lie in memory: NaN and infinity; pure.
+"""Finds non-finite numbers among keys and values as they lie in memory: NaN and infinity; pure.
 
 Such a number has all bits of its exponent set. Looking at bits takes a sixteenth of what `numpy.isfinite` takes for 16
 bits. A quantized type has a few scales of 16 bits at the beginning of each group; its other bits can't be anything but

@@ -59,7 +59,7 @@ class Discard(NamedTuple):
 
 
 class Wipe(NamedTuple):
-    """All memory that no lane uses is overwritten: there may be numbers that are none."""
+    """All memory that no lane uses is overwritten: there may be non-finite numbers."""
 
 
 KvOp = Share | Truncate | Offload | Onload | SaveState | RestoreState | Discard | Wipe

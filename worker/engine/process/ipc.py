@@ -236,7 +236,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     restored_checkpoints: int = 0
     evicted_checkpoints: int = 0
     poisoned_shares: int = 0
-    """Shares of sequences in steps of which nothing was kept, since their numbers were none."""
+    """Shares of sequences in steps of which nothing was kept, since their numbers were not finite."""
     checkpoint_bytes: int = 0
     """The host memory that checkpoints take now."""
 

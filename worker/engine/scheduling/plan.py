@@ -78,7 +78,7 @@ class SchedulerCounts(NamedTuple):
     """The number of times that a sequence went on from a checkpoint."""
     evicted_checkpoints: int = 0
     poisoned_shares: int = 0
-    """Shares of steps of which nothing was kept, since the model computed numbers that are none."""
+    """Shares of steps of which nothing was kept, since the model computed non-finite numbers."""
 
 
 class SampledToken(NamedTuple):
@@ -99,8 +99,8 @@ class Undone(enum.Enum):
     anything else is computed."""
 
     NO_ROOM = "the device had less KV memory than it said; the lane is as it was before the step"
-    POISONED = "the model computed numbers that are none; the lane is as it was before the step"
-    LOST = "the model computed numbers that are none, and the lane can't be cut: it is empty"
+    POISONED = "the model computed non-finite numbers; the lane is as it was before the step"
+    LOST = "the model computed non-finite numbers, and the lane can't be cut: it is empty"
 
 
 Outcome = SampledToken | EngineFinishReason | Undone | None

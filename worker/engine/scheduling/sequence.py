@@ -131,9 +131,9 @@ class Sequence:
         """The number of the batch in which it is computed apart from others, while it is suspected to poison them (see
         suspects.py); 0 if it is not."""
         self.poisoned_at = 0
-        """The end of the share whose numbers were none, which it has not got beyond yet; 0 if there is none."""
+        """The end of the share whose numbers were not finite, which it has not got beyond yet; 0 if there is none."""
         self.poisonings = 0
-        """The number of times in a row that only its own numbers were none in a batch."""
+        """The number of times in a row that only its own numbers were not finite in a batch."""
         self.lane: int | None = None
         """None while it waits."""
         self.kv: Allocation

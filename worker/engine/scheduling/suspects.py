@@ -1,11 +1,11 @@
-"""Finds the sequences for which the model computes numbers that are none.
+"""Finds the sequences for which the model computes non-finite numbers.
 
-A key or value that is NaN or infinite makes every row none that attends to it; where the memory is shared, it can do so
-even to rows that must not (0 x NaN is NaN). So of several rows that are none in a batch, all but one may be victims.
+A key or value that is NaN or infinite makes every row that attends to it non-finite; in shared memory it does so
+even to rows that must not (0 x NaN is NaN). So of several non-finite rows in a batch, all but one may be victims.
 Nothing of them is kept, what was written is overwritten, and in the next step they are computed in two batches, each of
 which is halved again if it fails:
 
-    step 1   A B C D E F      rows of B, C, D and E are none: they are suspects
+    step 1   A B C D E F      rows of B, C, D and E are not finite: they are suspects
     step 2   A F | B C | D E  D and E fail
     step 3   A B C F | D | E  E fails alone, twice: it ends
 
@@ -36,7 +36,7 @@ class Suspects:
         self._numbers = itertools.count(1)
 
     def judge(self, batches: Listing[Listing[ScheduledTokens]]) -> Iterator[tuple[Sequence, Verdict]]:
-        """Says what to do with the shares of a step whose numbers were none, given by batch.
+        """Says what to do with the shares of a step whose numbers were not finite, given by batch.
 
         One that fails alone is tried once more, since memory that was free may have been at fault; then from its
         beginning, since what it has reused may be; so it costs at most twice what it costs to compute. What a lane
@@ -76,7 +76,7 @@ def _verdict(culprit: Sequence) -> Verdict:
 
 
 def acquit(sequence: Sequence) -> None:
-    """Has a sequence computed together with others again once it has got beyond where its numbers were none."""
+    """Has a sequence computed together with others again once it has got beyond where its numbers were not finite."""
     sequence.is_proven = True
     if sequence.num_computed >= sequence.poisoned_at:
         sequence.apart = sequence.poisonings = sequence.poisoned_at = 0

@@ -24,7 +24,7 @@ class Faults(msgspec.Struct, frozen=True):
     lose: int = 0
     """Every n-th entry of the event log is lost on its way."""
     poison: int = 0
-    """The id of a token after which the numbers of its sequence are none."""
+    """The id of a token after which the numbers of its sequence are not finite."""
 
 
 def parse(text: str) -> Faults:

@@ -1,4 +1,4 @@
-"""Whoever computes numbers that are none ends, alone, after a bounded amount of work; all others get their answers."""
+"""Whoever computes non-finite numbers ends, alone, after a bounded amount of work; all others get their answers."""
 
 from hypothesis import given
 from hypothesis import strategies as st
