@@ -99,7 +99,13 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, None]
     finally:
         for task in (working, watching):
             task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await asyncio.wait((working, watching))
+        for task in (working, watching):
+            if not task.cancelled():
+                task.exception()  # or it would be logged as never retrieved
+        # A failed task refers to its exception, whose traceback refers to this frame: the frame must not close the
+        # circle, or whole bodies would wait for a collection of garbage.
+        del task, working, watching
 
 
 async def _disconnected(receive: Receive) -> None:

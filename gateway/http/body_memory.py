@@ -1,12 +1,16 @@
 """Bounds the memory for large bodies, from their receipt to the end of their requests."""
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 
 from tokenbus.gateway.http.http_errors import OVERLOADED, ApiError
+from tokenbus.protocol.process.memory import trim_heap
 
 _LARGE_BODIES = 32
 """Bodies of the largest size that there may be at a time."""
+_TRIM_DELAY_S = 0.5
+"""After a large body; nothing refers to it any more by then."""
 _SMALL_BYTES = 1024 * 1024
 """So much of each body doesn't count: large bodies of some can't have the ordinary requests of others refused."""
 
@@ -19,6 +23,7 @@ class BodyMemory:
         """The size of one body."""
         self._max_bytes = _LARGE_BODIES * max_body_bytes
         self.held_bytes = 0
+        self._trimming: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"<BodyMemory {self.held_bytes} of {self._max_bytes} bytes>"
@@ -31,12 +36,19 @@ class BodyMemory:
             yield held
         finally:
             self.held_bytes -= held.counted_bytes
+            if held.counted_bytes and self._trimming is None:
+                self._trimming = asyncio.get_running_loop().call_later(_TRIM_DELAY_S, self._trim)
 
     def add(self, num_bytes: int) -> None:
         """Raises ApiError if there is no room for so many more bytes."""
         if self.held_bytes + num_bytes > self._max_bytes:
             raise ApiError(OVERLOADED)
         self.held_bytes += num_bytes
+
+    def _trim(self) -> None:
+        """Returns the memory of bodies to the system; the C library keeps it for the thread that parsed them."""
+        self._trimming = None
+        asyncio.get_running_loop().run_in_executor(None, trim_heap)
 
 
 class HeldBody:

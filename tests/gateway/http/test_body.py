@@ -1,10 +1,12 @@
 """A gateway reads bodies up to a limit of size and time."""
 
 import asyncio
+import contextlib
 import functools
 import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -85,3 +87,22 @@ async def test_large_bodies_are_parsed_one_at_a_time_and_one_that_fails_disturbs
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert [one if isinstance(one, int) else str(one) for one in results] == [0, 1, "number 2", 3, 4]
     assert gc.isenabled()
+
+
+async def test_nothing_of_a_request_that_failed_waits_for_a_collection_of_garbage() -> None:
+    async def never() -> dict[str, Any]:
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    async def fail(payload: set[int]) -> None:
+        raise ApiError(BODY_TIMEOUT)
+
+    payload = {1}
+    collected = weakref.ref(payload)
+    gc.disable()
+    try:
+        with contextlib.suppress(ApiError):  # pytest would keep it
+            await body.cancel_on_disconnect(never, fail(payload))
+        del payload
+        assert collected() is None
+    finally:
+        gc.enable()
