@@ -104,9 +104,11 @@ def _check_input(param: str, token_ids: list[int], pooler: Pooler, beside: str =
 class PoolingQueue:
     """The jobs of one replica. They take turns, a batch each, and a batch has room for inputs of several.
 
-    `report` is called with the call id and the result of each job."""
+    `began` is called with the call ids of each batch before it is computed, and with none when that is done; `report`
+    with the call id and the result of each job."""
 
-    def __init__(self, report: Callable[[int, PoolingResult], None]) -> None:
+    def __init__(self, began: Callable[[list[int]], None], report: Callable[[int, PoolingResult], None]) -> None:
+        self._began = began
         self._report = report
         self._jobs: deque[PoolingJob] = deque()
 
@@ -130,6 +132,11 @@ class PoolingQueue:
         if not self._jobs:
             return
         batch = self._next_batch()
+        self._began(sorted({job.call_id for job, _ in batch}))
+        self._compute(batch)
+        self._began([])  # not after an error, which is that of the batch
+
+    def _compute(self, batch: list[tuple[PoolingJob, int]]) -> None:
         try:
             rows = self._jobs[0].pooler.pool([job.inputs[index] for job, index in batch])
         except InsufficientMemoryError:

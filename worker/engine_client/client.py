@@ -6,6 +6,7 @@ waits for the replies to calls beside the streams. When the engine dies, open st
 them over, or `fail_streams` ends them."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 
@@ -32,6 +33,7 @@ from tokenbus.worker.kv_exchange.prefill_speed import PrefillSpeed
 
 _CLOSE_TIMEOUT_S = 5.0
 _STALL_S = 1.0
+_RECEIVE_BYTES = 256 * 1024
 
 
 class EngineClient(asyncio.Protocol):
@@ -53,7 +55,7 @@ class EngineClient(asyncio.Protocol):
         self._ending: set[Generation] = set()
         """Generations that the tokens of their requests complete, until their sinks are told."""
         self._tokenizing: PendingCalls[list[int]] = PendingCalls()
-        self._pooling = PoolingCalls(self._send_if_alive)
+        self._pooling = PoolingCalls()
         self._adapters = EngineAdapters(self._send, lambda: self._sequences.held_adapters)
         self._exporting: PendingCalls[ipc.ExportedBlocks] = PendingCalls()
         self._prefill_speed = PrefillSpeed()
@@ -86,6 +88,7 @@ class EngineClient(asyncio.Protocol):
         self.token_bytes, self._bundle, self._config = ready.token_bytes, ready.bundle, ready.config
         if ready.config.chat_format is not None:
             self._chat_rules = ChatRules(ready.config.chat_format, ready.token_bytes)
+        self._pooling.use(self._send_if_alive, self._update_idle)
         self._recovered = ready.stored
         self.listener.copies_recovered(ready.recovery)
         self._load = messages.Load(free_blocks=ready.config.total_kv_blocks)
@@ -140,7 +143,11 @@ class EngineClient(asyncio.Protocol):
     def take_over(self, dead: "EngineClient") -> None:
         """Continues the streams that another engine has left open."""
         generations = dead._sequences.take_all()
+        self._pooling, dead._pooling = dead._pooling, self._pooling
         dead._update_idle()
+        if self._pooling:
+            self._expect_calls()
+        self._pooling.use(self._send_if_alive, self._update_idle)
         for generation in generations:
             if self._adapters.has_all(generation.request):
                 self._open(generation)
@@ -175,14 +182,14 @@ class EngineClient(asyncio.Protocol):
 
     async def _pool(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         self._pooling.check()
-        # an idle engine's last step is long ago
+        self._expect_calls()
+        return await call()
+
+    def _expect_calls(self) -> None:
+        """An idle engine, whose last step is long ago, is about to get calls."""
         if self._idle.is_set():
             self._watchdog.restart(time.monotonic())
         self._idle.clear()
-        try:
-            return await call()
-        finally:
-            self._update_idle()
 
     async def load_adapter(self, path: str) -> str:
         self._require_running()
@@ -319,6 +326,10 @@ class EngineClient(asyncio.Protocol):
                 self._exporting.resolve(call_id, exported)
             case ipc.BlocksRefused(count):
                 self.listener.blocks_refused(count)
+            case ipc.PoolingBatch(call_ids):
+                self._pooling.begin(call_ids)
+                on_probation = self._pooling.are_on_probation
+                self._link.crash_attribution.batch_changed(self, call_ids, on_probation=on_probation)
             case ipc.PoolResult() as result:
                 self._pooling.ended(result)
             case ipc.StepIsolated(number):
@@ -371,13 +382,19 @@ class EngineClient(asyncio.Protocol):
         assert self._link is not None
         assert self._death is not None
         assert self._ready is not None
+        if exc is not None:  # a write failed, perhaps before all reports were read
+            with contextlib.suppress(OSError):
+                while data := self._link.sock.recv(_RECEIVE_BYTES):
+                    self.data_received(data)
         # first, so that routers know before any client is told
         self.listener.engine_died()
         if not self._ready.done():
             self._ready.set_exception(EngineDiedError("the engine process ended while it was starting"))
         if not self._death.done():
             self._death.set_result("the engine process closed its socket")
-        for generation in self._sequences.lose_engine(self._link.crash_attribution, self):
+        attribution, is_computing = self._link.crash_attribution, self._sequences.num_computing > 0
+        self._pooling.lose_engine(attribution.suspect_calls(self), may_be_unbegun=not is_computing)
+        for generation in self._sequences.lose_engine(attribution, self):
             self._log.error("request_crashes_engine", request_id=generation.request.key)
             generation.fail(errors.Code.REQUEST_CRASHES_ENGINE, time.monotonic())
         self._nothing_follows()
@@ -385,6 +402,7 @@ class EngineClient(asyncio.Protocol):
     def _end_all(self, unstarted: errors.Code) -> None:
         """Ends every stream: with `unstarted` if no engine had started it, else with `worker_lost`."""
         now = time.monotonic()
+        self._pooling.fail()
         for generation in self._sequences.take_all():
             generation.fail(unstarted if generation.started_at is None else errors.Code.WORKER_LOST, now)
         # the engine's memory goes with it, so every block counts as free
@@ -396,7 +414,6 @@ class EngineClient(asyncio.Protocol):
         """Fails the pending calls, and says that sinks have received all that they will for now."""
         self._tokenizing.fail_all()
         self._exporting.fail_all()
-        self._pooling.lose_engine()
         self._adapters.lose_engine()
         self._update_idle()
         self.listener.step_done()

@@ -1,8 +1,10 @@
-"""Decides which sequences may have caused an engine process to die; pure.
+"""Decides what may have caused an engine process to die: sequences, or calls for embeddings and scores; pure.
 
-Every sequence that was in a step is suspect, whichever replica it belongs to, since the replicas share the process.
-After a crash the suspects are stepped in isolation, one at a time: if the process dies again, only the isolated one is
-to blame."""
+Every sequence that was in a step is suspect, and every call that was in a batch, whichever replica it belongs to, since
+the replicas share the process. After a crash the suspects are tried one at a time: if the process dies again, only the
+one that was tried is to blame."""
+
+from collections.abc import Iterable
 
 
 class CrashAttribution:
@@ -11,9 +13,13 @@ class CrashAttribution:
     def __init__(self) -> None:
         self._isolated: tuple[object, int] | None = None
         self._stuck: object | None = None
+        self._pooled: dict[object, frozenset[int]] = {}
+        """The calls in the batch that each replica computes now."""
+        self._on_probation: object | None = None
+        """The replica whose batch has a call that was in a batch of a process which died."""
 
     def __repr__(self) -> str:
-        return f"<CrashAttribution isolated {self._isolated} stuck {self._stuck}>"
+        return f"<CrashAttribution isolated {self._isolated} stuck {self._stuck} pooled {self._pooled}>"
 
     def step_isolated(self, replica: object, number: int) -> None:
         """From now on no other sequence of any replica is in a step."""
@@ -24,12 +30,29 @@ class CrashAttribution:
         if self._isolated == (replica, number):
             self._isolated = None
 
+    def batch_changed(self, replica: object, call_ids: Iterable[int], *, on_probation: bool) -> None:
+        """A replica computes a batch of inputs of these calls, and no step; without any, the batch has ended."""
+        calls = frozenset(call_ids)
+        self._pooled[replica] = calls
+        if calls and on_probation:
+            self._on_probation = replica
+        elif self._on_probation is replica:
+            self._on_probation = None
+
     def step_stuck(self, replica: object) -> None:
         """The process is killed because a step of this replica never ends."""
         self._stuck = replica
 
     def may_be_caused_by(self, replica: object, number: int) -> bool:
         """Returns whether this sequence may have been in the step that ended the process."""
+        if self._on_probation is not None or self._pooled.get(replica):
+            return False
         if self._isolated is not None:
             return self._isolated == (replica, number)
         return self._stuck is None or self._stuck is replica
+
+    def suspect_calls(self, replica: object) -> frozenset[int]:
+        """Returns the calls of a replica that may have been in the batch that ended the process."""
+        if self._on_probation not in (None, replica) or self._stuck not in (None, replica):
+            return frozenset()
+        return self._pooled.get(replica, frozenset())

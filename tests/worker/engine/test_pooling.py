@@ -39,7 +39,8 @@ class Fixture:
     def __init__(self, limits: BatchLimits) -> None:
         self.embedder = Lengths(limits)
         self.results: dict[int, PoolingResult] = {}
-        self.queue = PoolingQueue(self.results.__setitem__)
+        self.batches: list[list[int]] = []
+        self.queue = PoolingQueue(self.batches.append, self.results.__setitem__)
 
     def add(self, call_id: int, *texts: str, now: float | None = None, normalize: bool = False) -> None:
         request = internal.Embed(inputs=list(texts), remaining_ms=60_000, normalize=normalize)

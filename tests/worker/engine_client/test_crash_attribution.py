@@ -32,3 +32,34 @@ def test_a_stuck_step_makes_its_own_replicas_sequences_suspect() -> None:
     attribution.step_stuck(ONE)
     assert attribution.may_be_caused_by(ONE, 1)
     assert not attribution.may_be_caused_by(OTHER, 1)
+
+
+def test_a_batch_of_inputs_is_suspect_and_the_sequences_beside_it_are_not_in_a_step() -> None:
+    attribution = CrashAttribution()
+    attribution.batch_changed(ONE, [7, 8], on_probation=False)
+    assert attribution.suspect_calls(ONE) == {7, 8}
+    assert attribution.suspect_calls(OTHER) == set()
+    assert not attribution.may_be_caused_by(ONE, 1)
+    assert attribution.may_be_caused_by(OTHER, 1)
+    attribution.batch_changed(ONE, [], on_probation=False)
+    assert attribution.suspect_calls(ONE) == set()
+    assert attribution.may_be_caused_by(ONE, 1)
+
+
+def test_a_call_on_probation_is_the_only_suspect() -> None:
+    attribution = CrashAttribution()
+    attribution.batch_changed(OTHER, [3], on_probation=False)
+    attribution.batch_changed(ONE, [7], on_probation=True)
+    assert attribution.suspect_calls(ONE) == {7}
+    assert attribution.suspect_calls(OTHER) == set()
+    assert not attribution.may_be_caused_by(OTHER, 1)
+    attribution.batch_changed(ONE, [], on_probation=True)
+    assert attribution.suspect_calls(OTHER) == {3}
+
+
+def test_a_stuck_replica_is_the_only_one_whose_batch_is_suspect() -> None:
+    attribution = CrashAttribution()
+    attribution.batch_changed(ONE, [1], on_probation=False)
+    attribution.batch_changed(OTHER, [2], on_probation=False)
+    attribution.step_stuck(OTHER)
+    assert (attribution.suspect_calls(ONE), attribution.suspect_calls(OTHER)) == (set(), {2})

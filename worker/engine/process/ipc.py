@@ -302,6 +302,12 @@ class BlocksRefused(Message, frozen=True):
     num_blocks: int
 
 
+class PoolingBatch(Message, frozen=True):
+    """Engine to frontend: inputs of these calls are computed from now on, and no step; without any, no longer."""
+
+    call_ids: list[int]
+
+
 class PoolResult(Message, frozen=True):
     """Engine to frontend: the answer to an `EmbedCall` or `RerankCall`; empty with an error."""
 
@@ -324,6 +330,7 @@ Report = (
     | AdapterResult
     | ExportedBlocks
     | BlocksRefused
+    | PoolingBatch
     | PoolResult
 )
 

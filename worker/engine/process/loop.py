@@ -87,7 +87,10 @@ class StepLoop:
         block_bytes = runner.config.kv_bytes // runner.config.total_kv_blocks
         self._step_timer = StepTimer(self._scheduler, block_bytes)
         self._block_transfers = BlockTransfers(runner, self._scheduler, report, _EXPORT_S)
-        self._pooling = PoolingQueue(lambda call_id, result: report(ipc.PoolResult(call_id, *result)))
+        self._pooling = PoolingQueue(
+            lambda call_ids: report(ipc.PoolingBatch(call_ids)),
+            lambda call_id, result: report(ipc.PoolResult(call_id, *result)),
+        )
         self._compilation = Compilation(
             lambda: ModelTokens(runner.token_bytes, runner.end_token_ids, runner.encode),
             2 * runner.config.max_num_seqs,

@@ -1,51 +1,151 @@
 """Embeddings and scores from an engine, beside its streams."""
 
-from collections.abc import Callable
+import asyncio
+import time
+from collections.abc import Callable, Set
 
-from tokenbus.protocol.wire import errors, internal
+import structlog
+
+from tokenbus.protocol.wire import codec, errors, internal
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine_client.calls.pending_calls import PendingCalls
 
 _MAX_PENDING = 64
+_MAX_CRASHES = 2
+
+
+class _Call:
+    """A call that waits for its result."""
+
+    def __init__(self, call_id: int, request: internal.Embed | internal.Rerank) -> None:
+        self.call_id = call_id
+        self.request = request
+        self.deadline = time.monotonic() + request.remaining_ms / 1e3
+        self.result: asyncio.Future[ipc.PoolResult] = asyncio.get_running_loop().create_future()
+        self.is_sent = False
+        self.has_begun = False
+        """Whether the engine has computed any of it, or does so now."""
+        self.crashes = 0
+        """The engines that died with inputs of this call in their batch."""
+
+    def fail(self, error: errors.Error) -> None:
+        if not self.result.done():
+            self.result.set_exception(errors.RequestError(error))
+
+    def command(self) -> ipc.EmbedCall | ipc.RerankCall:
+        """Returns the command that gives the call to an engine now."""
+        remaining_ms = (self.deadline - time.monotonic()) * 1e3
+        if isinstance(self.request, internal.Embed):
+            return ipc.EmbedCall(self.call_id, codec.replace(self.request, remaining_ms=remaining_ms))
+        return ipc.RerankCall(self.call_id, codec.replace(self.request, remaining_ms=remaining_ms))
 
 
 class PoolingCalls:
-    """Calls that have an engine make embeddings or scores. `send` gives it a command, unless it is dead."""
+    """Calls that have an engine make embeddings or scores.
 
-    def __init__(self, send: Callable[[ipc.Command], None]) -> None:
-        self._send = send
-        self._pending: PendingCalls[ipc.PoolResult] = PendingCalls()
+    Those that may have killed an engine are tried once more by the next one, each by itself: it has no other call until
+    they are through. Whichever kills that one too is refused for good."""
+
+    def __init__(self) -> None:
+        self._send: Callable[[ipc.Command], None] | None = None
+        self._ended: Callable[[], None] = lambda: None
+        self._calls: dict[int, _Call] = {}
+        self._last_call_id = 0
+        self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
         return f"<PoolingCalls {len(self)} pending>"
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self._calls)
+
+    @property
+    def are_on_probation(self) -> bool:
+        """Whether one may have killed an engine, and no other is given to this one meanwhile."""
+        return any(call.crashes for call in self._calls.values())
+
+    def use(self, send: Callable[[ipc.Command], None], ended: Callable[[], None]) -> None:
+        """Gives an engine the calls that are pending. `send` takes a command, and `ended` is called when a call is
+        over."""
+        self._send, self._ended = send, ended
+        self._send_next()
 
     def check(self) -> None:
         """Raises RequestError if no further call may be made now."""
-        if len(self._pending) >= _MAX_PENDING:
+        if len(self._calls) >= _MAX_PENDING:
             raise errors.request_error(errors.Code.OVERLOADED)
 
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         """Returns the embeddings of all inputs. Raises RequestError if the engine refuses it or dies."""
-        result = await self._call(lambda call_id: ipc.EmbedCall(call_id, request))
+        result = await self._call(request)
         return internal.EmbedResult(vectors=result.rows, prompt_tokens=result.prompt_tokens)
 
     async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
         """Returns the scores of all documents. Raises RequestError if the engine refuses it or dies."""
-        result = await self._call(lambda call_id: ipc.RerankCall(call_id, request))
+        result = await self._call(request)
         return internal.RerankResult(scores=result.rows, prompt_tokens=result.prompt_tokens)
 
-    async def _call(self, make_call: Callable[[int], ipc.EmbedCall | ipc.RerankCall]) -> ipc.PoolResult:
-        return await self._pending.call(
-            lambda call_id: self._send(make_call(call_id)), lambda call_id: self._send(ipc.AbortPooling(call_id))
-        )
+    async def _call(self, request: internal.Embed | internal.Rerank) -> ipc.PoolResult:
+        self._last_call_id += 1
+        call = self._calls[self._last_call_id] = _Call(self._last_call_id, request)
+        self._send_next()
+        try:
+            return await call.result
+        except asyncio.CancelledError:
+            if call.is_sent and self._send is not None:
+                self._send(ipc.AbortPooling(call.call_id))
+            raise
+        finally:
+            del self._calls[call.call_id]
+            self._send_next()
+            self._ended()
+
+    def _send_next(self) -> None:
+        """Gives the engine what it may have now."""
+        if self._send is None:
+            return
+        for call in [one for one in self._calls.values() if not one.is_sent and time.monotonic() > one.deadline]:
+            call.fail(errors.make_error(errors.Code.DEADLINE_EXCEEDED))
+        open_calls = [one for one in self._calls.values() if not one.result.done()]
+        if suspects := [one for one in open_calls if one.crashes]:
+            open_calls = [] if any(one.is_sent for one in open_calls) else suspects[:1]
+        for call in open_calls:
+            if not call.is_sent:
+                call.is_sent = True
+                self._send(call.command())
+
+    def begin(self, call_ids: list[int]) -> None:
+        """Notes which calls have inputs in the engine's batch."""
+        for call_id in call_ids:
+            if call := self._calls.get(call_id):
+                call.has_begun = True
 
     def ended(self, result: ipc.PoolResult) -> None:
-        """Ends a call with its result."""
-        self._pending.end(result.call_id, result, result.error)
+        """Ends a call with its result. Its caller may be gone."""
+        call = self._calls.get(result.call_id)
+        if call is None:
+            return
+        if result.error is not None:
+            call.fail(result.error)
+        elif not call.result.done():
+            call.result.set_result(result)
 
-    def lose_engine(self) -> None:
-        """Fails every call."""
-        self._pending.fail_all()
+    def lose_engine(self, suspects: Set[int], *, may_be_unbegun: bool) -> None:
+        """Keeps the suspects for the next engine, and fails all others, which another worker may serve sooner. Without
+        any, the engine may have died of the texts of a call that it had not begun to compute."""
+        self._send = None
+        if not suspects and may_be_unbegun:
+            suspects = {one.call_id for one in self._calls.values() if one.is_sent and not one.has_begun}
+        for call in self._calls.values():
+            call.is_sent = call.has_begun = False
+            call.crashes += call.call_id in suspects
+            if call.crashes >= _MAX_CRASHES:
+                self._log.error("request_crashes_engine", request_id=call.request.call_id)
+                call.fail(errors.make_error(errors.Code.REQUEST_CRASHES_ENGINE))
+            elif not call.crashes:
+                call.fail(errors.make_error(errors.Code.WORKER_LOST))
+
+    def fail(self) -> None:
+        """Fails every call: no engine takes them over."""
+        self._send = None
+        for call in self._calls.values():
+            call.fail(errors.make_error(errors.Code.WORKER_LOST))
