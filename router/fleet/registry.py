@@ -14,7 +14,7 @@ from tokenbus.router.fleet.updates import FleetUpdate
 from tokenbus.router.fleet.worker import SETTLE_S, Worker, incarnation_key
 from tokenbus.router.placement.hash_scheme import HashScheme
 from tokenbus.router.placement.model_workers import ModelWorkers
-from tokenbus.router.placement.placement import Capacity
+from tokenbus.router.placement.placement import Capacity, PlacementOptions
 
 MAX_WORKERS = 4_096
 """Workers and model names that are kept, so that a router's memory stays bounded whatever is published."""
@@ -118,9 +118,9 @@ class WorkerRegistry:
         routers, and differs from model to model."""
         return sorted((one for one in self._model(model).workers if one.is_loadable), key=lambda one: one.load_order)
 
-    def capacity(self, model: str, now: float) -> Capacity:
-        """Returns whether the model's workers can start another request now."""
-        return self._model(model).capacity(now)
+    def capacity(self, model: str, now: float, options: PlacementOptions | None = None) -> Capacity:
+        """Returns whether the model's workers that `options` allow can start another request now."""
+        return self._model(model).capacity(now, options)
 
     def hash_scheme_of(self, model: str) -> HashScheme | None:
         """Returns how the model's KV blocks are hashed; None if no worker has any."""

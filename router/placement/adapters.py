@@ -47,6 +47,8 @@ def combined(adapters: Iterable[tuple[str, float]]) -> tuple[Adapter, ...]:
 
 def has_all(card: messages.Card, adapters: Iterable[Adapter], tenant: str) -> bool:
     """Whether a worker has adapters for a tenant."""
+    if not card.adapters:
+        return not any(True for _ in adapters)
     digests = set(visible(card, tenant).values())
     return all(one.digest in digests for one in adapters)
 

@@ -230,11 +230,16 @@ class ModelWorkers:
             leg_worker.bookings.pop(key, None)
             self.refresh(leg_worker)
 
-    def capacity(self, now: float) -> Capacity:
+    def capacity(self, now: float, options: PlacementOptions | None = None) -> Capacity:
         """Returns whether a request that is placed now would start soon."""
-        rows = self._table.without_prefill(self._without_ejected(self._table.eligible(now), now))
+        rows = self._table.eligible(now)
+        allows = options.allows if options is not None and options.restricts else None
+        if allows is not None:
+            rows = np.array([one.row for one in self._workers_at(rows) if allows(one.card)], dtype=np.intp)
+        rows = self._table.without_prefill(self._without_ejected(rows, now))
         if not len(rows):
-            may_recover = any(worker.may_recover for worker in self._workers.values())
+            of_interest = [one for one in self._workers.values() if allows is None or allows(one.card)]
+            may_recover = any(worker.may_recover for worker in of_interest)
             return Capacity.BUSY if may_recover else Capacity.NO_WORKERS
         return Capacity.AVAILABLE if self._table.has_capacity(rows) else Capacity.BUSY
 

@@ -8,9 +8,9 @@ from tokenbus.router.requests.queueing.fair_queue import QUANTUM_TOKENS, FairQue
 
 
 def waiting(
-    key: str, tenant: str = "a", arrived_at: float = 0.0, tokens: int = 100, priority: int = 0
+    key: str, tenant: str = "a", arrived_at: float = 0.0, tokens: int = 100, priority: int = 0, needs: str | None = None
 ) -> QueuedRequest:
-    return QueuedRequest(key, tenant, arrived_at, tokens, priority=priority)
+    return QueuedRequest(key, tenant, arrived_at, tokens, priority, needs)
 
 
 def filled(*requests: QueuedRequest, max_requests: int = 100, max_tokens: int = 1 << 20) -> FairQueue:
@@ -97,6 +97,31 @@ def test_retry_after_is_the_time_in_which_the_queued_requests_will_leave() -> No
     assert queue.retry_after_ms(49.0) == pytest.approx(11_000.0, rel=0.1)
 
 
+def test_a_request_that_can_not_start_is_overtaken_by_others_of_its_tenant_and_keeps_its_place() -> None:
+    queue = filled(
+        waiting("x", arrived_at=1.0, needs="adapter"),
+        waiting("y", arrived_at=2.0),
+        waiting("z", "b", arrived_at=3.0, needs="adapter"),
+    )
+    queue.put_begun(waiting("w", needs="adapter"))
+    popped = queue.pop_startable(0.0, lambda one: one.needs is None)
+    assert popped is not None
+    assert popped.key == "y"
+    assert queue.pop_startable(0.0, lambda one: one.needs is None) is None
+    queue.check_integrity()
+    assert order(queue) == "wxz"
+
+
+def test_a_tenant_with_nothing_to_start_saves_no_credit() -> None:
+    queue = filled(*[waiting(str(number), "a", tokens=QUANTUM_TOKENS, needs="adapter") for number in range(4)])
+    for key in "xyz":
+        queue.put(waiting(key, "b", tokens=QUANTUM_TOKENS))
+        queue.pop_startable(0.0, lambda one: one.needs is None)
+    for key in "xyz":
+        queue.put(waiting(key, "b", tokens=QUANTUM_TOKENS))
+    assert order(queue) in ("0x1y2z3", "x0y1z23")
+
+
 class FairQueueHistory(RuleBasedStateMachine):
     """Puts, pops and removals in any order: none is lost or repeated, the limits hold, and no tenant starves."""
 
@@ -112,10 +137,11 @@ class FairQueueHistory(RuleBasedStateMachine):
         tokens=st.integers(1, 5_000),
         arrived_at=st.floats(0, 10),
         priority=st.integers(-3, 3),
+        needs=st.sampled_from([None, "one", "other"]),
     )
-    def put(self, tenant: str, tokens: int, arrived_at: float, priority: int) -> None:
+    def put(self, tenant: str, tokens: int, arrived_at: float, priority: int, needs: str | None) -> None:
         self.count += 1
-        request = waiting(str(self.count), tenant, arrived_at, tokens, priority)
+        request = waiting(str(self.count), tenant, arrived_at, tokens, priority, needs)
         self.inside[request.key] = request
         for refused in self.queue.put(request):
             assert self.inside.pop(refused.key) == refused
@@ -131,6 +157,19 @@ class FairQueueHistory(RuleBasedStateMachine):
         waiting_tenants = {request.tenant for request in self.inside.values()} - {popped.tenant}
         self.passed_over = {tenant: self.passed_over.get(tenant, 0) + popped.tokens for tenant in waiting_tenants}
         assert all(tokens <= 2 * (5_000 + 3 * QUANTUM_TOKENS) + 5_000 for tokens in self.passed_over.values())
+
+    @rule(busy=st.sampled_from([None, "one", "other"]))
+    def pop_what_can_start(self, busy: str | None) -> None:
+        popped = self.queue.pop_startable(1.0, lambda one: one.needs != busy)
+        able = [one for one in self.inside.values() if one.needs != busy]
+        assert (popped is None) == (not able)
+        self.passed_over.clear()
+        if popped is not None:
+            assert self.inside.pop(popped.key) == popped
+            assert popped.needs != busy
+            for request in able:
+                if request.tenant == popped.tenant:
+                    assert request.arrived_at + request.priority >= popped.arrived_at + popped.priority
 
     @precondition(lambda self: self.inside)
     @rule(data=st.data())

@@ -306,3 +306,64 @@ async def test_a_stream_that_a_leaving_worker_gives_up_takes_its_blocks_along() 
     assert placement.worker.card.worker_id == "w2"
     assert placement.fetch_from is known(testbed.fleet, "w1")
     assert placement.fetch_blocks == 12
+
+
+class AdapterBed(Testbed):
+    """Two workers: w1, which is full, has the adapter `style`, and w2 is free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_adapters("w1", "style")
+        self.set_adapters("w2")
+        self.fleet.apply_events("demo", events("w2"), asyncio.get_running_loop().time())
+
+    def set_adapters(self, worker: str, *names: str) -> None:
+        had = [messages.CardAdapter(name=name, digest=f"digest of {name}") for name in names]
+        known_card = codec.replace(card(worker), features=["generate", "lora"], adapters=had)
+        self.fleet.apply_card(known_card, asyncio.get_running_loop().time())
+
+    def place_with_adapter(self, name: str) -> "asyncio.Task[Placement | NoWorker | None]":
+        one = flight(name, received_at=asyncio.get_running_loop().time())
+        one.request = codec.replace(one.request, lora=[messages.Lora(name="style")])
+        return self.place_flight(one)
+
+
+async def test_a_request_whose_adapter_only_busy_workers_have_waits_and_others_overtake_it() -> None:
+    testbed = AdapterBed()
+    first, second = testbed.place_with_adapter("a"), testbed.place_with_adapter("b")
+    await settle()
+    assert len(testbed.queue) == 2
+    overtaking = await testbed.place("c")
+    assert isinstance(overtaking, Placement)
+    assert overtaking.worker.card.worker_id == "w2"
+    testbed.report(messages.Load(running=8))
+    placed = await first
+    assert isinstance(placed, Placement)
+    assert placed.worker.card.worker_id == "w1"
+    await settle()
+    assert not second.done()
+    testbed.report(messages.Load(running=7))
+    assert isinstance(await second, Placement)
+
+
+async def test_a_request_that_waits_for_an_adapter_takes_another_worker_that_gets_it() -> None:
+    testbed = AdapterBed()
+    task = testbed.place_with_adapter("a")
+    await settle()
+    testbed.set_adapters("w2", "style")
+    testbed.queue.place_waiting(asyncio.get_running_loop().time())
+    placed = await task
+    assert isinstance(placed, Placement)
+    assert placed.worker.card.worker_id == "w2"
+
+
+async def test_a_request_that_waits_for_an_adapter_ends_when_nobody_has_it_any_more() -> None:
+    testbed = AdapterBed()
+    task = testbed.place_with_adapter("a")
+    await settle()
+    testbed.set_adapters("w1")
+    testbed.queue.place_waiting(asyncio.get_running_loop().time())
+    with pytest.raises(errors.RequestError) as ended:
+        await task
+    assert ended.value.error.code is errors.Code.MODEL_NOT_FOUND
+    testbed.queue.check_integrity()

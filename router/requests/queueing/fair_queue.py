@@ -10,7 +10,9 @@ When the queue overflows, the tenant with the most queued tokens loses its last 
 Requests whose stream has begun and lost its worker come before all others, and count against no limit and no tenant."""
 
 import bisect
+import itertools
 from collections import deque
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from tokenbus.router.fleet.decaying_rate import DecayingRate
@@ -36,27 +38,42 @@ class QueuedRequest(NamedTuple):
     """The request's cost to its tenant: prompt tokens plus the tokens that it is expected to generate."""
     priority: int = 0
     """Lower numbers leave first."""
+    needs: Hashable = None
+    """The kind of worker that it needs: requests of a tenant that need the same can all be started, or none."""
 
 
 class _TenantQueue:
-    """The requests of one tenant, sorted by position."""
+    """The requests of one tenant."""
 
     def __init__(self) -> None:
-        self.positions: list[_Position] = []
+        self.positions: dict[Hashable, list[_Position]] = {}
+        """Sorted, by what the requests need."""
         self.requests: dict[_Position, QueuedRequest] = {}
         self.tokens = 0
         self.deficit = 0
 
     def add(self, position: _Position, request: QueuedRequest) -> None:
-        bisect.insort(self.positions, position)
+        bisect.insort(self.positions.setdefault(request.needs, []), position)
         self.requests[position] = request
         self.tokens += request.tokens
 
     def remove(self, position: _Position) -> QueuedRequest:
-        del self.positions[bisect.bisect_left(self.positions, position)]
         request = self.requests.pop(position)
+        positions = self.positions[request.needs]
+        del positions[bisect.bisect_left(positions, position)]
+        if not positions:
+            del self.positions[request.needs]
         self.tokens -= request.tokens
         return request
+
+    def first(self, can_start: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
+        """Returns the first request that can be started."""
+        heads = sorted(positions[0] for positions in self.positions.values())
+        return next((self.requests[head] for head in heads if can_start(self.requests[head])), None)
+
+    def last(self) -> QueuedRequest:
+        """Returns the request that would leave after all others."""
+        return self.requests[max(positions[-1] for positions in self.positions.values())]
 
 
 class FairQueue:
@@ -103,7 +120,7 @@ class FairQueue:
         evicted = []
         while len(self._positions) > self._max_requests or self._tokens > self._max_tokens:
             largest = max(self._tenants.values(), key=lambda tenant: tenant.tokens)
-            evicted.append(self.remove(largest.requests[largest.positions[-1]].key))
+            evicted.append(self.remove(largest.last().key))
         return evicted
 
     def put_begun(self, request: QueuedRequest) -> None:
@@ -112,19 +129,32 @@ class FairQueue:
 
     def pop(self, now: float) -> QueuedRequest:
         """Removes and returns the next request. The queue must not be empty."""
-        if self._begun:
-            return self._begun.popleft()
-        while True:
-            tenant = self._tenants[self._round[0]]
-            request = tenant.requests[tenant.positions[0]]
-            if request.tokens <= tenant.deficit:
-                tenant.deficit -= request.tokens
-                self.remove(request.key)
-                self._left.add(now)
+        request = self.pop_startable(now, lambda _: True)
+        assert request is not None
+        return request
+
+    def pop_startable(self, now: float, can_start: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
+        """Removes and returns the next request that can be started; those that can't are overtaken. `can_start`
+        is asked about the first request of a tenant with the same needs."""
+        for request in self._begun:
+            if can_start(request):
+                self._begun.remove(request)
                 return request
-            # The tenant can't afford its next request yet: it saves its quantum, and the next tenant's turn comes.
-            tenant.deficit += QUANTUM_TOKENS
+        num_idle = 0
+        while num_idle < len(self._round):
+            tenant = self._tenants[self._round[0]]
+            first = tenant.first(can_start)
+            if first is not None and first.tokens <= tenant.deficit:
+                tenant.deficit -= first.tokens
+                self.remove(first.key)
+                self._left.add(now)
+                return first
+            # The tenant can't afford its next request yet: it saves its quantum, and the next tenant's turn comes. One
+            # that has nothing to start saves nothing.
+            tenant.deficit += QUANTUM_TOKENS if first is not None else 0
+            num_idle = 0 if first is not None else num_idle + 1
             self._round.rotate(-1)
+        return None
 
     def remove(self, key: str) -> QueuedRequest:
         """Removes and returns a request, wherever it stands."""
@@ -136,7 +166,7 @@ class FairQueue:
         tenant = self._tenants[name]
         request = tenant.remove(position)
         self._tokens -= request.tokens
-        if not tenant.positions:  # an idle tenant keeps no credit, or it could starve others when it comes back
+        if not tenant.requests:  # an idle tenant keeps no credit, or it could starve others when it comes back
             del self._tenants[name]
             self._round.remove(name)
         return request
@@ -153,8 +183,11 @@ class FairQueue:
         assert len(self._positions) <= self._max_requests
         assert self._tokens == sum(tenant.tokens for tenant in self._tenants.values()) <= self._max_tokens
         for name, tenant in self._tenants.items():
-            assert tenant.positions == sorted(tenant.requests), name
-            assert tenant.positions, name
+            assert sorted(itertools.chain(*tenant.positions.values())) == sorted(tenant.requests), name
+            assert tenant.requests, name
+            for needs, positions in tenant.positions.items():
+                assert positions == sorted(positions), name
+                assert {tenant.requests[at].needs for at in positions} == {needs}
             assert tenant.tokens == sum(request.tokens for request in tenant.requests.values())
             assert all(self._positions[request.key] == (name, at) for at, request in tenant.requests.items())
-        assert sum(len(tenant.positions) for tenant in self._tenants.values()) == len(self._positions)
+        assert sum(len(tenant.requests) for tenant in self._tenants.values()) == len(self._positions)

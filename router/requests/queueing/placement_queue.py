@@ -5,7 +5,7 @@ placement, by NoWorker when the model's last worker has left, by None when the r
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import NamedTuple
 
 from tokenbus.protocol.wire import block_hash, errors, messages
@@ -80,9 +80,9 @@ class PlacementQueue:
             self._fleet.book(owner.card.address, self._prompt(flight), now)
             return Placement(owner, self._policy.default_policy)
         is_pinned = flight.request.routing is not None and bool(flight.request.routing.worker_id)
-        must_wait = flight.model in self._queues or self._fleet.capacity(flight.model, now) is Capacity.BUSY
-        if flight.has_begun:  # it waits for capacity, but behind nobody
-            must_wait = self._fleet.capacity(flight.model, now) is Capacity.BUSY
+        must_wait = self._capacity(flight, now) is Capacity.BUSY
+        if not flight.has_begun:  # one that has begun waits for capacity, but behind nobody
+            must_wait = must_wait or flight.model in self._queues
         if is_pinned or excluded or not must_wait:
             return self._place_now(flight, excluded, now)
         return await self._wait(flight, now)
@@ -90,8 +90,8 @@ class PlacementQueue:
     def place_waiting(self, now: float) -> None:
         """Places waiting requests while there is capacity. Call it whenever a worker may have become free."""
         for model, queue in list(self._queues.items()):
-            while queue and self._fleet.capacity(model, now) is Capacity.AVAILABLE:
-                waiter = self._waiters.pop(queue.pop(now).key)
+            while (queued := self._next_startable(model, queue, now)) is not None:
+                waiter = self._waiters.pop(queued.key)
                 try:
                     waiter.outcome.set_result(self._place_now(waiter.flight, (), now))
                 except Exception as error:  # a bug, possibly in a plug-in policy: it must only end this request
@@ -125,7 +125,9 @@ class PlacementQueue:
             self._queues[flight.model] = FairQueue(max_requests, max_tokens, priority_s=priority_s)
         queue, request = self._queues[flight.model], flight.request
         tokens = flight.num_prompt_tokens + self._fleet.expected_answer_tokens(flight.model, request.max_tokens)
-        queued = QueuedRequest(flight.key, flight.tenant, flight.received_at, tokens, request.priority or 0)
+        queued = QueuedRequest(
+            flight.key, flight.tenant, flight.received_at, tokens, request.priority or 0, flight.adapters
+        )
         if flight.has_begun:
             queue.put_begun(queued)
         for evicted in () if flight.has_begun else queue.put(queued):
@@ -143,6 +145,29 @@ class PlacementQueue:
         if isinstance(outcome, errors.Error):
             raise errors.RequestError(outcome)
         return outcome
+
+    def _capacity(self, flight: Flight, now: float) -> Capacity:
+        """Returns whether a worker that has what a request needs can start it now."""
+        options = PlacementOptions(adapters=flight.adapters, tenant=flight.tenant)
+        return self._fleet.capacity(flight.model, now, options)
+
+    def _next_startable(self, model: str, queue: FairQueue, now: float) -> QueuedRequest | None:
+        """Takes the next request that a worker can start now out of a queue.
+
+        Requests whose adapters only busy workers have are overtaken by others, and those whose adapters nobody has any
+        more are not kept."""
+        found: dict[tuple[str, Hashable], bool] = {}
+        is_available = self._fleet.capacity(model, now) is Capacity.AVAILABLE
+
+        def can_start(queued: QueuedRequest) -> bool:
+            if not queued.needs:
+                return is_available
+            kind = queued.tenant, queued.needs
+            if kind not in found:
+                found[kind] = self._capacity(self._waiters[queued.key].flight, now) is not Capacity.BUSY
+            return found[kind]
+
+        return queue.pop_startable(now, can_start)
 
     def _resolve(self, key: str, outcome: NoWorker | errors.Error | None) -> None:
         """Takes a request out of its queue and ends its wait."""

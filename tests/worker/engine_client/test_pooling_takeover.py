@@ -64,7 +64,9 @@ async def embed(one: Life, *texts: str, remaining_ms: float = 60_000) -> list[li
         await one.serves.wait()
         assert one.engine is not None
         try:
-            result = await one.engine.embed(internal.Embed(inputs=list(texts), remaining_ms=remaining_ms, normalize=False))
+            result = await one.engine.embed(
+                internal.Embed(inputs=list(texts), remaining_ms=remaining_ms, normalize=False)
+            )
         except errors.RequestError as problem:
             return problem.error.code
     rows: list[list[float]] = np.frombuffer(result.vectors, "<f4").reshape(-1, Sums.width).tolist()
@@ -155,5 +157,3 @@ async def test_a_call_that_is_cancelled_while_there_is_no_engine_is_not_tried_ag
     await asyncio.gather(call, return_exceptions=True)
     assert await embed(one, "a") == [row("a")]
     assert runners[1].sums.batches == [1]
-
-
