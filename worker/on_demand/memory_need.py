@@ -36,6 +36,8 @@ class ModelFacts(NamedTuple):
     vocab_size: int
     rows: int
     """The sequences whose logits are kept at the same time."""
+    state_bytes: int = 0
+    """Recurrent states of all lanes."""
     kv_tokens: int = 0
     """The tokens of KV memory, where an engine has its own rule for that."""
 
@@ -70,11 +72,12 @@ def estimate(facts: ModelFacts, settings: EngineSettings) -> MemoryNeed:
     states = min(settings.ubatch_tokens, settings.max_num_batched_tokens) * _STATES * facts.width * _F32_BYTES
     logits = facts.rows * facts.vocab_size * _F32_BYTES * _LOGITS_COPIES
     tables = facts.vocab_size * _VOCABULARY_BYTES
+    has_prefixes = facts.kv_bytes_per_token or facts.state_bytes
     return MemoryNeed(
         weight_bytes=facts.weight_bytes,
-        kv_bytes=kv_tokens * facts.kv_bytes_per_token,
+        kv_bytes=kv_tokens * facts.kv_bytes_per_token + facts.state_bytes,
         compute_bytes=_PROCESS_BYTES + states + logits + tables,
-        host_cache_bytes=sizing.budget_bytes(settings.host_cache_mib) if facts.kv_bytes_per_token else 0,
+        host_cache_bytes=sizing.budget_bytes(settings.host_cache_mib) if has_prefixes else 0,
         context_length=context,
     )
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from tokenbus.worker.engine.gguf import kv_memory, metadata
 from tokenbus.worker.engine.models import config_json, registry
 from tokenbus.worker.engine.models.model_files import Layout, ModelFiles
@@ -29,7 +31,7 @@ def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFa
     files = find(settings.model, layouts, progress)
     num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else 16
     if files.weights.suffix == ".gguf":
-        return _of_gguf(files, layouts, settings, num_seqs + _IDLE_LANES)
+        return _of_gguf(files, layouts, settings, num_seqs)
     config = config_json.read(files.sidecars.get("config.json"), config_json.Sizes)
     weight_bytes = _size(files, layouts)
     if engine == "onnx":
@@ -42,7 +44,7 @@ def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFa
     return _of_config(config, weight_bytes, _F16_BYTES, num_seqs + _IDLE_LANES)
 
 
-def _of_gguf(files: ModelFiles, layouts: Sequence[Layout], settings: EngineSettings, rows: int) -> ModelFacts:
+def _of_gguf(files: ModelFiles, layouts: Sequence[Layout], settings: EngineSettings, num_seqs: int) -> ModelFacts:
     found = metadata.read(files.weights)
     architecture = found.text("general.architecture") or ""
     return ModelFacts(
@@ -51,7 +53,8 @@ def _of_gguf(files: ModelFiles, layouts: Sequence[Layout], settings: EngineSetti
         trained_context=found.number(f"{architecture}.context_length"),
         width=found.number(f"{architecture}.embedding_length"),
         vocab_size=len(found.texts("tokenizer.ggml.tokens")),
-        rows=rows,
+        rows=num_seqs + _IDLE_LANES,
+        state_bytes=kv_memory.states_bytes(found, msgspec.structs.replace(settings, max_num_seqs=num_seqs)),
     )
 
 

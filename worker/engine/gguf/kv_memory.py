@@ -1,4 +1,5 @@
-"""The device memory that keys and values take, and how it is kept within a budget. It needs no library."""
+"""The device memory that keys, values and recurrent states take, and how it is kept within a budget. It needs no
+library."""
 
 import msgspec
 
@@ -19,6 +20,9 @@ _BLOCK_BYTES = {
     "q4_0": (32, 18),
 }
 """For each cache type the values in one of ggml's blocks, and the bytes that such a block takes."""
+_F32_BYTES = 4
+_INTERVAL_ARCHITECTURES = ("qwen3next", "qwen35", "qwen35moe")
+"""Those of which one layer in so many attends, and the others have a recurrent state."""
 
 
 def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:
@@ -36,8 +40,39 @@ def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:
     value_width = metadata.number(f"{arch}.attention.value_length") or width
     # Most models have one number of KV heads for all layers; some have a list with one for each layer.
     per_layer = metadata.ints(f"{arch}.attention.head_count_kv")
-    kv_heads = sum(per_layer) or layers * (metadata.number(f"{arch}.attention.head_count_kv") or heads)
+    attending = layers - _recurrent_layers(metadata, arch) if arch in _INTERVAL_ARCHITECTURES else layers
+    kv_heads = sum(per_layer) or attending * (metadata.number(f"{arch}.attention.head_count_kv") or heads)
     return kv_heads * (_size(key_width, settings.cache_type_k) + _size(value_width, settings.cache_type_v))
+
+
+def state_bytes(metadata: Metadata) -> int:
+    """Returns the size of the recurrent states that a model keeps of each lane, in all layers; 0 for most models."""
+    arch = metadata.text("general.architecture") or ""
+    width = metadata.number(f"{arch}.embedding_length")
+    inner, state = metadata.number(f"{arch}.ssm.inner_size"), metadata.number(f"{arch}.ssm.state_size")
+    convolved = max(0, metadata.number(f"{arch}.ssm.conv_kernel") - 1)
+    if inner:
+        size = convolved * (inner + 2 * metadata.number(f"{arch}.ssm.group_count") * state) + inner * state
+    elif head_size := metadata.number(f"{arch}.wkv.head_size"):
+        size = (2 + head_size) * width
+    else:
+        size = max(0, metadata.number(f"{arch}.shortconv.l_cache") - 1) * width
+    return max(0, _recurrent_layers(metadata, arch) * size * _F32_BYTES)
+
+
+def _recurrent_layers(metadata: Metadata, arch: str) -> int:
+    """Returns the number of layers that have a recurrent state, if the model has any."""
+    layers = metadata.number(f"{arch}.block_count")
+    if per_layer := metadata.ints(f"{arch}.attention.head_count_kv"):
+        return sum(not heads for heads in per_layer)
+    if arch in _INTERVAL_ARCHITECTURES:
+        return layers - layers // (metadata.number(f"{arch}.full_attention_interval") or 4)
+    return layers
+
+
+def states_bytes(metadata: Metadata, settings: EngineSettings) -> int:
+    """Returns the size of the recurrent states of all lanes, and of the one for copies."""
+    return (settings.max_num_seqs + 1) * state_bytes(metadata)
 
 
 def context_length(settings: EngineSettings, trained: int) -> int:
@@ -54,15 +89,20 @@ def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) ->
     """Lowers the KV memory that the settings ask for to `kv_limit_bytes`, if that is less.
 
     Raises ModelError if not even one request of the context length would fit."""
-    each = bytes_per_token(metadata, settings)
+    each, states = bytes_per_token(metadata, settings), states_bytes(metadata, settings)
+    if settings.kv_limit_bytes and states > settings.kv_limit_bytes:
+        raise ModelError(
+            f"--kv-budget leaves {settings.kv_limit_bytes} bytes for this replica, and the recurrent states of "
+            f"{settings.max_num_seqs} sequences take {states}: raise it, or lower --max-num-seqs"
+        )
     if not settings.kv_limit_bytes or not each:
         return settings
-    fits = settings.kv_limit_bytes // each // settings.kv_block_size * settings.kv_block_size
+    fits = (settings.kv_limit_bytes - states) // each // settings.kv_block_size * settings.kv_block_size
     length = context_length(settings, trained)
     if fits < (length if settings.context_length else max(settings.kv_block_size, 2)):
         raise ModelError(
-            f"--kv-budget leaves {settings.kv_limit_bytes} bytes for this replica, which is {fits} tokens of {each} "
-            f"bytes, and one request may need {length}: raise it, or lower --context-length"
+            f"--kv-budget leaves {settings.kv_limit_bytes - states} bytes for this replica, which is {fits} tokens of "
+            f"{each} bytes, and one request may need {length}: raise it, or lower --context-length"
         )
     wanted = settings.kv_tokens or default_kv_tokens(length)
     return msgspec.structs.replace(settings, kv_tokens=min(wanted, fits), context_length=min(length, fits))

@@ -69,6 +69,8 @@ def read(path: Path | None, kind: type[SizesT]) -> SizesT:
         return kind()
     read_json(path, _Fields)
     fields = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    if isinstance(text := fields.get("text_config"), dict):  # of a model that reads images too
+        fields |= {name: one for name, one in text.items() if one is not None and name != "architectures"}
     try:
         return msgspec.convert({name: one for name, one in fields.items() if one is not None}, kind, strict=False)
     except (msgspec.ValidationError, RecursionError) as error:

@@ -1,13 +1,16 @@
 """The size of the KV memory is known before it is allocated, and kept within its budget."""
 
+import ctypes
 from pathlib import Path
 
 import msgspec
 import pytest
+from llama_cpp import llama_cpp as llama
 
+from tests.architectures import tiny_model
 from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
-from tokenbus.worker.engine.gguf import kv_memory, metadata
+from tokenbus.worker.engine.gguf import backend, context, kv_memory, metadata
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
@@ -73,3 +76,40 @@ def test_a_chosen_context_becomes_shorter_and_one_that_was_asked_for_does_not() 
         kv_memory.fit_to_budget(settings(kv_limit_bytes=100 * each, context_length=512), facts(), 512)
     with pytest.raises(ModelError, match="--kv-budget"):
         kv_memory.fit_to_budget(settings(kv_limit_bytes=1), facts(), 512)
+
+
+def _mib(line: str) -> float:
+    return float(line.split("size =")[1].split("MiB")[0])
+
+
+@pytest.mark.parametrize("architecture", ["mamba2", "falcon-h1", "granitehybrid", "qwen3next"])
+def test_recurrent_states_are_counted_as_large_as_llama_cpp_allocates_them(tmp_path: Path, architecture: str) -> None:
+    path = tmp_path / "model.gguf"
+    tiny_model.write(path, architecture)
+    asked = EngineSettings(model=str(path), max_num_seqs=4, kv_tokens=2_048, context_length=512, kv_block_size=16)
+    said: list[str] = []
+    callback = llama.llama_log_callback(lambda level, text, _: said.append(text.decode()))
+    backend.init()
+    model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
+    llama.llama_log_set(callback, ctypes.c_void_p(0))
+    try:
+        llama.llama_free(context.create(model, asked, partial_state=True))
+    finally:
+        llama.llama_log_set(backend._log_callback, ctypes.c_void_p(0))
+        llama.llama_model_free(model)
+    states = max(_mib(one) for one in said if "llama_memory_recurrent: size" in one)
+    cells = max((_mib(one) for one in said if "llama_kv_cache: size" in one), default=0.0)
+    found = metadata.read(path)
+    assert kv_memory.states_bytes(found, asked) / 2**20 == pytest.approx(states, abs=0.01)
+    if architecture != "mamba2":  # its file names heads, which no layer has
+        assert asked.kv_tokens * kv_memory.bytes_per_token(found, asked) / 2**20 == pytest.approx(cells, abs=0.01)
+
+
+def test_a_limit_counts_recurrent_states_first() -> None:
+    recurrent = facts(ssm__inner_size=512, ssm__state_size=16, ssm__conv_kernel=4)
+    each, states = kv_memory.bytes_per_token(recurrent, settings()), kv_memory.states_bytes(recurrent, settings())
+    assert states == (settings().max_num_seqs + 1) * 4 * (3 * 512 + 512 * 16) * 4
+    limited = kv_memory.fit_to_budget(settings(kv_tokens=4_096, kv_limit_bytes=states + 512 * each), recurrent, 512)
+    assert limited.kv_tokens == 512
+    with pytest.raises(ModelError, match=f"take {states}: raise it, or lower --max-num-seqs"):
+        kv_memory.fit_to_budget(settings(kv_limit_bytes=states - 1), recurrent, 512)

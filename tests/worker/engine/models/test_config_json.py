@@ -80,3 +80,11 @@ def test_a_malformed_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
 
 def test_without_a_file_nothing_is_known() -> None:
     assert msgspec.structs.asdict(config_json.read(None, config_json.Sizes))["hidden_size"] == 0
+
+
+def test_the_sizes_of_a_model_that_reads_images_too_are_those_of_its_text(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    text = {"hidden_size": 640, "head_dim": None, "architectures": ["Gemma3TextModel"], "dtype": "bfloat16"}
+    path.write_text(json.dumps({"architectures": ["A"], "hidden_size": 1, "head_dim": 8, "text_config": text}))
+    sizes = config_json.read(path, config_json.Sizes)
+    assert (sizes.hidden_size, sizes.head_dim, sizes.architectures, sizes.dtype) == (640, 8, ["A"], "bfloat16")
