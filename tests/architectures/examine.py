@@ -35,6 +35,8 @@ _KV_TOKENS = 768
 _NOISE = 1e-3
 """The logits by which an answer's token may be below the best, as a share of their standard deviation, besides four
 times what bare llama.cpp differs from itself when a prompt is computed in parts."""
+_MAX_OWN_NOISE = 0.02
+"""A model that differs more from itself proves nothing about its answers."""
 
 
 class Turn(NamedTuple):
@@ -109,6 +111,10 @@ def _wrong(model: Path, turns: Sequence[Turn]) -> str:
     bare = Bare(model)
     noise = bare.noise(turns[0])
     shortfalls = [bare.shortfall(turn) for turn in turns]
+    if noise > _MAX_OWN_NOISE:
+        return (
+            f"not compared: the tiny model's logits differ by {noise:.2g} deviations when a prompt is computed in parts"
+        )
     wrong = sum(shortfall > _NOISE + 4 * noise for shortfall in shortfalls)
     if not wrong:
         return ""
