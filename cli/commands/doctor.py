@@ -152,11 +152,8 @@ def check_model(model: str) -> Finding:
     if model_files.is_hub_name(model):
         return Finding("note", f"{model} is on the Hugging Face Hub: a worker will download it")
     try:
+        registry.check(model)
         found = registry.find(model, lambda _: None)
-        if found.weights.suffix == ".gguf":
-            with found.weights.open("rb") as file:
-                if file.read(4) != b"GGUF":
-                    raise ModelError(f"{found.weights}: is not a GGUF file; download it again")
     except (ModelError, OSError) as error:
         return Finding("bad", f"model {model}", str(error))
     size, sidecars = found.weights.stat().st_size, ", ".join(found.sidecars) or "none"

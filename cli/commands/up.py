@@ -246,6 +246,9 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS
+    if problem := worker.check_models(options):
+        print(f"tokenbus: {problem}", file=sys.stderr)
+        return 1
     out = screen.make(as_json=options.json)
     log_folder = Path(tempfile.mkdtemp(prefix="tokenbus-"))
     try:

@@ -12,6 +12,7 @@ from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.worker.engine.models import model_files, registry
 from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings, check_choices
+from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.frontend import adapter_settings
 from tokenbus.worker.frontend.adapter_settings import AdapterSettings
 from tokenbus.worker.frontend.settings import FrontendSettings, ServedModel, WorkerSettings
@@ -303,7 +304,21 @@ def _path_of(model: str) -> Path:
     return MODEL_PATH if model == "demo" and not path.exists() else path
 
 
+def check_models(options: argparse.Namespace) -> str:
+    """Returns why one of the models can't be served on this machine, before anything is started; empty if nothing is
+    known to be wrong."""
+    try:
+        for model in options.model:
+            registry.check(model if model_files.is_hub_name(model) else str(_path_of(model)), options.engine)
+    except (ModelError, OSError) as error:
+        return str(error)
+    return ""
+
+
 def run(options: argparse.Namespace) -> int:
+    if problem := check_models(options):
+        print(f"tokenbus: {problem}", file=sys.stderr)
+        return 1
     from tokenbus.worker.frontend import serve as worker  # every server parses these flags, only a worker needs this
     from tokenbus.worker.frontend.frontend import ReplacedError
 

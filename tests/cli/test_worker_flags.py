@@ -1,10 +1,17 @@
 """A worker's flags make its settings: devices are shared by all replicas, or each has its own."""
 
 import argparse
+import sys
+from pathlib import Path
 
 import pytest
 
+from tokenbus.cli import main
 from tokenbus.cli.commands import worker
+from tokenbus.demo import MODEL_PATH, ONNX_PATH
+from tokenbus.worker.engine.process import main as engine_main
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.frontend.settings import WorkerSettings
 
 
@@ -12,6 +19,11 @@ def settings(*flags: str) -> WorkerSettings:
     parser = argparse.ArgumentParser()
     worker.add_flags(parser)
     return worker.settings_of(parser.parse_args(["--model", "demo", *flags]))
+
+
+def run_worker(model: str) -> object:
+    options = main.parse(["worker", "--model", model, "--nats", "nats://127.0.0.1:1"])
+    return options.run(options)
 
 
 def test_devices_that_are_given_once_are_those_of_every_replica() -> None:
@@ -33,6 +45,43 @@ def test_devices_that_are_given_for_each_replica_are_its_own() -> None:
         ("demo", 1, ("cuda:0",)),
         ("demo", 1, ("cuda:1",)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "module", "says"),
+    [("gguf", "llama_cpp", "llama-cpp-python"), ("onnx", "onnxruntime", "onnxruntime"), ("onnx", "onnx", "onnx")],
+)
+def test_without_its_package_a_worker_ends_in_one_line_that_names_it_before_there_is_a_broker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine: str, module: str, says: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    model = str(MODEL_PATH if engine == "gguf" else ONNX_PATH)
+    assert run_worker(model) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the {engine} engine needs the package {says}" in line
+    assert "run: pip install '" + says in line
+
+
+@pytest.mark.parametrize("engine", ["gguf", "onnx"])
+def test_an_engine_whose_package_can_not_be_imported_is_an_error_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    def broken(on_exit: object) -> engine_main.Load:
+        raise ImportError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setitem(engine_main._LOADERS, engine, broken)
+    with pytest.raises(ModelError, match=f"the {engine} engine is not installed, or not completely: libcudart"):
+        engine_main._make_load(lambda _: None)(EngineSettings(model="m", engine=engine), lambda _: None)
+
+
+@pytest.mark.parametrize(("name", "says"), [("none.gguf", "there is no such file"), ("text", "is not a GGUF file")])
+def test_a_file_that_no_engine_can_serve_is_refused_before_there_is_a_broker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, says: str
+) -> None:
+    (tmp_path / "text").write_text("no model")
+    assert run_worker(str(tmp_path / name)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
 
 
 @pytest.mark.parametrize("replicas", ["1", "3"])

@@ -138,7 +138,10 @@ def _make_load(on_exit: OnExit) -> Load:
         if engine not in _LOADERS:
             raise ModelError(f"--engine must be one of auto, {', '.join(_LOADERS)}, got {engine}")
         if engine not in loads:
-            loads[engine] = _LOADERS[engine](on_exit)
+            try:
+                loads[engine] = _LOADERS[engine](on_exit)
+            except (ImportError, OSError, RuntimeError) as error:  # llama_cpp raises the last one for its library
+                raise ModelError(f"the {engine} engine is not installed, or not completely: {error}") from error
         return loads[engine](settings, progress)
 
     return load
