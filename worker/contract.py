@@ -73,8 +73,12 @@ class KvBlockFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The size of a block."""
     fixed: tuple[tuple[int, bytes], ...] = ()
     """Bytes that are the same in every block, each with its offset."""
-    positions: tuple[int, ...] = ()
-    """The offsets of the tokens' positions: 32-bit little-endian integers, one for each token, in any order."""
+    positions: tuple[tuple[int, ...], ...] = ()
+    """The offsets of each token's position, a 32-bit little-endian integer that may be there several times. The tokens
+    may be in any order."""
+    token_ids: tuple[int, ...] = ()
+    """The offsets of the tokens' ids, which are such integers too and less than `vocab_size`."""
+    vocab_size: int = 0
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -154,7 +154,8 @@ def without_numbers(block: bytes, config: contract.EngineConfig) -> bytes:
     poisoned = bytearray(b"\xff" * len(block))
     for offset, same in (
         *config.kv_format.fixed,
-        *((place, block[place : place + 4]) for place in config.kv_format.positions),
+        *((place, block[place : place + 4]) for places in config.kv_format.positions for place in places),
+        *((place, block[place : place + 4]) for place in config.kv_format.token_ids),
     ):
         poisoned[offset : offset + len(same)] = same
     return bytes(poisoned)

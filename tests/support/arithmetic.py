@@ -46,7 +46,7 @@ def block_of(tokens: dict[int, int]) -> bytes:
 def exchanging(config: contract.EngineConfig, host_blocks: int = 64) -> contract.EngineConfig:
     """Returns the config of an engine that exchanges blocks."""
     size = config.kv_block_size
-    block_format = contract.KvBlockFormat(num_bytes=8 * size, positions=tuple(range(0, 8 * size, 8)))
+    block_format = contract.KvBlockFormat(num_bytes=8 * size, positions=tuple((at,) for at in range(0, 8 * size, 8)))
     return codec.replace(config, host_kv_blocks=host_blocks, kv_identity="arithmetic", kv_format=block_format)
 
 

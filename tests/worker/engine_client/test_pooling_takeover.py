@@ -13,6 +13,7 @@ from tests.worker.engine_client.test_takeover import Fragile, Life
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.runner import DeviceError
+from tokenbus.worker.engine_client.client import EngineClient
 
 POISON = "poison"
 
@@ -157,3 +158,15 @@ async def test_a_call_that_is_cancelled_while_there_is_no_engine_is_not_tried_ag
     await asyncio.gather(call, return_exceptions=True)
     assert await embed(one, "a") == [row("a")]
     assert runners[1].sums.batches == [1]
+
+
+async def test_a_call_ends_at_its_deadline_though_no_engine_follows(
+    life: Callable[[list[FragilePooler]], Life],
+) -> None:
+    one = life([FragilePooler()])
+    async with asyncio.timeout(60):
+        await one.serves.wait()
+    engine = one.engine
+    assert isinstance(engine, EngineClient)
+    assert await embed(one, POISON, remaining_ms=100) is errors.Code.DEADLINE_EXCEEDED
+    assert not engine._pooling

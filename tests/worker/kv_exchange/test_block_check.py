@@ -47,7 +47,7 @@ def test_of_ten_thousand_bad_blocks_none_passes() -> None:
     block_format, blocks = llama_blocks()
     rng = random.Random(7)
     fixed = [at for offset, expected in block_format.fixed for at in range(offset, offset + len(expected))]
-    positions = [at for offset in block_format.positions for at in range(offset, offset + 4)]
+    positions = [at for (offset,) in block_format.positions for at in range(offset, offset + 4)]
     for number in range(10_000):
         block, start = bytearray(blocks[1]), SIZE
         match number % 5:
@@ -69,7 +69,7 @@ def test_of_ten_thousand_bad_blocks_none_passes() -> None:
 def test_any_numbers_pass_and_tokens_may_be_in_any_order() -> None:
     block_format, blocks = llama_blocks()
     block = bytearray(blocks[0])
-    first, second = block_format.positions[:2]
+    (first,), (second,) = block_format.positions[:2]
     block[first : first + 4], block[second : second + 4] = block[second : second + 4], block[first : first + 4]
     block[-1] ^= 255
     assert problem(block_format, bytes(block), 0) == ""
@@ -78,7 +78,7 @@ def test_any_numbers_pass_and_tokens_may_be_in_any_order() -> None:
 def test_a_position_may_not_come_twice() -> None:
     block_format, blocks = llama_blocks()
     block = bytearray(blocks[0])
-    first, second = block_format.positions[:2]
+    (first,), (second,) = block_format.positions[:2]
     block[first : first + 4] = block[second : second + 4]
     assert problem(block_format, bytes(block), 0)
 
@@ -86,10 +86,10 @@ def test_a_position_may_not_come_twice() -> None:
 def test_a_state_of_another_form_is_not_learned() -> None:
     _, blocks = llama_blocks()
     state = blocks[0]
-    assert state_blob.learn(state, 0, SIZE) is not None
+    assert state_blob.learn(state, 0, SIZE, 640) is not None
     for at in (8, 12, 20, 24):  # streams, cells, sequences of a cell, a sequence
         changed = state[:at] + struct.pack("<I", 7) + state[at + 4 :]
-        assert state_blob.learn(changed, 0, SIZE) is None
+        assert state_blob.learn(changed, 0, SIZE, 640) is None
     for length in range(0, len(state), 97):
-        assert state_blob.learn(state[:length], 0, SIZE) is None
-    assert state_blob.learn(state + b"\0", 0, SIZE) is None
+        assert state_blob.learn(state[:length], 0, SIZE, 640) is None
+    assert state_blob.learn(state + b"\0", 0, SIZE, 640) is None

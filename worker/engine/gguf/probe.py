@@ -115,7 +115,8 @@ def _try_lanes(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) 
     spread = float(truth.std()) * _CLOSE
     same = bool(np.abs(truth - shared).max() <= spread and np.abs(truth - restored).max() <= spread)
     # Rounded up, so that the number of host blocks is not too large.
-    state_format = state_blob.learn(bytes(blob.data), 0, len(tokens))
+    vocab_size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(llama.llama_get_model(context)))
+    state_format = state_blob.learn(bytes(blob.data), 0, len(tokens), vocab_size)
     return Capabilities(same, -(-len(blob.data) // len(tokens)), state_format)
 
 

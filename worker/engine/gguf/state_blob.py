@@ -1,19 +1,23 @@
 """The format in which llama.cpp saves the tokens of a sequence, as far as it must be checked before it is restored.
 
-    | magic, version | streams: 1 | cells | per cell: position, 1, 0 | V is transposed | layers |
+    | magic, version | streams: 1 | cells | per cell: words of 32 bits | V is transposed | layers |
     per layer          | type of K | bytes of a row | K of all cells |
     per layer          | type of V | bytes of a row, or of a value and the row's length | V of all cells |
 
-Numbers are little-endian; cells of a sequence that is saved as number 0 name no other. llama.cpp asserts on some of
+A cell is its position, 1 and 0 (one sequence, saved as number 0); models whose tokens have places in two dimensions
+(M-RoPE) have three words more behind the 1: the position twice, as a text has it, and the token's id. Numbers are
+little-endian. llama.cpp asserts on some of
 this, which ends the process. So everything but the tensors' data is compared with a blob of the same context's own.
 Of the data, only non-finite numbers can be found: wrong numbers look like right ones.
 """
 
+import contextlib
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 
 from tokenbus.worker.contract import KvBlockFormat
@@ -21,8 +25,9 @@ from tokenbus.worker.engine.host_cache import finite
 from tokenbus.worker.engine.host_cache.finite import NumberType
 
 _HEAD = struct.Struct("<8sII")
-_CELL = struct.Struct("<iIi")
-_POSITION_BYTES = 4
+_WORD = struct.Struct("<i")
+_CELLS = ("P10", "P1PPT0")
+"""The words of a cell: its position, 1, 0, or the token's id."""
 _LAYERS = struct.Struct("<II")
 _ROWS = struct.Struct("<iQ")
 _COLUMNS = struct.Struct("<iII")
@@ -55,6 +60,9 @@ class StateFormat(NamedTuple):
     """The format of one context's blobs."""
 
     head: bytes
+    cell: str
+    """The words of a cell."""
+    vocab_size: int
     layers: bytes
     is_transposed: bool
     """Whether values lie by channel and not by token, as they do without flash attention."""
@@ -63,7 +71,7 @@ class StateFormat(NamedTuple):
     def size(self, count: int) -> int:
         """Returns the size of a blob of `count` tokens."""
         tensors = sum(len(tensor.framing) + tensor.bytes_per_token * count for tensor in self.tensors)
-        return _HEAD.size + _CELL.size * count + _LAYERS.size + tensors
+        return self._layers_at(count) + _LAYERS.size + tensors
 
     @property
     def digest(self) -> str:
@@ -73,16 +81,25 @@ class StateFormat(NamedTuple):
     def block_format(self, block_size: int) -> KvBlockFormat:
         """Returns the form of the blob of a full block."""
         fixed = [(0, _HEAD.pack(self.head, 1, block_size))]
-        positions = [_HEAD.size + _CELL.size * cell for cell in range(block_size)]
-        one_sequence = _CELL.pack(0, 1, 0)[_POSITION_BYTES:]
-        fixed += [(position + _POSITION_BYTES, one_sequence) for position in positions]
-        offset = _HEAD.size + _CELL.size * block_size
+        places: dict[str, list[list[int]]] = {kind: [] for kind in "PT10"}
+        for start in range(_HEAD.size, self._layers_at(block_size), _WORD.size * len(self.cell)):
+            for kind, found in places.items():
+                found.append([start + _WORD.size * at for at, word in enumerate(self.cell) if word == kind])
+        for word in "10":
+            fixed += [(at, _WORD.pack(int(word))) for found in places[word] for at in found]
+        offset = self._layers_at(block_size)
         fixed.append((offset, self.layers))
         offset += _LAYERS.size
         for tensor in self.tensors:
             fixed.append((offset, tensor.framing))
             offset += len(tensor.framing) + tensor.bytes_per_token * block_size
-        return KvBlockFormat(num_bytes=offset, fixed=tuple(fixed), positions=tuple(positions))
+        return KvBlockFormat(
+            num_bytes=offset,
+            fixed=tuple(fixed),
+            positions=tuple(map(tuple, places["P"])),
+            token_ids=tuple(at for found in places["T"] for at in found),
+            vocab_size=self.vocab_size,
+        )
 
     def problem(self, blob: bytes | bytearray | memoryview, start: int, count: int) -> str:
         """Says in a word what is wrong with a blob of `count` tokens from position `start` on; empty if nothing is."""
@@ -90,11 +107,9 @@ class StateFormat(NamedTuple):
             return "size"
         if _HEAD.unpack_from(blob) != (self.head, 1, count):
             return "framing"
-        cells = list(_CELL.iter_unpack(blob[_HEAD.size : _HEAD.size + _CELL.size * count]))
-        # Cells come as they lie in memory, which need not be in order.
-        if sorted(cells) != [(position, 1, 0) for position in range(start, start + count)]:
+        if not self._are_cells(np.frombuffer(blob, "<i4", count * len(self.cell), _HEAD.size), start):
             return "positions"
-        offset = _HEAD.size + _CELL.size * count
+        offset = self._layers_at(count)
         if blob[offset : offset + _LAYERS.size] != self.layers:
             return "framing"
         offset += _LAYERS.size
@@ -104,30 +119,54 @@ class StateFormat(NamedTuple):
             offset += len(tensor.framing) + tensor.bytes_per_token * count
         return "" if self._is_finite(blob, count) else "numbers"
 
+    def _layers_at(self, count: int) -> int:
+        """Returns where in a blob of `count` tokens their cells end."""
+        return _HEAD.size + _WORD.size * len(self.cell) * count
+
+    def _are_cells(self, words: np.ndarray[Any, np.dtype[np.int32]], start: int) -> bool:
+        """Whether these are the cells of the tokens from position `start` on."""
+        columns = words.reshape(-1, len(self.cell)).T
+        positions = columns[0]
+        # Cells come as they lie in memory, which need not be in order.
+        if not np.array_equal(np.sort(positions), np.arange(start, start + len(positions))):
+            return False
+        for column, kind in zip(columns, self.cell, strict=True):
+            match kind:
+                case "P":
+                    fits = column == positions
+                case "T":
+                    fits = (column >= 0) & (column < self.vocab_size)
+                case _:
+                    fits = column == int(kind)
+            if not fits.all():
+                return False
+        return True
+
     def _is_finite(self, blob: bytes | bytearray | memoryview, count: int) -> bool:
         view = memoryview(blob)
         return all(finite.all_finite(view[start:end], kind) for kind, start, end in self._data(count))
 
     def _data(self, count: int) -> Iterator[tuple[NumberType, int, int]]:
         """Yields the type of each tensor's numbers, and where they begin and end in a blob of `count` tokens."""
-        offset = _HEAD.size + _CELL.size * count + _LAYERS.size
+        offset = self._layers_at(count) + _LAYERS.size
         for tensor in self.tensors:
             start = offset + len(tensor.framing)
             offset = start + tensor.bytes_per_token * count
             yield tensor.number_type, start, offset
 
 
-def learn(blob: bytes, start: int, count: int) -> StateFormat | None:
+def learn(blob: bytes, start: int, count: int, vocab_size: int) -> StateFormat | None:
     """Returns the format of a context from a blob of its own; None if it is none that is known here."""
-    try:
-        return _learn(blob, start, count)
-    except struct.error:
-        return None
+    for cell in _CELLS:
+        with contextlib.suppress(struct.error, KeyError, ValueError):
+            if (found := _learn(blob, start, count, cell, vocab_size)) is not None:
+                return found
+    return None
 
 
-def _learn(blob: bytes, start: int, count: int) -> StateFormat | None:
+def _learn(blob: bytes, start: int, count: int, cell: str, vocab_size: int) -> StateFormat | None:
     head, _, _ = _HEAD.unpack_from(blob)
-    offset = _HEAD.size + _CELL.size * count
+    offset = _HEAD.size + _WORD.size * len(cell) * count
     is_transposed, num_layers = _LAYERS.unpack_from(blob, offset)
     layers = blob[offset : offset + _LAYERS.size]
     offset += _LAYERS.size
@@ -142,7 +181,9 @@ def _learn(blob: bytes, start: int, count: int) -> StateFormat | None:
             else:
                 _, row_bytes = _ROWS.unpack_from(blob, offset)
                 framing_bytes = _ROWS.size
+            if row_bytes > len(blob):
+                return None
             tensors.append(_Tensor(blob[offset : offset + framing_bytes], row_bytes))
             offset += framing_bytes + row_bytes * count
-    found = StateFormat(head, layers, bool(is_transposed), tuple(tensors))
+    found = StateFormat(head, cell, vocab_size, layers, bool(is_transposed), tuple(tensors))
     return None if found.problem(blob, start, count) else found

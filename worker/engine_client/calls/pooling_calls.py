@@ -11,6 +11,8 @@ from tokenbus.worker.engine.process import ipc
 
 _MAX_PENDING = 64
 _MAX_CRASHES = 2
+_GRACE_S = 1.0
+"""An engine ends a call at its deadline itself, with the answer to what it has just computed."""
 
 
 class _Call:
@@ -89,15 +91,22 @@ class PoolingCalls:
         call = self._calls[self._last_call_id] = _Call(self._last_call_id, request)
         self._send_next()
         try:
-            return await call.result
+            async with asyncio.timeout(request.remaining_ms / 1e3 + _GRACE_S):
+                return await call.result
+        except TimeoutError as error:  # there is no engine, or it hangs: else it would have said so
+            self._take_back(call)
+            raise errors.request_error(errors.Code.DEADLINE_EXCEEDED) from error
         except asyncio.CancelledError:
-            if call.is_sent and self._send is not None:
-                self._send(ipc.AbortPooling(call.call_id))
+            self._take_back(call)
             raise
         finally:
             del self._calls[call.call_id]
             self._send_next()
             self._ended()
+
+    def _take_back(self, call: _Call) -> None:
+        if call.is_sent and self._send is not None:
+            self._send(ipc.AbortPooling(call.call_id))
 
     def _send_next(self) -> None:
         """Gives the engine what it may have now."""

@@ -7,19 +7,29 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from tests.architectures import tiny_model
 from tests.support.engines import DEMO, gguf_runner
 from tokenbus.worker.engine.gguf import probe, state_blob
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.gguf.state_blob import StateFormat
+from tokenbus.worker.kv_exchange import block_check
 
 MUTATIONS = 10_000
 
 
-@pytest.fixture(scope="module", params=[("on", "f16"), ("off", "f16"), ("on", "q8_0")], ids=str)
-def runner(request: pytest.FixtureRequest) -> Iterator[GgufRunner]:
-    """A runner whose lane 0 holds 40 tokens."""
-    flash, cache_type = request.param
+@pytest.fixture(
+    scope="module",
+    params=[("on", "f16", ""), ("off", "f16", ""), ("on", "q8_0", ""), ("on", "f16", "qwen2vl")],
+    ids=str,
+)
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GgufRunner]:
+    """A runner whose lane 0 holds 40 tokens, of the demo model or of a tiny one of an architecture."""
+    flash, cache_type, architecture = request.param
     changes = {"flash_attention": flash, "cache_type_k": cache_type, "cache_type_v": cache_type}
+    if architecture:
+        path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+        tiny_model.write(path, architecture)
+        changes["model"] = str(path)
     one = gguf_runner(msgspec.structs.replace(DEMO, **changes))
     assert one._context is not None
     assert probe._decode(one._context, list(range(40)), 0, 1) is not None
@@ -32,7 +42,7 @@ def blob_of(runner: GgufRunner, start: int, end: int) -> bytes:
 
 
 def format_of(runner: GgufRunner) -> StateFormat:
-    found = state_blob.learn(blob_of(runner, 0, 16), 0, 16)
+    found = state_blob.learn(blob_of(runner, 0, 16), 0, 16, runner.config.vocab_size)
     assert found is not None
     return found
 
@@ -59,16 +69,22 @@ def test_a_blob_at_another_place_or_of_another_length_is_noticed(runner: GgufRun
 
 def test_cells_may_lie_in_any_order(runner: GgufRunner) -> None:
     blob, known = bytearray(blob_of(runner, 0, 16)), format_of(runner)
-    blob[16:28], blob[28:40] = blob[28:40], blob[16:28]
+    size = 4 * len(known.cell)
+    first, second = slice(16, 16 + size), slice(16 + size, 16 + 2 * size)
+    blob[first], blob[second] = blob[second], blob[first]
     assert known.problem(bytes(blob), 0, 16) == ""
-    blob[16:28] = blob[28:40]
+    blob[first] = blob[second]
     assert known.problem(bytes(blob), 0, 16) == "positions"
 
 
 def framing(known: StateFormat, count: int) -> list[int]:
-    """The places of all bytes that are no tensor's data."""
-    places = list(range(16 + 12 * count + 8))
-    offset = len(places)
+    """The places of all bytes that are no tensor's data, and of no token's id, which may be another."""
+    offset = 16 + 4 * len(known.cell) * count + 8
+    places = [
+        place
+        for place in range(offset)
+        if not 16 <= place < offset - 8 or known.cell[(place - 16) // 4 % len(known.cell)] != "T"
+    ]
     for tensor in known.tensors:
         places += range(offset, offset + len(tensor.framing))
         offset += len(tensor.framing) + tensor.bytes_per_token * count
@@ -86,6 +102,23 @@ def test_every_changed_byte_of_the_framing_is_noticed(runner: GgufRunner) -> Non
         assert known.problem(bytes(changed), 16, 16), place
 
 
+def test_a_token_that_the_vocabulary_does_not_have_is_noticed(runner: GgufRunner) -> None:
+    blob, known = blob_of(runner, 0, 16), format_of(runner)
+    if "T" not in known.cell:
+        pytest.skip("its cells have no token ids")
+    at = 16 + 4 * known.cell.index("T")
+    assert struct.unpack_from("<i", blob, at) == (0,)
+    for token_id, problem in (
+        (runner.config.vocab_size - 1, ""),
+        (runner.config.vocab_size, "positions"),
+        (-1, "positions"),
+    ):
+        changed = blob[:at] + struct.pack("<i", token_id) + blob[at + 4 :]
+        assert known.problem(changed, 0, 16) == problem
+        block_problem = block_check.problem(known.block_format(16), changed, 0)
+        assert bool(block_problem) == bool(problem), block_problem
+
+
 def test_noise_and_pieces_of_blobs_are_noticed(runner: GgufRunner) -> None:
     blob, known = blob_of(runner, 0, 16), format_of(runner)
     choose = random.Random(5)
@@ -97,9 +130,9 @@ def test_noise_and_pieces_of_blobs_are_noticed(runner: GgufRunner) -> None:
 
 
 def test_an_unknown_format_is_not_learned() -> None:
-    assert state_blob.learn(b"", 0, 1) is None
-    assert state_blob.learn(bytes(200), 0, 16) is None
-    assert state_blob.learn(struct.pack("<8sII", b"", 1, 0) + bytes(20), 0, 0) is None
+    assert state_blob.learn(b"", 0, 1, 9) is None
+    assert state_blob.learn(bytes(200), 0, 16, 9) is None
+    assert state_blob.learn(struct.pack("<8sII", b"", 1, 0) + bytes(20), 0, 0, 9) is None
 
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
