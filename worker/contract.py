@@ -107,6 +107,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     idle_blocks_cost: bool = True
     """Whether blocks that no sequence uses slow the steps of others down while they are on the device."""
     prefix_cache: bool
+    missing: dict[str, str] = {}
+    """Abilities that other models have on this engine and this one does not, each with the reason: `prefix_cache`,
+    `kv_exchange`, `recovery` (of copies, by the next engine), `batches`, `embeddings`, `router_tokenizing`."""
     vocab_size: int
     features: tuple[str, ...]
     defaults: SamplingParams

@@ -173,6 +173,8 @@ async def check_engine(model: str) -> AsyncIterator[Finding]:
         return
     await engine.close()
     yield Finding("ok", f"an engine can serve it: {config.engine_version}, context of {config.context_length} tokens")
+    for ability, reason in config.missing.items():
+        yield Finding("note", f"it has no {ability.replace('_', ' ')}: {reason}")
     if "generate" in config.features:
         yield await asyncio.to_thread(_check_chat, config, engine.tokenizer_bundle())
 

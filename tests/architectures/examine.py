@@ -87,7 +87,7 @@ async def examine(model: Path) -> Finding:
         outcome = Outcome.CHECKPOINTS
     else:
         outcome = Outcome.CELLS if config.prefix_cache else Outcome.NO_REUSE
-    return Finding(outcome, reason=wrong, cached_tokens=cached)
+    return Finding(outcome, reason=wrong, cached_tokens=cached, apart="batches" in config.missing)
 
 
 async def _ask(engine: EngineClient, prompts: Sequence[list[int]]) -> tuple[list[Turn], int]:

@@ -29,7 +29,7 @@ def try_out(architecture: str) -> Finding:
     finding = msgspec.json.decode(ended.stdout.splitlines()[-1], type=Finding)
     if finding.outcome is Outcome.DIED:
         return msgspec.structs.replace(finding, reason=_last_words(ended))
-    return msgspec.structs.replace(finding, apart='"no_batches"' in ended.stderr)
+    return finding
 
 
 def _last_words(ended: "subprocess.CompletedProcess[str]") -> str:

@@ -83,5 +83,6 @@ async def test_without_room_for_a_checkpoint_a_model_is_served_without_reuse(sys
     for _ in range(2):
         _, terminal = await ask(bare, tokens(7, 100), 20)
         assert terminal["usage"]["cached_tokens"] == 0
-    (line,) = [line for line in system.log("a") if line["event"] == "no_prefix_cache"]
+    (line,) = [line for line in system.log("a") if line.get("ability") == "prefix_cache"]
+    assert line["event"] == "ability_missing"
     assert "--host-cache-mib leaves 0" in str(line["reason"])

@@ -5,7 +5,6 @@ from __future__ import annotations  # llama_cpp names its handle types for type 
 from typing import NamedTuple
 
 import numpy as np
-import structlog
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.gguf import backend, state_blob
@@ -35,6 +34,8 @@ class Capabilities(NamedTuple):
     """The sizes of a checkpoint, if lanes have a partial state that can be saved and restored."""
     can_batch: bool = True
     """Whether sequences can be computed in one batch; else each needs one of its own."""
+    missing: dict[str, str] = {}
+    """What the context can't do, with the reasons, as in the engine's config."""
 
 
 class CheckpointBytes(NamedTuple):
@@ -62,7 +63,8 @@ def capabilities(
     first = kv.first_seq_id(settings)
     if _decode(context, tokens, 0, first) is None:
         raise ModelError(f"llama.cpp can't compute a first step: {backend.last_error()}")
-    found, reason = _NONE, "its lanes could not be shared, or saved and restored, exactly"
+    found, missing = _NONE, {}
+    reason = "its lanes could not be shared, or saved and restored, exactly"
     if kv.keeps_sequences_apart(settings):
         reason = "--kv-layout per-stream keeps sequences apart"
     elif count == TOKENS and lanes.has_partial_state:
@@ -71,13 +73,18 @@ def capabilities(
     elif count == TOKENS:
         found = _try_lanes(context, lanes, tokens)
     if not found.can_share and found.checkpoint is None:
-        structlog.get_logger().info("no_prefix_cache", reason=reason)
+        missing["prefix_cache"] = reason
+    elif found.state_format is None:
+        reason = "its tokens are saved in a form that is not known"
+        if found.checkpoint is not None:
+            reason = "its prefixes are reused at checkpoints, which stay in the memory of their engine"
+        missing["kv_exchange"] = missing["recovery"] = reason
     is_tried = llama.llama_n_seq_max(context) >= 2 + first and count == TOKENS
     can_batch = not is_tried or _try_batch(context, lanes, first)
     if not can_batch:
-        structlog.get_logger().warning("no_batches", reason="together, prompts have other logits than each alone")
+        missing["batches"] = "together, prompts have other logits than each alone"
     lanes.clear()
-    return found._replace(can_batch=can_batch)
+    return found._replace(can_batch=can_batch, missing=missing)
 
 
 def _try_batch(context: llama.llama_context_p, lanes: Lanes, first_seq_id: int) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Listing
 
 import llama_cpp
 import numpy as np
-import structlog
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import codec, internal
@@ -213,7 +212,10 @@ class GgufRunner:
         longest = kv_memory.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
         # With per-stream memory one sequence has only its share of the context.
         fits = llama.llama_n_ctx_seq(self._context) // block_size * block_size
-        sizes = _checkpoint_sizes(settings, capabilities)
+        missing = dict(capabilities.missing)
+        sizes = _checkpoint_sizes(settings, capabilities, missing)
+        if self.bundle is None:
+            missing["router_tokenizing"] = "no tokenizer made from its files agrees with llama.cpp's on all probes"
         exchanged = capabilities.state_format if self.copies is not None else None
         offered = features.with_sampler(
             chat=self._tokenizer.supports_chat,
@@ -234,6 +236,7 @@ class GgufRunner:
             writes_through=_writes_through(settings),
             prefix_cache=capabilities.can_share or sizes is not None,
             checkpoint_sizes=sizes,
+            missing=missing,
             chat_format=self._model.chat_format,
             kv_bytes=self._kv_bytes(settings, capabilities),
         )
@@ -267,16 +270,17 @@ def _make_store(identity: str, settings: EngineSettings, capabilities: probe.Cap
     return sizing.make_store(identity, block_size, layout.size(block_size), settings.host_cache_mib, layout.problem)
 
 
-def _checkpoint_sizes(settings: EngineSettings, capabilities: probe.Capabilities) -> CheckpointSizes | None:
-    """Returns the sizes of checkpoints, or None if there can't be any or is no room for one."""
+def _checkpoint_sizes(
+    settings: EngineSettings, capabilities: probe.Capabilities, missing: dict[str, str]
+) -> CheckpointSizes | None:
+    """Returns the sizes of checkpoints, or None if there are none; says in `missing` if there is no room for one."""
     if capabilities.checkpoint is None:
         return None
     state_bytes, token_bytes = capabilities.checkpoint
     budget = sizing.budget_bytes(settings.host_cache_mib)
     needed = state_bytes + settings.kv_block_size * token_bytes
     if budget < needed:
-        reason = f"a checkpoint takes {needed} bytes, and --host-cache-mib leaves {budget}"
-        structlog.get_logger().warning("no_prefix_cache", reason=reason)
+        missing["prefix_cache"] = f"a checkpoint takes {needed} bytes, and --host-cache-mib leaves {budget}"
         return None
     return CheckpointSizes(budget, state_bytes, token_bytes)
 

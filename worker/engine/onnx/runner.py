@@ -81,6 +81,7 @@ class OnnxRunner:
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
         self._lanes = LaneLengths(size.num_rows)
         self._cache = self._make_cache(settings, size)
+        self._missing: dict[str, str] = {}
         self.embedder = self._make_embedder(settings, size)
         self.reranker: Reranker | None = None
         self._takes_adapters = model.takes_adapters
@@ -100,6 +101,7 @@ class OnnxRunner:
             host_kv_blocks=0 if self.copies is None else self.copies.layout.num_slots,
             writes_through=settings.host_cache_policy != "write-back",
             idle_blocks_cost=False,
+            missing=self._missing,
         )
 
     def __repr__(self) -> str:
@@ -192,7 +194,7 @@ class OnnxRunner:
         try:
             return embedder.OnnxEmbedder(self._model, settings, max_input_tokens=size.context_length)
         except ModelError as error:
-            structlog.get_logger().info("no_embeddings", reason=str(error))
+            self._missing["embeddings"] = str(error)
             return None
 
     def _make_cache(self, settings: EngineSettings, size: CacheSize) -> KvCache:

@@ -58,6 +58,8 @@ def serve(
     reader = threading.Thread(target=_read, args=(sock, runner, inbox, send), name="commands", daemon=True)
     reader.start()
     config = codec.replace(runner.config, end_token_ids=tuple(sorted(runner.end_token_ids)))
+    for ability, reason in config.missing.items():
+        structlog.get_logger().warning("ability_missing", ability=ability, reason=reason)
     try:
         loop = StepLoop(runner, inbox, send, step_target_s, scheduler_settings, step_gate, debug=debug)
         recovery = Recovery() if runner.copies is None else runner.copies.recovery

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from structlog.testing import capture_logs
 
 from tests.architectures import tiny_model
 from tests.architectures.examine import Bare, Turn, settings_of
@@ -62,9 +61,8 @@ def test_a_model_that_does_not_generate_token_after_token_is_refused(
 def test_sequences_that_llama_cpp_can_not_compute_together_have_batches_of_their_own(
     tmp_path: Path, architecture: str, is_apart: bool
 ) -> None:
-    with capture_logs() as logs:
-        runner = runner_of(tmp_path, architecture)
-    assert ("no_batches" in [line["event"] for line in logs]) == is_apart
+    runner = runner_of(tmp_path, architecture)
+    assert ("batches" in runner.config.missing) == is_apart
     draw = np.random.default_rng(1)
     prompts = [draw.integers(5, VOCABULARY, size).tolist() for size in (9, 5, 14)]
     turns = together(runner, prompts, 12)
@@ -79,3 +77,20 @@ def test_a_model_that_names_a_window_to_which_no_layer_is_bound_shares_prefixes_
     assert runner.config.checkpoint_sizes is None
     assert runner.config.kv_format is not None
     runner.close()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "missing"),
+    [
+        ("llama", set()),
+        ("qwen2vl", set()),
+        ("jamba", {"kv_exchange", "recovery"}),
+        ("mamba", {"kv_exchange", "recovery"}),
+        ("gemma3", {"kv_exchange", "recovery"}),
+    ],
+)
+def test_a_model_says_what_it_lacks(tmp_path: Path, architecture: str, missing: set[str]) -> None:
+    runner = runner_of(tmp_path, architecture)
+    runner.close()
+    assert runner.config.missing.keys() - {"router_tokenizing"} == missing
+    assert ("kv_exchange" in missing) == (not runner.config.kv_identity)

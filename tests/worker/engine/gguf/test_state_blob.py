@@ -168,3 +168,11 @@ def test_a_value_that_is_no_number_is_found_where_values_lie_by_channel() -> Non
     blob[-2:] = b"\x00\xfe"
     assert known.problem(blob, 0, 40) == "numbers"
     runner.close()
+
+
+def test_tokens_that_were_restored_are_saved_again_as_they_were(runner: GgufRunner) -> None:
+    blob = runner.lanes.save(0, 0, 16)
+    runner.lanes.restore(blob, 1, 0, 16)
+    again = bytes(runner.lanes.save(1, 0, 16).data)
+    assert format_of(runner).problem(again, 0, 16) == ""
+    assert again == bytes(blob.data)
