@@ -30,6 +30,7 @@ STANDALONE = {
     "choice": ("bench.router.choice",),
     "router_cost": ("bench.router.router_cost",),
     "large_requests": ("bench.router.large_requests",),
+    "next_turn": ("bench.router.next_turn",),
     "many_workers": ("bench.router.many_workers",),
     "onnx_8": ("bench.serving.onnx_decode", "eight"),
     "onnx_1": ("bench.serving.onnx_decode", "one"),

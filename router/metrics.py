@@ -39,6 +39,12 @@ class RouterMetrics(MetricFamilies):
         self.tokenizations = Counter(
             f"{_P}_tokenizations", "Requests to tokenize or detokenize, by error code or ok.", ("op", "code")
         )
+        self.tokenized_chars = Counter(
+            f"{_P}_tokenized_chars", "Characters of conversations, by whether their ids were cached.", ("source",)
+        )
+        self.tokenization_cache_bytes = Gauge(
+            f"{_P}_tokenization_cache_bytes", "Memory for token ids of texts in conversations."
+        )
         self.reranks = Counter(f"{_P}_reranks", "Requests to rank documents, by error code or ok.", ("code",))
         self.prompt_tokens = Counter(f"{_P}_prompt_tokens", "Prompt tokens of placements.", ("model",), models)
         self.overlap_tokens = Counter(
@@ -99,6 +105,8 @@ class RouterMetrics(MetricFamilies):
         for code in errors.Code:  # export zeros now: Prometheus does not see a counter that starts at 1 increase
             self.request_errors.labels(code)
             self.placements_rejected.labels(code)
+        for source in ("cached", "computed"):
+            self.tokenized_chars.labels(source)
         self.embeddings.labels("ok")
         for op in ("tokenize", "detokenize"):
             self.tokenizations.labels(op, "ok")

@@ -41,6 +41,7 @@ from tokenbus.router.requests.queueing.settings import PolicySettings
 from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.requests.request_telemetry import RequestTelemetry
 from tokenbus.router.requests.terminals import TerminalPublisher
+from tokenbus.router.requests.tokenization.piece_cache import PieceCache
 from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokenizer
 from tokenbus.router.requests.tokenization.tokenize_requests import TokenizeRequests
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
@@ -78,7 +79,8 @@ class Router:
         workers = WorkerClient(bus, names, self._parts)
         tokenizers = TokenizerCache(bus, names, self.fleet)
         self._loads = ModelLoads(self.fleet, workers, self._queue, settings.hold_s)
-        prompts = PromptTokenizer(self.fleet, tokenizers, workers, self._loads, self._telemetry)
+        self._pieces = PieceCache(settings.tokenization_cache_bytes, self.metrics.tokenized_chars)
+        prompts = PromptTokenizer(self.fleet, tokenizers, workers, self._loads, self._telemetry, self._pieces)
         attempts = Attempts(bus, names, workers, self.fleet, self.flights, router_id)
         self._lifecycle = RequestLifecycle(
             self.fleet,
@@ -159,6 +161,7 @@ class Router:
         gauges = self.metrics
         gauges.ready.set(not self.unready_reason)
         gauges.in_flight.set(len(self.flights))
+        gauges.tokenization_cache_bytes.set(self._pieces.num_bytes)
         gauges.upload_bytes.set(self._intake.parts.held_bytes + self._parts.receiver.held_bytes)
         gauges.queue_limit.set(self._queue.max_requests)
         for family in (

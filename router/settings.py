@@ -43,6 +43,8 @@ class RouterSettings:
     max_prompt_bytes: int = 256 * 1024 * 1024
     """Memory for the prompts and completions of open requests. If those that no worker has accepted take more, further
     requests are refused with `overloaded`; if all together take more, the largest can't survive their worker."""
+    tokenization_cache_bytes: int = 64 * 1024 * 1024
+    """Memory for token ids of texts in conversations; 0 to tokenize every conversation anew."""
     hold_s: float = 0.0
     """Time that a request waits for a worker when its model has none, as after scaling to zero; 0 refuses it."""
     expected_models: tuple[str, ...] = ()

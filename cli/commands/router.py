@@ -93,6 +93,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="bytes of one tenant's requests that may be coming in parts at a time (%(default)s)",
     )
     parser.add_argument(
+        "--tokenization-cache-mib",
+        type=arguments.at_least(0),
+        default=64,
+        metavar="MIB",
+        help="memory for token ids of texts in conversations; 0: each turn is tokenized anew (%(default)s)",
+    )
+    parser.add_argument(
         "--log-prompt-chars", type=arguments.at_least(0), default=0, help="characters of each prompt to log (0)"
     )
     parser.set_defaults(run=run)
@@ -115,6 +122,7 @@ def settings_of(options: argparse.Namespace) -> "RouterSettings":
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
         max_request_bytes=options.max_request_bytes,
         tenant_upload_bytes=options.tenant_upload_bytes,
+        tokenization_cache_bytes=options.tokenization_cache_mib << 20,
         patience_s=options.patience_s,
         hold_s=options.hold_s,
         expected_models=tuple(options.expect_model),

@@ -79,6 +79,19 @@ _PLACEMENT = (
         "stacked",
     ),
     Panel(
+        "Characters of conversations, by whether their token ids were cached",
+        "If few are in spite of long conversations, raise --tokenization-cache-mib.",
+        "short",
+        (Query(rate(f"{_P}_tokenized_chars_total", ROUTER_FILTER, "source"), "{{source}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Memory for token ids of conversations",
+        "If it stays at --tokenization-cache-mib, the tenant that has most of it loses the oldest texts.",
+        "bytes",
+        (Query(sum_of(f"{_P}_tokenization_cache_bytes", ROUTER_FILTER, "instance"), _NAME),),
+    ),
+    Panel(
         "Requests to rank documents, by result",
         "If anything but `ok` grows, look for `rerank_finished` in the router's log.",
         "reqps",

@@ -11,7 +11,10 @@ from tokenizers import Tokenizer
 
 from tokenbus.protocol.prompt import template, token_bound
 from tokenbus.protocol.prompt.rendering import PromptPieces, Renderer, RendererSetup
-from tokenbus.protocol.wire import errors, internal, limits, messages
+from tokenbus.protocol.wire import block_hash, errors, internal, limits, messages
+
+Encode = Callable[[str], list[int]]
+"""Returns the token ids of a text in which no special token is parsed."""
 
 
 class FimTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,9 +54,7 @@ class PromptBuilder:
     Safe to use from several threads; they take turns at rendering conversations, which happens in a separate process
     (`rendering.py`). If the chat template is too large or malformed, only conversations are refused, and texts work."""
 
-    def __init__(
-        self, rules: PromptRules, encode: Callable[[str], list[int]], bound: token_bound.TokenBound | None = None
-    ) -> None:
+    def __init__(self, rules: PromptRules, encode: Encode, bound: token_bound.TokenBound | None = None) -> None:
         """`bound`, if there is one, lets prompts that are certainly too long be refused without tokenizing them."""
         self.rules = rules
         self._encode = encode
@@ -83,6 +84,24 @@ class PromptBuilder:
         if request.suffix:
             return self.from_gap(request.text, request.suffix, max_prompt_tokens)
         return self.from_text(request.text, max_prompt_tokens, add_bos=add_bos)
+
+    def pack(
+        self,
+        request: internal.Tokenize,
+        max_prompt_tokens: int | None = None,
+        remembering: Callable[[Encode], Callable[[str], bytes]] | None = None,
+    ) -> bytes:
+        """Returns what `build` does, packed. `remembering` makes an encode function one that packs, and that may know
+        the texts of conversations from others."""
+        if request.messages is None or remembering is None:
+            return block_hash.pack_token_ids(self.build(request, max_prompt_tokens))
+        pieces = self._pieces(request.messages, request.chat_template_kwargs, max_prompt_tokens, request.tools)
+        pack = remembering(self._encode)
+        packed = b"".join(block_hash.pack_token_ids([one]) if isinstance(one, int) else pack(one) for one in pieces)
+        bos = self.with_bos(block_hash.unpack_token_ids(packed[: block_hash.TOKEN_BYTES]))[:1]
+        if request.add_special_tokens and not packed.startswith(start := block_hash.pack_token_ids(bos)):
+            packed = start + packed
+        return packed
 
     def from_text(self, text: str, max_prompt_tokens: int | None = None, *, add_bos: bool = True) -> list[int]:
         """Returns the token ids of a text, in which special tokens are not parsed.
@@ -115,12 +134,21 @@ class PromptBuilder:
         """Returns the token ids of a conversation, rendered with the model's chat template.
 
         Raises RequestError as `from_text` and `Renderer.render` do, and if the model has no usable template."""
-        pieces = self.render(conversation, arguments, tools)
-        self._check_length([piece for piece in pieces if isinstance(piece, str)], max_prompt_tokens)
         ids: list[int] = []
-        for piece in pieces:
+        for piece in self._pieces(conversation, arguments, max_prompt_tokens, tools):
             ids.extend([piece] if isinstance(piece, int) else self._encode(piece))
         return self.with_bos(ids) if add_bos else ids
+
+    def _pieces(
+        self,
+        conversation: list[messages.ChatMessage],
+        arguments: dict[str, Any] | None,
+        max_prompt_tokens: int | None,
+        tools: list[dict[str, Any]] | None,
+    ) -> PromptPieces:
+        pieces = self.render(conversation, arguments, tools)
+        self._check_length([piece for piece in pieces if isinstance(piece, str)], max_prompt_tokens)
+        return pieces
 
     def render(
         self,
@@ -185,7 +213,7 @@ def renderer_setup(rules: PromptRules, source: str, *, all_cpu_s: float = math.i
     )
 
 
-def load_encoder(tokenizer_json: str) -> Callable[[str], list[int]]:
+def load_encoder(tokenizer_json: str) -> Encode:
     """Returns the encode function of a tokenizer in the `tokenizers` library's format, or raises ValueError."""
     try:
         tokenizer = Tokenizer.from_str(tokenizer_json)

@@ -120,7 +120,10 @@ def _complete(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unused_marks(values: object) -> Marks:
-    used = set().union(*_strings(values))
+    texts = [text for text in _strings(values) if not text.isascii()]
+    used: set[str] = set()
+    if any(mark in text for mark in MARKS[:2] for text in texts):  # almost never, and to look at each character is slow
+        used.update(*texts)
     unused = (character for character in MARKS if character not in used)
     guard, separator = next(unused, None), next(unused, None)
     if guard is None or separator is None:

@@ -268,11 +268,11 @@ class RequestLifecycle:
             self._end(flight, None)
 
     async def _tokenize_and_dispatch(self, flight: Flight) -> None:
-        token_ids = await self._prompts.tokenize_flight(flight)
-        self._flights.set_prompt_ids(flight, block_hash.pack_token_ids(token_ids))
+        packed = await self._prompts.tokenize_flight(flight)
+        self._flights.set_prompt_ids(flight, packed)
         if flight.request.seed is None:  # drawn here, or a worker that continues the stream would draw another
             flight.request = codec.replace(flight.request, seed=secrets.randbits(32))
-        num_tokens = len(token_ids) + (flight.request.max_tokens or 0)
+        num_tokens = len(packed) // block_hash.TOKEN_BYTES + (flight.request.max_tokens or 0)
         _check_throttled(self._rate_limiter.charge_tokens(flight.tenant, num_tokens, time.monotonic()))
         await self._dispatcher.dispatch(flight)
 

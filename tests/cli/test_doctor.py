@@ -21,7 +21,7 @@ def test_a_model_that_is_there_is_fine_and_one_that_is_none_is_bad(tmp_path: Pat
     assert doctor.check_model("org/repo:Q8_0").mark == "note"
     (tmp_path / "model.gguf").write_bytes(b"not a model")
     found = doctor.check_model(str(tmp_path / "model.gguf"))
-    assert (found.mark, "is not a GGUF file" in found.advice) == ("bad", True)
+    assert (found.mark, "not a GGUF file" in found.advice) == ("bad", True)
     assert doctor.check_model(str(tmp_path / "missing.gguf")).mark == "bad"
     (tmp_path / "empty").mkdir()
     assert "there is no GGUF file" in doctor.check_model(str(tmp_path / "empty")).advice

@@ -74,7 +74,7 @@ def test_an_engine_whose_package_can_not_be_imported_is_an_error_of_the_model(
         engine_main._make_load(lambda _: None)(EngineSettings(model="m", engine=engine), lambda _: None)
 
 
-@pytest.mark.parametrize(("name", "says"), [("none.gguf", "there is no such file"), ("text", "is not a GGUF file")])
+@pytest.mark.parametrize(("name", "says"), [("none.gguf", "there is no such file"), ("text", "not a GGUF file")])
 def test_a_file_that_no_engine_can_serve_is_refused_before_there_is_a_broker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, says: str
 ) -> None:

@@ -16,6 +16,7 @@ from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.model_loads import ModelLoads
 from tokenbus.router.requests.request_telemetry import RequestTelemetry
 from tokenbus.router.requests.tokenization.fair_executor import FairExecutor
+from tokenbus.router.requests.tokenization.piece_cache import PieceCache
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
 from tokenbus.router.requests.tokenization.worker_rounds import WorkerRounds
 from tokenbus.router.requests.worker_client import Operation, WorkerClient, invalid_reply, workers_for
@@ -51,19 +52,21 @@ class PromptTokenizer:
         workers: WorkerClient,
         loads: ModelLoads,
         telemetry: RequestTelemetry,
+        pieces: PieceCache,
     ) -> None:
         self._fleet = fleet
         self._tokenizers = tokenizers
         self._rounds = WorkerRounds(fleet, workers)
         self._loads = loads
         self._telemetry = telemetry
+        self._pieces = pieces
         self._executor = FairExecutor(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) - 1)), "tokenize")
 
     def __repr__(self) -> str:
         return f"<PromptTokenizer {self._executor!r}>"
 
-    async def tokenize_flight(self, flight: Flight) -> list[int]:
-        """Returns the token ids of a flight's prompt, which fit the longest context of its model.
+    async def tokenize_flight(self, flight: Flight) -> bytes:
+        """Returns the packed token ids of a flight's prompt, which fit the longest context of its model.
 
         A model that no worker has loaded is loaded first. Raises RequestError, also if nothing serves the model or the
         model lacks a feature that the request needs."""
@@ -78,14 +81,13 @@ class PromptTokenizer:
         validation.check_resume(flight.request, workers[0].card.hash_scheme)
         remaining_s = flight.remaining_s(time.monotonic())
         with self._telemetry.tokenizing(flight):
-            token_ids = flight.request.token_ids
-            if token_ids is None:
+            if flight.request.token_ids is not None:
+                packed = block_hash.pack_token_ids(flight.request.token_ids)
+            else:
                 prompt = _prompt_of(flight)
-                token_ids = await self._tokenize(
-                    prompt, workers, remaining_s, lambda: flight.cancelled, is_bounded=True
-                )
-        _check_length(token_ids, self._longest_context(flight.model, workers))
-        return token_ids
+                packed = await self._tokenize(prompt, workers, remaining_s, lambda: flight.cancelled, is_bounded=True)
+        _check_length(len(packed) // block_hash.TOKEN_BYTES, self._longest_context(flight.model, workers))
+        return packed
 
     async def tokenize(self, prompt: Prompt, timeout_s: float) -> list[int]:
         """Returns the token ids of a prompt, however many they are. Raises RequestError."""
@@ -93,7 +95,8 @@ class PromptTokenizer:
         workers = workers_for(self._fleet, prompt.model, time.monotonic())
         if prompt.source.tools:
             _require(validation.RequiredFeature("tools", "tools"), workers[0])
-        return await self._tokenize(prompt, workers, timeout_s, lambda: False, is_bounded=False)
+        packed = await self._tokenize(prompt, workers, timeout_s, lambda: False, is_bounded=False)
+        return block_hash.unpack_token_ids(packed)
 
     async def detokenize(self, model: str, token_ids: list[int], timeout_s: float) -> str:
         """Returns the text of tokens, as a worker writes them into a completion. Raises RequestError."""
@@ -117,22 +120,23 @@ class PromptTokenizer:
         is_cancelled: Callable[[], bool],
         *,
         is_bounded: bool,
-    ) -> list[int]:
+    ) -> bytes:
         """`is_bounded`: raises RequestError(prompt_too_long) early if the text certainly leaves no room for a token."""
 
-        async def attempt(some: list[Worker]) -> list[int]:
+        async def attempt(some: list[Worker]) -> bytes:
             max_tokens = self._longest_context(prompt.model, some) - 1 if is_bounded else None
             return await self._try_some(prompt, some, max_tokens)
 
         async with _deadline(timeout_s):
             return await self._rounds.run(prompt.model, workers, attempt, is_cancelled)
 
-    async def _try_some(self, prompt: Prompt, workers: list[Worker], max_tokens: int | None) -> list[int]:
+    async def _try_some(self, prompt: Prompt, workers: list[Worker], max_tokens: int | None) -> bytes:
         tokenizer = await self._tokenizers.get(workers)
         if tokenizer is None:
             source = codec.replace(prompt.source, max_tokens=max_tokens)
             return await self._rounds.ask(workers, _TOKENIZE, source, _read_token_ids)
-        work = functools.partial(tokenizer.builder.build, prompt.source, max_tokens)
+        remembering = functools.partial(self._pieces.packer, tokenizer.name, prompt.tenant)
+        work = functools.partial(tokenizer.builder.pack, prompt.source, max_tokens, remembering)
         text, suffix = prompt.source.text, prompt.source.suffix or ""
         if text is not None and len(text) + len(suffix) <= _INLINE_CHARS:
             return work()
@@ -167,12 +171,12 @@ async def _deadline(timeout_s: float | None) -> AsyncIterator[None]:
         raise errors.request_error(errors.Code.DEADLINE_EXCEEDED) from error
 
 
-def _read_token_ids(card: messages.Card, reply: internal.TokenizeResult) -> list[int]:
+def _read_token_ids(card: messages.Card, reply: internal.TokenizeResult) -> bytes:
     if reply.error is not None:
         raise errors.RequestError(reply.error)
-    if reply.token_ids is None or len(reply.token_ids) % 4:
+    if reply.token_ids is None or len(reply.token_ids) % block_hash.TOKEN_BYTES:
         raise invalid_reply(card.worker_id, "it has no token ids")
-    return block_hash.unpack_token_ids(reply.token_ids)
+    return reply.token_ids
 
 
 def _read_text(card: messages.Card, reply: internal.DetokenizeResult) -> str:
@@ -195,8 +199,8 @@ def _require(need: validation.RequiredFeature, worker: Worker) -> None:
         )
 
 
-def _check_length(token_ids: list[int], context_length: int) -> None:
-    if not token_ids:
+def _check_length(num_tokens: int, context_length: int) -> None:
+    if not num_tokens:
         raise errors.request_error(errors.Code.INVALID_REQUEST, "the prompt has no tokens", param="prompt")
-    if len(token_ids) + 1 > context_length:
-        raise errors.prompt_too_long(len(token_ids), context_length)
+    if num_tokens + 1 > context_length:
+        raise errors.prompt_too_long(num_tokens, context_length)

@@ -44,6 +44,8 @@ class _Key(NamedTuple):
 class Tokenizer(NamedTuple):
     """A fetched tokenizer."""
 
+    name: str
+    """Names the model and the tokenizer, like no other."""
     builder: prompt.PromptBuilder
     renderer: FairExecutor
     """Renders this model's chats on one thread: a slow template delays only the users of its own model."""
@@ -122,7 +124,7 @@ class TokenizerCache:
         except (OSError, OutboundBufferLimitError, errors.RequestError) as error:  # OSError includes TimeoutError
             self._log.warning("tokenizer_not_fetched", worker_id=worker.card.worker_id, error=str(error))
             return None
-        tokenizer = self._tokenizers[key] = Tokenizer(builder, FairExecutor(1, "render"))
+        tokenizer = self._tokenizers[key] = Tokenizer(f"{key.model} {key.digest}", builder, FairExecutor(1, "render"))
         self._offered_at[key] = time.monotonic()
         if len(self._tokenizers) > _MAX_BUNDLES:
             self._drop(next(iter(self._tokenizers)))

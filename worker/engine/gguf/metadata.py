@@ -111,6 +111,11 @@ def parse_tensors(path: Path, data: bytes) -> dict[str, Tensor]:
     return _parse(path, data, lambda reader: reader.tensors())
 
 
+def check(path: Path) -> None:
+    """Raises ModelError if there is no GGUF file."""
+    _read(path, lambda _: None)
+
+
 def _read(path: Path, parse: Callable[["_Reader"], ReadT]) -> ReadT:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -35,7 +35,7 @@ class Capabilities(NamedTuple):
     can_batch: bool = True
     """Whether sequences can be computed in one batch; else each needs one of its own."""
     missing: dict[str, str] = {}
-    """What the context can't do, with the reasons, as in the engine's config."""
+    """Abilities that it lacks, with the reasons, as in the engine's config."""
 
 
 class CheckpointBytes(NamedTuple):

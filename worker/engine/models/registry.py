@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.layout import GgufLayout, stem_of
 from tokenbus.worker.engine.models.model_files import Layout, ModelFiles, is_hub_name
 from tokenbus.worker.engine.onnx.layout import OnnxLayout, is_onnx_model, model_folder
@@ -43,14 +44,8 @@ def check(model: str, engine: str = "auto") -> None:
     if engine == "sim" or is_hub_name(model):
         return
     found = find_model(model, layouts(engine), lambda _: None)
-    if not found.weights.exists():
-        raise ModelError(f"{found.weights}: there is no such file")
     if engine == "gguf" and found.weights.suffix != ".safetensors":
-        with found.weights.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ModelError(
-                    f"{found.weights}: is not a GGUF file; pass --model a GGUF, a folder, or a name on the Hub"
-                )
+        metadata.check(found.weights)
 
 
 def _requirement(distributions: tuple[str, ...]) -> str:

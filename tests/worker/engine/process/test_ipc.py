@@ -100,6 +100,8 @@ REPORTS: list[ipc.Report] = [
     ipc.ConstraintCompiled(9, 0.25, errors.make_error(errors.Code.INVALID_REQUEST, "regex: (", param="regex")),
     ipc.ExportedBlocks(5, 2, [b"\0block"]),
     ipc.BlocksRefused(2),
+    ipc.PoolingBatch([3, 4]),
+    ipc.PoolingBatch([]),
     ipc.PoolResult(3, b"\x00" * 8, 2, None),
     ipc.AdapterResult(5, "d", None),
     ipc.AdapterResult(5, "", errors.make_error(errors.Code.INVALID_REQUEST, "no such file", param="path")),

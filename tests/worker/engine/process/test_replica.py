@@ -135,7 +135,7 @@ def test_no_command_waits_for_texts_that_are_being_tokenized(one: Replica, ask: 
     one.send(add(1))
     one.until(ends)
     one.runner.gate.set()
-    assert code_of(one.until(lambda report: not isinstance(report, ipc.StepReport))) is None
+    assert code_of(one.until(lambda report: not isinstance(report, ipc.StepReport | ipc.PoolingBatch))) is None
 
 
 def test_a_prompt_is_tokenized_while_inputs_to_embed_are(one: Replica) -> None:
@@ -143,7 +143,7 @@ def test_a_prompt_is_tokenized_while_inputs_to_embed_are(one: Replica) -> None:
     one.send(embed(1, "a"), ipc.TokenizeCall(2, internal.Tokenize(text="")))
     assert isinstance(one.until(lambda report: True), ipc.TokenizeResult)
     one.runner.gate.set()
-    assert isinstance(one.until(lambda report: not isinstance(report, ipc.StepReport)), ipc.PoolResult)
+    assert isinstance(one.until(lambda report: isinstance(report, ipc.PoolResult)), ipc.PoolResult)
 
 
 @pytest.mark.parametrize("ask", ASKS)
@@ -155,7 +155,7 @@ def test_an_unexpected_error_of_a_tokenizer_costs_one_request_and_no_replica(one
     one.send(add(1))
     one.until(ends)
     one.send(ask)
-    assert code_of(one.until(lambda report: not isinstance(report, ipc.StepReport))) is None
+    assert code_of(one.until(lambda report: not isinstance(report, ipc.StepReport | ipc.PoolingBatch))) is None
 
 
 def test_a_replica_ends_when_the_thread_that_reads_its_commands_ends(one: Replica) -> None:
