@@ -147,10 +147,19 @@ _MEMORY = (
         "stacked",
     ),
     Panel(
+        "KV blocks in total",
+        "If it differs between workers of one model, their settings differ.",
+        "short",
+        (Query(sum_of(f"{_P}_kv_total_blocks", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
         "Device memory of the KV cache",
         "0 if unknown. If it differs between workers of one model, their settings differ.",
         "bytes",
-        (Query(sum_of(f"{_P}_kv_bytes", WORKER_FILTER, "worker_id"), _NAME),),
+        (
+            Query(sum_of(f"{_P}_kv_bytes", WORKER_FILTER, "worker_id"), _NAME),
+            Query(sum_of(f"{_P}_kv_used_bytes", WORKER_FILTER, "worker_id"), f"{_NAME} used"),
+        ),
     ),
     Panel(
         "KV blocks fetched from other workers and given to them",

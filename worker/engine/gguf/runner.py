@@ -25,7 +25,7 @@ from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
 from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
-from tokenbus.worker.engine.models import features
+from tokenbus.worker.engine.models import features, generation_config
 from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -86,7 +86,9 @@ class GgufRunner:
         self.adapters: Adapters | None = None
         self._adapters: ContextAdapters | None = None
         self._tokenizer = model.tokenizer
-        self.end_token_ids = self._tokenizer.end_token_ids | model.generation_config.end_token_ids
+        self.end_token_ids = self._tokenizer.end_token_ids | generation_config.end_token_ids(
+            model.generation_config, self._tokenizer.rules.special_tokens.values()
+        )
         self.token_bytes = self._tokenizer.token_bytes
         self.bundle = model.bundle
         self.copies: SlotStore | None = None

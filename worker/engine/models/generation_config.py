@@ -3,6 +3,7 @@
 Sampling defaults come from `generation_config.json`, as Hugging Face transformers writes it, and otherwise from the
 weights themselves. Sizes come from `metadata.json`."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,8 @@ class _KvCache(msgspec.Struct, frozen=True):
 
 class _Llm(msgspec.Struct, frozen=True):
     max_sequence_length: int | None = None
+    max_seq_len: int | None = None
+    """Another name of the same."""
     scheduler: _Scheduler = _Scheduler()
     kv_cache: _KvCache = _KvCache()
 
@@ -50,7 +53,11 @@ class _GenerationFile(msgspec.Struct, frozen=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
+    max_length: int | None = None
+    """The tokens of prompt and completion together."""
     eos_token_id: int | list[int] | None = None
+    eos_token_ids: int | list[int] | None = None
+    bos_token_id: int | list[int] | None = None
 
 
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +65,8 @@ class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     defaults: SamplingParams = SamplingParams()
     end_token_ids: frozenset[int] = frozenset()
+    bos_token_ids: frozenset[int] = frozenset()
+    """Tokens with which texts begin. Whoever samples one has begun another text, if it is no ordinary token."""
     context_length: int | None = None
     max_num_seqs: int | None = None
     kv_block_size: int | None = None
@@ -80,17 +89,26 @@ def read(sidecars: dict[str, Path], in_weights: dict[str, float]) -> GenerationC
         if value is not None:
             chosen[name] = _clamped(name, value)
     # 0 means that the file leaves it open.
-    if generation.max_new_tokens:
-        chosen["max_tokens"] = max(1, generation.max_new_tokens)
+    if longest := generation.max_new_tokens or generation.max_length:
+        chosen["max_tokens"] = max(1, longest)
     return GenerationConfig(
         defaults=msgspec.structs.replace(SamplingParams(), **chosen),
-        end_token_ids=to_token_ids(generation.eos_token_id) | to_token_ids(config.eos_token_id),
-        context_length=llm.max_sequence_length,
+        end_token_ids=frozenset().union(
+            *(to_token_ids(ids) for one in (generation, config) for ids in (one.eos_token_id, one.eos_token_ids))
+        ),
+        bos_token_ids=to_token_ids(generation.bos_token_id),
+        context_length=llm.max_sequence_length or llm.max_seq_len,
         max_num_seqs=llm.scheduler.max_num_seqs,
         kv_block_size=llm.kv_cache.block_size,
         total_kv_blocks=llm.kv_cache.total_blocks,
         max_paddings=llm.scheduler.max_paddings,
     )
+
+
+def end_token_ids(config: GenerationConfig, special: Iterable[int]) -> frozenset[int]:
+    """Returns the tokens that end a completion by the model's files. `special` are those of the vocabulary that stand
+    for no text: some files name an ordinary token as the one with which texts begin."""
+    return config.end_token_ids | config.bos_token_ids & frozenset(special)
 
 
 def to_token_ids(eos_token_id: int | list[int] | None) -> frozenset[int]:

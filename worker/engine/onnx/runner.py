@@ -14,7 +14,7 @@ from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
-from tokenbus.worker.engine.models import features
+from tokenbus.worker.engine.models import features, generation_config
 from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.onnx import device, embedder, host_moves, probe, row_memory, settings_resolution
 from tokenbus.worker.engine.onnx.arrays import Array
@@ -70,7 +70,9 @@ class OnnxRunner:
         self._model = model
         self._release = release
         self._tokenizer = model.tokenizer
-        self.end_token_ids = self._tokenizer.end_token_ids | model.generation_config.end_token_ids
+        self.end_token_ids = self._tokenizer.end_token_ids | generation_config.end_token_ids(
+            model.generation_config, self._tokenizer.rules.special_tokens.values()
+        )
         self.token_bytes = self._tokenizer.token_bytes
         self.bundle: bytes | None = self._tokenizer.bundle
         self._min_free_bytes = settings.onnx.min_free_mib << 20

@@ -47,6 +47,30 @@ def test_end_tokens_may_be_a_number_or_a_list(tmp_path: Path, given: object, ids
     assert read_config(tmp_path, config={"eos_token_id": given}).end_token_ids == ids
 
 
+@pytest.mark.parametrize("name", ["eos_token_id", "eos_token_ids"])
+@pytest.mark.parametrize("file", ["config", "generation_config"])
+def test_end_tokens_may_have_either_name_in_either_file(tmp_path: Path, name: str, file: str) -> None:
+    assert read_config(tmp_path, **{file: {name: [3, 4]}}).end_token_ids == {3, 4}  # type: ignore[arg-type]
+
+
+def test_a_token_with_which_texts_begin_ends_a_completion_unless_it_is_an_ordinary_one(tmp_path: Path) -> None:
+    one = read_config(tmp_path, generation_config={"bos_token_id": 1, "eos_token_id": 2})
+    assert generation_config.end_token_ids(one, [1, 2, 3]) == {1, 2}
+    assert generation_config.end_token_ids(one, [2, 3]) == {2}
+
+
+@pytest.mark.parametrize(
+    ("given", "longest"),
+    [({"max_length": 300}, 300), ({"max_length": 300, "max_new_tokens": 20}, 20), ({"max_length": 0}, None)],
+)
+def test_the_length_of_all_is_a_limit_where_there_is_none_for_completions(
+    tmp_path: Path, given: dict[str, int], longest: int | None
+) -> None:
+    assert read_config(tmp_path, generation_config=given).defaults == (
+        SamplingParams() if longest is None else SamplingParams(max_tokens=longest)
+    )
+
+
 def test_the_files_come_before_what_the_weights_say(tmp_path: Path) -> None:
     in_weights = {"temperature": 0.2, "top_k": 64, "min_p": 0.05}
     one = read_config(tmp_path, in_weights, generation_config={"temperature": 0.9})
@@ -59,6 +83,10 @@ def test_values_outside_the_wires_ranges_become_the_nearest_inside(tmp_path: Pat
     )
     assert (one.defaults.top_k, one.defaults.temperature, one.defaults.max_tokens) == (0, 100.0, 1)
     assert 0 < one.defaults.top_p < 0.001
+
+
+def test_metadata_may_call_the_context_by_another_name(tmp_path: Path) -> None:
+    assert read_config(tmp_path, metadata={"llm": {"max_seq_len": 512}}).context_length == 512
 
 
 @pytest.mark.parametrize("wrap", [False, True])
