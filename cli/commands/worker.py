@@ -76,7 +76,7 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     ("--flash-attention", _ENGINE.flash_attention, "auto, on or off"),
     ("--gpu-layers", _ENGINE.gpu_layers, "layers on the GPU; -1: all"),
     ("--main-gpu", _ENGINE.main_gpu, "GPU that holds what is not split among GPUs"),
-    ("--split-mode", _ENGINE.split_mode, "how GPUs share the model: none, layer or row"),
+    ("--split-mode", _ENGINE.split_mode, "how GPUs share the model: none, layer, row or tensor"),
     ("--max-waiting", WorkerSettings.max_waiting, "accepted requests that may wait for the engine"),
     ("--max-new-tokens", FrontendSettings.max_new_tokens, "length of a completion without max_tokens"),
     ("--step-timeout-s", WorkerSettings.step_timeout_s, "time after which a step counts as hung"),

@@ -125,7 +125,10 @@ def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None
     params.split_mode = settings_resolution.SPLIT_MODES[settings.split_mode]
     params.main_gpu = settings.main_gpu
     # Read while the model is loaded, so it has to live as long as this function.
-    chosen = devices.as_array(devices.select(settings.devices, devices.all_devices()))
+    there = devices.all_devices()
+    selected = devices.select(settings.devices, there)
+    settings_resolution.check_tensor_split(settings, len(selected) if settings.devices else len(there))
+    chosen = devices.as_array(selected)
     if settings.devices:
         params.devices = ctypes.cast(chosen, ctypes.c_void_p)
     if settings.tensor_split:

@@ -32,7 +32,10 @@ SPLIT_MODES = {
     "none": llama.LLAMA_SPLIT_MODE_NONE,
     "layer": llama.LLAMA_SPLIT_MODE_LAYER,
     "row": llama.LLAMA_SPLIT_MODE_ROW,
+    "tensor": llama.LLAMA_SPLIT_MODE_TENSOR,
 }
+_SPLIT_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+"""The types of keys and values that can be split within a layer; with others llama.cpp aborts."""
 
 
 def resolve(settings: EngineSettings, generation_config: GenerationConfig) -> EngineSettings:
@@ -50,6 +53,21 @@ def validate(settings: EngineSettings) -> None:
         raise ModelError(
             f"--cache-type-v {settings.cache_type_v} needs flash attention: leave --flash-attention at auto or on"
         )
+
+
+def check_tensor_split(settings: EngineSettings, num_devices: int) -> None:
+    """Raises ModelError if layers are to be split within, and so many devices or other settings don't allow that:
+    llama.cpp would end the process."""
+    if settings.split_mode != "tensor":
+        return
+    if num_devices < 2:
+        raise ModelError(f"--split-mode tensor needs two GPUs or more, and there are {num_devices}; pass layer")
+    if settings.flash_attention == "off":
+        raise ModelError("--split-mode tensor needs flash attention: leave --flash-attention at auto or on")
+    for name, kind in (("k", settings.cache_type_k), ("v", settings.cache_type_v)):
+        if kind not in _SPLIT_CACHE_TYPES:
+            allowed = ", ".join(_SPLIT_CACHE_TYPES)
+            raise ModelError(f"--cache-type-{name} must be one of {allowed} with --split-mode tensor, got {kind}")
 
 
 def _max_num_seqs() -> int:

@@ -8,7 +8,7 @@ CHOICES = {
     "cache_type_k": _CACHE_TYPES,
     "cache_type_v": _CACHE_TYPES,
     "flash_attention": ("auto", "on", "off"),
-    "split_mode": ("none", "layer", "row"),
+    "split_mode": ("none", "layer", "row", "tensor"),
 }
 """The values of the settings that have only a few, for engines that know them."""
 
@@ -102,7 +102,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     main_gpu: int = 0
     """The number of the GPU for what is not split."""
     split_mode: str = "layer"
-    """The way in which several GPUs share the model: `none`, `layer` or `row`."""
+    """The way in which several GPUs share the model: `none`, `layer`, `row` or `tensor`."""
     tensor_split: tuple[float, ...] = ()
     """The share of the model for each GPU; empty means by their free memory."""
     kv_limit_bytes: int = 0

@@ -1,10 +1,12 @@
 """Devices are chosen by llama.cpp's names for them, and a wrong name is answered with the right ones."""
 
+import contextlib
+
 import pytest
 
 from tests.support.engines import gguf_runner
 from tokenbus.demo import MODEL_PATH
-from tokenbus.worker.engine.gguf import backend, devices
+from tokenbus.worker.engine.gguf import backend, devices, settings_resolution
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
@@ -50,3 +52,33 @@ def test_a_model_computes_without_a_device_and_is_not_loaded_on_one_that_is_not_
     runner.close()
     with pytest.raises(ModelError, match=r"--devices must be .*none.*, got Hexagon7$"):
         gguf_runner(EngineSettings(model=str(MODEL_PATH), devices=("Hexagon7",), context_length=64, kv_tokens=64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_devices", "message"),
+    [
+        ({}, 2, ""),
+        ({"cache_type_k": "q8_0", "cache_type_v": "q4_0"}, 3, ""),
+        ({"split_mode": "layer", "flash_attention": "off"}, 0, ""),
+        ({}, 1, "--split-mode tensor needs two GPUs or more, and there are 1; pass layer"),
+        ({"flash_attention": "off"}, 2, "--split-mode tensor needs flash attention"),
+        (
+            {"cache_type_v": "q5_1"},
+            2,
+            "--cache-type-v must be one of f32, f16, bf16, q8_0, q4_0 with --split-mode tensor",
+        ),
+    ],
+)
+def test_layers_are_split_within_only_where_llama_cpp_can(
+    changes: dict[str, str], num_devices: int, message: str
+) -> None:
+    settings = EngineSettings(model="m", **({"split_mode": "tensor"} | changes))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=f"^{message}") if message else contextlib.nullcontext():
+        settings_resolution.check_tensor_split(settings, num_devices)
+
+
+def test_on_a_machine_with_fewer_than_two_gpus_a_tensor_split_is_refused_before_the_model_is_loaded() -> None:
+    if len(devices.all_devices()) > 1:
+        pytest.skip("there are several")
+    with pytest.raises(ModelError, match="--split-mode tensor needs two GPUs or more"):
+        gguf_runner(EngineSettings(model=str(MODEL_PATH), split_mode="tensor", context_length=64, kv_tokens=64))

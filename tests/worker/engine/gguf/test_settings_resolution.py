@@ -45,7 +45,7 @@ def test_a_recommendation_that_makes_no_sense_is_refused_as_the_setting_would_be
         ({"kv_layout": "paged"}, "--kv-layout must be one of auto, unified, per-stream"),
         ({"flash_attention": "yes"}, "--flash-attention must be one of auto, on, off"),
         ({"cache_type_v": "q8_0", "flash_attention": "off"}, "needs flash attention"),
-        ({"split_mode": "tensor"}, "--split-mode must be one of none, layer, row"),
+        ({"split_mode": "columns"}, "--split-mode must be one of none, layer, row, tensor"),
         ({"host_cache_mib": -2}, "--host-cache-mib must be 0 or more"),
     ],
 )
