@@ -20,7 +20,9 @@ from tokenbus.worker import contract
 Settings = TypeVar("Settings")
 
 CHANGEABLE = {
-    "worker": frozenset({"max_waiting", "max_new_tokens", "slow_wait_s", "grace_s", "handover_s", "log_level"}),
+    "worker": frozenset(
+        {"max_waiting", "max_prompt_tokens", "max_new_tokens", "slow_wait_s", "grace_s", "handover_s", "log_level"}
+    ),
     "router": frozenset(
         {
             "tenant_limit",

@@ -28,6 +28,7 @@ _RANGES = (
     ("idle_unload_s", 0, 1 << 30),
     ("threads", 0, 4_096),
     ("max_waiting", 0, 1 << 20),
+    ("max_prompt_tokens", 0, 1 << 30),
     ("max_new_tokens", 1, 1 << 30),
     ("grace_s", 0, 86_400),
     ("handover_s", 0, 86_400),
@@ -78,6 +79,7 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     ("--main-gpu", _ENGINE.main_gpu, "GPU that holds what is not split among GPUs"),
     ("--split-mode", _ENGINE.split_mode, "how GPUs share the model: none, layer, row or tensor"),
     ("--max-waiting", WorkerSettings.max_waiting, "accepted requests that may wait for the engine"),
+    ("--max-prompt-tokens", FrontendSettings.max_prompt_tokens, "tokens of the longest prompt; 0: the context"),
     ("--max-new-tokens", FrontendSettings.max_new_tokens, "length of a completion without max_tokens"),
     ("--step-timeout-s", WorkerSettings.step_timeout_s, "time after which a step counts as hung"),
     ("--grace-s", WorkerSettings.grace_s, "seconds that running requests may take to finish here after SIGTERM"),
@@ -238,6 +240,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         vllm_metrics=options.vllm_metrics,
         frontend=FrontendSettings(
             inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
+            max_prompt_tokens=options.max_prompt_tokens,
             max_new_tokens=options.max_new_tokens,
             role=messages.WorkerRole(options.role),
             slow_wait_s=options.slow_wait_s,

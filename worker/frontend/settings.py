@@ -19,6 +19,8 @@ class FrontendSettings:
 
     inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
     """Prefixes that a client's reply subject may have."""
+    max_prompt_tokens: int = 0
+    """The most tokens of a prompt; 0: what the context leaves. Streams that others have begun go on in any case."""
     max_new_tokens: int = 1_024
     """Longest completion of a request without `max_tokens`, in tokens."""
     role: messages.WorkerRole = messages.WorkerRole.BOTH

@@ -20,13 +20,17 @@ def to_engine_request(
     max_new_tokens: int,
     chat: ChatRules | None = None,
     adapters: tuple[block_hash.Adapter, ...] = (),
+    max_prompt_tokens: int = 0,
 ) -> engine_request.EngineRequest:
-    """`adapters` are those of the run.
+    """`adapters` are those of the run. A prompt has no limit besides the context's if `max_prompt_tokens` is 0, or if
+    another worker has begun the completion.
 
     Raises RequestError if the prompt is malformed, or this engine can't serve it."""
     token_ids = _unpack_token_ids(run.token_ids, "token_ids")
     if not token_ids:
         raise errors.request_error(errors.Code.INVALID_REQUEST, "the prompt has no tokens", param="token_ids")
+    if run.resume_from is None and 0 < max_prompt_tokens < len(token_ids):
+        raise errors.prompt_not_allowed(len(token_ids), max_prompt_tokens)
     for need in validation.required_run_features(run.params):
         if need.feature not in config.features:
             problem = f"{need.param} is not served by this engine"

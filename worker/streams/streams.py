@@ -263,7 +263,10 @@ class Streams:
         assert self._engine is not None
         assert self._config is not None
         adapters = self._adapters.of_run(run)
-        request = to_engine_request(run, self._config, self.settings.max_new_tokens, self._chat, adapters)
+        settings = self.settings
+        request = to_engine_request(
+            run, self._config, settings.max_new_tokens, self._chat, adapters, settings.max_prompt_tokens
+        )
         if self._exchange.may_fetch(run):
             has_leg = run.fetch_from is not None and run.fetch_from.leg_ms > 0
             request = codec.replace(request, is_held=True, has_leg=has_leg)

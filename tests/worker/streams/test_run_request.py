@@ -256,3 +256,15 @@ def test_a_text_of_any_kind_is_no_constraint() -> None:
     empty: list[dict[str, object]] = [{}, {"response_format": ResponseFormat(type="text")}, {"regex": "", "choice": []}]
     for asked in empty:
         assert to_constraint(GenerationParams(**asked)) is None  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_is_longer_than_its_worker_allows_is_refused_unless_another_one_has_begun_it() -> None:
+    config = make_config(context_length=100)
+    asked = run(block_hash.pack_token_ids(range(1, 31)))
+    assert len(to_engine_request(asked, config, 40, max_prompt_tokens=30).token_ids) == 30
+    with pytest.raises(errors.RequestError) as refused:
+        to_engine_request(asked, config, 40, max_prompt_tokens=29)
+    error = refused.value.error
+    assert (error.code, error.prompt_tokens, error.context_length) == (errors.Code.PROMPT_TOO_LONG, 30, 30)
+    begun = codec.replace(asked, resume_from=internal.RunResume(token_ids=block_hash.pack_token_ids([4])))
+    assert len(to_engine_request(begun, config, 40, max_prompt_tokens=29).token_ids) == 30
