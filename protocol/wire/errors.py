@@ -111,7 +111,7 @@ def prompt_too_long(prompt_tokens: int, context_length: int, *, is_minimum: bool
 def prompt_not_allowed(prompt_tokens: int, max_prompt_tokens: int) -> RequestError:
     """Makes the exception for a prompt that would fit the context, and is longer than its worker allows."""
     error = make_error(
-        Code.PROMPT_TOO_LONG, f"the prompt has {prompt_tokens} tokens; at most {max_prompt_tokens} may be"
+        Code.PROMPT_TOO_LONG, f"the prompt has {prompt_tokens} tokens; at most {max_prompt_tokens} are allowed"
     )
     return RequestError(
         msgspec.structs.replace(error, prompt_tokens=prompt_tokens, context_length=max_prompt_tokens + 1)
