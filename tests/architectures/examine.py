@@ -112,9 +112,7 @@ def _wrong(model: Path, turns: Sequence[Turn]) -> str:
     noise = bare.noise(turns[0])
     shortfalls = [bare.shortfall(turn) for turn in turns]
     if noise > _MAX_OWN_NOISE:
-        return (
-            f"not compared: the tiny model's logits differ by {noise:.2g} deviations when a prompt is computed in parts"
-        )
+        return f"not compared: logits of the tiny model itself differ by {noise:.2g} deviations, by batch"
     wrong = sum(shortfall > _NOISE + 4 * noise for shortfall in shortfalls)
     if not wrong:
         return ""
