@@ -190,26 +190,31 @@ def long_constrained(
     return constraint_rules.constrained(prompt(config, number), schema, max_tokens=400, seed=number)
 
 
-@pytest.mark.parametrize("name", ["gguf", "onnx-plain"])
-async def test_constrained_streams_of_an_engine_that_dies_go_on_in_the_next_where_they_were(name: str) -> None:
-    first, second = FACTORIES[name](), FACTORIES[name]()
-    config = await first.start("kit")
-    asked = [long_constrained(config, number) for number in range(4)]
-    calm = [(await run(first, request)).token_ids for request in asked]
-    recorders = [start(first, request) for request in asked]
-    await recorders[0].until(lambda seen: len(seen.token_ids) >= 20)
-    os.kill(config.pid, signal.SIGKILL)
-    async with asyncio.timeout(60):
-        await first.died()
-    assert not any(recorder.terminals for recorder in recorders)
-    await second.start("kit")
-    second.take_over(first)
-    for recorder in recorders:
-        assert (await recorder.terminal()).finish_reason == "stop"
-        assert sum(output.is_constraint_ready for output in recorder.outputs) == 1
-    assert [recorder.token_ids for recorder in recorders] == calm
-    for engine in (first, second):
-        await engine.cleanup()
+@pytest.mark.parametrize("settings", [exact_demo, lambda: ONNX], ids=["gguf", "onnx-plain"])
+async def test_constrained_streams_of_an_engine_that_dies_go_on_in_the_next_where_they_were(
+    settings: Callable[[], EngineSettings],
+) -> None:
+    same = settings()
+    first, second = demo_engine(same), demo_engine(same)
+    try:
+        config = await first.start("kit")
+        asked = [long_constrained(config, number) for number in range(4)]
+        calm = [(await run(first, request)).token_ids for request in asked]
+        recorders = [start(first, request) for request in asked]
+        await recorders[0].until(lambda seen: len(seen.token_ids) >= 20)
+        os.kill(config.pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            await first.died()
+        assert not any(recorder.terminals for recorder in recorders)
+        await second.start("kit")
+        second.take_over(first)
+        for recorder in recorders:
+            assert (await recorder.terminal()).finish_reason == "stop"
+            assert sum(output.is_constraint_ready for output in recorder.outputs) == 1
+        assert [recorder.token_ids for recorder in recorders] == calm
+    finally:
+        for engine in (first, second):
+            await engine.cleanup()
 
 
 class _CountsPreemptions(EngineListener):
