@@ -89,6 +89,7 @@ class FairQueue:
         self._positions: dict[str, tuple[str, _Position]] = {}
         """Tenant and position of each request, by its key."""
         self._begun: deque[QueuedRequest] = deque()
+        self._num_needing = 0
         self._count = 0
         self._tokens = 0
         self._left = DecayingRate()
@@ -101,6 +102,11 @@ class FairQueue:
 
     def __contains__(self, key: str) -> bool:
         return key in self._positions or any(request.key == key for request in self._begun)
+
+    @property
+    def has_needs(self) -> bool:
+        """Whether a request needs a worker of some kind."""
+        return self._num_needing > 0
 
     def set_limits(self, max_requests: int, max_tokens: int) -> None:
         """Changes the limits; what exceeds them is evicted by the next `put`."""
@@ -117,6 +123,7 @@ class FairQueue:
         self._tenants[request.tenant].add(position, request)
         self._positions[request.key] = request.tenant, position
         self._tokens += request.tokens
+        self._num_needing += bool(request.needs)
         evicted = []
         while len(self._positions) > self._max_requests or self._tokens > self._max_tokens:
             largest = max(self._tenants.values(), key=lambda tenant: tenant.tokens)
@@ -126,6 +133,7 @@ class FairQueue:
     def put_begun(self, request: QueuedRequest) -> None:
         """Adds a request whose stream has begun, behind others of its kind and before all others."""
         self._begun.append(request)
+        self._num_needing += bool(request.needs)
 
     def pop(self, now: float) -> QueuedRequest:
         """Removes and returns the next request. The queue must not be empty."""
@@ -138,8 +146,7 @@ class FairQueue:
         is asked about the first request of a tenant with the same needs."""
         for request in self._begun:
             if can_start(request):
-                self._begun.remove(request)
-                return request
+                return self.remove(request.key)
         num_idle = 0
         while num_idle < len(self._round):
             tenant = self._tenants[self._round[0]]
@@ -161,11 +168,13 @@ class FairQueue:
         if key not in self._positions:
             request = next(request for request in self._begun if request.key == key)
             self._begun.remove(request)
+            self._num_needing -= bool(request.needs)
             return request
         name, position = self._positions.pop(key)
         tenant = self._tenants[name]
         request = tenant.remove(position)
         self._tokens -= request.tokens
+        self._num_needing -= bool(request.needs)
         if not tenant.requests:  # an idle tenant keeps no credit, or it could starve others when it comes back
             del self._tenants[name]
             self._round.remove(name)
@@ -191,3 +200,5 @@ class FairQueue:
             assert tenant.tokens == sum(request.tokens for request in tenant.requests.values())
             assert all(self._positions[request.key] == (name, at) for at, request in tenant.requests.items())
         assert sum(len(tenant.requests) for tenant in self._tenants.values()) == len(self._positions)
+        waiting = itertools.chain(self._begun, *(tenant.requests.values() for tenant in self._tenants.values()))
+        assert self._num_needing == sum(bool(one.needs) for one in waiting)

@@ -158,6 +158,8 @@ class PlacementQueue:
         more are not kept."""
         found: dict[tuple[str, Hashable], bool] = {}
         is_available = self._fleet.capacity(model, now) is Capacity.AVAILABLE
+        if not is_available and not queue.has_needs:  # asked for each event of a worker, however many tenants wait
+            return None
 
         def can_start(queued: QueuedRequest) -> bool:
             if not queued.needs:
