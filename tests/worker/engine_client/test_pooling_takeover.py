@@ -1,15 +1,14 @@
 """A call for embeddings that kills two engines is refused; others lose at most the engine they had."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 import numpy as np
-import pytest
 
 from tests.support.arithmetic import Sums, make_config
+from tests.support.engine_lives import Begin, Fragile, Life
 from tests.support.engines import ThreadLink
-from tests.worker.engine_client.test_takeover import Fragile, Life
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.runner import DeviceError
@@ -43,22 +42,6 @@ class FragilePooler(Fragile):
         self.embedder = self.sums = FragileSums()
 
 
-@pytest.fixture
-async def life() -> AsyncIterator[Callable[[list[FragilePooler]], Life]]:
-    begun: list[tuple[Life, asyncio.Task[None]]] = []
-
-    def begin(runners: list[FragilePooler]) -> Life:
-        one = Life(list(runners))
-        begun.append((one, asyncio.create_task(one.supervisor.run())))
-        return one
-
-    yield begin
-    for one, task in begun:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await one.supervisor.cleanup()
-
-
 async def embed(one: Life, *texts: str, remaining_ms: float = 60_000) -> list[list[float]] | errors.Code:
     """Returns the rows of the texts, or the error's code."""
     async with asyncio.timeout(60):
@@ -79,7 +62,7 @@ def row(text: str) -> list[float]:
     return [sum(tokens), len(tokens), tokens[-1]]
 
 
-async def test_a_call_that_ends_two_engines_is_refused(life: Callable[[list[FragilePooler]], Life]) -> None:
+async def test_a_call_that_ends_two_engines_is_refused(life: Begin) -> None:
     one = life([FragilePooler() for _ in range(3)])
     assert await embed(one, POISON) is errors.Code.REQUEST_CRASHES_ENGINE
     assert await embed(one, "a") == [row("a")]
@@ -87,7 +70,7 @@ async def test_a_call_that_ends_two_engines_is_refused(life: Callable[[list[Frag
 
 
 async def test_calls_of_the_batch_that_ended_an_engine_are_tried_one_at_a_time_and_answered(
-    life: Callable[[list[FragilePooler]], Life],
+    life: Begin,
 ) -> None:
     runners = [FragilePooler() for _ in range(3)]
     one = life(runners)
@@ -99,7 +82,7 @@ async def test_calls_of_the_batch_that_ended_an_engine_are_tried_one_at_a_time_a
 
 
 async def test_a_call_that_was_not_in_the_batch_is_given_back_at_once(
-    life: Callable[[list[FragilePooler]], Life],
+    life: Begin,
 ) -> None:
     one = life([FragilePooler() for _ in range(3)])
     large = [f"text {number}" for number in range(40)]
@@ -109,7 +92,7 @@ async def test_a_call_that_was_not_in_the_batch_is_given_back_at_once(
 
 
 async def test_a_call_whose_text_ends_two_engines_before_it_is_computed_is_refused(
-    life: Callable[[list[FragilePooler]], Life],
+    life: Begin,
 ) -> None:
     runners = [FragilePooler() for _ in range(3)]
     one = life(runners)
@@ -126,7 +109,7 @@ async def test_a_call_whose_text_ends_two_engines_before_it_is_computed_is_refus
     assert one.supervisor.restarts == 2
 
 
-async def test_streams_are_not_blamed_for_a_batch_of_inputs(life: Callable[[list[FragilePooler]], Life]) -> None:
+async def test_streams_are_not_blamed_for_a_batch_of_inputs(life: Begin) -> None:
     calm = await life([FragilePooler()]).ask([1, 2, 3], max_tokens=200)
     await calm.terminal()
     one = life([FragilePooler() for _ in range(3)])
@@ -138,7 +121,7 @@ async def test_streams_are_not_blamed_for_a_batch_of_inputs(life: Callable[[list
 
 
 async def test_a_call_whose_time_is_over_before_the_next_engine_serves_is_told(
-    life: Callable[[list[FragilePooler]], Life],
+    life: Begin,
 ) -> None:
     one = life([FragilePooler() for _ in range(2)])
     assert await embed(one, POISON, remaining_ms=50) is errors.Code.DEADLINE_EXCEEDED
@@ -146,7 +129,7 @@ async def test_a_call_whose_time_is_over_before_the_next_engine_serves_is_told(
 
 
 async def test_a_call_that_is_cancelled_while_there_is_no_engine_is_not_tried_again(
-    life: Callable[[list[FragilePooler]], Life],
+    life: Begin,
 ) -> None:
     runners = [FragilePooler() for _ in range(2)]
     one = life(runners)
@@ -161,7 +144,7 @@ async def test_a_call_that_is_cancelled_while_there_is_no_engine_is_not_tried_ag
 
 
 async def test_a_call_ends_at_its_deadline_though_no_engine_follows(
-    life: Callable[[list[FragilePooler]], Life],
+    life: Begin,
 ) -> None:
     one = life([FragilePooler()])
     async with asyncio.timeout(60):

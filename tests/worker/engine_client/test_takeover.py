@@ -1,42 +1,10 @@
 """When an engine dies, the next one continues its streams exactly; a request that ends two engines is refused."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 
-import pytest
-
-from tests.support.arithmetic import ArithmeticRunner, make_config
-from tests.support.engines import Recorder, ThreadLink
+from tests.support.engine_lives import POISON, Begin, Fragile, Life
+from tests.support.engines import Recorder
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import contract, engine_request
-from tokenbus.worker.engine.runner import DeviceError
-from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
-from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
-from tokenbus.worker.engine_client import engine_process
-from tokenbus.worker.engine_client.client import EngineClient
-from tokenbus.worker.engine_client.listener import EngineListener
-from tokenbus.worker.engine_client.supervisor import Supervisor
-
-POISON = 66
-
-
-class Fragile(ArithmeticRunner):
-    """Dies in every step that holds the poisonous prompt, and once in its step number `fatal_step`."""
-
-    def __init__(self, fatal_step: int = 0) -> None:
-        super().__init__(make_config(max_num_seqs=4), step_s=0.002)
-        self.fatal_step = fatal_step
-
-    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
-        if POISON in sampling.stop_token_ids:
-            raise ValueError("no such sampling")
-        super().add_sequence(seq_no, sampling)
-
-    def step(self, plan: StepPlan) -> list[SampledToken | EngineFinishReason]:
-        poisoned = any(POISON in part.sequence.token_ids[: part.sequence.num_prompt] for part in plan.scheduled)
-        if poisoned or self.num_steps + 1 == self.fatal_step:
-            raise DeviceError("gone")
-        return super().step(plan)
 
 
 class Deadly(Fragile):
@@ -56,71 +24,6 @@ class Deadly(Fragile):
         pass
 
 
-class Life(EngineListener):
-    """A supervisor over engines that run on the runners given, one after another."""
-
-    def __init__(self, runners: list[Fragile]) -> None:
-        self.engine: contract.Engine | None = None
-        self.serves = asyncio.Event()
-        self.is_down = asyncio.Event()
-        self.runners = iter(runners)
-        self.supervisor = Supervisor(self._make, "w", self, step_timeout_s=30.0)
-
-    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
-        self.engine = engine
-        self.serves.set()
-        self.is_down.clear()
-
-    def engine_died(self) -> None:
-        self.serves.clear()
-        self.is_down.set()
-
-    def _make(self) -> EngineClient:
-        runner = next(self.runners)
-
-        async def launch() -> engine_process.Link:
-            return ThreadLink(lambda _: runner)
-
-        return EngineClient(launch, max_waiting=64)
-
-    async def ask(
-        self,
-        token_ids: list[int],
-        max_tokens: int = 20,
-        stops: tuple[int, ...] = (),
-        given: tuple[int, ...] = (),
-    ) -> Recorder:
-        async with asyncio.timeout(60):
-            await self.serves.wait()
-        assert self.engine is not None
-        recorder = Recorder()
-        sampling = engine_request.Sampling(
-            max_tokens=max_tokens, ignore_eos=True, temperature=1.0, seed=5, stop_token_ids=stops
-        )
-        resumed = engine_request.ResumedCompletion(token_ids=list(given)) if given else None
-        self.engine.generate(
-            engine_request.EngineRequest(key=f"r{token_ids}", token_ids=token_ids, sampling=sampling, resumed=resumed),
-            recorder,
-        )
-        return recorder
-
-
-@pytest.fixture
-async def life() -> AsyncIterator[Callable[[list[Fragile]], Life]]:
-    begun: list[tuple[Life, asyncio.Task[None]]] = []
-
-    def begin(runners: list[Fragile]) -> Life:
-        one = Life(runners)
-        begun.append((one, asyncio.create_task(one.supervisor.run())))
-        return one
-
-    yield begin
-    for one, task in begun:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await one.supervisor.cleanup()
-
-
 async def answers(one: Life, prompts: list[list[int]]) -> list[Recorder]:
     recorders = [await one.ask(prompt) for prompt in prompts]
     for recorder in recorders:
@@ -131,7 +34,7 @@ async def answers(one: Life, prompts: list[list[int]]) -> list[Recorder]:
 PROMPTS = [[1, 2, 3, number] for number in range(10, 14)]
 
 
-async def test_streams_continue_where_they_were_when_their_engine_dies(life: Callable[[list[Fragile]], Life]) -> None:
+async def test_streams_continue_where_they_were_when_their_engine_dies(life: Begin) -> None:
     calm = await answers(life([Fragile()]), PROMPTS)
     torn = await answers(life([Fragile(fatal_step=7), Fragile(fatal_step=9), Fragile()]), PROMPTS)
     assert [one.token_ids for one in torn] == [one.token_ids for one in calm]
@@ -147,7 +50,7 @@ async def test_streams_continue_where_they_were_when_their_engine_dies(life: Cal
 
 
 async def test_a_stream_that_another_worker_began_continues_where_it_was_when_its_engine_dies(
-    life: Callable[[list[Fragile]], Life],
+    life: Begin,
 ) -> None:
     (calm,) = await answers(life([Fragile()]), PROMPTS[:1])
     one = life([Fragile(fatal_step=4), Fragile()])
@@ -160,7 +63,7 @@ async def test_a_stream_that_another_worker_began_continues_where_it_was_when_it
 
 
 async def test_a_stream_that_another_worker_began_is_suspect_like_any_other(
-    life: Callable[[list[Fragile]], Life],
+    life: Begin,
 ) -> None:
     one = life([Deadly(), Deadly(), Fragile()])
     terminal = await (await one.ask([1, 2], given=(3, 4))).terminal()
@@ -169,7 +72,7 @@ async def test_a_stream_that_another_worker_began_is_suspect_like_any_other(
 
 
 async def test_a_request_that_ends_two_engines_is_refused_and_its_neighbours_never_notice(
-    life: Callable[[list[Fragile]], Life],
+    life: Begin,
 ) -> None:
     calm = await answers(life([Fragile()]), PROMPTS[:3])
     one = life([Fragile(), Fragile(), Fragile()])
@@ -185,7 +88,7 @@ async def test_a_request_that_ends_two_engines_is_refused_and_its_neighbours_nev
     assert one.supervisor.restarts == 2
 
 
-async def test_a_stream_can_be_cancelled_while_there_is_no_engine(life: Callable[[list[Fragile]], Life]) -> None:
+async def test_a_stream_can_be_cancelled_while_there_is_no_engine(life: Begin) -> None:
     one = life([Fragile(fatal_step=4), Fragile()])
     recorder = await one.ask([1, 2, 3])
     engine = one.engine
@@ -199,7 +102,7 @@ async def test_a_stream_can_be_cancelled_while_there_is_no_engine(life: Callable
     assert len(recorder.terminals) == 1
 
 
-async def test_a_request_that_the_engine_can_not_even_take_ends_alone(life: Callable[[list[Fragile]], Life]) -> None:
+async def test_a_request_that_the_engine_can_not_even_take_ends_alone(life: Begin) -> None:
     one = life([Fragile()])
     neighbour = await one.ask(PROMPTS[0], max_tokens=60)
     await neighbour.until(lambda seen: len(seen.token_ids) >= 3)
@@ -210,7 +113,7 @@ async def test_a_request_that_the_engine_can_not_even_take_ends_alone(life: Call
     assert one.supervisor.restarts == 0
 
 
-async def test_a_request_that_the_engine_can_not_start_ends_alone(life: Callable[[list[Fragile]], Life]) -> None:
+async def test_a_request_that_the_engine_can_not_start_ends_alone(life: Begin) -> None:
     one = life([Fragile()])
     neighbour = await one.ask(PROMPTS[0], max_tokens=60)
     await neighbour.until(lambda seen: len(seen.token_ids) >= 3)
@@ -226,7 +129,7 @@ async def test_a_request_that_the_engine_can_not_start_ends_alone(life: Callable
 
 
 async def test_a_request_that_kills_engines_before_they_start_any_is_found(
-    life: Callable[[list[Fragile]], Life],
+    life: Begin,
 ) -> None:
     one = life([Deadly(), Deadly(), Fragile()])
     terminal = await (await one.ask([1, 2])).terminal()
@@ -236,7 +139,7 @@ async def test_a_request_that_kills_engines_before_they_start_any_is_found(
 
 
 async def test_a_running_stream_is_not_suspect_if_its_engine_dies_before_it_starts_any(
-    life: Callable[[list[Fragile]], Life],
+    life: Begin,
 ) -> None:
     one = life([Fragile(fatal_step=7), Deadly(), Fragile()])
     recorder = await one.ask([1, 2, 3])
