@@ -289,7 +289,7 @@ def _engines_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> 
 def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> EngineSettings:
     own = {name: getattr(options, name) for name in EngineSettings.__struct_fields__ if hasattr(options, name)}
     own["debug"] = _is_debug()
-    own["model"] = model if model_files.is_hub_name(model) else str(_path_of(model))
+    own["model"] = _located(model)
     if on_demand and options.host_cache_mib < 0:
         own["host_cache_mib"] = 0  # what is kept for later goes with the model
     owners = min(BUSY_MODELS, len(options.model)) if on_demand else options.replicas * len(options.model)
@@ -301,10 +301,13 @@ def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> E
     return engine
 
 
-def _path_of(model: str) -> Path:
-    """Returns a model's path. `demo` is the model that comes with Tokenbus, unless a file of that name exists."""
+def _located(model: str) -> str:
+    """Returns a model's name on the Hub, or its path. `demo` is the model that comes with Tokenbus, unless a file of
+    that name exists."""
+    if model_files.is_hub_name(model):
+        return model
     path = Path(model)
-    return MODEL_PATH if model == "demo" and not path.exists() else path
+    return str(MODEL_PATH if model == "demo" and not path.exists() else path)
 
 
 def check_models(options: argparse.Namespace) -> str:
@@ -312,7 +315,7 @@ def check_models(options: argparse.Namespace) -> str:
     known to be wrong."""
     try:
         for model in options.model:
-            registry.check(model if model_files.is_hub_name(model) else str(_path_of(model)), options.engine)
+            registry.check(_located(model), options.engine)
     except (ModelError, OSError) as error:
         return str(error)
     return ""

@@ -98,10 +98,10 @@ class PromptBuilder:
         pieces = self._pieces(request.messages, request.chat_template_kwargs, max_prompt_tokens, request.tools)
         pack = remembering(self._encode)
         packed = b"".join(block_hash.pack_token_ids([one]) if isinstance(one, int) else pack(one) for one in pieces)
-        bos = self.with_bos(block_hash.unpack_token_ids(packed[: block_hash.TOKEN_BYTES]))[:1]
-        if request.add_special_tokens and not packed.startswith(start := block_hash.pack_token_ids(bos)):
-            packed = start + packed
-        return packed
+        if not request.add_special_tokens:
+            return packed
+        first, rest = packed[: block_hash.TOKEN_BYTES], packed[block_hash.TOKEN_BYTES :]
+        return block_hash.pack_token_ids(self.with_bos(block_hash.unpack_token_ids(first))) + rest
 
     def from_text(self, text: str, max_prompt_tokens: int | None = None, *, add_bos: bool = True) -> list[int]:
         """Returns the token ids of a text, in which special tokens are not parsed.

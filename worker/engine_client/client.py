@@ -20,7 +20,7 @@ from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client import admission, sequences
 from tokenbus.worker.engine_client.admission import CapacityLimit
 from tokenbus.worker.engine_client.calls.engine_adapters import EngineAdapters
-from tokenbus.worker.engine_client.calls.pending_calls import PendingCalls, ResultT
+from tokenbus.worker.engine_client.calls.pending_calls import PendingCalls
 from tokenbus.worker.engine_client.calls.pooling_calls import PoolingCalls
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, Link
@@ -173,17 +173,19 @@ class EngineClient(asyncio.Protocol):
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         if not self._require_running().embedding_width:
             raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes no embeddings", param="model")
-        return await self._pool(lambda: self._pooling.embed(request))
+        self._admit_call()
+        return await self._pooling.embed(request)
 
     async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
         if "rerank" not in self._require_running().features:
             raise errors.request_error(errors.Code.UNSUPPORTED, "this model scores no documents", param="model")
-        return await self._pool(lambda: self._pooling.rerank(request))
+        self._admit_call()
+        return await self._pooling.rerank(request)
 
-    async def _pool(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    def _admit_call(self) -> None:
+        """Raises RequestError if the engine may have no further call."""
         self._pooling.check()
         self._expect_calls()
-        return await call()
 
     def _expect_calls(self) -> None:
         """An idle engine, whose last step is long ago, is about to get calls."""

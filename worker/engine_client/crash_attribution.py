@@ -6,6 +6,9 @@ one that was tried is to blame."""
 
 from collections.abc import Iterable
 
+MAX_CRASHES = 2
+"""A request that may have ended so many engines gets no other."""
+
 
 class CrashAttribution:
     """The suspects of one engine process. Any object identifies a replica."""

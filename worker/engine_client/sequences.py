@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping
 
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
+from tokenbus.worker.engine_client.crash_attribution import MAX_CRASHES, CrashAttribution
 from tokenbus.worker.engine_client.generation import Generation
-
-_MAX_CRASHES = 2
 
 
 def add_command(number: int, generation: Generation) -> bytes:
@@ -184,7 +182,7 @@ class OpenSequences:
         # `_started` is about this engine; `started_at` may be of an earlier one
         for number in (self._started | compiling) or new:
             self._generations[number].crashes += attribution.may_be_caused_by(replica, number)
-        culprits = {n: one for n, one in self._generations.items() if one.crashes >= _MAX_CRASHES}
+        culprits = {n: one for n, one in self._generations.items() if one.crashes >= MAX_CRASHES}
         for number in culprits:
             self._remove(number)
         return list(culprits.values())

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from tokenbus.worker.engine.gguf import kv_memory, metadata
 from tokenbus.worker.engine.models import config_json, registry
 from tokenbus.worker.engine.models.model_files import Layout, ModelFiles
@@ -54,7 +52,7 @@ def _of_gguf(files: ModelFiles, layouts: Sequence[Layout], settings: EngineSetti
         width=found.number(f"{architecture}.embedding_length"),
         vocab_size=len(found.texts("tokenizer.ggml.tokens")),
         rows=num_seqs + _IDLE_LANES,
-        state_bytes=kv_memory.states_bytes(found, msgspec.structs.replace(settings, max_num_seqs=num_seqs)),
+        state_bytes=kv_memory.states_bytes(found, num_seqs),
     )
 
 

@@ -70,9 +70,9 @@ def _recurrent_layers(metadata: Metadata, arch: str) -> int:
     return layers
 
 
-def states_bytes(metadata: Metadata, settings: EngineSettings) -> int:
-    """Returns the size of the recurrent states of all lanes, and of the one for copies."""
-    return (settings.max_num_seqs + 1) * state_bytes(metadata)
+def states_bytes(metadata: Metadata, num_seqs: int) -> int:
+    """Returns the size of the recurrent states of so many lanes, and of the one for copies."""
+    return (num_seqs + 1) * state_bytes(metadata)
 
 
 def context_length(settings: EngineSettings, trained: int) -> int:
@@ -89,7 +89,7 @@ def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) ->
     """Lowers the KV memory that the settings ask for to `kv_limit_bytes`, if that is less.
 
     Raises ModelError if not even one request of the context length would fit."""
-    each, states = bytes_per_token(metadata, settings), states_bytes(metadata, settings)
+    each, states = bytes_per_token(metadata, settings), states_bytes(metadata, settings.max_num_seqs)
     if settings.kv_limit_bytes and states > settings.kv_limit_bytes:
         raise ModelError(
             f"--kv-budget leaves {settings.kv_limit_bytes} bytes for this replica, and the recurrent states of "

@@ -8,9 +8,9 @@ import structlog
 
 from tokenbus.protocol.wire import codec, errors, internal
 from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine_client.crash_attribution import MAX_CRASHES
 
 _MAX_PENDING = 64
-_MAX_CRASHES = 2
 _GRACE_S = 1.0
 """An engine ends a call at its deadline itself, with the answer to what it has just computed."""
 
@@ -147,7 +147,7 @@ class PoolingCalls:
         for call in self._calls.values():
             call.is_sent = call.has_begun = False
             call.crashes += call.call_id in suspects
-            if call.crashes >= _MAX_CRASHES:
+            if call.crashes >= MAX_CRASHES:
                 self._log.error("request_crashes_engine", request_id=call.request.call_id)
                 call.fail(errors.make_error(errors.Code.REQUEST_CRASHES_ENGINE))
             elif not call.crashes:

@@ -100,14 +100,17 @@ def test_recurrent_states_are_counted_as_large_as_llama_cpp_allocates_them(tmp_p
     states = max(_mib(one) for one in said if "llama_memory_recurrent: size" in one)
     cells = max((_mib(one) for one in said if "llama_kv_cache: size" in one), default=0.0)
     found = metadata.read(path)
-    assert kv_memory.states_bytes(found, asked) / 2**20 == pytest.approx(states, abs=0.01)
+    assert kv_memory.states_bytes(found, asked.max_num_seqs) / 2**20 == pytest.approx(states, abs=0.01)
     if architecture != "mamba2":  # its file names heads, which no layer has
         assert asked.kv_tokens * kv_memory.bytes_per_token(found, asked) / 2**20 == pytest.approx(cells, abs=0.01)
 
 
 def test_a_limit_counts_recurrent_states_first() -> None:
     recurrent = facts(ssm__inner_size=512, ssm__state_size=16, ssm__conv_kernel=4)
-    each, states = kv_memory.bytes_per_token(recurrent, settings()), kv_memory.states_bytes(recurrent, settings())
+    each, states = (
+        kv_memory.bytes_per_token(recurrent, settings()),
+        kv_memory.states_bytes(recurrent, settings().max_num_seqs),
+    )
     assert states == (settings().max_num_seqs + 1) * 4 * (3 * 512 + 512 * 16) * 4
     limited = kv_memory.fit_to_budget(settings(kv_tokens=4_096, kv_limit_bytes=states + 512 * each), recurrent, 512)
     assert limited.kv_tokens == 512
