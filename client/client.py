@@ -111,6 +111,7 @@ class Client:
         await other._inbox.wait_idle()
         self._inboxes.remove(other._inbox)
         await other._inbox.close()
+        await other._inbox.unsubscribe()
 
     async def __aenter__(self) -> "Client":
         return self

@@ -74,18 +74,25 @@ class Continuation:
             return self._original_loss() or loss
         if not self.is_empty and not self._can_resume():
             return loss
-        remaining_ms = self.request.timeout_ms
-        if remaining_ms is not None:
-            remaining_ms -= (now - self._submitted_at) * 1e3
-            if remaining_ms <= 0:
-                return errors.make_error(errors.Code.DEADLINE_EXCEEDED)
+        again = self.in_time(self.request, now)
+        if isinstance(again, errors.Error):
+            return again
         self.num_resubmits += 1
         self._num_in_vain += 1
         if self.is_empty:
-            return codec.replace(self.request, timeout_ms=remaining_ms)
+            return again
         self._loss = self._loss or loss
         resume_from = messages.ResumeFrom(token_ids=[*self._given_ids, *self._token_ids], hash_scheme=self._hash_scheme)
-        return codec.replace(self.request, timeout_ms=remaining_ms, resume_from=resume_from)
+        return codec.replace(again, resume_from=resume_from)
+
+    def in_time(self, request: messages.GenerateRequest, now: float) -> messages.GenerateRequest | errors.Error:
+        """Returns a request of the stream with the time that is left for it, or the error if there is none."""
+        if self.request.timeout_ms is None:
+            return request
+        remaining_ms = self.request.timeout_ms - (now - self._submitted_at) * 1e3
+        if remaining_ms <= 0:
+            return errors.make_error(errors.Code.DEADLINE_EXCEEDED)
+        return codec.replace(request, timeout_ms=remaining_ms)
 
     def error_after_refusal(self, refusal: errors.Error) -> errors.Error | None:
         """Returns the error with which the stream ends after a refused continuation; None if it may be tried again."""

@@ -25,6 +25,9 @@ _MAX_PAUSE_S = 0.5
 _RESYNC_SUFFIX = "-resync"
 """Ends the reply subject of a resync: its answer is not a chunk."""
 _MAX_ORPHANS = 1_024
+_ROUTERS_RETURN_S = 5.0
+"""Routers that lost the broker when the client did are back this long after it at the latest. Until then a request for
+which nobody listens is sent again."""
 
 
 class Inbox:
@@ -71,14 +74,17 @@ class Inbox:
 
     async def wait_idle(self) -> None:
         """Returns when no stream is open."""
-        await self._is_idle.wait()
+        while self._streams:  # one that is submitted again is not open for a moment
+            await self._is_idle.wait()
 
     async def close(self) -> None:
-        """Cancels every open stream."""
+        """Cancels every open stream. The subscription ends with the connection, or by `unsubscribe` before."""
         for stream in list(self._streams.values()):
             await stream.aclose()
         if self._ticker is not None:
             self._ticker.cancel()
+
+    async def unsubscribe(self) -> None:
         if self._subscription is not None:
             with contextlib.suppress(ConnectionError):
                 await self._connection.unsubscribe(self._subscription)
@@ -118,7 +124,9 @@ class Inbox:
         try:
             last = await self._parts.stage(message)
         except bus.NoRespondersError:
-            problem = _no_router()
+            stream.uploaded(time.monotonic())
+            self._refuse_unheard(stream)
+            return
         except errors.RequestError as error:
             problem = error.error
         except TimeoutError as error:
@@ -222,10 +230,18 @@ class Inbox:
             # a router has begun to receive a request in parts: it is gone, but there may be others
             is_upload = self._uploads.pop(token, None) is not None
             lost = errors.make_error(errors.Code.UPLOAD_LOST, "the router that received the request is gone")
-            stream.refuse(lost if is_upload else _no_router(), time.monotonic())
+            stream.refuse(lost, time.monotonic()) if is_upload else self._refuse_unheard(stream)
         else:
             self._uploads.pop(token, None)
             stream.feed(message.data, time.monotonic())
+
+    def _refuse_unheard(self, stream: Stream) -> None:
+        """Tells a stream that no router listens, unless routers may still be coming back to the broker."""
+        now = time.monotonic()
+        if now - self._connection.reconnected_at < _ROUTERS_RETURN_S:
+            stream.submit_soon(now)
+        else:
+            stream.refuse(errors.make_error(errors.Code.NO_WORKER, "no router listens on this broker"), now)
 
     def _cancel_orphan(self, message: Msg) -> None:
         """Cancels, once, a stream that was given up and still sends chunks."""
@@ -256,7 +272,3 @@ class Inbox:
 
 def _tick(now: float, pause_s: float, stream: Stream) -> None:
     stream.tick(now, pause_s)
-
-
-def _no_router() -> errors.Error:
-    return errors.make_error(errors.Code.NO_WORKER, "no router listens on this broker")

@@ -18,6 +18,7 @@ from tokenbus.protocol.wire import codec, errors, messages
 _chunks = codec.Decoder(messages.Chunk)
 _resyncs = codec.Decoder(messages.ResyncReply)
 
+_SUBMIT_AGAIN_S = 0.2
 MAX_UNREAD_BYTES = 4 * 1024 * 1024
 """Bytes of chunks, as they came, that may wait for a slow reader. With more the stream ends with an error. In memory
 they take about four times as much."""
@@ -73,6 +74,10 @@ class Stream:
         self._span = span
         self._first_chunk_seen = False
         self._continuation = Continuation(request, now, resume=resume)
+        self._submitted = self._continuation.request
+        """The request as it was last published."""
+        self._submit_again_at: float | None = None
+        """When it is published again, since nobody has listened yet."""
         self._reassembler = Reassembler(len(request.resume_from.token_ids) if request.resume_from else 0)
         self._resync_timer = ResyncTimer(now, streamed=request.is_streamed)
         self._unread: deque[tuple[messages.Chunk, int]] = deque()
@@ -121,9 +126,11 @@ class Stream:
 
     def cancel(self) -> None:
         """Cancels the request. The stream goes on until its terminal: `cancelled`, unless another came first."""
-        if self.is_uploading and not self._ended:  # nobody has the request yet
+        if self._ended:
+            return
+        if self.is_uploading or self._submit_again_at is not None:  # nobody has the request yet
             self._end(messages.FinishReason.CANCELLED)
-        elif not self._ended:
+        else:
             self._is_cancelled = True
             self._send_cancel()
 
@@ -148,7 +155,13 @@ class Stream:
 
     def submit(self) -> None:
         """Publishes the request; to be called once."""
-        self._transport.submit(self, self._continuation.request)
+        self._transport.submit(self, self._submitted)
+
+    def submit_soon(self, now: float) -> None:
+        """Takes the news that nobody listens for the request yet: it is published again after a moment."""
+        if self._is_cancelled:
+            self._end(messages.FinishReason.CANCELLED)
+        self._submit_again_at = now + _SUBMIT_AGAIN_S
 
     def feed(self, payload: bytes, now: float) -> None:
         """Takes a message that came to the stream's reply subject."""
@@ -178,6 +191,11 @@ class Stream:
             return
         if pause_s:
             self._resync_timer.extend(pause_s)
+        if self._submit_again_at is not None:
+            if now >= self._submit_again_at:
+                again = self._continuation.in_time(self._submitted, now)
+                self.fail(again) if isinstance(again, errors.Error) else self._submit(again, now)
+            return
         match self._resync_timer.poll(now):
             case Action.RESYNC:
                 self._transport.send_resync(self, self._reassembler.num_tokens)
@@ -286,12 +304,16 @@ class Stream:
 
     def _resubmit(self, request: messages.GenerateRequest, now: float) -> None:
         self._send_cancel()  # should somebody hold the old request after all, it must not run twice
-        self._transport.forget(self)
         self._reassembler.restart_attempts()
-        self._resync_timer = ResyncTimer(now, streamed=self._is_streamed)
         # A new id: the holder of the old one may only have been out of reach.
         self.request_id = secrets.token_urlsafe(16)
-        self._transport.submit(self, codec.replace(request, id=self.request_id))
+        self._submit(codec.replace(request, id=self.request_id), now)
+
+    def _submit(self, request: messages.GenerateRequest, now: float) -> None:
+        self._transport.forget(self)
+        self._submitted, self._submit_again_at = request, None
+        self._resync_timer = ResyncTimer(now, streamed=self._is_streamed)
+        self._transport.submit(self, request)
 
     def _lose(self, reason: str, now: float) -> None:
         """Continues the stream elsewhere, or ends it."""

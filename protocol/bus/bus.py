@@ -70,6 +70,12 @@ class Bus(Protocol):
         ...
 
     @property
+    def reconnected_at(self) -> float:
+        """When the connection was last made again, by `time.monotonic`: minus infinity if it never was, infinity while
+        that is under way."""
+        ...
+
+    @property
     def confirmed_at(self) -> float:
         """When the newest ping that the broker has answered was sent, by `protocol.bus.clock`. Everything published
         before that has reached the broker."""

@@ -7,7 +7,9 @@ that is too long, empty or has a space in it. Both are checked before anything i
 import asyncio
 import contextlib
 import functools
+import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -47,6 +49,7 @@ class Connection:
         self._client.on_reconnect_failed = self._reconnect_failed
         self._closed_for_good = asyncio.Event()
         self.is_closing = False
+        self.reconnected_at = -math.inf
         self.on_permissions_violation: Callable[[str], None] = lambda words: None
         self.on_reconnect: Callable[[], None] = lambda: None
         self.guard: Callable[[], bool] = lambda: True
@@ -154,7 +157,10 @@ class Connection:
     async def unsubscribe(self, subscription: bus.Subscription) -> None:
         assert isinstance(subscription, Subscription)
         with contextlib.suppress(nats.errors.Error, TimeoutError), CancellationGuard():
-            await subscription.drain()  # type: ignore[no-untyped-call]
+            if self.is_connected:
+                await subscription.drain()  # type: ignore[no-untyped-call]
+            else:  # nothing can come any more, and draining would wait for the broker's answer
+                await subscription.unsubscribe()
         self._client.callbacks.pop(subscription._id, None)
 
     async def request(
@@ -214,10 +220,12 @@ class Connection:
             self._call(lambda: self.on_permissions_violation(words), "denied")
 
     async def _disconnected(self) -> None:
+        self.reconnected_at = math.inf
         if not self.is_closing:
             self._log.warning("nats_disconnected")
 
     async def _reconnected(self) -> None:
+        self.reconnected_at = time.monotonic()
         self._log.info("nats_reconnected")
         self._call(self.on_reconnect, "reconnect")
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ class SimBus:
         self.tap: Callable[[Msg], None] = lambda message: None
         """Called with every message that arrives."""
         self.last_received_at = self.confirmed_at = process.world.now
+        self.reconnected_at = -math.inf
         self._connect()
 
     def __repr__(self) -> str:

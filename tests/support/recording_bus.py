@@ -1,5 +1,6 @@
 """A bus that keeps what is published instead of sending it."""
 
+import math
 from collections.abc import Sequence
 
 from tokenbus.protocol.bus.bus import OutboundBufferLimitError, Outgoing
@@ -12,6 +13,7 @@ class RecordingBus:
         self.max_payload = max_payload
         self.num_writes = 0
         self.last_received_at = 0.0
+        self.reconnected_at = -math.inf
         self.is_busy = False
         """Whether the outbound buffer counts as full."""
         self.is_closed = False
