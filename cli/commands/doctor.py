@@ -20,12 +20,13 @@ from tokenbus.protocol.prompt import prompt
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
+from tokenbus.worker.engine import device_memory
 from tokenbus.worker.engine.models import model_files, registry
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineProcess
-from tokenbus.worker.on_demand import free_memory, memory_need, model_facts
+from tokenbus.worker.on_demand import memory_need, model_facts
 
 _CONNECT_TIMEOUT_S = 3.0
 _MIN_PAYLOAD = 64 * 1024
@@ -84,7 +85,7 @@ async def _run(options: argparse.Namespace) -> int:
 async def _all_findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
     for finding in (*_machine(), *_ports(options.ports)):
         yield finding
-    for finding in check_memory(options.model, options.memory_budget_mib << 20, free_memory.read()):
+    for finding in check_memory(options.model, options.memory_budget_mib << 20, device_memory.free_host_bytes()):
         yield finding
     for model in options.model:
         finding = check_model(model)

@@ -9,10 +9,11 @@ import structlog
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract
+from tokenbus.worker.engine import device_memory
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.frontend.metrics import WorkerMetrics
 from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
-from tokenbus.worker.on_demand import free_memory, memory_need, model_facts
+from tokenbus.worker.on_demand import memory_need, model_facts
 from tokenbus.worker.on_demand.load_plan import Load, LoadPlan, Unload
 from tokenbus.worker.on_demand.memory_need import MemoryNeed, mib
 from tokenbus.worker.on_demand.planned_model import State
@@ -159,7 +160,7 @@ class OnDemandModels:
     def _act(self, now: float) -> None:
         for name, replica in self._replicas.items():
             self._plan.used(name, idle_since=replica.idle_since)
-        while (action := self._plan.next_action(now, free_memory.read())) is not None:
+        while (action := self._plan.next_action(now, device_memory.free_host_bytes())) is not None:
             match action:
                 case Load(name):
                     self._began_at[name] = now

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from llama_cpp import _ggml
 
+from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.runner import ModelError
 
 NONE = "none"
@@ -17,6 +18,12 @@ _ggml.libggml.ggml_backend_dev_get.restype = ctypes.c_void_p
 _ggml.libggml.ggml_backend_dev_name.argtypes = [ctypes.c_void_p]
 _ggml.libggml.ggml_backend_dev_name.restype = ctypes.c_char_p
 _ggml.libggml.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
+_ggml.libggml.ggml_backend_dev_memory.argtypes = [
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_size_t),
+    ctypes.POINTER(ctypes.c_size_t),
+]
+_ggml.libggml.ggml_backend_dev_memory.restype = None
 
 
 def select(names: Sequence[str], there: dict[str, int]) -> list[int]:
@@ -38,6 +45,16 @@ def all_devices() -> dict[str, int]:
     lib = _ggml.libggml
     found = [lib.ggml_backend_dev_get(number) for number in range(lib.ggml_backend_dev_count())]
     return {lib.ggml_backend_dev_name(one).decode(): one for one in found if lib.ggml_backend_dev_type(one) != _CPU}
+
+
+def memory(there: dict[str, int]) -> list[DeviceMemory]:
+    """Returns the memory of devices, given their addresses by name. A device that has none of its own says 0."""
+    found = []
+    for name, address in there.items():
+        free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        _ggml.libggml.ggml_backend_dev_memory(address, ctypes.byref(free), ctypes.byref(total))
+        found.append(DeviceMemory(name, total.value, free.value))
+    return found
 
 
 def as_array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:

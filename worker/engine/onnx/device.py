@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import onnxruntime
 
+from tokenbus.worker.engine import device_memory
+from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
@@ -39,9 +41,15 @@ def choose(settings: EngineSettings) -> Device:
     return Device("cpu") if why_not else Device("cuda", number)
 
 
+def memory(device: Device) -> DeviceMemory | None:
+    """Returns the memory of a device, or None if the system doesn't say."""
+    return device_memory.host() if device.kind == "cpu" else _gpu_memory(device)
+
+
 def free_bytes(device: Device) -> int | None:
     """Returns the memory that could be allocated now, or None if the system doesn't say."""
-    return _free_host_bytes() if device.kind == "cpu" else _free_gpu_bytes(device.number)
+    found = memory(device)
+    return found.free_bytes if found is not None else None
 
 
 def _why_no_cuda(number: int) -> str:
@@ -58,21 +66,14 @@ def _why_no_cuda(number: int) -> str:
     return "" if number < count.value else f"there are GPUs 0 to {count.value - 1}, not {number}"
 
 
-def _free_host_bytes() -> int | None:
-    try:
-        with open("/proc/meminfo") as lines:
-            return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
-    except OSError:
-        return None
-
-
-def _free_gpu_bytes(number: int) -> int | None:
+def _gpu_memory(device: Device) -> DeviceMemory | None:
     for name in _CUDA_RUNTIMES:
         try:
             runtime = ctypes.CDLL(name)
         except OSError:
             continue
         free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        if not runtime.cudaSetDevice(number) and not runtime.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)):
-            return free.value
+        chosen = not runtime.cudaSetDevice(device.number)
+        if chosen and not runtime.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)):
+            return DeviceMemory(f"{device.kind}:{device.number}", total.value, free.value)
     return None
