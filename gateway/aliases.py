@@ -1,12 +1,9 @@
 """Other names for models, each for one model or, by weights, for several, and the name meant by none; pure."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-import msgspec
-
-from tokenbus.gateway.openai import schemas
 from tokenbus.protocol.wire import subjects
 
 
@@ -47,17 +44,15 @@ class Aliases:
                 return target.model
         return targets[-1].model
 
-    def listed(self, models: Sequence[schemas.Model]) -> list[schemas.Model]:
-        """Returns the models, and behind them each alias of which all models with a share are served.
+    def served(self, context_lengths: Mapping[str, int]) -> dict[str, str]:
+        """Returns the aliases whose models are all served, each with the one of them that has the shortest context.
 
-        Its context is the shortest of theirs."""
-        served = {model.id: model for model in models}
-        found = list(models)
+        `context_lengths` has the served models by name. Models with a weight of 0 do not count."""
+        found = {}
         for alias, targets in self._targets.items():
-            behind = [served.get(target.model) for target in targets if target.weight]
-            if alias not in served and None not in behind:
-                shortest = min((one for one in behind if one), key=lambda model: model.context_length)
-                found.append(msgspec.structs.replace(shortest, id=alias))
+            names = [target.model for target in targets if target.weight]
+            if alias not in context_lengths and context_lengths.keys() >= set(names):
+                found[alias] = min(names, key=context_lengths.__getitem__)
         return found
 
 

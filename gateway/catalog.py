@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import UNSET
 
+from tokenbus.gateway.aliases import Aliases
 from tokenbus.gateway.openai import schemas
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import errors, limits, messages, subjects
@@ -33,6 +34,13 @@ class Listing(NamedTuple):
         if self.unserved is None or name in self.unserved:
             raise errors.request_error(errors.Code.NO_WORKER, f"nothing serves {name[:_MAX_NAME]!r} now")
         raise errors.request_error(errors.Code.MODEL_NOT_FOUND, f"no worker has ever served {name[:_MAX_NAME]!r}")
+
+    def with_aliases(self, aliases: Aliases) -> "Listing":
+        """Returns the listing with the served aliases after the models."""
+        models = {model.id: model for model in self.models}
+        served = aliases.served({name: model.context_length for name, model in models.items()})
+        named = [msgspec.structs.replace(models[model], id=alias) for alias, model in served.items()]
+        return self._replace(models=[*self.models, *named])
 
 
 class Catalog:

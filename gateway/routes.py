@@ -108,7 +108,7 @@ class Routes:
         """Returns the models that a request may see, and their aliases. Raises ApiError and RequestError."""
         name, client = self._services.tenants.authenticate(request)
         listing = await self._catalogs.of(name, client.models).listing()
-        return listing._replace(models=self._services.aliases.listed(listing.models))
+        return listing.with_aliases(self._services.aliases)
 
 
 CALLS: dict[str, CallDialect[Any, Any]] = {

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from tokenbus.gateway.aliases import Aliases
+from tokenbus.gateway.catalog import Listing
 from tokenbus.gateway.openai import schemas
 
 
@@ -36,8 +37,8 @@ def test_a_weight_of_zero_gets_nothing() -> None:
 
 def test_an_alias_is_listed_while_all_its_models_are_served_with_the_shortest_context() -> None:
     aliases = Aliases(["a=old:9,new:1", "b=gone", "old=new"])
-    listed = aliases.listed([model("old", 200), model("new", 100)])
-    assert [(one.id, one.root, one.context_length) for one in listed] == [
+    listing = Listing([model("old", 200), model("new", 100)], None).with_aliases(aliases)
+    assert [(one.id, one.root, one.context_length) for one in listing.models] == [
         ("old", "old", 200),
         ("new", "new", 100),
         ("a", "new", 100),

@@ -54,7 +54,9 @@ class Outbox:
         if output.token_ids:
             if not self._sampled or self._sampled[-1].is_full:
                 self._sampled.append(SampledTokens())
-            self._sampled[-1].add(stream, output)
+            logprobs = stream.pack_logprobs(output) if output.logprobs else b""
+            first_token = stream.first_token if output.first_token is not None else None
+            self._sampled[-1].add(stream.stream_no, output.token_ids, logprobs, first_token)
         if chunk is not None:
             self._waiting.append((stream, chunk, _to_message(stream, chunk)))
 
@@ -67,7 +69,7 @@ class Outbox:
         """Discards everything that waits to be published for a stream."""
         self._waiting = [entry for entry in self._waiting if entry[0] is not stream]
         for sampled in self._sampled:
-            sampled.remove(stream)
+            sampled.remove(stream.stream_no)
         self._sampled = [sampled for sampled in self._sampled if sampled]
 
     def replay(self, stream: Stream, offset: int, now: float) -> None:

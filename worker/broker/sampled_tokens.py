@@ -1,10 +1,9 @@
 """Collects sampled tokens for the event log; pure."""
 
 from array import array
+from collections.abc import Iterable
 
 from tokenbus.protocol.wire import internal, limits
-from tokenbus.worker import engine_output
-from tokenbus.worker.streams.stream import Stream
 
 
 class SampledTokens:
@@ -28,23 +27,23 @@ class SampledTokens:
         """Whether further tokens must go into another entry."""
         return 8 * len(self.token_ids) + self._logprob_bytes >= limits.PART_BYTES // 2
 
-    def add(self, stream: Stream, output: engine_output.Output) -> None:
-        """Adds the tokens of an output that the stream has already made a chunk of."""
-        number = stream.stream_no
-        for token_id in output.token_ids:
-            self.stream_nos.append(number)
+    def add(
+        self, stream_no: int, token_ids: Iterable[int], logprobs: bytes, first_token: internal.FirstToken | None
+    ) -> None:
+        """Adds tokens of a stream, with their packed log probabilities and the record of its first token, if any."""
+        for token_id in token_ids:
+            self.stream_nos.append(stream_no)
             self.token_ids.append(token_id)
-        if output.logprobs and (packed := stream.pack_logprobs(output)):
-            self.logprobs[number] = self.logprobs.get(number, b"") + packed
-            self._logprob_bytes += len(packed)
-        if output.first_token is not None and stream.first_token is not None:
-            self.first_tokens.append(stream.first_token)
+        if logprobs:
+            self.logprobs[stream_no] = self.logprobs.get(stream_no, b"") + logprobs
+            self._logprob_bytes += len(logprobs)
+        if first_token is not None:
+            self.first_tokens.append(first_token)
 
-    def remove(self, stream: Stream) -> None:
+    def remove(self, stream_no: int) -> None:
         """Discards the tokens of a stream that ends without publishing them."""
-        number = stream.stream_no
-        kept = [pair for pair in zip(self.stream_nos, self.token_ids, strict=True) if pair[0] != number]
+        kept = [pair for pair in zip(self.stream_nos, self.token_ids, strict=True) if pair[0] != stream_no]
         self.stream_nos = array("I", (pair[0] for pair in kept))
         self.token_ids = array("I", (pair[1] for pair in kept))
-        self.logprobs.pop(number, None)
-        self.first_tokens = [one for one in self.first_tokens if one.stream_no != number]
+        self.logprobs.pop(stream_no, None)
+        self.first_tokens = [one for one in self.first_tokens if one.stream_no != stream_no]

@@ -13,9 +13,12 @@ from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.kv_exchange.transport import OUTCOMES
 
 _LABELS = ("model", "worker_id")
+FETCH_OUTCOMES = (
+    "complete", "partial", "timeout", "failed", "nothing", "busy", "lost", "evicted", "corrupt", "refused"
+)  # fmt: skip
+"""The ways in which a fetch of blocks can end: with all blocks, with some, or with none for a reason."""
 
 
 class WorkerMetrics(MetricFamilies):
@@ -236,7 +239,7 @@ class ReplicaMetrics:
             metrics.kv_refused_blocks,
         ):
             family.labels(*own)
-        for outcome in OUTCOMES:
+        for outcome in FETCH_OUTCOMES:
             metrics.kv_fetches.labels(*own, outcome)
             metrics.legs_awaited.labels(*own, outcome)
         metrics.discarded_slots.labels(*own, "torn")

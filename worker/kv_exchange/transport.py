@@ -10,12 +10,9 @@ from typing import Protocol
 
 from tokenbus.protocol.wire import internal
 
-OUTCOMES = ("complete", "partial", "timeout", "failed", "nothing", "busy", "lost", "evicted", "corrupt", "refused")
-"""The ways in which a fetch can end: with all blocks, with some, or with none for a reason."""
-
 
 class TransferError(Exception):
-    """Blocks could not be had; `outcome` says why, in a word for the metrics."""
+    """Blocks could not be had; `outcome` says why, in one of the metrics' FETCH_OUTCOMES."""
 
     def __init__(self, outcome: str, text: str) -> None:
         super().__init__(text)
