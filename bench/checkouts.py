@@ -1,23 +1,20 @@
 """Compares another checkout of Tokenbus with this one: the same benchmarks, run in turn (A B A B).
 
-Run: .venv/bin/python -m bench.checkouts ../other [--pairs 7] [--only frontend_cpu choice] [--model FILE.gguf]
+Run: .venv/bin/python -m bench.checkouts ../other [--pairs 7] [--only frontend_cpu choice]
 
 The other checkout needs its own environment (`make .venv/.ready` there) and benchmarks of the same file names, in any
 folder of bench/. Figures are read from a benchmark's output. Ratios are costs, this checkout / the other; rates are
 inverted, so that above 1 always means that this checkout is worse. `worse` and `better` appear only if both quartiles
-are more than 3 % away from 1."""
+are more than 3 % away from 1. Generating tokens and computing prompts are compared by `bench.serving.versions`."""
 
 import re
 import statistics
 import subprocess
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
 from bench import flags
-from bench.models import random_model
-from bench.models.shape import PRESETS
 
 HERE = Path(__file__).parents[1]
 MARGIN = 0.03
@@ -32,10 +29,6 @@ class Figure(NamedTuple):
 
 
 BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[Figure, ...]]] = {
-    "decode": (
-        ("--pairs", "2", "--tokens", "32"),
-        (Figure("decoding, tokens/s", r"the whole system +([\d.]+)", is_rate=True),),
-    ),
     "first_chunk": (
         ("--pairs", "41"),
         (Figure("first chunk, ms over the bare engine", r"difference +([\d.]+)"),),
@@ -81,13 +74,11 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[Figure, ...]]] = {
 """The flags and figures of each benchmark. What follows a colon tells two runs of the same one apart."""
 
 
-def run(checkout: Path, name: str, model: Path) -> dict[str, float]:
+def run(checkout: Path, name: str) -> dict[str, float]:
     """Runs a benchmark in a checkout and returns its figures as costs. Raises SystemExit if it fails."""
     flags, figures = BENCHMARKS[name]
     (path,) = (checkout / "bench").rglob(f"{name.partition(':')[0]}.py")
     command = (".".join(path.relative_to(checkout).with_suffix("").parts), *flags)
-    if name == "decode":
-        command += ("--model", str(model))
     python = checkout / ".venv/bin/python"
     done = subprocess.run([python, "-m", *command], cwd=checkout, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -108,10 +99,10 @@ def verdict(low: float, high: float) -> str:
     return "better" if high < 1 - MARGIN else ""
 
 
-def compare(other: Path, name: str, model: Path, pairs: int) -> None:
+def compare(other: Path, name: str, pairs: int) -> None:
     columns: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for _ in range(pairs):
-        theirs, ours = run(other, name, model), run(HERE, name, model)
+        theirs, ours = run(other, name), run(HERE, name)
         for label in ours:
             columns[label].append((theirs[label], ours[label]))
     for figure in BENCHMARKS[name][1]:
@@ -128,15 +119,10 @@ def main() -> None:
     parser = flags.parser(__doc__, pairs=7)
     parser.add_argument("other", type=Path)
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
-    parser.add_argument("--model", type=Path, help="for decode; made with random weights without it")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
-        model = options.model or Path(folder, "0.5b.gguf")
-        if "decode" in options.only and not options.model:
-            random_model.write(model, PRESETS["0.5b"], "q8_0", threads=2)
-        print(f"{'':40}{'other':>10}{'this':>10}    cost, this / other (quartiles), {options.pairs} pairs")
-        for name in options.only:
-            compare(options.other.resolve(), name, model.resolve(), options.pairs)
+    print(f"{'':40}{'other':>10}{'this':>10}    cost, this / other (quartiles), {options.pairs} pairs")
+    for name in options.only:
+        compare(options.other.resolve(), name, options.pairs)
 
 
 if __name__ == "__main__":

@@ -43,15 +43,16 @@ async def started(
     worker: Sequence[str],
     router: Sequence[str] = (),
     variables: Mapping[str, str] = MappingProxyType({}),
+    python: Path = Path(sys.executable),
 ) -> AsyncIterator[System]:
-    """Does the same with further arguments of the router and variables for both."""
+    """Does the same with further arguments of the router, variables for both, and the Python of another checkout."""
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
         folder = Path(name)
         nats = await nats_server.start(0, folder / "nats.log")
         served = ("worker", "--nats", nats.url, "--model", str(model), "--served-name", "m", *worker)
         processes = [
-            start(folder / "router.log", "router", "--nats", nats.url, *router, variables=variables),
-            start(folder / "worker.log", *served, variables=variables),
+            start(folder / "router.log", "router", "--nats", nats.url, *router, variables=variables, python=python),
+            start(folder / "worker.log", *served, variables=variables, python=python),
         ]
         try:
             async with await Client.connect(nats.url) as client:
@@ -90,11 +91,14 @@ def cpu_seconds(pid: int) -> float:
 
 
 def start(
-    log_path: Path, *arguments: str, variables: Mapping[str, str] = MappingProxyType({})
+    log_path: Path,
+    *arguments: str,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    python: Path = Path(sys.executable),
 ) -> "subprocess.Popen[bytes]":
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "tokenbus.cli.start", *arguments],
+            [python, "-m", "tokenbus.cli.start", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
