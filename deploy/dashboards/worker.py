@@ -238,9 +238,13 @@ _MEMORY = (
     Panel(
         "Shares of steps without numbers, by worker",
         "The model computed NaN or infinity, and the shares are computed again. If one adapter or prompt causes it "
-        "(step_poisoned in the log names the requests), unload the adapter or check the model's files.",
+        "(step_poisoned in the log names the requests), unload the adapter or check the model's files. An engine whose "
+        "memory keeps such numbers is replaced: if that happens more than once, check the device.",
         "short",
-        (Query(increase(f"{_P}_poisoned_shares_total", WORKER_FILTER, "worker_id"), _NAME),),
+        (
+            Query(increase(f"{_P}_poisoned_shares_total", WORKER_FILTER, "worker_id"), _NAME),
+            Query(increase(f"{_P}_poisoned_engines_total", WORKER_FILTER, "worker_id"), f"{_NAME} engines replaced"),
+        ),
     ),
     Panel(
         "Tokens of preempted sequences, by how they came back",

@@ -39,7 +39,7 @@ class Fragile(ArithmeticRunner):
 class Life(EngineListener):
     """A supervisor over engines that run on the runners given, one after another."""
 
-    def __init__(self, runners: Sequence[Fragile]) -> None:
+    def __init__(self, runners: Sequence[ArithmeticRunner]) -> None:
         self.engine: contract.Engine | None = None
         self.serves = asyncio.Event()
         self.is_down = asyncio.Event()
@@ -85,5 +85,5 @@ class Life(EngineListener):
         return recorder
 
 
-Begin = Callable[[Sequence[Fragile]], Life]
+Begin = Callable[[Sequence[ArithmeticRunner]], Life]
 """Begins the life of some runners."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Listing
 
-from tests.support.arithmetic import ArithmeticRunner
+from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.stateful import StatefulRunner
 from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.ops import Truncate
@@ -10,6 +10,8 @@ from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, Ste
 
 POISON = 999
 """The token after which the numbers of a sequence are none. No answer has it."""
+KNOWN_POISON = 66
+"""The same for `StainedRunner`; a frontend accepts it as a part of a prompt."""
 
 
 class PoisonousRunner(ArithmeticRunner):
@@ -46,6 +48,22 @@ class PoisonousRunner(ArithmeticRunner):
 
     def _take_back(self, part: ScheduledTokens) -> Undone:
         return Undone.POISONED
+
+
+class StainedRunner(PoisonousRunner):
+    """After a prompt with the token KNOWN_POISON, all shares are poisoned: what is written over its memory does not
+    help. `num_tries` counts the shares since then."""
+
+    def __init__(self, config: contract.EngineConfig | None = None, *, canary: Listing[int] = (1,)) -> None:
+        super().__init__(config or make_config(max_num_seqs=4))
+        self.canary = canary
+        self.num_tries = 0
+
+    def _poisoned(self, batch: Listing[ScheduledTokens]) -> list[ScheduledTokens]:
+        prompts = [part.sequence.token_ids[: part.sequence.num_prompt] for part in batch]
+        is_stained = self.num_tries or any(KNOWN_POISON in one for one in prompts)
+        self.num_tries += len(batch) if is_stained else 0
+        return list(batch) if is_stained else []
 
 
 class PoisonousStatefulRunner(StatefulRunner):

@@ -99,6 +99,15 @@ class Copies(Protocol):
         """The number of those that are kept, and of what was thrown away."""
         ...
 
+    @property
+    def last_number(self) -> int:
+        """The number of the last copy that was sealed."""
+        ...
+
+    def discard_after(self, number: int) -> None:
+        """Lets no later engine find the copies that were sealed after this one. Raises DeviceError."""
+        ...
+
     def find_problem(self, data: memoryview, start: int, count: int, /) -> str:
         """Says in a word why data can't be the copy of `count` tokens from `start` on; empty if they may be."""
         ...
@@ -144,6 +153,9 @@ class Runner(Protocol):
     """None where the model scores no documents."""
     adapters: Adapters | None
     """None where the engine can't use any."""
+    canary: Listing[int]
+    """Tokens for which its numbers were finite when it was loaded; none if that is not known. As few as possible: what
+    they are computed in is overwritten by it."""
     num_lanes: int
     """The number of lanes that running and cached sequences share."""
 

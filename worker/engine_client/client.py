@@ -336,6 +336,9 @@ class EngineClient(asyncio.Protocol):
                 self._pooling.ended(result)
             case ipc.StepIsolated(number):
                 self._link.crash_attribution.step_isolated(self, number)
+            case ipc.MemoryPoisoned(numbers):
+                self._link.crash_attribution.memory_poisoned(self, numbers)
+                self.listener.memory_poisoned()
             case ipc.Loading(fraction):
                 self.listener.loading(fraction)
             case ipc.Ready() as ready:

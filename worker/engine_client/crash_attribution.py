@@ -16,6 +16,7 @@ class CrashAttribution:
     def __init__(self) -> None:
         self._isolated: tuple[object, int] | None = None
         self._stuck: object | None = None
+        self._poisoned: tuple[object, frozenset[int]] | None = None
         self._pooled: dict[object, frozenset[int]] = {}
         """The calls in the batch that each replica computes now."""
         self._on_probation: object | None = None
@@ -33,6 +34,10 @@ class CrashAttribution:
         if self._isolated == (replica, number):
             self._isolated = None
 
+    def memory_poisoned(self, replica: object, numbers: Iterable[int]) -> None:
+        """The process ends because one of these sequences has left non-finite numbers that stay."""
+        self._poisoned = (replica, frozenset(numbers))
+
     def batch_changed(self, replica: object, call_ids: Iterable[int], *, on_probation: bool) -> None:
         """A replica computes a batch of inputs of these calls, and no step; without any, the batch has ended."""
         calls = frozenset(call_ids)
@@ -48,6 +53,8 @@ class CrashAttribution:
 
     def may_be_caused_by(self, replica: object, number: int) -> bool:
         """Returns whether this sequence may have been in the step that ended the process."""
+        if self._poisoned is not None:
+            return self._poisoned[0] is replica and number in self._poisoned[1]
         if self._on_probation is not None or self._pooled.get(replica):
             return False
         if self._isolated is not None:
@@ -56,6 +63,6 @@ class CrashAttribution:
 
     def suspect_calls(self, replica: object) -> frozenset[int]:
         """Returns the calls of a replica that may have been in the batch that ended the process."""
-        if self._on_probation not in (None, replica) or self._stuck not in (None, replica):
+        if self._poisoned or self._on_probation not in (None, replica) or self._stuck not in (None, replica):
             return frozenset()
         return self._pooled.get(replica, frozenset())

@@ -17,6 +17,9 @@ class EngineListener:
     def copies_recovered(self, recovery: Recovery) -> None:
         """The engine has found these copies of blocks when it started."""
 
+    def memory_poisoned(self) -> None:
+        """Non-finite numbers stay in the engine's memory, and it is about to end."""
+
     def engine_died(self) -> None:
         """There is no engine. Called before any stream is told, and possibly more than once."""
 

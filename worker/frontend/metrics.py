@@ -98,6 +98,9 @@ class WorkerMetrics(MetricFamilies):
             "poisoned_shares",
             "Shares of sequences in steps of which nothing was kept, because their numbers were NaN or infinite.",
         )
+        self.poisoned_engines = counter(
+            "poisoned_engines", "Engines that ended because non-finite numbers stayed in their memory."
+        )
         self.restarts = counter("engine_restarts", "Engine starts after the first.")
         self.unguarded = gauge(
             "streams_unguarded", "Open streams that no router guards, which end together with the worker."
@@ -229,6 +232,7 @@ class ReplicaMetrics:
         metrics.reasoning_tokens.labels(*own)
         for family in (
             metrics.restarts,
+            metrics.poisoned_engines,
             metrics.recovered_blocks,
             metrics.recovered_bytes,
             metrics.embeddings,
@@ -404,6 +408,10 @@ class ReplicaMetrics:
     def engine_restarted(self) -> None:
         """An engine serves that is not the first."""
         self._metrics.restarts.labels(*self._own_labels).inc()
+
+    def memory_poisoned(self) -> None:
+        """An engine ends because non-finite numbers stay in its memory."""
+        self._metrics.poisoned_engines.labels(*self._own_labels).inc()
 
     def inputs_embedded(self, count: int) -> None:
         """`count` inputs were embedded."""

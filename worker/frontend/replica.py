@@ -221,6 +221,10 @@ class Replica(EngineListener):
                 discarded=dict(recovery.discarded),
             )
 
+    def memory_poisoned(self) -> None:
+        """Counts an engine that ends for this reason."""
+        self._metrics.memory_poisoned()
+
     def engine_died(self) -> None:
         """Announces that there is no engine for now."""
         assert self.frontend is not None

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from tests.support.engine_lives import Begin, Fragile, Life
+from tests.support.arithmetic import ArithmeticRunner
+from tests.support.engine_lives import Begin, Life
 
 
 @pytest.fixture
@@ -13,7 +14,7 @@ async def life() -> AsyncIterator[Begin]:
     """Begins lives, and ends them with the test."""
     begun: list[tuple[Life, asyncio.Task[None]]] = []
 
-    def begin(runners: Sequence[Fragile]) -> Life:
+    def begin(runners: Sequence[ArithmeticRunner]) -> Life:
         one = Life(runners)
         begun.append((one, asyncio.create_task(one.supervisor.run())))
         return one

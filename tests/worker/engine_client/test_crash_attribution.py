@@ -63,3 +63,13 @@ def test_a_stuck_replica_is_the_only_one_whose_batch_is_suspect() -> None:
     attribution.batch_changed(OTHER, [2], on_probation=False)
     attribution.step_stuck(OTHER)
     assert (attribution.suspect_calls(ONE), attribution.suspect_calls(OTHER)) == (set(), {2})
+
+
+def test_only_the_suspects_of_a_poisoned_memory_are_blamed_whatever_else_was_computed() -> None:
+    attribution = CrashAttribution()
+    attribution.step_isolated(ONE, 3)
+    attribution.batch_changed(OTHER, [7], on_probation=False)
+    attribution.memory_poisoned(ONE, [1, 2])
+    assert [attribution.may_be_caused_by(ONE, number) for number in (1, 2, 3)] == [True, True, False]
+    assert not attribution.may_be_caused_by(OTHER, 1)
+    assert not attribution.suspect_calls(OTHER)

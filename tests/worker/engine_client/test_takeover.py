@@ -4,6 +4,7 @@ import asyncio
 
 from tests.support.engine_lives import POISON, Begin, Fragile, Life
 from tests.support.engines import Recorder
+from tests.support.poisonous import KNOWN_POISON, StainedRunner
 from tokenbus.protocol.wire import errors, messages
 
 
@@ -145,3 +146,28 @@ async def test_a_running_stream_is_not_suspect_if_its_engine_dies_before_it_star
     recorder = await one.ask([1, 2, 3])
     assert (await recorder.terminal()).finish_reason is messages.FinishReason.LENGTH
     assert one.supervisor.restarts == 2
+
+
+async def test_streams_continue_when_their_engine_ends_because_its_memory_stays_poisoned(life: Begin) -> None:
+    calm = await answers(life([StainedRunner()]), PROMPTS[:3])
+    one = life([StainedRunner() for _ in range(3)])
+    neighbours = [await one.ask(prompt) for prompt in PROMPTS[:3]]
+    await neighbours[0].until(lambda seen: len(seen.token_ids) >= 3)
+    culprit = await one.ask([1, KNOWN_POISON, 2])
+    terminal = await culprit.terminal()
+    assert terminal.error is not None
+    assert terminal.error.code is errors.Code.REQUEST_CRASHES_ENGINE
+    for recorder in neighbours:
+        await recorder.terminal()
+    assert [seen.token_ids for seen in neighbours] == [seen.token_ids for seen in calm]
+    assert one.supervisor.restarts == 2
+
+
+async def test_a_model_that_never_has_finite_numbers_ends_its_requests_and_no_engine(life: Begin) -> None:
+    runner = StainedRunner(canary=())
+    runner.num_tries = 1
+    one = life([runner])
+    for recorder in await answers(one, PROMPTS):
+        assert recorder.terminals[0].error is not None
+        assert recorder.terminals[0].error.code is errors.Code.INTERNAL
+    assert one.supervisor.restarts == 0

@@ -34,6 +34,8 @@ class Capabilities(NamedTuple):
     """The sizes of a checkpoint, if lanes have a partial state that can be saved and restored."""
     can_batch: bool = True
     """Whether sequences can be computed in one batch; else each needs one of its own."""
+    canary: list[int] = []
+    """The first token of the trial, if the logits after all of them are finite."""
     missing: dict[str, str] = {}
     """Abilities that it lacks, with the reasons, as in the engine's config."""
 
@@ -61,7 +63,8 @@ def capabilities(
     count = min(TOKENS, llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)), llama.llama_n_ctx_seq(context))
     tokens = list(range(count))
     first = kv.first_seq_id(settings)
-    if _decode(context, tokens, 0, first) is None:
+    row = _decode(context, tokens, 0, first)
+    if row is None:
         raise ModelError(f"llama.cpp can't compute a first step: {backend.last_error()}")
     found, missing = _NONE, {}
     reason = "its lanes could not be shared, or saved and restored, exactly"
@@ -84,7 +87,8 @@ def capabilities(
     if not can_batch:
         missing["batches"] = "together, prompts have other logits than each alone"
     lanes.clear()
-    return found._replace(can_batch=can_batch, missing=missing)
+    canary = tokens[:1] if np.isfinite(row).all() else []
+    return found._replace(can_batch=can_batch, canary=canary, missing=missing)
 
 
 def _try_batch(context: llama.llama_context_p, lanes: Lanes, first_seq_id: int) -> bool:

@@ -121,6 +121,7 @@ class GgufRunner:
         )
         capabilities = probe.capabilities(handle, self._context, self.lanes, settings)
         self._can_batch = capabilities.can_batch
+        self.canary: Listing[int] = capabilities.canary
         self._visible_cells = None if _uses_gpu(settings) else capabilities.state_format
         """The format of saved keys and values, if they lie in the host's memory and can be looked at."""
         self.adapters = self._adapters = self._model.adapters_of(self._context)

@@ -28,6 +28,8 @@ class _Copy(NamedTuple):
     slot: int
     num_bytes: int
     checksum: int
+    number: int = 0
+    """Its place in the order in which copies were sealed; 0 until it is."""
 
 
 class SlotStore:
@@ -107,6 +109,17 @@ class SlotStore:
             self._last_number += 1
             header = SlotHeader(self._last_number, label, copy.num_bytes, copy.checksum)
             self._pwrite(self.layout.pack(header), self.layout.offset(copy.slot))
+            self._copies[copy_id] = copy._replace(number=self._last_number)
+
+    @property
+    def last_number(self) -> int:
+        """The number of the last copy that was sealed."""
+        return self._last_number
+
+    def discard_after(self, number: int) -> None:
+        """Discards the copies that were sealed after this one. Raises DeviceError."""
+        for copy_id in [copy_id for copy_id, copy in self._copies.items() if copy.number > number]:
+            self.discard(copy_id)
 
     def read(self, copy_id: int) -> bytearray:
         """Returns a copy's data. Raises DeviceError if they are not as they were written."""
@@ -174,7 +187,7 @@ class SlotStore:
                 os.pwrite(self._fd, slots.EMPTY, offset)
         found.sort(key=lambda one: one[0].number)
         for copy_id, (header, slot) in enumerate(found, start=1):
-            self._copies[copy_id] = _Copy(slot, header.num_bytes, header.data_checksum)
+            self._copies[copy_id] = _Copy(slot, header.num_bytes, header.data_checksum, header.number)
             self.recovered.append((copy_id, header.label))
         self._last_number = found[-1][0].number if found else 0
 

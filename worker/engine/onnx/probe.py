@@ -55,6 +55,11 @@ def batches_agree(cache: KvCache, lanes: LaneLengths, vocab_size: int, where: st
     return bool((found[0] - truth[0]).std() <= truth.std() * _CLOSE)
 
 
+def canary(vocab_size: int) -> list[int]:
+    """Returns the first token of the trial, after which numbers were finite."""
+    return list(_sequence(0, vocab_size, text=0).token_ids[:1])
+
+
 def _prompt(cache: KvCache, lanes: LaneLengths, sequence: Sequence, count: int) -> Array:
     part = ScheduledTokens(sequence, 0, count)
     logits = cache.prompt(part, wants_logits=True)

@@ -80,6 +80,7 @@ class OnnxRunner:
         limits = settings_resolution.CacheLimits(_trained(model), model.bytes_per_token, free_bytes)
         size = settings_resolution.size_cache(settings, model.generation_config, limits)
         self.num_lanes = size.num_rows
+        self.canary: Listing[int] = probe.canary(self._tokenizer.size)
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
         self._lanes = LaneLengths(size.num_rows)
         self._cache = self._make_cache(settings, size)

@@ -185,6 +185,13 @@ class StepIsolated(Message, frozen=True):
     seq_no: int
 
 
+class MemoryPoisoned(Message, frozen=True):
+    """Engine to frontend: non-finite numbers stay in its memory, and it ends. Only these sequences may have left
+    them."""
+
+    seq_nos: list[int]
+
+
 class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     """The result of a step for one sequence: tokens, a finish reason, or both."""
 
@@ -323,6 +330,7 @@ Report = (
     | LoadFailed
     | Ready
     | StepIsolated
+    | MemoryPoisoned
     | ConstraintStarted
     | ConstraintCompiled
     | StepReport

@@ -14,24 +14,18 @@ from tokenbus.worker.engine.constraints.compilation import Compilation
 from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
 from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
-from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.pooling import PoolingJob, PoolingQueue
-from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine.process import ipc, scheduler_setup
 from tokenbus.worker.engine.process.block_transfers import BlockTransfers
+from tokenbus.worker.engine.process.memory_check import MemoryCheck
 from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.process.step_timer import StepTimer
 from tokenbus.worker.engine.runner import DeviceError, Runner
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, StepPlan, StepResult, Undone
-from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget, TransferBudget
-
-_CACHED_TOKENS = 256
-"""Cached tokens that stay on the device where there is host memory for the rest. Cells that are held slow every step of
-every stream: 4,096 tokens by 11 % and 16,384 by 35 %, with four streams of a 0.5B shape. They slow a prompt of 1,000
-tokens too: 1,000 by 13 % and 2,000 by 20 % (decision 0020). Copying 1,000 back takes a few milliseconds."""
 
 _MATCHER_POLL_S = 0.01
 """The time for which a loop with nothing else to compute waits for a constraint before it looks for commands again."""
@@ -75,7 +69,10 @@ class StepLoop:
         self._runner = runner
         self._inbox = inbox
         self._report = report
-        self._scheduler = _make_scheduler(runner, scheduler_settings or SchedulerSettings())
+        settings = scheduler_settings or SchedulerSettings()
+        pool = scheduler_setup.make_pool(runner)
+        self._scheduler = scheduler_setup.make_scheduler(runner, pool, settings)
+        self._memory_check = MemoryCheck(runner, pool, report)
         self._copies = runner.copies
         if self._copies is not None:
             self._copies.reject(self._scheduler.recover(self._copies.recovered))
@@ -325,13 +322,17 @@ class StepLoop:
         began = time.monotonic()
         outcomes = self._runner.step(plan)
         ended = time.monotonic()
-        if any(isinstance(one, Undone) for one in outcomes):
-            self._log_undone(plan, outcomes)
-        else:  # the time of others says nothing of how long so many tokens take
+        is_whole = not any(isinstance(one, Undone) for one in outcomes)
+        if is_whole:  # the time of others says nothing of how long so many tokens take
             self._step_budget.observe(plan.num_tokens, ended - began)
+        else:
+            self._log_undone(plan, outcomes)
         followers = sum(len(one.followers) for one in outcomes if isinstance(one, SampledToken))
         stats = self._step_timer.record(plan, began, ended, followers)
-        return self._scheduler.update(plan, outcomes), stats
+        results = self._scheduler.update(plan, outcomes)
+        if not is_whole or self._memory_check.has_suspects:
+            self._memory_check.after_step(plan, outcomes, results, self._scheduler.sequences)
+        return results, stats
 
     def _log_undone(self, plan: StepPlan, outcomes: Listing[Outcome]) -> None:
         if Undone.NO_ROOM in outcomes:
@@ -370,28 +371,3 @@ class StepLoop:
         self._report(ipc.StepReport([], outputs, self._scheduler.load(), progress, removed, pairs, stats))
         if not self._scheduler.has_work:
             self._check_when_idle()
-
-
-def _make_scheduler(runner: Runner, settings: SchedulerSettings) -> Scheduler:
-    config = runner.config
-    max_cached_blocks = settings.max_cached_blocks
-    if max_cached_blocks is None and config.host_kv_blocks and config.idle_blocks_cost:
-        max_cached_blocks = _CACHED_TOKENS // config.kv_block_size
-    pool = BlockPool(
-        config.total_kv_blocks,
-        config.kv_block_size,
-        runner.num_lanes,
-        fingerprint=config.fingerprint,
-        can_share=config.prefix_cache,
-        host_blocks=config.host_kv_blocks,
-        writes_through=config.writes_through,
-        checkpoint_sizes=config.checkpoint_sizes,
-    )
-    return Scheduler(
-        pool,
-        config.max_num_seqs,
-        max_step_tokens=config.max_num_batched_tokens,
-        priority_s=settings.priority_s,
-        max_cached_blocks=max_cached_blocks,
-        expected_tokens=settings.expected_tokens,
-    )

@@ -8,7 +8,7 @@ import msgspec
 from tokenbus.protocol.bus.bus import Bus, Outgoing
 from tokenbus.worker.engine.process.settings import EngineSettings
 
-_KINDS = ("crash", "hang", "slow", "lose", "poison")
+_KINDS = ("crash", "hang", "slow", "lose", "poison", "stain")
 
 
 class Faults(msgspec.Struct, frozen=True):
@@ -25,6 +25,8 @@ class Faults(msgspec.Struct, frozen=True):
     """Every n-th entry of the event log is lost on its way."""
     poison: int = 0
     """The id of a token after which the numbers of its sequence are not finite."""
+    stain: int = 0
+    """The id of a token after which no numbers are finite any more, of any sequence."""
 
 
 def parse(text: str) -> Faults:
@@ -35,7 +37,8 @@ def parse(text: str) -> Faults:
         count, _, length = when.partition("=")
         if kind not in _KINDS or not count.isdecimal() or not int(count) or bool(length) != (kind == "slow"):
             raise ValueError(
-                f"{one!r} is no fault: use crash@TOKENS, hang@TOKENS, slow@TOKENS=MS, lose@EVENTS or poison@TOKEN_ID"
+                f"{one!r} is no fault: use crash@TOKENS, hang@TOKENS, slow@TOKENS=MS, lose@EVENTS, poison@TOKEN_ID or "
+                "stain@TOKEN_ID"
             )
         found = msgspec.structs.replace(found, **{kind: int(count)})
         if kind == "slow":

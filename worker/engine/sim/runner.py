@@ -61,6 +61,8 @@ class SimRunner:
         self.embedder: Embedder | None = None
         self.reranker: Reranker | None = None
         self.adapters: Adapters | None = None
+        self.canary: Listing[int] = (1,)
+        self._is_stained = False
         self.config = _config(preset, settings)
         self.copies = _make_store(self.config)
         self.num_lanes = self.config.max_num_seqs + self.config.total_kv_blocks
@@ -128,7 +130,9 @@ class SimRunner:
             os.abort()
 
     def _outcome(self, part: ScheduledTokens) -> Outcome:
-        if self._faults.poison in part.token_ids:
+        stain, poison = self._faults.stain, self._faults.poison
+        self._is_stained |= bool(stain) and stain in part.token_ids
+        if self._is_stained or (poison and poison in part.token_ids):
             return Undone.POISONED
         return self._sample(part) if part.samples else None
 

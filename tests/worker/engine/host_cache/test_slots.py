@@ -91,6 +91,22 @@ def test_a_discarded_copy_is_not_found_and_its_slot_is_used_again(region: int) -
     assert not make_store(region).recovered
 
 
+def test_copies_that_were_sealed_after_a_number_are_discarded_and_found_by_no_store(region: int) -> None:
+    store, (one, two, three) = make_store(region), path_of(["once", "upon", "a"])
+    for copy_id, block in enumerate((one, two), start=1):
+        store.write(copy_id, data_of(block))
+        store.seal([(copy_id, block.label())])
+    number = store.last_number
+    store.write(3, data_of(three))
+    store.seal([(3, three.label())])
+    store.discard_after(number)
+    again = make_store(region)
+    assert [label for _, label in again.recovered] == [one.label(), two.label()]
+    assert again.last_number == number
+    again.discard_after(1)
+    assert len(make_store(region).recovered) == 1
+
+
 def test_zeroing_leaves_nothing_of_what_is_not_held(region: int) -> None:
     first = make_store(region)
     one, two = path_of(["aaaa", "bbbb"])

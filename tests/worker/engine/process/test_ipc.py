@@ -96,6 +96,7 @@ REPORTS: list[ipc.Report] = [
         stored=[(0, 2**64 - 1), (2**64 - 1, 7)],
     ),
     ipc.StepIsolated(3),
+    ipc.MemoryPoisoned([3, 5]),
     ipc.ConstraintCompiled(9, 0.25),
     ipc.ConstraintCompiled(9, 0.25, errors.make_error(errors.Code.INVALID_REQUEST, "regex: (", param="regex")),
     ipc.ExportedBlocks(5, 2, [b"\0block"]),

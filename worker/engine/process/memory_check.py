@@ -1,0 +1,100 @@
+"""Finds out whether non-finite numbers stay in the device's memory, and ends the engine if they do.
+
+What is not finite is overwritten, and its sequence computed again, apart from others (scheduling/suspects.py). When one
+has failed alone so often that it would end, either it is the culprit, or something stays that overwriting does not
+reach. The *canary* tells: a token for which the model computed finite numbers when it was loaded. If it does not any
+more, every later request would fail as well. Then the engine ends, and the next one continues all streams.
+
+Whoever has left these numbers had none itself in the first step that lacked any. So the sequences without finite
+numbers in that step are suspects, like those of a step in which an engine dies: each runs alone in the next engine
+until it has a token, and gets no third one (engine_client/crash_attribution.py). A model that had no finite numbers for
+its canary when it was loaded has no canary, so it does not end one engine after another.
+"""
+
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+
+import structlog
+
+from tokenbus.worker import engine_request
+from tokenbus.worker.engine.kv.pool import BlockPool
+from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine.runner import DeviceError, Runner
+from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, StepResult, Undone
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
+
+_CANARY_NO = 0
+"""The number of the canary's sequence; those of frontends begin at 1."""
+
+
+class MemoryCheck:
+    """Looks at what each step left undone. `pool` is that of the replica's scheduler."""
+
+    def __init__(self, runner: Runner, pool: BlockPool, report: Callable[[ipc.MemoryPoisoned], None]) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._report = report
+        self._suspects: list[int] = []
+        """The sequences of the first step in which numbers were not finite; none while all is well."""
+        self._trusted_copies = 0
+        """The number of the last copy that was made before that step."""
+
+    def __repr__(self) -> str:
+        return f"<MemoryCheck, canary of {len(self._runner.canary)} tokens, {len(self._suspects)} suspects>"
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether it waits for the end of what a step has left undone."""
+        return bool(self._suspects)
+
+    def after_step(
+        self, plan: StepPlan, outcomes: Listing[Outcome], results: Listing[StepResult], left: Listing[Sequence]
+    ) -> None:
+        """Checks the memory if a sequence is to end because its numbers are not finite; `left` are the others.
+
+        Raises DeviceError if non-finite numbers stay. Then no later engine finds a copy of a block that was made since
+        the first of them."""
+        if not self._suspects:
+            pairs = zip(plan.scheduled, outcomes, strict=True)
+            self._suspects = [part.sequence.seq_no for part, one in pairs if one in (Undone.POISONED, Undone.LOST)]
+            if not self._suspects:
+                return
+            self._trusted_copies = 0 if self._runner.copies is None else self._runner.copies.last_number
+        has_culprit = any(one.finish_reason is EngineFinishReason.BAD_LOGITS for one in results)
+        if has_culprit and self._is_canary_poisoned():
+            self._end()
+        if has_culprit or not any(one.poisoned_at for one in left):
+            self._suspects = []
+
+    def _end(self) -> None:
+        if self._runner.copies is not None:
+            self._runner.copies.discard_after(self._trusted_copies)
+        structlog.get_logger().error("memory_poisoned", count=len(self._suspects))
+        self._report(ipc.MemoryPoisoned(self._suspects))
+        raise DeviceError("non-finite numbers stay in the device's memory though it was overwritten")
+
+    def _is_canary_poisoned(self) -> bool:
+        """Computes the canary alone, as the pool's only change, and drops it."""
+        token_ids = array("I", self._runner.canary)
+        if not token_ids or not self._pool.can_allocate(None, token_ids, len(token_ids)):
+            return False
+        sampling = engine_request.Sampling(max_tokens=1)
+        canary = Sequence(_CANARY_NO, token_ids, sampling, self._runner.end_token_ids)
+        canary.start(self._pool.allocate(None))
+        has_room = canary.kv.allocate_blocks(len(token_ids))
+        outcome: Outcome = None
+        self._apply_ops()
+        if has_room:
+            self._runner.add_sequence(_CANARY_NO, sampling)
+            (outcome,) = self._runner.step(StepPlan((ScheduledTokens(canary, 0, len(token_ids)),)))
+            self._runner.remove_sequence(_CANARY_NO)
+        self._pool.drop(canary.kv, trusts_others=True)
+        self._apply_ops()
+        return outcome in (Undone.POISONED, Undone.LOST)
+
+    def _apply_ops(self) -> None:
+        cache = self._pool.cache
+        self._runner.apply(cache.ops.take())
+        if self._runner.copies is not None:
+            self._runner.copies.seal(cache.host.take_labels())
