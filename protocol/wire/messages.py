@@ -101,6 +101,15 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class StoppedBy(enum.StrEnum):
+    """Who ended an answer before the model did."""
+
+    OPERATOR = "operator"
+    """An operator's `stop`."""
+    SHUTDOWN = "shutdown"
+    """Its worker was stopped, and no other worker took the stream."""
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one request."""
 
@@ -280,6 +289,9 @@ class Chunk(Message, frozen=True, kw_only=True):
     """Durations, in every terminal except a refusal."""
     stop_match: str | int | UnsetType = UNSET
     """The stop string or token id that matched, in a terminal with `stop`."""
+    stopped_by: StoppedBy | UnsetType = UNSET
+    """`operator` or `shutdown`, in a terminal with `length` that came before `max_tokens`: the answer was ended by an
+    operator, or because its worker was stopped and no other took the stream."""
     error: errors.Error | UnsetType = UNSET
     """Why the request failed, in a terminal with `error`."""
     routing: RoutingReport | UnsetType = UNSET

@@ -40,6 +40,8 @@ class Range(NamedTuple):
 COUNT = Range(0, limits.MAX_TOKENS)
 TIMEOUT_MS = Range(0, 1e12, above=True)
 DURATION_MS = Range(0, 1e12)
+SECONDS = Range(0, 86_400)
+"""A time that an operator sets."""
 PRIORITY = Range(-1_000, 1_000)
 REMAINING_MS = Range(-1e12, 1e12)
 """A signed duration: time left, negative once the deadline has passed, or time elapsed."""

@@ -108,10 +108,12 @@ def check_detokenize_request(request: messages.DetokenizeRequest) -> None:
     _check_token_ids("token_ids", request.token_ids)
 
 
-def check_attempt(control: internal.Control) -> None:
-    """Raises RequestError for a `drop` that does not name an attempt of a request."""
-    check_key(control.request_id)
-    if control.attempt is None:
+def check_control(control: internal.Control) -> None:
+    """Raises RequestError for a `drop` that does not name an attempt of a request, a `stop` that names no request, and
+    numbers out of their ranges."""
+    if control.op in ("drop", "stop"):
+        check_key(control.request_id)
+    if control.op == "drop" and control.attempt is None:
         raise invalid_field("attempt", "is required")
     check_ranges(control)
 

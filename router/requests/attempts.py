@@ -97,7 +97,7 @@ class Attempts:
 
         Returns once the worker has replied, or its epoch is over: no responders may just mean that it is reconnecting.
         Raises RequestError(worker_lost) if the worker lives and does not reply: it may still hold the request."""
-        flight.in_doubt = True
+        flight.in_doubt, flight.last_words = True, None
         try:
             return await self._revoke(flight, worker, takes)
         finally:
@@ -256,6 +256,7 @@ class Attempts:
         self._flights.unbind_stream(flight)  # entries that are read later would add them again
         if not flight.completion.restore(taken, flight.completion.last_seq):
             raise errors.request_error(errors.Code.WORKER_LOST)
+        flight.last_words = taken.last_words
 
     async def _finish(self, card: messages.Card, calling: Coroutine[Any, Any, ReplyT], timeout_s: float) -> ReplyT:
         """Waits for a worker's reply, but a timeout first reads everything that this router had received: a reply that
@@ -277,6 +278,7 @@ class Attempts:
     def accept(self, flight: Flight, card: messages.Card) -> None:
         """Hands the request over to a worker that has accepted it, or has kept it."""
         self._flights.accept(flight, card.worker_id, time.monotonic())
+        flight.last_words = None
         flight.hash_scheme = flight.hash_scheme or card.hash_scheme
         self._log.info(
             "request_placed",

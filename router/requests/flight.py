@@ -74,6 +74,8 @@ class Flight:
     ended_by: str | None = None
     """The last worker to report that the request has ended there. This report may arrive before the worker's accept."""
     cancelled: bool = False
+    last_words: messages.Chunk | None = None
+    """The terminal of a worker that has given it up, should nobody continue it; None once another worker may have."""
     is_named: bool = True
     """Whether its worker's log names this router as the guardian, or is certain to do so; while it is False, another
     router may act on the request."""

@@ -83,7 +83,9 @@ class Guardianship:
         """Asks another router, once, to take over a request that no worker has; returns whether it does."""
         if flight.prompt_ids is None:
             return False
-        guard = internal.Guard(run=self._attempts.to_run(flight, ""), hash_scheme=flight.hash_scheme)
+        guard = internal.Guard(
+            run=self._attempts.to_run(flight, ""), hash_scheme=flight.hash_scheme, last_words=flight.last_words
+        )
         try:
             offer = await self._parts.stage(Outgoing(self._names.guard(flight.model), codec.encode(guard)))
             reply = await self._parts.request(offer, _OFFER_TIMEOUT_S)
@@ -196,7 +198,7 @@ class Guardianship:
         if len(run.token_ids) % 4:
             raise errors.invalid_field("token_ids", "have a length that is no multiple of four")
         flight.num_prompt_tokens = len(run.token_ids) // 4
-        flight.attempt, flight.hash_scheme = run.attempt, guard.hash_scheme
+        flight.attempt, flight.hash_scheme, flight.last_words = run.attempt, guard.hash_scheme, guard.last_words
         if run.resume_from is not None:
             flight.completion.resume(run.resume_from)
         if worker is not None:

@@ -277,12 +277,15 @@ class RequestLifecycle:
         await self._dispatcher.dispatch(flight)
 
     def _end(self, flight: Flight, error: errors.Error | None) -> None:
-        """Sends this router's own terminal. A cancelled request always ends as `cancelled`, whatever else failed."""
+        """Sends this router's own terminal, or the one that a worker has left for a stream that nobody could continue.
+        A cancelled request always ends as `cancelled`, whatever else failed."""
         if not self._flights.holds(flight):
             return
         self._flights.remove(flight)
         if flight.cancelled or error is None:
             self._terminals.end(flight, None)
+        elif error.code is errors.Code.WORKER_LOST and flight.last_words is not None:
+            self._terminals.end_with(flight, flight.last_words)
         else:
             flight.span.set_error(str(error.code))
             self._terminals.end(flight, error)

@@ -81,9 +81,14 @@ class TerminalPublisher:
             ),
             timings=messages.Timings(queue_ms=total_ms, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=total_ms),
         )
-        self._publish(flight.reply, flight.encoding, chunk)
-        self._sent.put(flight.key, _SentTerminal(flight.reply, flight.encoding, chunk, now), now)
+        self._send(flight, chunk)
         self.log_end(flight, reason, error)
+
+    def end_with(self, flight: Flight, last_words: messages.Chunk) -> None:
+        """Ends a request with the terminal that its last worker has left, whatever was tried since."""
+        assert last_words.finish_reason is not None, last_words
+        self._send(flight, codec.replace(last_words, attempt=flight.attempt))
+        self.log_end(flight, last_words.finish_reason)
 
     def log_end(self, flight: Flight, reason: str, error: errors.Error | None = None) -> None:
         """Logs the end of a request. Its worker has sent the terminal, or will, if the reason is `by_worker`."""
@@ -124,6 +129,11 @@ class TerminalPublisher:
             sent.sent_at = now
             self._publish(sent.reply, sent.encoding, sent.chunk)
         return sent is not None
+
+    def _send(self, flight: Flight, terminal: messages.Chunk) -> None:
+        self._publish(flight.reply, flight.encoding, terminal)
+        now = time.monotonic()
+        self._sent.put(flight.key, _SentTerminal(flight.reply, flight.encoding, terminal, now), now)
 
     def _publish(self, reply: str, encoding: codec.Encoding, chunk: messages.Chunk) -> None:
         headers = codec.error_headers(chunk.error) if chunk.error else None

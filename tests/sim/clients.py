@@ -67,7 +67,7 @@ class Asked:
 
     @property
     def is_whole(self) -> bool:
-        return self.terminal is not None and self.terminal.finish_reason is _LENGTH
+        return self.terminal is not None and self.terminal.finish_reason is _LENGTH and not self.terminal.stopped_by
 
     def check(self) -> None:
         """Asserts that there is one text without a gap, and one terminal at its end."""
@@ -180,7 +180,7 @@ class SimplyAsked:
 
     @property
     def is_whole(self) -> bool:
-        return self.terminal is not None and self.terminal.finish_reason is _LENGTH
+        return self.terminal is not None and self.terminal.finish_reason is _LENGTH and not self.terminal.stopped_by
 
     def check(self) -> None:
         """Asserts that the text has no hole and repeats nothing, and is whole unless an error or silence ended it."""

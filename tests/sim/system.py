@@ -64,17 +64,14 @@ class FrontendProcess:
     def engine_dies(self) -> None:
         self.process.call(self._engine_dies)
 
-    def drain(self) -> None:
+    def drain(self, handover_s: float | None = None) -> None:
         """Stops it, without giving its streams time to finish."""
-        self.process.call(lambda: self.process.spawn(self._drain()))
+        self.process.call(lambda: self.process.spawn(self._drain(handover_s)))
 
-    async def _drain(self) -> None:
+    async def _drain(self, handover_s: float | None) -> None:
+        self.frontend.drain.request(handover_s=handover_s)
         self.frontend.start_draining()
-        if self.frontend.has_streams:
-            self.frontend.start_leaving()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_HANDOVER_S):
-                    await self.frontend.wait_left()
+        await self.frontend.leave(_HANDOVER_S)
         if self.engine is not None:
             self.engine.die()
             self.frontend.step_done()

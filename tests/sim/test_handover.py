@@ -259,9 +259,97 @@ def test_streams_that_nobody_takes_end_with_their_worker(system: System) -> None
     system.finish()
     terminal = system.client.asked[0].terminal
     assert terminal
-    assert terminal.error
-    assert terminal.error.code is errors.Code.WORKER_LOST
+    assert (terminal.finish_reason, terminal.stopped_by) == ("length", "shutdown")
     assert not system.worker.process.is_alive
+
+
+def test_the_last_worker_leaves_an_end_for_what_nobody_continues_in_time(system: System) -> None:
+    """Whether the client wants chunks or a whole answer: its text is all that the worker has generated."""
+    asked = system.ask(200)
+    system.client.ask(200, seed=2, stream=False)
+    system.world.run(1.0)
+    system.client.asked[1].patience_s = 90.0
+    system.drain_worker()
+    system.world.run(50.0)
+    assert system.client.open() == [asked, system.client.asked[1]]
+    system.finish()
+    for one in system.client.asked:
+        assert one.terminal
+        assert (one.terminal.finish_reason, one.terminal.stopped_by) == ("length", "shutdown")
+        assert one.terminal.usage
+        assert one.terminal.usage.completion_tokens == len(one.tokens) > 3
+
+
+def test_the_end_that_a_worker_has_left_is_handed_on_with_the_stream(system: System) -> None:
+    asked = system.ask(200)
+    system.drain_worker()
+    system.world.run(1.0)
+    system.stop_router()
+    system.finish()
+    assert asked.terminal
+    assert (asked.terminal.finish_reason, asked.terminal.stopped_by) == ("length", "shutdown")
+
+
+def test_the_end_that_a_worker_has_left_is_out_of_date_once_another_one_has_the_stream(system: System) -> None:
+    asked = system.ask(200)
+    system.drain_worker()
+    system.world.run(1.0)
+    second = system.add_worker()
+    system.world.run(2.0)
+    kill(second.process, second.bus, second.incoming, lingers=False)
+    system.workers.remove(second)
+    system.finish()
+    assert asked.terminal
+    assert asked.terminal.error
+    assert asked.terminal.error.code is errors.Code.WORKER_LOST
+
+
+def test_a_worker_that_may_hand_nothing_over_stops_its_streams(system: System) -> None:
+    asked, waiting = system.ask(200), system.library
+    waiting.ask(200)
+    system.world.run(1.0)
+    other = system.add_worker()
+    system.worker.drain(handover_s=0.0)
+    system.workers.remove(system.worker)
+    system.world.run(1.0)
+    assert not system.worker.process.is_alive
+    system.finish()
+    for one in (asked, waiting.asked[0]):
+        assert one.terminal
+        assert (one.terminal.finish_reason, one.terminal.stopped_by) == ("length", "shutdown")
+    assert other.engine is not None
+
+
+def stop(system: System, worker: FrontendProcess, key: str) -> None:
+    """Sends a worker an operator's stop."""
+    control = codec.encode(internal.Control(op="stop", request_id=key))
+    bus = system.routers[-1].bus
+    system.routers[-1].process.call(bus.publish, NAMES.worker("sim", worker.name, "control"), control)
+
+
+def about(word: bytes) -> Callable[[Link, str, bytes], bool]:
+    return lambda sender, subject, payload: word in payload or subject.endswith(word.decode())
+
+
+@pytest.mark.parametrize("moment", [b".run", b"accepted", b"started", b".take", b"num_tokens", b"taken", b".seal"])
+@pytest.mark.parametrize("lose", [System.drain_worker, System.kill_worker, System.kill_router])
+def test_a_stream_that_is_stopped_while_it_moves_has_one_end(system: System, moment: bytes, lose: Strike) -> None:
+    """Whether the stop comes in time or not."""
+    asked = system.ask(40)
+    second = system.add_worker()
+    assert system.worker.engine is not None
+    [key] = system.worker.engine.running
+
+    def stop_everywhere() -> None:
+        for worker in (system.worker, second):
+            stop(system, worker, key)
+
+    system.when(about(moment), stop_everywhere)
+    lose(system)
+    system.finish()
+    assert asked.terminal
+    assert asked.terminal.finish_reason == "length"
+    assert asked.is_whole or asked.terminal.stopped_by in ("operator", "shutdown")
 
 
 @pytest.mark.parametrize("lingers", [False, True])

@@ -87,6 +87,18 @@ class History(RuleBasedStateMachine):
     def cancel(self, who: int, which: int) -> None:
         self.of(self.clients, who).cancel(which)
 
+    @rule(who=NUMBERS, which=st.integers(0, 20), then_s=THEN_S)
+    def operator_stops(self, who: int, which: int, then_s: float) -> None:
+        """Has all workers told to stop a request that one of them runs."""
+        engine = self.of(self.frontends, who).engine
+        if engine is None or not engine.running:
+            return
+        control = codec.encode(internal.Control(op="stop", request_id=self.of(engine.running, which)))
+        for frontend in self.frontends:
+            subject = subjects.Subjects().worker(MODEL, frontend.name, "control")
+            self.simple_client.process.call(self.simple_client.bus.publish, subject, control)
+        self.world.run(then_s)
+
     @rule(who=NUMBERS, then_s=THEN_S)
     def client_dies(self, who: int, then_s: float) -> None:
         if len(self.clients) > 1:

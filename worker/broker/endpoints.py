@@ -28,6 +28,7 @@ from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.pooling_calls import PoolingCalls
 from tokenbus.worker.frontend.adapters import Adapters
+from tokenbus.worker.frontend.drain import Drain
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.frontend.settings import OnProgress
 from tokenbus.worker.streams.streams import Streams
@@ -54,7 +55,7 @@ _MAX_UPLOAD_BYTES = 256 * 1024 * 1024
 class WorkerControl(Protocol):
     """Carries out commands that concern the whole worker."""
 
-    drain_requested: asyncio.Event
+    drain: Drain
     on_load: Callable[[internal.Control, OnProgress], None] | None
     adapters: Adapters
 
@@ -162,8 +163,7 @@ class Endpoints:
     def _control(self, message: Msg) -> None:
         try:
             control = _controls.decode(message.data)
-            if control.op == "drop":
-                validation.check_attempt(control)
+            validation.check_control(control)
         except errors.RequestError as error:
             self._answer_operator(message, None, internal.ControlReply(ok=False, error=error.error))
             return
@@ -174,6 +174,8 @@ class Endpoints:
                 self._reply(message, internal.ControlReply(ok=ok, epoch=self._announcer.epoch))
             case internal.Control(op="load", model=None):
                 self._reply(message, self._worker.want())
+            case internal.Control(op="stop", request_id=str(key)):
+                self._answer_operator(message, control, self._stop(key))
             case internal.Control(op="clear_cache"):
                 if self._engine is not None:
                     self._engine.clear_cache()
@@ -186,10 +188,16 @@ class Endpoints:
                 self._start(change, self._tokenizes, lambda _: self._answer_operator(message, control, failed))
             case internal.Control(op="drain" | "unload"):
                 self._answer_operator(message, control, internal.ControlReply(ok=True))
-                self._worker.drain_requested.set()
+                self._worker.drain.request(control.grace_s, control.handover_s)
             case _:
                 refusal = errors.make_error(errors.Code.UNSUPPORTED, f"op {control.op!r} with these fields", param="op")
                 self._answer_operator(message, control, internal.ControlReply(ok=False, error=refusal))
+
+    def _stop(self, key: str) -> internal.ControlReply:
+        if self._streams.stop(key, messages.StoppedBy.OPERATOR):
+            return internal.ControlReply(ok=True)
+        unknown = errors.invalid_field("request_id", "this worker runs no request of that id").error
+        return internal.ControlReply(ok=False, error=unknown)
 
     async def _change_adapters(self, message: Msg, control: internal.Control) -> None:
         self._answer_operator(message, control, await self._worker.adapters.carry_out(control))
@@ -216,6 +224,7 @@ class Endpoints:
                 worker_id=self._announcer.worker_id,
                 inbox=message.reply.partition(".")[0][:_MAX_LOGGED_CHARS],
                 op=control.op if control else None,
+                request_id=control.request_id if control else None,
                 model=(control.model or "")[:_MAX_LOGGED_CHARS] or None if control else None,
                 adapter=(control.adapter or "")[:_MAX_LOGGED_CHARS] or None if control else None,
                 replicas=control.replicas if control and control.op == "load" else None,

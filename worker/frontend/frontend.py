@@ -22,6 +22,7 @@ from tokenbus.worker.broker.fence import Fence
 from tokenbus.worker.broker.guardians import Guardians
 from tokenbus.worker.broker.outbox import Outbox
 from tokenbus.worker.frontend.adapters import Adapters
+from tokenbus.worker.frontend.drain import Drain
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
 from tokenbus.worker.frontend.settings import FrontendSettings, OnProgress
 from tokenbus.worker.kv_exchange.exchange import KvExchange
@@ -65,7 +66,7 @@ class Frontend:
         self.adapters.in_use = lambda: self._streams.adapter_digests
         self._exchange = KvExchange(self._announcer, metrics)
         self._streams = Streams(self._announcer, self._outbox, telemetry, settings, self._exchange, self.adapters)
-        self.drain_requested = asyncio.Event()
+        self.drain = Drain()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._endpoints = Endpoints(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, metrics)
         self._guardians = Guardians(bus, names, self._announcer, self._outbox, self._streams)
@@ -191,6 +192,15 @@ class Frontend:
     def num_unguarded(self) -> int:
         """The number of open streams without a guardian."""
         return sum(not stream.guardian for stream in self._streams)
+
+    async def leave(self, handover_s: float) -> None:
+        """Has routers take the open streams to other workers, for `handover_s` at most unless the drain names another
+        time. Those that nobody can take end with what was generated."""
+        if self.has_streams and self.drain.handover_s(handover_s):
+            self.start_leaving()
+            self._log.info("leaving", handover_s=self.drain.handover_s(handover_s))
+            await self.drain.hand_over(self.wait_left(), handover_s)
+        self._streams.stop_begun(unguarded_only=self.drain.handover_s(handover_s) > 0)
 
     def start_leaving(self) -> None:
         """Asks routers to take the open streams to other workers."""

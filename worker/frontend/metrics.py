@@ -106,7 +106,11 @@ class WorkerMetrics(MetricFamilies):
             "streams_unguarded", "Open streams that no router guards, which end together with the worker."
         )
         self.adapters = gauge("adapters", "LoRA adapters that requests may use.")
-        self.finished = counter("requests", "Requests that have ended, by finish reason.", "finish_reason")
+        self.finished = counter(
+            "requests",
+            "Requests that have ended, by finish reason; `stopped`: an operator or a shutdown ended them early.",
+            "finish_reason",
+        )
         self.failures = gauge(
             "failures_in_a_row", "Requests since the last success that ended in an error that others may not have."
         )
@@ -249,7 +253,7 @@ class ReplicaMetrics:
         metrics.discarded_slots.labels(*own, "torn")
         for outcome in ("complete", "cancelled", "failed"):
             metrics.legs.labels(*own, outcome)
-        for reason in messages.FinishReason:  # export 0, or the first increase of each would go unseen
+        for reason in (*messages.FinishReason, "stopped"):  # export 0, or the first increase of each would go unseen
             metrics.finished.labels(*own, reason)
         for code in errors.Code:
             metrics.refused.labels(*own, code)

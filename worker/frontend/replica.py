@@ -104,12 +104,12 @@ class Replica(EngineListener):
         """Starts draining; `run` returns when that is done."""
         self._drain_requested.set()
         if self.frontend is not None:
-            self.frontend.drain_requested.set()
+            self.frontend.drain.request()
 
     @property
     def is_draining(self) -> bool:
         """Whether it was asked to leave, by its process or by a message."""
-        asked = self.frontend is not None and self.frontend.drain_requested.is_set()
+        asked = self.frontend is not None and self.frontend.drain.is_requested
         return asked or self._drain_requested.is_set()
 
     def apply_settings(self, settings: WorkerSettings) -> None:
@@ -279,7 +279,7 @@ class Replica(EngineListener):
             path, tenants = split_tenants(self._model.adapter_folder)
             lives.append(AdapterFolder(Path(path), tenants, frontend.adapters).run())
         running: list[asyncio.Task[None]] = [tasks.awaited(life) for life in lives]
-        left = tasks.awaited(frontend.drain_requested.wait())
+        left = tasks.awaited(frontend.drain.wait())
         try:
             await asyncio.wait([left, *running], return_when=asyncio.FIRST_COMPLETED)
             # if one has failed, its error is why the replica ends
@@ -297,19 +297,12 @@ class Replica(EngineListener):
 
     async def _drain(self, supervisor: Supervisor, frontend: Frontend) -> None:
         """Accepts nothing new, lets running requests finish within the grace period, has routers take the rest, and
-        ends what nobody has taken."""
+        ends what nobody has taken: with what was generated if nobody can continue it, else in an error."""
         frontend.start_draining()
         self._log.info("draining", grace_s=self._settings.grace_s)
         engine = supervisor.engine
         if engine is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.grace_s):
-                    await engine.drain()
-        if frontend.has_streams:
-            frontend.start_leaving()
-            self._log.info("leaving", handover_s=self._settings.handover_s)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.handover_s):
-                    await frontend.wait_left()
+            await frontend.drain.finish(engine.drain(), self._settings.grace_s)
+        await frontend.leave(self._settings.handover_s)
         await supervisor.cleanup()
         self._log.info("drained")

@@ -134,7 +134,7 @@ class OnDemandReplica(Replica):
             except contract.EngineStartError as error:
                 await self._supervisor.cleanup()
                 failure = str(error)
-            if self.frontend.drain_requested.is_set():
+            if self.frontend.drain.is_requested:
                 return
             self._forget_engine()
             if failure:

@@ -108,8 +108,9 @@ class RequestTelemetry:
         """A stream has published its terminal."""
         code = terminal.error.code if terminal.error else None
         usage, timings = terminal.usage or None, terminal.timings or None
+        stopped_by = terminal.stopped_by or None
         self._metrics.request_finished(
-            str(code or terminal.finish_reason), usage, timings, has_failed=has_failed(terminal)
+            "stopped" if stopped_by else str(code or terminal.finish_reason), usage, timings, has_failed=has_failed(terminal)
         )
         reasoning_tokens = (usage.reasoning_tokens or None) if usage else None
         if reasoning_tokens or stream.num_tool_calls:
@@ -125,6 +126,7 @@ class RequestTelemetry:
             worker_id=self._worker_id,
             attempt=terminal.attempt,
             finish_reason=terminal.finish_reason,
+            stopped_by=stopped_by,
             code=code,
             prompt_tokens=usage.prompt_tokens if usage else None,
             completion_tokens=usage.completion_tokens if usage else None,

@@ -44,7 +44,7 @@ class Stream:
         self.is_stranded = False
         """Whether no engine of this worker can continue it: its guardian is to take it."""
         self.last_words: engine_output.Output | None = None
-        """The terminal of a stream that is stranded, should nobody take it."""
+        """The engine's last output for a stream that is stranded or was taken, should nobody continue it."""
         self.stranded_at = 0.0
         self.offered_at = 0.0
         """When it was last offered to a router."""
@@ -90,9 +90,16 @@ class Stream:
         self.cancel_error: errors.Error | None = None
         """The error that the terminal reports in place of `cancelled` if the client did not ask for the cancel, such as
         an expired deadline."""
+        self.stopped_by: messages.StoppedBy | None = None
+        """Who has stopped it: the terminal says `length` then in place of `cancelled`, and who it was."""
 
     def __repr__(self) -> str:
         return f"<Stream {self.key} attempt {self.run.attempt}: {self._replay_buffer.num_tokens} tokens>"
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of its sampled tokens, also those before this run."""
+        return self._replay_buffer.num_tokens
 
     @property
     def num_tool_calls(self) -> int:
@@ -174,6 +181,15 @@ class Stream:
             logprobs=running.logprobs,
             first_token=running.first_token,
         )
+
+    def say_last_words(self, output: engine_output.Output, max_bytes: int) -> messages.Chunk | None:
+        """Returns the terminal for a stream that was given up, should nobody continue it; None if it has no token, or
+        more than `max_bytes`. `output` is the one with which the engine has ended it."""
+        if not self.num_tokens:
+            return None
+        self.stopped_by = messages.StoppedBy.SHUTDOWN
+        terminal = self._terminal(output)
+        return terminal if len(codec.encode(terminal, self.run.encoding)) <= max_bytes else None
 
     def to_run(self, now: float) -> internal.Run:
         """Returns a run that continues the stream from here on."""
@@ -320,8 +336,11 @@ class Stream:
             self._append(output)
             last = self._segment_chunk(self._replay_buffer.all())
         reason, error = output.finish_reason, output.error
+        stopped_by: messages.StoppedBy | UnsetType = UNSET
         if reason is messages.FinishReason.CANCELLED and self.cancel_error is not None:
             reason, error = messages.FinishReason.ERROR, self.cancel_error
+        elif reason is messages.FinishReason.CANCELLED and self.stopped_by is not None:
+            reason, stopped_by = messages.FinishReason.LENGTH, self.stopped_by
         return codec.replace(
             last,
             finish_reason=reason,
@@ -331,6 +350,7 @@ class Stream:
             usage=codec.unset_if_none(output.usage),
             timings=self._timings(output),
             stop_match=codec.unset_if_none(output.stop_match),
+            stopped_by=stopped_by,
             error=codec.unset_if_none(error),
             routing=codec.unset_if_none(self.run.routing),
         )

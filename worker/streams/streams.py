@@ -100,10 +100,24 @@ class Streams:
                 self._early_cancels.cancel(key, now)
             return False
         stream.cancel_error = because
-        self._stranded.cancel(stream, time.monotonic())
-        self._engine.abort(key)
-        self._outbox.flush()
+        self._end_early(stream)
         return True
+
+    def stop(self, key: str, by: messages.StoppedBy) -> bool:
+        """Ends a stream with what was generated so far; returns False if no open stream has this key."""
+        stream = self._streams.get(key)
+        if stream is None or self._engine is None:
+            return False
+        stream.stopped_by = by
+        self._end_early(stream)
+        return True
+
+    def stop_begun(self, *, unguarded_only: bool) -> None:
+        """Ends the streams that have a token with what was generated, because this worker is stopped. A guarded one may
+        be left out: its client may continue it after `worker_lost`."""
+        for stream in list(self._streams.values()):
+            if stream.num_tokens and not (unguarded_only and stream.guardian):
+                self.stop(stream.key, messages.StoppedBy.SHUTDOWN)
 
     def drop(self, key: str, attempt: int, *, moved: bool = False) -> bool:
         """Ends an attempt and all earlier ones without a terminal.
@@ -152,8 +166,13 @@ class Streams:
         reply = stream.give_up(take.known_tokens, epoch)
         if len(reply.token_ids) + len(reply.logprobs) > _MAX_TAKEN_BYTES:
             return internal.TakeReply(ok=False, epoch=epoch)
-        self._taken.put(name, reply, now, len(name) + len(reply.token_ids) + len(reply.logprobs) + 512)
         self._abandon(stream, "taken")
+        size = len(name) + len(reply.token_ids) + len(reply.logprobs) + 512
+        if is_leaving and stream.last_words is not None:
+            room_bytes = self._outbox.room_bytes
+            reply = codec.replace(reply, last_words=stream.say_last_words(stream.last_words, room_bytes))
+            size += stream.memory_bytes
+        self._taken.put(name, reply, now, size)
         self._announcer.request_taken(stream.key)
         self._announcer.publish_events()
         return reply
@@ -338,6 +357,13 @@ class Streams:
             self._engine.abort(stream.key)
         self._telemetry.abandoned(stream, reason)
 
+    def _end_early(self, stream: Stream) -> None:
+        """Has the engine end a stream as cancelled; the stream's terminal says why."""
+        assert self._engine is not None
+        self._stranded.cancel(stream, time.monotonic())
+        self._engine.abort(stream.key)
+        self._outbox.flush()
+
     def _check_state(self, run: internal.Run) -> None:
         """Raises RequestError if this worker can't accept the run now."""
         if run.epoch != self._announcer.epoch:
@@ -359,6 +385,8 @@ class Streams:
         """The error boundary of a stream: a bug in it ends this stream in `internal`, and no other."""
         # resumed tokens come before the stream is open, and an aborted engine request may still have outputs
         if not output.is_resumed and (stream.terminal is not None or self._streams.get(stream.key) is not stream):
+            if output.finish_reason is messages.FinishReason.CANCELLED:
+                stream.last_words = output
             return
         if stream.says_stranded(output):
             stream.strand(output, time.monotonic())

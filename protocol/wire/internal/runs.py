@@ -7,7 +7,7 @@ import msgspec
 from tokenbus.protocol.wire import codec, errors, limits
 from tokenbus.protocol.wire import messages as public
 from tokenbus.protocol.wire.internal.event_log import FirstToken
-from tokenbus.protocol.wire.params import COUNT, DURATION_MS, REMAINING_MS, GenerationParams, Range
+from tokenbus.protocol.wire.params import COUNT, DURATION_MS, REMAINING_MS, SECONDS, GenerationParams, Range
 
 
 class RunResume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -102,14 +102,20 @@ class RunReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """A command from a router or an operator to a worker."""
 
-    op: Literal["drop", "drain", "clear_cache", "load", "unload", "load_adapter", "unload_adapter"]
+    op: Literal["drop", "stop", "drain", "clear_cache", "load", "unload", "load_adapter", "unload_adapter"]
     """The command."""
     request_id: str | None = None
-    """The request to `drop`."""
+    """The request to `drop` or `stop`, as `<tenant token>:<id>`."""
     attempt: Annotated[int | None, COUNT] = None
     """The attempt to `drop`, together with all earlier ones."""
     moved: bool = False
     """Whether another worker continues the request to `drop`, so that it ends here even if it has sent a token."""
+    grace_s: Annotated[float | None, SECONDS] = None
+    """Seconds that running streams have to finish after `drain` or `unload`; the worker's own `--grace-s` if absent. A
+    later command changes it."""
+    handover_s: Annotated[float | None, SECONDS] = None
+    """Seconds that routers then have to move the others to other workers; the worker's own `--handover-s` if absent. At
+    0 none is moved, and they end with what was generated."""
     model: str | None = None
     """The model to `load` beside the worker's own: a file, a directory or a name on the Hub, as seen from the worker.
     Without it, `load` asks a worker whose card says `loadable` for its own model. A load in progress is joined. There
@@ -174,6 +180,9 @@ class TakeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
     first_token: FirstToken | None = None
     """Its first token's cached prompt tokens and times, once it has a token."""
+    last_words: public.Chunk | None = None
+    """The terminal that ends the stream with what was generated, once it has a token: the router sends it if no other
+    worker continues the stream."""
 
 
 class Guard(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -187,6 +196,8 @@ class Guard(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Number of the stream, if a worker has it."""
     hash_scheme: str = ""
     """The hash scheme of the worker that accepted it first; empty if none has."""
+    last_words: public.Chunk | None = None
+    """The terminal that a worker has left for it, should no other worker continue it."""
 
 
 class GuardReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):

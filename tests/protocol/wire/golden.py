@@ -193,6 +193,12 @@ PUBLIC: list[tuple[str, messages.Message]] = [
         messages.Chunk(id="r-1", finish_reason=messages.FinishReason.STOP, usage=USAGE, timings=TIMINGS, stop_match=2),
     ),
     (
+        "a terminal of an answer that was stopped",
+        messages.Chunk(
+            id="r-1", finish_reason=messages.FinishReason.LENGTH, usage=USAGE, stopped_by=messages.StoppedBy.OPERATOR
+        ),
+    ),
+    (
         "a terminal with tool calls",
         messages.Chunk(id="r-1", finish_reason=messages.FinishReason.TOOL_CALLS, tool_calls=[CALL]),
     ),
@@ -324,6 +330,15 @@ RUN = internal.Run(
     params=GenerationParams(),
 )
 
+LAST_WORDS = messages.Chunk(
+    id="r-1",
+    offset=1,
+    finish_reason=messages.FinishReason.LENGTH,
+    usage=USAGE,
+    timings=TIMINGS,
+    stopped_by=messages.StoppedBy.SHUTDOWN,
+)
+
 INTERNAL: list[tuple[str, messages.Message]] = [
     ("what must be there", RUN),
     (
@@ -378,6 +393,8 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ("drop", internal.Control(op="drop", request_id="default:r-1", attempt=2)),
     ("moved", internal.Control(op="drop", request_id="default:r-1", attempt=2, moved=True)),
     ("drain", internal.Control(op="drain")),
+    ("drain at once", internal.Control(op="drain", grace_s=0.0, handover_s=2.5)),
+    ("stop", internal.Control(op="stop", request_id="default:r-1")),
     ("take", internal.Take(request_id="default:r-1", attempt=2, known_tokens=3, router_id="r-2")),
     (
         "taken",
@@ -390,9 +407,11 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             first_token=FIRST_TOKEN,
         ),
     ),
+    ("taken with its end", internal.TakeReply(ok=True, epoch="e", num_tokens=1, last_words=LAST_WORDS)),
     ("not there", internal.TakeReply(ok=False, epoch="1760000000000-abcdef")),
     ("of a stream", internal.Guard(run=RUN, stream_no=7, hash_scheme="0" * 32)),
     ("of a request that no worker has", internal.Guard(run=codec.replace(RUN, epoch=""))),
+    ("of a request with an end", internal.Guard(run=codec.replace(RUN, epoch=""), last_words=LAST_WORDS)),
     (
         "guarded",
         internal.GuardReply(request_id="default:r-1", attempt=2, accepted=True, router_id="router-1"),

@@ -562,10 +562,10 @@ def test_a_run_of_any_request_that_is_right_is_right() -> None:
 
 
 def test_a_drop_says_which_attempt_of_which_request_it_means() -> None:
-    validation.check_attempt(internal.Control(op="drop", request_id="t:r", attempt=0))
+    validation.check_control(internal.Control(op="drop", request_id="t:r", attempt=0))
     for wrong in ({}, {"request_id": "t:r"}, {"attempt": 1}, {"request_id": "t:r", "attempt": -1}):
         with pytest.raises(errors.RequestError):
-            validation.check_attempt(internal.Control(op="drop", **wrong))  # type: ignore[arg-type]
+            validation.check_control(internal.Control(op="drop", **wrong))  # type: ignore[arg-type]
 
 
 # Constraints

@@ -2,7 +2,7 @@
 than it has to."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import structlog
@@ -10,6 +10,8 @@ import structlog
 from tests.sim.world import Process, World, world
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.frontend.drain import Drain
+from tokenbus.worker.frontend.frontend import Frontend
 from tokenbus.worker.frontend.metrics import WorkerMetrics
 from tokenbus.worker.frontend.replica import Replica
 from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
@@ -23,7 +25,10 @@ class Part:
         self._finishes_after_s = finishes_after_s
         self._taken_after_s = taken_after_s
         self._began_at = process.world.now
-        self.engine: Part | None = self
+        self.engine: EngineOfPart | None = EngineOfPart(self)
+        self.drain = Drain()
+        self._streams = self
+        self._log = structlog.get_logger()
         self.has_streams = finishes_after_s is not None
         self.asked: list[tuple[str, float]] = []
         """The calls that were made, each with the time after which it was."""
@@ -34,10 +39,12 @@ class Part:
     def start_draining(self) -> None:
         self._note("draining")
 
-    async def drain(self) -> None:
+    async def finish(self) -> None:
         if self._finishes_after_s is not None:
             await asyncio.sleep(self._finishes_after_s)
             self.has_streams = False
+
+    leave = Frontend.leave
 
     def start_leaving(self) -> None:
         self._note("leaving")
@@ -48,8 +55,18 @@ class Part:
         else:
             await asyncio.sleep(self._taken_after_s)
 
+    def stop_begun(self, *, unguarded_only: bool) -> None:
+        self._note("unguarded stopped" if unguarded_only else "all stopped")
+
     async def cleanup(self) -> None:
         self._note("ended")
+
+
+class EngineOfPart:
+    """The engine of such a replica."""
+
+    def __init__(self, part: Part) -> None:
+        self.drain = part.finish
 
 
 @pytest.fixture
@@ -65,8 +82,9 @@ def drain(
     finishes_after_s: float | None = None,
     taken_after_s: float | None = None,
     has_engine: bool = True,
+    named: Callable[[Drain], None] = lambda drain: None,
 ) -> list[tuple[str, float]]:
-    """Drains a replica, and returns what it does and when."""
+    """Drains a replica, and returns what it does and when. `named` is what is asked of the drain in its first second."""
     process = made.process("w0")
     part = Part(process, finishes_after_s, taken_after_s)
     if not has_engine:
@@ -76,6 +94,7 @@ def drain(
         settings = WorkerSettings(models=(), grace_s=grace_s, handover_s=15.0)
         made_of = (EngineSettings(model="demo"), None, WorkerMetrics(), tracing.NoopTracer())
         replica = Replica(settings, ServedModel("demo", made_of[0]), "w0", *made_of)  # type: ignore[arg-type]
+        asyncio.get_running_loop().call_later(1.0, named, part.drain)
         await replica._drain(part, part)  # type: ignore[arg-type]
 
     with structlog.testing.capture_logs():
@@ -84,28 +103,48 @@ def drain(
 
 
 def test_streams_that_finish_in_time_are_left_to_nobody(made: World) -> None:
-    assert drain(made, finishes_after_s=29.0) == [("draining", 0.0), ("ended", 29.0)]
+    assert drain(made, finishes_after_s=29.0) == [("draining", 0.0), ("unguarded stopped", 29.0), ("ended", 29.0)]
 
 
 def test_without_a_stream_a_replica_ends_at_once(made: World) -> None:
-    assert drain(made) == [("draining", 0.0), ("ended", 0.0)]
+    assert drain(made) == [("draining", 0.0), ("unguarded stopped", 0.0), ("ended", 0.0)]
 
 
 def test_streams_that_take_longer_are_left_to_routers(made: World) -> None:
     done = drain(made, finishes_after_s=99.0, taken_after_s=0.5)
-    assert done == [("draining", 0.0), ("leaving", 30.0), ("ended", 30.5)]
+    assert done == [("draining", 0.0), ("leaving", 30.0), ("unguarded stopped", 30.5), ("ended", 30.5)]
 
 
 def test_without_grace_streams_are_left_to_routers_at_once(made: World) -> None:
     done = drain(made, grace_s=0.0, finishes_after_s=99.0, taken_after_s=0.5)
-    assert done == [("draining", 0.0), ("leaving", 0.0), ("ended", 0.5)]
+    assert done == [("draining", 0.0), ("leaving", 0.0), ("unguarded stopped", 0.5), ("ended", 0.5)]
 
 
 def test_streams_that_nobody_takes_end_after_the_time_for_it(made: World) -> None:
     done = drain(made, grace_s=0.0, finishes_after_s=99.0)
-    assert done == [("draining", 0.0), ("leaving", 0.0), ("ended", 15.0)]
+    assert done == [("draining", 0.0), ("leaving", 0.0), ("unguarded stopped", 15.0), ("ended", 15.0)]
 
 
 def test_streams_whose_engine_is_gone_are_left_to_routers_at_once(made: World) -> None:
     done = drain(made, has_engine=False, finishes_after_s=99.0, taken_after_s=0.5)
-    assert done == [("draining", 0.0), ("leaving", 0.0), ("ended", 0.5)]
+    assert done == [("draining", 0.0), ("leaving", 0.0), ("unguarded stopped", 0.5), ("ended", 0.5)]
+
+
+def test_an_operator_who_hurries_shortens_the_grace_that_runs(made: World) -> None:
+    done = drain(made, finishes_after_s=99.0, taken_after_s=0.5, named=lambda drain: drain.request(grace_s=5.0))
+    assert done == [("draining", 0.0), ("leaving", 5.0), ("unguarded stopped", 5.5), ("ended", 5.5)]
+
+
+def test_a_grace_that_is_over_already_ends_at_once(made: World) -> None:
+    done = drain(made, finishes_after_s=99.0, taken_after_s=0.5, named=lambda drain: drain.request(grace_s=0.5))
+    assert done == [("draining", 0.0), ("leaving", 1.0), ("unguarded stopped", 1.5), ("ended", 1.5)]
+
+
+def test_an_operator_can_have_streams_stopped_that_routers_were_to_take(made: World) -> None:
+    done = drain(made, grace_s=0.0, finishes_after_s=99.0, named=lambda drain: drain.request(handover_s=0.0))
+    assert done == [("draining", 0.0), ("leaving", 0.0), ("all stopped", 1.0), ("ended", 1.0)]
+
+
+def test_without_time_to_hand_over_streams_are_stopped_after_their_grace(made: World) -> None:
+    done = drain(made, finishes_after_s=99.0, named=lambda drain: drain.request(3.0, 0.0))
+    assert done == [("draining", 0.0), ("all stopped", 3.0), ("ended", 3.0)]
