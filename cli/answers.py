@@ -86,7 +86,8 @@ async def print_stream(stream: Stream) -> tuple[messages.Chunk, Answer]:
     usage, timings = chunk.usage, chunk.timings
     counts = f", {usage.prompt_tokens} + {usage.completion_tokens} tokens" if usage else ""
     times = f", first after {timings.ttft_ms:.0f} ms, all in {timings.total_ms:.0f} ms" if timings else ""
-    print(f"[{chunk.finish_reason}{counts}{times}, {chunk.worker_id or 'router'}]", file=sys.stderr)
+    by = f", stopped by {chunk.stopped_by}" if chunk.stopped_by else ""
+    print(f"[{chunk.finish_reason}{by}{counts}{times}, {chunk.worker_id or 'router'}]", file=sys.stderr)
     return chunk, answer
 
 

@@ -33,6 +33,8 @@ _COMMANDS = {
     "health": ("health:add_flags", "check whether the process at a metrics port is ready"),
     "cancel": ("generate:add_cancel_flags", "cancel a running request"),
     "load": ("models.load:add_flags", "load another model in a running worker"),
+    "stop": ("stopping:add_stop_flags", "end one running request with what was generated so far"),
+    "drain": ("stopping:add_drain_flags", "let a worker finish, move or stop its requests, and leave"),
     "unload": ("models.load:add_unload_flags", "let a worker finish its requests, then free its memory"),
     "replay": ("replay:add_flags", "replay a trace on a simulated fleet and compare policies"),
     "bench": ("bench:add_flags", "put load on a running system and measure it"),

@@ -24,6 +24,8 @@ class Answer(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] = []
     """All of them are complete if the finish reason is `tool_calls`; otherwise the last one may be cut off."""
     finish_reason: messages.FinishReason | None = None
+    stopped_by: messages.StoppedBy | None = None
+    """Who ended it early, if anybody did: then it is a beginning, like one that has reached its `max_tokens`."""
     usage: messages.Usage | None = None
 
     def add(self, chunk: messages.Chunk) -> None:
@@ -35,7 +37,8 @@ class Answer(msgspec.Struct, kw_only=True):
                 self.tool_calls.append(ToolCall(id=delta.id or "", name=delta.function.name))
             self.tool_calls[delta.index].arguments += delta.function.arguments
         if chunk.finish_reason is not None:
-            self.finish_reason, self.usage = chunk.finish_reason, chunk.usage or None
+            self.finish_reason, self.stopped_by = chunk.finish_reason, chunk.stopped_by or None
+            self.usage = chunk.usage or None
 
     def to_message(self) -> messages.ChatMessage:
         """Returns the answer as the assistant's turn in the conversation's next request."""

@@ -16,6 +16,7 @@ from tokenbus.conformance.field_types import (
 )
 
 FINISH_REASONS = ("stop", "length", "tool_calls", "cancelled", "error")
+STOPPERS = ("operator", "shutdown")
 ERRORS: dict[str, tuple[int, bool]] = {
     "invalid_request": (400, False),
     "prompt_too_long": (400, False),

@@ -58,7 +58,7 @@ def check_fields(messages: Sequence[Message]) -> None:
         if is_end:
             _check_end_fields(message)
         else:
-            for name in ("usage", "timings", "error", "stop_match"):
+            for name in ("usage", "timings", "error", "stop_match", "stopped_by"):
                 expect(message.get(name) is None, f"{where} is not a terminal but has {name}")
 
 
@@ -76,6 +76,11 @@ def _check_end_fields(terminal: Message) -> None:
     expect(
         match is None or field_types.TEXT.holds(match) or field_types.COUNT.holds(match),
         f"stop_match is {shorten(match)}",
+    )
+    stopped_by = terminal.get("stopped_by")
+    expect(
+        stopped_by is None or (reason == "length" and stopped_by in schemas.STOPPERS),
+        f"finish_reason {reason} with stopped_by {shorten(stopped_by)}",
     )
 
 

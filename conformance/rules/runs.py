@@ -1,4 +1,4 @@
-"""Rules of the messages from routers to workers: run, drop, tokenizer, tokenize."""
+"""Rules of the messages from routers and operators to workers: run, drop, stop, tokenizer, tokenize."""
 
 import asyncio
 
@@ -53,6 +53,30 @@ async def drop_after_first_token(probe: Probe) -> None:
     stream_checks.check_order(live.messages)
 
 
+async def stopped(probe: Probe) -> None:
+    """A stop ends a stream with what was generated: its terminal has finish_reason length, usage and stopped_by
+    operator."""
+    live = await probe.live(routing={"worker_id": probe.require_workers()[0]})
+    reply = await _stop(probe, subjects.request_key(probe.tenant, str(live.request_id)))
+    expect(reply.get("ok") is True, f"the stop got {reply}")
+    terminal = await live.terminal()
+    seen = terminal["finish_reason"], terminal.get("stopped_by")
+    expect(seen == ("length", "operator"), f"the stream ends with {seen}")
+    stream_checks.check_order(live.messages)
+    stream_checks.check_numbers(live.messages)
+    stream_checks.check_usage(live.messages)
+
+
+async def stop_unknown(probe: Probe) -> None:
+    """A stop of a request that a worker does not run, or that names none, is refused with invalid_request and the field
+    request_id."""
+    for key in (subjects.request_key(probe.tenant, probe.new_id()), "no key", None):
+        reply = await _stop(probe, key)
+        error = reply.get("error") or {}
+        seen = reply.get("ok"), error.get("code"), error.get("param")
+        expect(seen == (False, "invalid_request", "request_id"), f"the stop of {key} got {reply}")
+
+
 async def tokenizer(probe: Probe) -> None:
     """The parts of a tokenizer fit together and match the digest in the worker's card."""
     card = await acting_router.card(probe)
@@ -89,6 +113,10 @@ async def _check_refused(reply: Message, client: Exchange) -> None:
     stream_checks.check_error(reply.get("error"))
     await asyncio.sleep(_SILENCE_S)  # the router answers its client, not the worker
     expect(not client.received, f"its client got {client.received[:1]}")
+
+
+async def _stop(probe: Probe, key: str | None) -> Message:
+    return await probe.call_internal(acting_router.service(probe, "control"), {"op": "stop", "request_id": key})
 
 
 async def _drop(probe: Probe, key: str, attempt: int) -> Message:

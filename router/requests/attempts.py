@@ -256,7 +256,7 @@ class Attempts:
         self._flights.unbind_stream(flight)  # entries that are read later would add them again
         if not flight.completion.restore(taken, flight.completion.last_seq):
             raise errors.request_error(errors.Code.WORKER_LOST)
-        flight.last_words = taken.last_words
+        flight.keep_last_words(taken.last_words)
 
     async def _finish(self, card: messages.Card, calling: Coroutine[Any, Any, ReplyT], timeout_s: float) -> ReplyT:
         """Waits for a worker's reply, but a timeout first reads everything that this router had received: a reply that

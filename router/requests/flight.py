@@ -121,6 +121,10 @@ class Flight:
         assert self.request.id is not None
         return self.request.id
 
+    def keep_last_words(self, last_words: messages.Chunk | None) -> None:
+        """Keeps the terminal that a worker has left for it, if it is one."""
+        self.last_words = last_words if last_words is not None and last_words.finish_reason is not None else None
+
     def remaining_ms(self, now: float) -> float | None:
         """Time until the request's deadline; 0 or less once it has passed, None without a deadline."""
         if self.request.timeout_ms is None:

@@ -198,7 +198,8 @@ class Guardianship:
         if len(run.token_ids) % 4:
             raise errors.invalid_field("token_ids", "have a length that is no multiple of four")
         flight.num_prompt_tokens = len(run.token_ids) // 4
-        flight.attempt, flight.hash_scheme, flight.last_words = run.attempt, guard.hash_scheme, guard.last_words
+        flight.attempt, flight.hash_scheme = run.attempt, guard.hash_scheme
+        flight.keep_last_words(guard.last_words)
         if run.resume_from is not None:
             flight.completion.resume(run.resume_from)
         if worker is not None:

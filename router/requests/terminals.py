@@ -86,9 +86,8 @@ class TerminalPublisher:
 
     def end_with(self, flight: Flight, last_words: messages.Chunk) -> None:
         """Ends a request with the terminal that its last worker has left, whatever was tried since."""
-        assert last_words.finish_reason is not None, last_words
         self._send(flight, codec.replace(last_words, attempt=flight.attempt))
-        self.log_end(flight, last_words.finish_reason)
+        self.log_end(flight, str(last_words.finish_reason))
 
     def log_end(self, flight: Flight, reason: str, error: errors.Error | None = None) -> None:
         """Logs the end of a request. Its worker has sent the terminal, or will, if the reason is `by_worker`."""

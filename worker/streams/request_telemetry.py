@@ -110,7 +110,10 @@ class RequestTelemetry:
         usage, timings = terminal.usage or None, terminal.timings or None
         stopped_by = terminal.stopped_by or None
         self._metrics.request_finished(
-            "stopped" if stopped_by else str(code or terminal.finish_reason), usage, timings, has_failed=has_failed(terminal)
+            "stopped" if stopped_by else str(code or terminal.finish_reason),
+            usage,
+            timings,
+            has_failed=has_failed(terminal),
         )
         reasoning_tokens = (usage.reasoning_tokens or None) if usage else None
         if reasoning_tokens or stream.num_tool_calls:

@@ -1,27 +1,17 @@
 """`tokenbus load` and `unload`: an operator's control messages to a running worker."""
 
 import argparse
-import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-from nats.aio.msg import Msg
-
-from tokenbus.cli import arguments, connection_flags
+from tokenbus.cli import arguments, connection_flags, worker_control
 from tokenbus.cli.session import print_error, print_request_error, with_client
 from tokenbus.client import Client
-from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.wire import codec, errors, internal, subjects
+from tokenbus.protocol.wire import internal
 from tokenbus.worker.frontend import adapter_settings
 from tokenbus.worker.frontend.adapter_settings import AdapterSettings
-
-_FIRST_REPLY_S = 5.0
-_SILENCE_S = 60.0
-"""A loading worker reports its progress twice per second."""
-_replies = codec.Decoder(internal.ControlReply)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +82,7 @@ async def _load(options: argparse.Namespace, client: Client) -> int:
         replicas=options.replicas,
         settings=dict(options.set),
     )
-    async for reply in _ask(options, client, control):
+    async for reply in worker_control.ask(options, client, control):
         if not reply.ok:
             assert reply.error is not None
             return await print_request_error(client, None, reply.error)
@@ -105,7 +95,7 @@ async def _load(options: argparse.Namespace, client: Client) -> int:
 
 
 async def _change_adapter(options: argparse.Namespace, client: Client, control: internal.Control, done: str) -> int:
-    async for reply in _ask(options, client, control, _SILENCE_S):
+    async for reply in worker_control.ask(options, client, control, worker_control.SILENCE_S):
         if reply.error is not None:
             return await print_request_error(client, None, reply.error)
         print(done)
@@ -118,50 +108,9 @@ async def _unload(options: argparse.Namespace, client: Client) -> int:
         control = internal.Control(op="unload_adapter", adapter=options.lora)
         done = f"{options.worker_id} takes no new requests for the adapter {options.lora}"
         return await _change_adapter(options, client, control, done)
-    async for reply in _ask(options, client, internal.Control(op="unload")):
+    async for reply in worker_control.ask(options, client, internal.Control(op="unload")):
         if reply.error is not None:
             return await print_request_error(client, None, reply.error)
         print(f"{options.worker_id} accepts no new requests, and leaves when its running ones have ended or moved")
         return 0
     return print_error("the worker does not answer")
-
-
-async def _ask(
-    options: argparse.Namespace, client: Client, control: internal.Control, timeout_s: float = _FIRST_REPLY_S
-) -> AsyncIterator[internal.ControlReply]:
-    """Yields a worker's replies to a control message until it falls silent. Raises RequestError for unknown workers."""
-    subject = subjects.Subjects(options.prefix).worker(await _model_of(client, options), options.worker_id, "control")
-    replies: asyncio.Queue[internal.ControlReply] = asyncio.Queue()
-    connection = await nats.connect(connection_flags.settings_of(options), name="tokenbus operator")
-    try:
-        inbox = connection.new_inbox()
-
-        def take(message: Msg) -> None:
-            if message.data:
-                replies.put_nowait(_replies.decode(message.data))
-
-        await connection.subscribe(inbox, take)
-        connection.publish(subject, codec.encode(control), reply=inbox)
-        while True:  # a load reports progress for as long as it takes
-            try:
-                async with asyncio.timeout(timeout_s):
-                    yield await replies.get()
-            except TimeoutError:
-                return
-            timeout_s = _SILENCE_S
-    finally:
-        await connection.close()
-
-
-async def _model_of(client: Client, options: argparse.Namespace) -> str:
-    """Returns the model that a worker serves, which is part of its subjects. Raises RequestError."""
-    reply = await client.models()
-    cards = [card for served in reply.models for card in served.workers or []]
-    found = [card.model for card in cards if card.worker_id == options.worker_id]
-    if len(found) > 1:
-        problem = f"workers of {', '.join(found)} are all named {options.worker_id}: give them different names"
-        raise errors.request_error(errors.Code.INVALID_REQUEST, problem)
-    if found:
-        return found[0]
-    known = ", ".join(card.worker_id for card in cards) or "none"
-    raise errors.request_error(errors.Code.NO_WORKER, f"there is no worker {options.worker_id}; workers: {known}")

@@ -84,7 +84,7 @@ def drain(
     has_engine: bool = True,
     named: Callable[[Drain], None] = lambda drain: None,
 ) -> list[tuple[str, float]]:
-    """Drains a replica, and returns what it does and when. `named` is what is asked of the drain in its first second."""
+    """Drains a replica, and returns what it does and when. `named` is called with the drain after a second."""
     process = made.process("w0")
     part = Part(process, finishes_after_s, taken_after_s)
     if not has_engine:

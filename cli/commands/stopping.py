@@ -1,0 +1,93 @@
+"""`tokenbus stop` and `drain`: an operator ends one request, or all of a worker's, with what was generated so far."""
+
+import argparse
+from functools import partial
+
+from tokenbus.cli import connection_flags, worker_control
+from tokenbus.cli.session import print_error, print_request_error, with_client
+from tokenbus.client import Client
+from tokenbus.protocol.wire import errors, internal, subjects
+from tokenbus.protocol.wire.params import SECONDS
+
+
+def add_stop_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument(
+        "key",
+        type=_key,
+        metavar="[TENANT:]ID",
+        help="the request, as the logs name it; of the default tenant if none is named",
+    )
+    parser.set_defaults(run=lambda options: with_client(options, partial(_stop, options)))
+
+
+def add_drain_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument("worker_id", metavar="WORKER", help="the worker to drain")
+    parser.add_argument(
+        "--grace-s",
+        type=_seconds,
+        help="seconds that its running requests have to finish (the worker's --grace-s); a later drain changes it",
+    )
+    ends = parser.add_mutually_exclusive_group()
+    ends.add_argument(
+        "--handover-s",
+        type=_seconds,
+        help="seconds that routers then have to move the others to other workers (the worker's --handover-s)",
+    )
+    ends.add_argument(
+        "--stop",
+        dest="handover_s",
+        action="store_const",
+        const=0.0,
+        help="end the others with what was generated, and move none (--handover-s 0)",
+    )
+    parser.set_defaults(run=lambda options: with_client(options, partial(_drain, options)))
+
+
+def _key(text: str) -> str:
+    key = text if ":" in text else subjects.request_key(subjects.DEFAULT_TENANT, text)
+    if not subjects.is_request_key(key):
+        raise argparse.ArgumentTypeError(
+            f"must be an id of 1 to 128 of A-Za-z0-9_-, perhaps behind TENANT: in subject form, got {text!r}"
+        )
+    return key
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not SECONDS.contains(value):
+        raise argparse.ArgumentTypeError(f"must be {SECONDS} seconds, got {text}")
+    return value
+
+
+async def _stop(options: argparse.Namespace, client: Client) -> int:
+    """Asks every worker, since only the one that runs a request knows it."""
+    workers = [card.address for card in await worker_control.cards(client)]
+    refusals: list[errors.Error] = []
+    async for worker, reply in worker_control.ask_each(
+        options, workers, internal.Control(op="stop", request_id=options.key)
+    ):
+        if reply.ok:
+            print(f"{worker.worker_id} has ended {options.key} with what it had generated")
+            return 0
+        refusals += [reply.error] if reply.error is not None and reply.error.param != "request_id" else []
+    for refusal in refusals[:1]:  # such as that of a worker of an earlier version
+        return await print_request_error(client, None, refusal)
+    return print_error(f"no worker runs {options.key}: it has ended, or no worker has it yet")
+
+
+async def _drain(options: argparse.Namespace, client: Client) -> int:
+    control = internal.Control(op="drain", grace_s=options.grace_s, handover_s=options.handover_s)
+    async for reply in worker_control.ask(options, client, control):
+        if reply.error is not None:
+            return await print_request_error(client, None, reply.error)
+        then = "stopped" if options.handover_s == 0 else "moved"
+        print(
+            f"{options.worker_id} accepts no new requests, and leaves when its running ones have ended or been {then}"
+        )
+        return 0
+    return print_error("the worker does not answer")
