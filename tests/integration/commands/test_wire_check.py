@@ -16,7 +16,17 @@ from tokenbus.conformance.rules.registry import all_rules
 from tokenbus.protocol.process.parent import end_with_parent
 
 INTERNAL = (
-    *("discover", "events", "A request is reported", "snapshot", "A run", "A stop ends", "A stop of", "drop of", "tokenize"),
+    *(
+        "discover",
+        "events",
+        "A request is reported",
+        "snapshot",
+        "A run",
+        "A stop ends",
+        "A stop of",
+        "drop of",
+        "tokenize",
+    ),
     *("take of", "about once a second", "does not listen", "answers a check", "hands over"),
 )
 """Texts of the rules that need subjects which no client may use."""
