@@ -247,6 +247,20 @@ _MEMORY = (
         ),
     ),
     Panel(
+        "Logits: mean, smallest and largest",
+        "Each of one row, of which one in a second is looked at. What is usual depends on the model. If it changes and "
+        "the model did not, check its file, its adapters and the device.",
+        "short",
+        (Query(max_of(f"{_P}_logits", WORKER_FILTER, "worker_id, stat"), f"{_NAME} {{{{stat}}}}"),),
+    ),
+    Panel(
+        "Logits that are no numbers, by kind",
+        "Most come together with shares of steps without numbers, and step_poisoned in the log counts them for each. "
+        "If there are some without such shares, the output matrix of the model's file is damaged.",
+        "short",
+        (Query(increase(f"{_P}_non_finite_logits_total", WORKER_FILTER, "worker_id, kind"), f"{_NAME} {{{{kind}}}}"),),
+    ),
+    Panel(
         "Tokens of preempted sequences, by how they came back",
         "Restored from the cache, or computed again. If many are computed again, raise --host-cache-mib.",
         "suffix: tokens/s",

@@ -123,6 +123,7 @@ class ArithmeticRunner:
         self.reranker: Reranker | None = Sums(self.config)
         self.adapters: Adapters | None = None
         self.num_lanes = num_lanes
+        self.logits = None
         self.canary: Listing[int] = ()
         self.num_steps = 0
         self.num_evaluated = 0

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from tokenbus.worker.engine.draws import Matrix
+from tokenbus.worker.engine.logits_health import LogitsHealth
 from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, Undone
 
@@ -13,10 +14,13 @@ _STRIDE = 1_024
 is, since they were divided by its length. All logits of 64 rows would take a few milliseconds."""
 
 
-def sort_out(batch: Listing[ScheduledTokens], rows: Matrix, sampler: Sampler) -> dict[int, Outcome]:
+def sort_out(
+    batch: Listing[ScheduledTokens], rows: Matrix, sampler: Sampler, health: LogitsHealth
+) -> dict[int, Outcome]:
     """Returns the outcome of each share, by its lane. `rows` are the logits after the last token of each share, which
     are written into."""
     poisoned = are_poisoned(rows)
+    health.look(batch, rows, poisoned)
     outcomes: dict[int, Outcome] = {
         part.lane: Undone.POISONED if bad else None for part, bad in zip(batch, poisoned, strict=True)
     }

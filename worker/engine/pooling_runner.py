@@ -32,6 +32,7 @@ class PoolingRunner:
         self.reranker = reranker
         self.end_token_ids: frozenset[int] = frozenset()
         self.num_lanes = 1
+        self.logits = None
         self.canary: Listing[int] = ()
         self.adapters: Adapters | None = None
         self._close = close

@@ -14,6 +14,7 @@ from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 
 if TYPE_CHECKING:  # a frontend imports this module, and numpy would cost it a tenth of a second
     from tokenbus.worker.engine.draws import Matrix
+    from tokenbus.worker.engine.logits_health import LogitsHealth
 
 
 class InsufficientMemoryError(RuntimeError):
@@ -158,6 +159,11 @@ class Runner(Protocol):
     they are computed in is overwritten by it."""
     num_lanes: int
     """The number of lanes that running and cached sequences share."""
+
+    @property
+    def logits(self) -> "LogitsHealth | None":
+        """Sums up some of the rows that steps compute; None where they compute none."""
+        ...
 
     @property
     def copies(self) -> Copies | None:

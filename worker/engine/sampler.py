@@ -17,6 +17,7 @@ from tokenbus.worker.engine import draws
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
 from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 from tokenbus.worker.engine.draws import Indices, Matrix, Row
+from tokenbus.worker.engine.logits_health import summarize
 from tokenbus.worker.engine.scheduling.plan import SampledToken
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -120,7 +121,7 @@ class Sampler:
                 one = SampledToken(token_id, row_logprobs.of_token(token_id) if row_logprobs else None)
                 sampled.append(self._accept(sequences[n], one))
             else:
-                self._log.error("bad_logits", seq_no=sequences[n].seq_no, row=_summary(logits[n]))
+                self._log.error("bad_logits", seq_no=sequences[n].seq_no, logits=summarize(logits[n]).to_log())
                 sampled.append(EngineFinishReason.BAD_LOGITS)
         # behind the loop: some matchers are in processes of their own, which compute beside each other meanwhile
         return [self._follow(*pair) for pair in zip(sequences, sampled, strict=True)]
@@ -195,15 +196,3 @@ def _constrain(row: Row, matcher: SequenceMatcher, forbidden: Indices) -> None:
 
 def _known_ids(token_ids: Iterable[int], vocab_size: int) -> Indices:
     return np.array(sorted(token_id for token_id in token_ids if 0 <= token_id < vocab_size), np.int64)
-
-
-def _summary(row: Row) -> dict[str, float]:
-    """Describes a row without a usable maximum, for the log."""
-    numbers = row[np.isfinite(row)]
-    return {
-        "nan": int(np.isnan(row).sum()),
-        "infinite": int(np.isinf(row).sum()),
-        "finite": len(numbers),
-        "least": float(numbers.min()) if len(numbers) else 0.0,
-        "most": float(numbers.max()) if len(numbers) else 0.0,
-    }

@@ -49,6 +49,16 @@ class WorkerMetrics(MetricFamilies):
         self.kv_blocks = gauge(
             "kv_blocks", "Blocks on the device, by state: used, cached (used by no request) or free.", "state"
         )
+        self.logits = gauge(
+            "logits",
+            "Mean, smallest and largest logit of a row, of which about one in a second is looked at.",
+            "stat",
+        )
+        self.non_finite_logits = counter(
+            "non_finite_logits",
+            "Logits that were seen to be nan, inf or, in rows with such ones, -inf, by kind.",
+            "kind",
+        )
         self.kv_expected = gauge(
             "kv_expected_ratio",
             "Share of the KV blocks that all requests use or are expected to use, also those that wait.",
@@ -217,6 +227,8 @@ class ReplicaMetrics:
             (metrics.poisoned.labels(*own), "poisoned_shares"),
         ]
         self._checkpoint_bytes = metrics.checkpoint_bytes.labels(*own)
+        self._logits = {stat: metrics.logits.labels(*own, stat) for stat in ("mean", "smallest", "largest")}
+        self._non_finite_logits = [metrics.non_finite_logits.labels(*own, kind) for kind in ("nan", "inf", "-inf")]
         self._last_load = messages.Load()
         self.failures_in_a_row = 0
         """The requests that have failed here since the last one that did not."""
@@ -267,6 +279,12 @@ class ReplicaMetrics:
         self._inference.inc(stats.seconds)
         self._gap.inc(stats.gap_s)
         self._checkpoint_bytes.set(stats.checkpoint_bytes)
+        if stats.logits is not None:
+            for stat, gauge in self._logits.items():
+                gauge.set(getattr(stats.logits, stat))
+        for child, count in zip(self._non_finite_logits, stats.non_finite_logits, strict=True):
+            if count:
+                child.inc(count)
         for child, name in self._step_counters:
             if count := getattr(stats, name):
                 child.inc(count)

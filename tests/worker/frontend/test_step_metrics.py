@@ -1,5 +1,6 @@
 """The metrics of a replica count all that is in the stats of its steps."""
 
+from tokenbus.worker.engine.logits_summary import LogitsSummary
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
 
@@ -49,3 +50,22 @@ def test_the_memory_of_checkpoints_is_that_of_the_last_step() -> None:
     for size in (0, 700, 300):
         replica.observe_step(ipc.StepStats(ipc.StepKind.DECODE, 0.1, 0.0, checkpoint_bytes=size))
         assert samples(metrics)["tokenbus_worker_checkpoint_bytes", own] == size
+
+
+def test_logits_are_those_of_the_last_row_that_was_looked_at_and_what_is_no_number_is_counted_by_kind() -> None:
+    metrics = WorkerMetrics()
+    replica = ReplicaMetrics(metrics, "m", "w1")
+    row = LogitsSummary(0, 0, 0, 3, 1.5, -2.0, 4.0)
+    for logits, non_finite in ((row, (1, 2, 3)), (None, (1, 0, 0))):
+        stats = ipc.StepStats(ipc.StepKind.DECODE, 0.1, 0.0, logits=logits, non_finite_logits=non_finite)
+        replica.observe_step(stats)
+    found = samples(metrics)
+    own = {"model": "m", "worker_id": "w1"}
+    seen = {
+        label: found[f"tokenbus_worker_{name}", frozenset((own | {key: label}).items())]
+        for name, key, label in (
+            *(("logits", "stat", stat) for stat in ("mean", "smallest", "largest")),
+            *(("non_finite_logits_total", "kind", kind) for kind in ("nan", "inf", "-inf")),
+        )
+    }
+    assert seen == {"mean": 1.5, "smallest": -2.0, "largest": 4.0, "nan": 2.0, "inf": 2.0, "-inf": 3.0}

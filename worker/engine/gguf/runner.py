@@ -25,6 +25,7 @@ from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
 from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.logits_health import LogitsHealth
 from tokenbus.worker.engine.models import features, generation_config
 from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
@@ -112,6 +113,7 @@ class GgufRunner:
         self._context = context.create(handle, settings, partial_state=partial_state)
         first_seq_id = context.first_seq_id(settings)
         self._batch = Batch(settings.max_num_batched_tokens, first_seq_id)
+        self.logits = LogitsHealth()
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
         self.lanes = Lanes(
             self._context,
@@ -161,7 +163,7 @@ class GgufRunner:
         if not self._decode(batch, has_rows=has_rows):
             return {part.lane: Undone.NO_ROOM for part in batch}
         if has_rows:
-            return poison.sort_out(batch, self._rows(len(batch)), self._sampler)
+            return poison.sort_out(batch, self._rows(len(batch)), self._sampler, self.logits)
         return {part.lane: None if self._is_finite(part) else Undone.POISONED for part in batch}
 
     def _decode(self, batch: Listing[ScheduledTokens], *, has_rows: bool) -> bool:

@@ -14,6 +14,7 @@ from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.logits_health import LogitsHealth
 from tokenbus.worker.engine.models import features, generation_config
 from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.onnx import device, embedder, host_moves, probe, row_memory, settings_resolution
@@ -81,6 +82,7 @@ class OnnxRunner:
         size = settings_resolution.size_cache(settings, model.generation_config, limits)
         self.num_lanes = size.num_rows
         self.canary: Listing[int] = probe.canary(self._tokenizer.size)
+        self.logits = LogitsHealth()
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
         self._lanes = LaneLengths(size.num_rows)
         self._cache = self._make_cache(settings, size)
@@ -149,7 +151,7 @@ class OnnxRunner:
         outcomes: dict[int, Outcome] = {}
         try:
             for in_rows, logits in self._compute(parts):
-                outcomes |= poison.sort_out(in_rows, logits, self._sampler)
+                outcomes |= poison.sort_out(in_rows, logits, self._sampler, self.logits)
         except InsufficientMemoryError as error:
             structlog.get_logger().warning("onnxruntime", text=str(error))
             outcomes = {part.lane: Undone.NO_ROOM for part in parts}

@@ -15,6 +15,7 @@ import msgspec
 from tokenbus.protocol.wire import block_hash, errors, internal, messages
 from tokenbus.worker import contract, engine_output, engine_request
 from tokenbus.worker.engine.host_cache.recovery import Recovery
+from tokenbus.worker.engine.logits_summary import LogitsSummary
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
@@ -246,6 +247,10 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """Shares of sequences in steps of which nothing was kept, since their numbers were not finite."""
     checkpoint_bytes: int = 0
     """The host memory that checkpoints take now."""
+    logits: LogitsSummary | None = None
+    """A row of logits; about one in a second is summed up."""
+    non_finite_logits: tuple[int, int, int] = (0, 0, 0)
+    """The logits that were seen to be NaN, infinity and, in rows with any of these, minus infinity."""
 
 
 class ConstraintStarted(Message, frozen=True):

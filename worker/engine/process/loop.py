@@ -15,6 +15,7 @@ from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, Comp
 from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.logits_summary import SeenLogits
 from tokenbus.worker.engine.pooling import PoolingJob, PoolingQueue
 from tokenbus.worker.engine.process import ipc, scheduler_setup
 from tokenbus.worker.engine.process.block_transfers import BlockTransfers
@@ -325,21 +326,28 @@ class StepLoop:
         is_whole = not any(isinstance(one, Undone) for one in outcomes)
         if is_whole:  # the time of others says nothing of how long so many tokens take
             self._step_budget.observe(plan.num_tokens, ended - began)
-        else:
-            self._log_undone(plan, outcomes)
+        seen = SeenLogits() if self._runner.logits is None else self._runner.logits.take()
+        if not is_whole:
+            self._log_undone(plan, outcomes, seen)
         followers = sum(len(one.followers) for one in outcomes if isinstance(one, SampledToken))
-        stats = self._step_timer.record(plan, began, ended, followers)
+        stats = self._step_timer.record(plan, began, ended, followers, seen)
         results = self._scheduler.update(plan, outcomes)
         if not is_whole or self._memory_check.has_suspects:
             self._memory_check.after_step(plan, outcomes, results, self._scheduler.sequences)
         return results, stats
 
-    def _log_undone(self, plan: StepPlan, outcomes: Listing[Outcome]) -> None:
+    def _log_undone(self, plan: StepPlan, outcomes: Listing[Outcome], seen: SeenLogits) -> None:
         if Undone.NO_ROOM in outcomes:
             self._log.error("kv_memory_exhausted", load=repr(self._scheduler))
         for part, outcome in zip(plan.scheduled, outcomes, strict=True):
             if outcome in (Undone.POISONED, Undone.LOST):
-                self._log.warning("step_poisoned", seq_no=part.sequence.seq_no, tokens=part.start + part.num_tokens)
+                logits = seen.poisoned.get(part.sequence.seq_no)
+                self._log.warning(
+                    "step_poisoned",
+                    seq_no=part.sequence.seq_no,
+                    tokens=part.start + part.num_tokens,
+                    logits=None if logits is None else logits.to_log(),
+                )
 
     def _report_results(self, results: list[StepResult], stats: ipc.StepStats | None) -> None:
         outputs, watched = [], []

@@ -1,5 +1,6 @@
 """The step timer makes the stats of each step, from which the frontend makes metrics."""
 
+from tokenbus.worker.engine.logits_summary import SeenLogits
 from tokenbus.worker.engine.process.ipc import StepKind, StepStats
 from tokenbus.worker.engine.scheduling.plan import SchedulerCounts, StepPlan
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
@@ -21,7 +22,7 @@ class StepTimer:
         """Notes that there is nothing to do, so that the time until the next step is no gap."""
         self._ended_at = None
 
-    def record(self, plan: StepPlan, began: float, ended: float, follower_tokens: int = 0) -> StepStats:
+    def record(self, plan: StepPlan, began: float, ended: float, follower_tokens: int, seen: SeenLogits) -> StepStats:
         """Returns the stats of a step that was computed, before the scheduler takes its results."""
         gap_s = 0.0 if self._ended_at is None else began - self._ended_at
         counts = self._scheduler.counts
@@ -43,6 +44,8 @@ class StepTimer:
             new.evicted_checkpoints,
             new.poisoned_shares,
             self._scheduler.checkpoint_bytes,
+            seen.sampled,
+            seen.non_finite,
         )
 
 

@@ -61,6 +61,7 @@ class SimRunner:
         self.embedder: Embedder | None = None
         self.reranker: Reranker | None = None
         self.adapters: Adapters | None = None
+        self.logits = None
         self.canary: Listing[int] = (1,)
         self._is_stained = False
         self.config = _config(preset, settings)
