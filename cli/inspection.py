@@ -4,7 +4,7 @@ import sys
 
 import msgspec
 
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.engine.models import chat_formats, features, registry
@@ -23,7 +23,7 @@ def show(model: str) -> int:
     return 0
 
 
-def _read_rules(model: str) -> prompt.PromptRules:
+def _read_rules(model: str) -> tokenizer_bundle.PromptRules:
     files = registry.find(model, lambda _: None)
     # Imported here, because each of these loads a large library.
     if files.weights.suffix == ".gguf":
@@ -35,7 +35,7 @@ def _read_rules(model: str) -> prompt.PromptRules:
     return OnnxTokenizer(files.sidecars, None, str(files.weights)).rules
 
 
-def _report(rules: prompt.PromptRules, found: ChatFormat | None) -> list[str]:
+def _report(rules: tokenizer_bundle.PromptRules, found: ChatFormat | None) -> list[str]:
     if not rules.chat_template:
         return ["The model has no chat template: it takes prompts and token ids only."]
     if found is None:

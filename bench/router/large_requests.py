@@ -23,7 +23,7 @@ from bench.system import card, cpu_seconds, start
 from tokenbus.cli import nats_server
 from tokenbus.client import Client, Stream
 from tokenbus.demo import ONNX_PATH
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, params, validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.placement import PlacementOptions, PlacementRequest
@@ -73,7 +73,7 @@ def _cpu_ms(work: Callable[[], object], rounds: int) -> float:
 def _steps(size: int, rounds: int) -> Iterator[tuple[str, float]]:
     """Yields the CPU time of each step of a request on its way, in their order."""
     files = {path.name: path for path in ONNX_PATH.iterdir() if path.is_file()}
-    builder = prompt.load_builder(prompt.unpack(OnnxTokenizer(files, None, "demo").bundle))
+    builder = prompt.load_builder(tokenizer_bundle.unpack(OnnxTokenizer(files, None, "demo").bundle))
     text = _STORY * (1 + size // len(builder.from_text(_STORY, None)))
     token_ids = builder.from_text(text, None)[:size]
     requests = codec.Decoder(messages.GenerateRequest)

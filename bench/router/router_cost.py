@@ -28,7 +28,7 @@ from bench.system import card, cpu_seconds, start
 from tokenbus.cli import nats_server
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import codec, internal, subjects
 
 _TOKENS = 1_000
@@ -143,7 +143,7 @@ async def _tokenizer(connection: Nats) -> Tokenizer:
     while not parts or len(parts) < parts[0].parts:
         parts.append(_parts.decode((await subscription.next_msg(timeout=5)).data))
     await subscription.unsubscribe()
-    return Tokenizer.from_str(prompt.from_parts(parts, parts[0].digest).tokenizer_json)
+    return Tokenizer.from_str(tokenizer_bundle.from_parts(parts, parts[0].digest).tokenizer_json)
 
 
 def _prompt(tokenizer: Tokenizer) -> tuple[str, list[int]]:

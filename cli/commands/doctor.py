@@ -16,7 +16,7 @@ from tokenbus.cli import arguments, connection_flags, inspection
 from tokenbus.client import Client
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import ping_probe
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
@@ -182,7 +182,7 @@ async def check_engine(model: str) -> AsyncIterator[Finding]:
 
 def _check_chat(config: contract.EngineConfig, packed: bytes | None) -> Finding:
     """Checks whether the model can serve chat messages."""
-    builder = prompt.load_builder(prompt.unpack(packed)) if packed is not None else None
+    builder = prompt.load_builder(tokenizer_bundle.unpack(packed)) if packed is not None else None
     if builder is not None:
         builder.start()
         builder.close()

@@ -1,5 +1,7 @@
 """The renderer process: reads a template, then renders conversations until its parent hangs up (`rendering.py`)."""
 
+import tokenbus.protocol.process.lean_imports  # isort: skip  # noqa: F401  # before structlog
+
 import contextlib
 import os
 import resource

@@ -8,7 +8,7 @@ from nats.aio.msg import Msg
 from tests.hostile.forged_worker import GARBAGE, NAMES, Answer, ForgedWorker, Stage, refuses, says
 from tests.hostile.scale import times
 from tests.sim.system import MODEL, FrontendProcess, kill
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
 
@@ -245,15 +245,15 @@ def test_tokens_and_their_text_go_past_workers_that_answer_nonsense_or_nothing(s
     assert (counted.result().token_ids, counted.result().count, read.result().text) == ([5, 6], 2, "ab")
 
 
-BUNDLE = prompt.pack(
-    prompt.TokenizerBundle(
+BUNDLE = tokenizer_bundle.pack(
+    tokenizer_bundle.TokenizerBundle(
         tokenizer_json=tokenizer_json.write(
             tokenizer_json.TokenizerSpec(tokenizer_json.bpe({"a": 0, "b": 1}, [], byte_fallback=True)), {}
         ),
-        rules=prompt.PromptRules(special_tokens={}, vocab_size=2),
+        rules=tokenizer_bundle.PromptRules(special_tokens={}, vocab_size=2),
     )
 )
-DIGEST = prompt.bundle_digest(BUNDLE)
+DIGEST = tokenizer_bundle.bundle_digest(BUNDLE)
 
 
 def bundle(data: bytes) -> Answer:

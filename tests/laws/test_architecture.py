@@ -261,17 +261,34 @@ def test_only_the_subjects_module_puts_subjects_together() -> None:
         assert "tokenbus.v1" not in path.read_text(), name(path)
 
 
+MAIN = "from tokenbus.cli import main; main"
+
+
 def imported_by(code: str) -> set[str]:
     """Returns the modules that a new process has imported after running `code`, ours without `tokenbus.`."""
-    whole = f"import sys; from tokenbus.cli import main; {code}; print(*sys.modules)"
+    whole = f"import sys; import tokenbus.protocol.process.lean_imports; {code}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return {module.removeprefix("tokenbus.") for module in done.stdout.split()}
 
 
+@pytest.mark.parametrize(
+    ("modules", "unused"),
+    [
+        ("cli.commands.worker, tokenbus.worker.frontend.serve", {"numpy", "jinja2", "tokenizers", "rich"}),
+        ("cli.commands.router, tokenbus.router.serve", {"rich", "uvicorn", "llguidance"}),
+        ("cli.commands.gateway, tokenbus.gateway.serve", {"rich", "numpy", "jinja2", "tokenizers"}),
+        ("worker.engine.process.main", {"rich", "nats", "prometheus_client", "jinja2"}),
+    ],
+)
+def test_a_process_imports_nothing_that_it_does_not_use(modules: str, unused: set[str]) -> None:
+    loaded = imported_by(f"import tokenbus.{modules}")
+    assert not unused & loaded
+
+
 def test_no_command_waits_for_an_engine_or_a_web_server_before_it_has_read_its_flags() -> None:
     heavy = {"llama_cpp", "onnx", "onnxruntime", "uvicorn", "starlette", "huggingface_hub", "torch"}
-    assert not imported_by("main.make_parser()") & heavy
+    assert not imported_by(f"{MAIN}.make_parser()") & heavy
 
 
 def test_a_command_that_only_asks_waits_for_nothing_that_serves_or_measures() -> None:
@@ -284,5 +301,5 @@ def test_a_command_that_only_asks_waits_for_nothing_that_serves_or_measures() ->
         "gateway.settings",
     }
     asking = ("generate", "embed", "models", "chat", "top", "health", "cancel", "load", "unload")
-    assert not imported_by(f"main.make_parser({asking})") & heavy
-    assert heavy <= imported_by("main.make_parser()")
+    assert not imported_by(f"{MAIN}.make_parser({asking})") & heavy
+    assert heavy <= imported_by(f"{MAIN}.make_parser()")

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.support.engines import gguf_runner
 from tokenbus import demo
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.wire import block_hash, codec, internal, messages
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.tokenization.piece_cache import _ENTRY_BYTES, PieceCache
@@ -25,7 +25,7 @@ def builder() -> prompt.PromptBuilder:
     """The demo model's, as a router has it."""
     runner = gguf_runner(EngineSettings(model=str(Path(demo.MODEL_PATH)), threads=1))
     assert runner.bundle is not None
-    made = prompt.load_builder(prompt.unpack(runner.bundle))
+    made = prompt.load_builder(tokenizer_bundle.unpack(runner.bundle))
     runner.close()
     return made
 

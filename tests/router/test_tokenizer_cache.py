@@ -12,22 +12,22 @@ from tests.router.builders import RESTARTING, STOPPED, card, fleet_of, known
 from tests.support.renderer_processes import ended, renderers
 from tokenbus.cli import nats_server
 from tokenbus.protocol.bus import connection
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
 from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
 
 NAMES = subjects.Subjects()
-PACKED = prompt.pack(
-    prompt.TokenizerBundle(
+PACKED = tokenizer_bundle.pack(
+    tokenizer_bundle.TokenizerBundle(
         tokenizer_json=tokenizer_json.write(
             tokenizer_json.TokenizerSpec(tokenizer_json.bpe({"a": 0, "b": 1}, [], byte_fallback=True)), {}
         ),
-        rules=prompt.PromptRules(special_tokens={}, vocab_size=2, chat_template="{{ messages[0].content }}"),
+        rules=tokenizer_bundle.PromptRules(special_tokens={}, vocab_size=2, chat_template="{{ messages[0].content }}"),
     )
 )
-CARD = card(tokenizer_digest=prompt.bundle_digest(PACKED))
+CARD = card(tokenizer_digest=tokenizer_bundle.bundle_digest(PACKED))
 GONE = codec.replace(CARD, state=STOPPED)
 LONG_S = 61.0
 
@@ -48,7 +48,7 @@ async def bed(tmp_path: Path) -> AsyncIterator[Bed]:
     bus = await connection.connect(connection.Settings(url=broker.url), "test")
     fleet = fleet_of(CARD)
     cache = TokenizerCache(bus, NAMES, fleet)
-    (part,) = prompt.to_parts(PACKED)
+    (part,) = tokenizer_bundle.to_parts(PACKED)
     answer = functools.partial(_answer, bus, codec.encode(part))
     await bus.subscribe(NAMES.worker(CARD.model, CARD.worker_id, "tokenizer"), answer)
     assert await cache.get([known(fleet)]) is not None

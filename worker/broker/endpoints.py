@@ -22,7 +22,7 @@ from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects, validation
 from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
@@ -301,7 +301,7 @@ class Endpoints:
     def _send_tokenizer(self, message: Msg) -> None:
         packed = self._engine.tokenizer_bundle() if self._engine is not None else None
         if packed is not None:
-            self._reply(message, *prompt.to_parts(packed))
+            self._reply(message, *tokenizer_bundle.to_parts(packed))
 
     def _start_tokenize(self, message: Msg) -> None:
         if len(self._tokenizes) >= MAX_PENDING_TOKENIZE:

@@ -12,7 +12,7 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import clock
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.parts.sender import PartsSender
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal, limits, messages, subjects
 from tokenbus.worker import contract
@@ -137,7 +137,7 @@ class Frontend:
         self._streams.set_engine(engine, config)
         self._endpoints.set_engine(engine)
         self._exchange.set_engine(engine, config)
-        self._announcer.engine_started(engine, config, prompt.bundle_digest(bundle) if bundle else None)
+        self._announcer.engine_started(engine, config, tokenizer_bundle.bundle_digest(bundle) if bundle else None)
         # an engine that restarts while draining must not make the worker ready
         if self._is_draining:
             self._announcer.set_state(state)

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, errors, internal, limits, subjects
 from tokenbus.router.fleet.fleet import Fleet
@@ -165,6 +165,6 @@ class TokenizerCache:
 
 
 def _build(parts: list[internal.TokenizerPart], digest: str) -> prompt.PromptBuilder:
-    builder = prompt.load_builder(prompt.from_parts(parts, digest))
+    builder = prompt.load_builder(tokenizer_bundle.from_parts(parts, digest))
     builder.start()
     return builder

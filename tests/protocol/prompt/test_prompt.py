@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tokenbus.protocol.prompt import prompt
-from tokenbus.protocol.prompt.prompt import PromptRules, TokenizerBundle
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
+from tokenbus.protocol.prompt.tokenizer_bundle import PromptRules, TokenizerBundle
 from tokenbus.protocol.wire import codec, errors, internal, limits
 from tokenbus.protocol.wire.messages import ChatMessage
 
@@ -64,9 +64,9 @@ def said(content: str) -> list[ChatMessage]:
 def bundle_of_size(packed_bytes: int) -> TokenizerBundle:
     """One that is exactly that large when packed; its tokenizer is noise."""
     noise = "".join(random.Random(packed_bytes).choices("0123456789abcdef", k=packed_bytes))
-    overhead = len(prompt.pack(make_bundle(noise))) - len(noise)
+    overhead = len(tokenizer_bundle.pack(make_bundle(noise))) - len(noise)
     bundle = make_bundle(noise[overhead:])
-    assert len(prompt.pack(bundle)) == packed_bytes
+    assert len(tokenizer_bundle.pack(bundle)) == packed_bytes
     return bundle
 
 
@@ -85,49 +85,53 @@ def bundle_of_size(packed_bytes: int) -> TokenizerBundle:
 )
 def test_a_bundle_goes_in_as_few_parts_as_it_fits_and_comes_back(size: int, parts: int) -> None:
     bundle = bundle_of_size(size)
-    packed = prompt.pack(bundle)
-    made = prompt.to_parts(packed)
-    digest = prompt.bundle_digest(packed)
+    packed = tokenizer_bundle.pack(bundle)
+    made = tokenizer_bundle.to_parts(packed)
+    digest = tokenizer_bundle.bundle_digest(packed)
     assert [(part.part, part.parts, part.digest) for part in made] == [(n, parts, digest) for n in range(parts)]
     assert all(0 < len(part.data) <= limits.PART_BYTES for part in made)
-    assert prompt.from_parts(made, digest) == bundle
+    assert tokenizer_bundle.from_parts(made, digest) == bundle
 
 
 def test_a_part_survives_the_wire() -> None:
     decoder = codec.Decoder(internal.TokenizerPart)
-    packed = prompt.pack(bundle_of_size(limits.PART_BYTES + 1))
-    sent = [codec.encode(part) for part in prompt.to_parts(packed)]
+    packed = tokenizer_bundle.pack(bundle_of_size(limits.PART_BYTES + 1))
+    sent = [codec.encode(part) for part in tokenizer_bundle.to_parts(packed)]
     assert all(len(payload) <= limits.PART_BYTES + limits.MESSAGE_RESERVE_BYTES for payload in sent)
     assert (
-        prompt.pack(prompt.from_parts([decoder.decode(payload) for payload in sent], prompt.bundle_digest(packed)))
+        tokenizer_bundle.pack(
+            tokenizer_bundle.from_parts(
+                [decoder.decode(payload) for payload in sent], tokenizer_bundle.bundle_digest(packed)
+            )
+        )
         == packed
     )
 
 
 def test_the_digest_is_the_same_for_the_same_bundle_and_no_other() -> None:
-    one = prompt.bundle_digest(prompt.pack(make_bundle()))
-    assert prompt.bundle_digest(prompt.pack(make_bundle())) == one
-    assert prompt.bundle_digest(prompt.pack(make_bundle(add_bos=True))) != one
-    assert prompt.bundle_digest(prompt.pack(make_bundle(JSON + " "))) != one
+    one = tokenizer_bundle.bundle_digest(tokenizer_bundle.pack(make_bundle()))
+    assert tokenizer_bundle.bundle_digest(tokenizer_bundle.pack(make_bundle())) == one
+    assert tokenizer_bundle.bundle_digest(tokenizer_bundle.pack(make_bundle(add_bos=True))) != one
+    assert tokenizer_bundle.bundle_digest(tokenizer_bundle.pack(make_bundle(JSON + " "))) != one
 
 
 def test_a_bundle_that_is_not_the_announced_one_is_refused() -> None:
-    packed = prompt.pack(bundle_of_size(2 * limits.PART_BYTES + 1))
-    digest = prompt.bundle_digest(packed)
-    parts = prompt.to_parts(packed)
+    packed = tokenizer_bundle.pack(bundle_of_size(2 * limits.PART_BYTES + 1))
+    digest = tokenizer_bundle.bundle_digest(packed)
+    parts = tokenizer_bundle.to_parts(packed)
     changed = codec.replace(parts[1], data=b"\x00" + parts[1].data[1:])
     for wrong in ([], parts[:-1], parts[::-1], [*parts, parts[0]], [parts[0], changed, parts[2]]):
         with pytest.raises(ValueError, match="digest"):
-            prompt.from_parts(wrong, digest)
+            tokenizer_bundle.from_parts(wrong, digest)
     with pytest.raises(ValueError, match="digest"):
-        prompt.from_parts(parts, "0" * 32)
+        tokenizer_bundle.from_parts(parts, "0" * 32)
 
 
 @pytest.mark.parametrize("packed", [b"", b"\xc1", b"\x80", b"[]", b"\x81\xaetokenizer_json\xa1\xff"])
 def test_a_bundle_with_the_right_digest_that_is_none_is_refused(packed: bytes) -> None:
-    digest = prompt.bundle_digest(packed)
+    digest = tokenizer_bundle.bundle_digest(packed)
     with pytest.raises(ValueError):
-        prompt.from_parts([internal.TokenizerPart(digest=digest, part=0, parts=1, data=packed)], digest)
+        tokenizer_bundle.from_parts([internal.TokenizerPart(digest=digest, part=0, parts=1, data=packed)], digest)
 
 
 @pytest.mark.parametrize("tokenizer_json", ["", "{}", "null", "nonsense", '{"model": {"type": "BPE"}}'])
@@ -247,7 +251,7 @@ def test_several_threads_make_the_same_prompts_as_one() -> None:
 BUILDER = make_builder()
 
 
-FIM = prompt.FimTokens(prefix=310, suffix=311, middle=312)
+FIM = tokenizer_bundle.FimTokens(prefix=310, suffix=311, middle=312)
 
 
 def test_a_gap_stands_between_the_marks_of_the_model_behind_bos() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.protocol.prompt import prompt, token_bound
+from tokenbus.protocol.prompt import prompt, token_bound, tokenizer_bundle
 from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
 from tokenbus.worker.engine.gguf.tokenizer.tokenizer_json import Json, TokenizerSpec
 
@@ -106,7 +106,7 @@ def test_a_text_that_is_certainly_too_long_is_refused_before_it_is_tokenized() -
     def encode(text: str) -> list[int]:
         raise AssertionError("it was tokenized")
 
-    rules = prompt.PromptRules(special_tokens={}, vocab_size=300)
+    rules = tokenizer_bundle.PromptRules(special_tokens={}, vocab_size=300)
     builder = prompt.PromptBuilder(rules, encode, token_bound.from_tokenizer_json(byte_level()))
     with pytest.raises(Exception, match="at least 100 tokens; with one to generate it must fit 100"):
         builder.from_text("=" * 1_600, max_prompt_tokens=99)

@@ -8,7 +8,7 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import internal, limits
 from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Reasoning
@@ -23,8 +23,8 @@ TEMPLATE = (
 CALLS = Calls(kind=Kind.JSON, call_open="<call>", call_close="</call>")
 
 
-def rules(template: str | None) -> prompt.PromptRules:
-    return prompt.PromptRules(special_tokens={"<|end|>": 7}, chat_template=template, vocab_size=8)
+def rules(template: str | None) -> tokenizer_bundle.PromptRules:
+    return tokenizer_bundle.PromptRules(special_tokens={"<|end|>": 7}, chat_template=template, vocab_size=8)
 
 
 def test_a_format_is_inferred_in_a_renderer_process_and_logged() -> None:

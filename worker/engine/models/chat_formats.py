@@ -5,7 +5,7 @@ from typing import Any
 
 import structlog
 
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.prompt.rendering import PromptPieces, Renderer
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire.messages import ChatMessage
@@ -39,7 +39,7 @@ _TOOL: dict[str, Any] = {
 }
 
 
-def infer(rules: prompt.PromptRules) -> ChatFormat | None:
+def infer(rules: tokenizer_bundle.PromptRules) -> ChatFormat | None:
     """Returns the chat format of a model, or None if its template shows neither reasoning nor tool calls.
 
     Renders in a process of its own, so that a template can neither take long nor do harm."""
@@ -84,7 +84,7 @@ def _is_spent(renderer: Renderer) -> bool:
     return renderer.cpu_s > _CPU_S - _MIN_CPU_S
 
 
-def example(rules: prompt.PromptRules) -> str:
+def example(rules: tokenizer_bundle.PromptRules) -> str:
     """Returns a call of a tool as the model with these rules would write it, up to the end of its turn."""
     renderer = Renderer(prompt.renderer_setup(rules, rules.chat_template or ""))
     texts = {token: text for text, token in rules.special_tokens.items()}

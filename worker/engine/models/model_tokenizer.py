@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.wire import internal
 
 
 class ModelTokenizer:
     """Makes the token ids of prompts by a model's own rules. Safe to use from several threads."""
 
-    def __init__(self, rules: prompt.PromptRules, encode: Callable[[str], list[int]]) -> None:
+    def __init__(self, rules: tokenizer_bundle.PromptRules, encode: Callable[[str], list[int]]) -> None:
         self.rules = rules
         self._encode = encode
         self._builder = prompt.PromptBuilder(rules, encode)

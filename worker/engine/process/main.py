@@ -3,6 +3,8 @@
 It runs replicas of models, each with a socket and a step loop of its own. Replicas of the same model share its weights.
 """
 
+import tokenbus.protocol.process.lean_imports  # isort: skip  # noqa: F401  # before structlog
+
 import contextlib
 import os
 import re

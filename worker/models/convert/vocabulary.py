@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from tokenbus.protocol.prompt.prompt import PromptRules
+from tokenbus.protocol.prompt.tokenizer_bundle import PromptRules
 from tokenbus.worker.engine.gguf.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from tokenbus.worker.engine.gguf.tokenizer.probe_texts import PROBE_TEXTS
 from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
 from tokenbus.demo import chats, corpus
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.runner import GgufRunner
@@ -31,26 +31,26 @@ def runner() -> Iterator[GgufRunner]:
 
 
 @pytest.fixture(scope="module")
-def unpacked(runner: GgufRunner) -> prompt.TokenizerBundle:
+def unpacked(runner: GgufRunner) -> tokenizer_bundle.TokenizerBundle:
     packed = runner.bundle
     assert packed is not None
-    return prompt.from_parts(prompt.to_parts(packed), prompt.bundle_digest(packed))
+    return tokenizer_bundle.unpack(packed)
 
 
 @pytest.fixture(scope="module")
-def builder(unpacked: prompt.TokenizerBundle) -> prompt.PromptBuilder:
+def builder(unpacked: tokenizer_bundle.TokenizerBundle) -> prompt.PromptBuilder:
     return prompt.load_builder(unpacked)
 
 
 class ReferenceTokenizer(NamedTuple):
-    rules: prompt.PromptRules
+    rules: tokenizer_bundle.PromptRules
     encode: Tokenize
     token_bytes: list[bytes] = []
     user_defined: dict[str, int] = {}
 
 
 @pytest.fixture(scope="module")
-def reference(unpacked: prompt.TokenizerBundle, encode: Tokenize) -> ReferenceTokenizer:
+def reference(unpacked: tokenizer_bundle.TokenizerBundle, encode: Tokenize) -> ReferenceTokenizer:
     return ReferenceTokenizer(unpacked.rules, encode)
 
 
@@ -179,7 +179,7 @@ def test_a_template_that_refuses_a_role_refuses_it_at_both_places(
 
 
 def test_a_prompt_begins_with_bos_once_where_the_metadata_says_so(
-    runner: GgufRunner, unpacked: prompt.TokenizerBundle
+    runner: GgufRunner, unpacked: tokenizer_bundle.TokenizerBundle
 ) -> None:
     assert (unpacked.rules.add_bos, unpacked.rules.bos_token_id, unpacked.rules.bos_token) == (True, BOS, chats.BOS)
     assert runner.tokenize(internal.Tokenize(text="hi"))[0] == BOS
@@ -187,7 +187,7 @@ def test_a_prompt_begins_with_bos_once_where_the_metadata_says_so(
     assert runner.tokenize(internal.Tokenize(messages=[turn("hi")])).count(BOS) == 1
 
 
-def test_the_rules_name_every_special_token(runner: GgufRunner, unpacked: prompt.TokenizerBundle) -> None:
+def test_the_rules_name_every_special_token(runner: GgufRunner, unpacked: tokenizer_bundle.TokenizerBundle) -> None:
     assert unpacked.rules.special_tokens == {text: number for number, text in enumerate(chats.SPECIAL_TOKENS)}
     assert unpacked.rules.eos_token == chats.END
     assert unpacked.rules.vocab_size == runner.config.vocab_size == len(runner.token_bytes) == 640
@@ -250,7 +250,7 @@ def test_there_is_no_bundle_for_a_vocabulary_that_cannot_be_rebuilt(
     assert bundle.build(changed(facts, key, value), reference) is None
 
 
-def pretrained(unpacked: prompt.TokenizerBundle) -> dict[str, Any]:
+def pretrained(unpacked: tokenizer_bundle.TokenizerBundle) -> dict[str, Any]:
     """The demo model's tokenizer as repositories have it: with special tokens, and one added to every text."""
     document: dict[str, Any] = json.loads(unpacked.tokenizer_json)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -273,19 +273,19 @@ SPECIAL = {text: token_id for token_id, text in enumerate(chats.SPECIAL_TOKENS)}
 
 
 def test_if_the_vocabulary_cannot_be_rebuilt_the_pretrained_tokenizer_is_used(
-    facts: metadata.Metadata, reference: ReferenceTokenizer, unpacked: prompt.TokenizerBundle
+    facts: metadata.Metadata, reference: ReferenceTokenizer, unpacked: tokenizer_bundle.TokenizerBundle
 ) -> None:
     strange = changed(facts, "tokenizer.ggml.pre", "unheard-of")
     text = json.dumps(pretrained(unpacked)).encode()
     packed = bundle.build(strange, reference, text)
     assert packed is not None
-    builder = prompt.load_builder(prompt.from_parts(prompt.to_parts(packed), prompt.bundle_digest(packed)))
+    builder = prompt.load_builder(tokenizer_bundle.unpack(packed))
     for probe in ("Once upon a <|end|> time <|bos|>", "20 + 22 = ?", "Zürich 👍🏽"):
         assert builder.from_text(probe)[1:] == reference.encode(probe)
 
 
 def test_a_pretrained_tokenizer_that_differs_or_is_malformed_is_not_used(
-    facts: metadata.Metadata, reference: ReferenceTokenizer, unpacked: prompt.TokenizerBundle
+    facts: metadata.Metadata, reference: ReferenceTokenizer, unpacked: tokenizer_bundle.TokenizerBundle
 ) -> None:
     strange = changed(facts, "tokenizer.ggml.pre", "unheard-of")
     document = pretrained(unpacked)
@@ -320,14 +320,14 @@ def test_a_model_without_a_chat_template_has_a_bundle_that_refuses_conversations
 ) -> None:
     packed = bundle.build(facts, reference._replace(rules=_without_template(reference.rules)))
     assert packed is not None
-    plain = prompt.load_builder(prompt.from_parts(prompt.to_parts(packed), prompt.bundle_digest(packed)))
+    plain = prompt.load_builder(tokenizer_bundle.unpack(packed))
     assert plain.from_text("hi") == [BOS, *encode("hi")]
     with pytest.raises(errors.RequestError, match="no chat template"):
         plain.from_messages([turn("hi")], None)
 
 
-def _without_template(rules: prompt.PromptRules) -> prompt.PromptRules:
-    return prompt.PromptRules(
+def _without_template(rules: tokenizer_bundle.PromptRules) -> tokenizer_bundle.PromptRules:
+    return tokenizer_bundle.PromptRules(
         special_tokens=rules.special_tokens,
         bos_token=rules.bos_token,
         eos_token=rules.eos_token,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import llama_cpp_source, vocabularies
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.worker.engine.gguf.tokenizer import bundle
 
 OFFERED = {
@@ -68,9 +68,7 @@ def test_a_vocabulary_is_offered_where_it_can_be_rebuilt(folder: Path, name: str
         assert (packed is not None) == offered
         if packed is None:
             return
-        encode = prompt.load_encoder(
-            prompt.from_parts(prompt.to_parts(packed), prompt.bundle_digest(packed)).tokenizer_json
-        )
+        encode = prompt.load_encoder(tokenizer_bundle.unpack(packed).tokenizer_json)
         texts = texts_of(path)
         assert [encode(text) for text in texts] == [loaded.tokenizer.encode(text) for text in texts]
         assert not texts or [encode(text) for text in texts] == ids_of(path)

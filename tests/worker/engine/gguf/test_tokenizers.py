@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support import vocabularies
 from tests.support.vocabularies import Loaded
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.worker.engine.gguf.tokenizer import bundle, probe_texts
 from tokenbus.worker.engine.gguf.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 
@@ -35,7 +35,7 @@ def tokenizer_of(loaded: Loaded) -> Tokenize | None:
     packed = bundle.build(*loaded)
     if packed is None:
         return None
-    return prompt.load_encoder(prompt.from_parts(prompt.to_parts(packed), prompt.bundle_digest(packed)).tokenizer_json)
+    return prompt.load_encoder(tokenizer_bundle.unpack(packed).tokenizer_json)
 
 
 def byte_letters() -> list[str]:

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
 from tokenbus.demo import chats
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
@@ -142,7 +142,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer
 
 def test_the_demo_files_say_what_the_gguf_says(gguf: GgufRunner) -> None:
     found = of(demo.ONNX_PATH)
-    theirs = prompt.from_parts(prompt.to_parts(gguf.bundle or b""), prompt.bundle_digest(gguf.bundle or b""))
+    theirs = tokenizer_bundle.unpack(gguf.bundle or b"")
     assert found.token_bytes == gguf.token_bytes
     assert found.end_token_ids == gguf.end_token_ids
     assert found.rules == theirs.rules
@@ -151,7 +151,7 @@ def test_the_demo_files_say_what_the_gguf_says(gguf: GgufRunner) -> None:
 
 def test_a_router_makes_the_demo_models_prompts_of_its_bundle(gguf: GgufRunner) -> None:
     found = of(demo.ONNX_PATH)
-    builder = prompt.load_builder(prompt.from_parts(prompt.to_parts(found.bundle), prompt.bundle_digest(found.bundle)))
+    builder = prompt.load_builder(tokenizer_bundle.unpack(found.bundle))
     conversation = [messages.ChatMessage(role="user", content=f"What is 3 + 4? {chats.END} é漢")]
     ids = gguf.tokenize(internal.Tokenize(messages=conversation))
     assert found.tokenize(internal.Tokenize(messages=conversation)) == ids
@@ -219,7 +219,7 @@ def test_added_tokens_keep_their_ids_where_special_ones_are_taken_out(tmp_path: 
     plain = {token.content: number for number, token in whole.get_added_tokens_decoder().items() if not token.special}
     assert plain
     made = of(save(tmp_path, whole))
-    in_router = prompt.load_builder(prompt.unpack(made.bundle))
+    in_router = prompt.load_builder(tokenizer_bundle.unpack(made.bundle))
     for text, number in plain.items():
         assert number in made.encode(text)
         assert number in in_router.from_text(text)

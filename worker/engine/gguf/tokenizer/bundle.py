@@ -8,7 +8,7 @@ from typing import Protocol
 
 import structlog
 
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.worker.engine.gguf.metadata import Metadata
 from tokenbus.worker.engine.gguf.tokenizer import bpe, probe_texts, sentencepiece, tokenizer_json
 from tokenbus.worker.engine.models import pretrained_tokenizer
@@ -24,7 +24,7 @@ class ReferenceTokenizer(Protocol):
     """llama.cpp's own tokenizer."""
 
     @property
-    def rules(self) -> prompt.PromptRules: ...
+    def rules(self) -> tokenizer_bundle.PromptRules: ...
 
     @property
     def token_bytes(self) -> list[bytes]: ...
@@ -45,7 +45,7 @@ def build(metadata: Metadata, reference: ReferenceTokenizer, pretrained: bytes |
     `pretrained` is the `tokenizer.json` beside the model. It is tried if the one that is rebuilt does not agree."""
     for text in _candidates(metadata, reference, pretrained):
         if _agrees(text, reference):
-            return prompt.pack(prompt.TokenizerBundle(tokenizer_json=text, rules=reference.rules))
+            return tokenizer_bundle.pack(tokenizer_bundle.TokenizerBundle(tokenizer_json=text, rules=reference.rules))
     return None
 
 

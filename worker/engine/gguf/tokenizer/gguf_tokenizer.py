@@ -6,7 +6,7 @@ import ctypes
 
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.worker.engine.gguf.metadata import Metadata
 from tokenbus.worker.engine.gguf.pooling.rerank_prompt import PairTokens
 from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
@@ -70,9 +70,9 @@ class GgufTokenizer(ModelTokenizer):
             length = llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
         return buffer.raw[:length]
 
-    def _rules(self, metadata: Metadata, special: list[int], size: int) -> prompt.PromptRules:
+    def _rules(self, metadata: Metadata, special: list[int], size: int) -> tokenizer_bundle.PromptRules:
         bos, eos = llama.llama_vocab_bos(self._vocab), llama.llama_vocab_eos(self._vocab)
-        return prompt.PromptRules(
+        return tokenizer_bundle.PromptRules(
             special_tokens={self._text(token): token for token in special},
             chat_template=metadata.text("tokenizer.chat_template"),
             bos_token=self._text(bos) if bos >= 0 else "",
@@ -83,13 +83,13 @@ class GgufTokenizer(ModelTokenizer):
             fim=self._fim_tokens(),
         )
 
-    def _fim_tokens(self) -> prompt.FimTokens | None:
+    def _fim_tokens(self) -> tokenizer_bundle.FimTokens | None:
         """Returns the tokens that the file names (`tokenizer.ggml.fim_*`), or that llama.cpp knows by their texts."""
         prefix, suffix = llama.llama_vocab_fim_pre(self._vocab), llama.llama_vocab_fim_suf(self._vocab)
         middle = llama.llama_vocab_fim_mid(self._vocab)
         if min(prefix, suffix, middle) < 0:
             return None
-        return prompt.FimTokens(prefix=prefix, suffix=suffix, middle=middle)
+        return tokenizer_bundle.FimTokens(prefix=prefix, suffix=suffix, middle=middle)
 
     def _text(self, token: int) -> str:
         text: bytes = llama.llama_vocab_get_text(self._vocab, token)

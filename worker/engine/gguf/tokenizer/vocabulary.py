@@ -4,13 +4,13 @@ from pathlib import Path
 
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.worker.engine.gguf import backend, metadata
 from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
 from tokenbus.worker.engine.runner import ModelError
 
 
-def read_rules(path: Path) -> prompt.PromptRules:
+def read_rules(path: Path) -> tokenizer_bundle.PromptRules:
     """Returns what prompts of a model depend on. Raises ModelError."""
     found = metadata.read(path)
     backend.init()

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
-from tokenbus.protocol.prompt import prompt
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.worker.engine.models import pretrained_tokenizer
 from tokenbus.worker.engine.models.generation_config import to_token_ids
 from tokenbus.worker.engine.models.model_files import read_json
@@ -68,7 +68,7 @@ class OnnxTokenizer(ModelTokenizer):
         eos = self._full.token_to_id(self.rules.eos_token) if self.rules.eos_token else None
         self.end_token_ids = to_token_ids(read_genai(sidecars).eos_token_id) | to_token_ids(eos)
         self.token_bytes = token_bytes.from_tokenizer(self._full, document, size)
-        self.bundle = prompt.pack(prompt.TokenizerBundle(tokenizer_json=plain, rules=self.rules))
+        self.bundle = tokenizer_bundle.pack(tokenizer_bundle.TokenizerBundle(tokenizer_json=plain, rules=self.rules))
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Returns the ids of a text with the tokens that the model's tokenizer adds around it, as embeddings need it.
@@ -88,7 +88,7 @@ class OnnxTokenizer(ModelTokenizer):
             )
         return vocab_size
 
-    def _read_rules(self, sidecars: dict[str, Path], size: int) -> prompt.PromptRules:
+    def _read_rules(self, sidecars: dict[str, Path], size: int) -> tokenizer_bundle.PromptRules:
         config = read_json(sidecars.get("tokenizer_config.json"), _TokenizerConfig)
         more = read_json(sidecars.get("special_tokens_map.json"), _TokenizerConfig)
         bos, eos = _text(config.bos_token or more.bos_token), _text(config.eos_token or more.eos_token)
@@ -96,7 +96,7 @@ class OnnxTokenizer(ModelTokenizer):
         add_bos = config.add_bos_token
         if add_bos is None:  # older files don't say; whether it adds one can be seen
             add_bos = bos_id is not None and self._full.encode("a").ids[:1] == [bos_id]
-        return prompt.PromptRules(
+        return tokenizer_bundle.PromptRules(
             special_tokens={
                 token.content: number
                 for number, token in self._full.get_added_tokens_decoder().items()
@@ -111,11 +111,11 @@ class OnnxTokenizer(ModelTokenizer):
             fim=self._fim_tokens(),
         )
 
-    def _fim_tokens(self) -> prompt.FimTokens | None:
+    def _fim_tokens(self) -> tokenizer_bundle.FimTokens | None:
         for names in _FIM_TOKENS:
             prefix, suffix, middle = map(self._full.token_to_id, names)
             if prefix is not None and suffix is not None and middle is not None:
-                return prompt.FimTokens(prefix=prefix, suffix=suffix, middle=middle)
+                return tokenizer_bundle.FimTokens(prefix=prefix, suffix=suffix, middle=middle)
         return None
 
 
