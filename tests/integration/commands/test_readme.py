@@ -1,4 +1,4 @@
-"""The README's snippets work unchanged against a running system."""
+"""The snippets of the README and of the page about clients work unchanged against a running system."""
 
 import json
 import os
@@ -13,13 +13,18 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
+CLIENTS = (ROOT / "docs" / "clients.md").read_text()
 RIGHT = "The capital of Avaria is Limora."
 HTTP = "http://127.0.0.1:8000/v1"
 TRANSPORT = "@nats-io/transport-node@3.4.0"
 
 
-def snippets(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def snippets(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+(OPENAI, LIBRARY) = snippets("python")
+(BARE,) = snippets("python", CLIENTS)
 
 
 def run(command: list[str], folder: Path, url: str) -> str:
@@ -29,9 +34,9 @@ def run(command: list[str], folder: Path, url: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("number", range(2), ids=["bare nats-py", "client library"])
-def test_a_python_snippet_streams_an_answer(url: str, tmp_path: Path, number: int) -> None:
-    (tmp_path / "snippet.py").write_text(snippets("python")[number])
+@pytest.mark.parametrize("snippet", [BARE, LIBRARY], ids=["bare nats-py", "client library"])
+def test_a_python_snippet_streams_an_answer(url: str, tmp_path: Path, snippet: str) -> None:
+    (tmp_path / "snippet.py").write_text(snippet)
     output = run([sys.executable, "-W", "ignore", "snippet.py"], tmp_path, url)
     answer, end = output.strip().splitlines()
     assert answer == RIGHT
@@ -47,9 +52,8 @@ def test_a_tool_is_called_and_its_result_answered_as_the_page_about_tools_shows(
 
 
 def test_the_openai_snippet_streams_an_answer(said_by_up: dict[str, Any], tmp_path: Path) -> None:
-    snippet = snippets("python")[2]
-    assert HTTP in snippet
-    (tmp_path / "snippet.py").write_text(snippet.replace(HTTP, said_by_up["http"]))
+    assert HTTP in OPENAI
+    (tmp_path / "snippet.py").write_text(OPENAI.replace(HTTP, said_by_up["http"]))
     assert run([sys.executable, "-W", "ignore", "snippet.py"], tmp_path, said_by_up["nats"]) == f"{RIGHT}\nstop\n"
 
 
@@ -62,7 +66,7 @@ def test_the_curl_snippet_gets_an_answer(said_by_up: dict[str, Any], tmp_path: P
 
 @pytest.fixture(scope="session")
 def node_folder() -> Path:
-    """A folder with the npm package that the README names, kept between runs."""
+    """A folder with the npm package that the page about clients names, kept between runs."""
     cache = Path(os.environ.get("TOKENBUS_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder = cache / "tokenbus" / "node"
     if not (folder / "node_modules" / "@nats-io" / "transport-node").exists():
@@ -75,7 +79,7 @@ def node_folder() -> Path:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
 def test_the_javascript_snippet_streams_an_answer(url: str, node_folder: Path) -> None:
-    (snippet,) = snippets("js")
+    (snippet,) = snippets("js", CLIENTS)
     path = node_folder / f"snippet-{os.getpid()}.mjs"
     path.write_text(snippet)
     try:
@@ -88,14 +92,27 @@ def test_the_javascript_snippet_streams_an_answer(url: str, node_folder: Path) -
     assert end.startswith("stop")
 
 
-@pytest.mark.parametrize("question", re.findall(r'generate --model demo "([^"]+)"', README))
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 200
+
+
+@pytest.mark.parametrize("question", re.findall(r'bin/tokenbus generate --model demo "([^"]+)"', README))
 def test_the_first_commands_of_the_readme_work(url: str, tmp_path: Path, question: str) -> None:
     command = [sys.executable, "-m", "tokenbus.cli.start", "generate", "--model", "demo", question]
     output = run(command, tmp_path, url)
     assert output.strip()
 
 
-def test_every_file_that_the_readme_links_to_is_there() -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
+@pytest.mark.parametrize("page", ["README.md", "docs/README.md", "docs/clients.md"])
+def test_every_file_that_a_page_links_to_is_there(page: str) -> None:
+    path = ROOT / page
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text())
     assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_the_index_of_the_pages_has_every_page() -> None:
+    folder = ROOT / "docs"
+    index = (folder / "README.md").read_text()
+    unlisted = [page.name for page in folder.glob("*.md") if f"({page.name})" not in index]
+    assert sorted(unlisted) == ["README.md", "wire.in.md"]
