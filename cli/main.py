@@ -32,6 +32,7 @@ _COMMANDS = {
     "inspect": ("doctor:add_inspect_flags", "show how a model writes reasoning and tool calls"),
     "health": ("health:add_flags", "check whether the process at a metrics port is ready"),
     "cancel": ("generate:add_cancel_flags", "cancel a running request"),
+    "session": ("generate:add_session_flags", "keep what a session has cached for a while, or say that it has ended"),
     "load": ("models.load:add_flags", "load another model in a running worker"),
     "stop": ("stopping:add_stop_flags", "end one running request with what was generated so far"),
     "drain": ("stopping:add_drain_flags", "let a worker finish, move or stop its requests, and leave"),

@@ -19,7 +19,14 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 AnswerT = TypeVar("AnswerT", bound=messages.Message)
-ReplyT = TypeVar("ReplyT", messages.EmbedReply, messages.RerankReply, messages.TokenizeReply, messages.DetokenizeReply)
+ReplyT = TypeVar(
+    "ReplyT",
+    messages.EmbedReply,
+    messages.RerankReply,
+    messages.TokenizeReply,
+    messages.DetokenizeReply,
+    messages.CacheReply,
+)
 
 _DEFAULT_TIMEOUT_MS = 60_000.0
 _ANSWER_S = 1.0
@@ -27,6 +34,7 @@ _models = codec.Decoder(messages.ModelsReply)
 _embeds = codec.Decoder(messages.EmbedReply)
 _tokenizes = codec.Decoder(messages.TokenizeReply)
 _detokenizes = codec.Decoder(messages.DetokenizeReply)
+_caches = codec.Decoder(messages.CacheReply)
 _reranks = codec.Decoder(messages.RerankReply)
 _cancels = codec.Decoder(messages.CancelReply)
 
@@ -188,6 +196,21 @@ class Client:
         """Returns the tokens of a prompt, or only their number. Raises RequestError if there are none."""
         timeout_s = timeout_s or _timeout_s(request.timeout_ms)
         return await self._ask_once(self._names.tokenize(model, self._tenant), request, _tokenizes, timeout_s)
+
+    async def keep_session(self, model: str, session_id: str, ttl_s: float = 300.0) -> None:
+        """Asks the model's workers to keep what a session of this tenant has left in their caches for that long. It is
+        a hint: nobody says whether it had an effect. Raises RequestError if it could not be passed on."""
+        await self._hint(model, session_id, ttl_s)
+
+    async def end_session(self, model: str, session_id: str) -> None:
+        """Says that a session of this tenant has ended: what it alone has left in workers' caches is the first to go.
+        Raises RequestError if the hint could not be passed on."""
+        await self._hint(model, session_id, 0.0)
+
+    async def _hint(self, model: str, session_id: str, ttl_s: float) -> None:
+        control = messages.CacheControl(ttl_ms=1e3 * ttl_s)
+        request = messages.CacheRequest(session_id=session_id, cache_control=control)
+        await self._ask_once(self._names.cache(model, self._tenant), request, _caches, _ANSWER_S)
 
     async def detokenize(
         self, model: str, request: messages.DetokenizeRequest, timeout_s: float | None = None

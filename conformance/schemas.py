@@ -109,6 +109,7 @@ LOAD: Schema = {
     "cached_blocks": COUNT,
     "free_blocks": COUNT,
     "host_blocks": optional(COUNT),
+    "kept_blocks": optional(COUNT),
     "fetched_blocks": optional(COUNT),
     "step_age_ms": DURATION,
 }

@@ -39,6 +39,9 @@ class RouterMetrics(MetricFamilies):
         self.tokenizations = Counter(
             f"{_P}_tokenizations", "Requests to tokenize or detokenize, by error code or ok.", ("op", "code")
         )
+        self.cache_hints = Counter(
+            f"{_P}_cache_hints", "Hints to keep what a session has cached, or that it has ended.", ("kind",)
+        )
         self.tokenized_chars = Counter(
             f"{_P}_tokenized_chars", "Characters of conversations, by whether their ids were cached.", ("source",)
         )
@@ -105,6 +108,8 @@ class RouterMetrics(MetricFamilies):
         for code in errors.Code:  # export zeros now: Prometheus does not see a counter that starts at 1 increase
             self.request_errors.labels(code)
             self.placements_rejected.labels(code)
+        for kind in ("keep", "end"):
+            self.cache_hints.labels(kind)
         for source in ("cached", "computed"):
             self.tokenized_chars.labels(source)
         self.embeddings.labels("ok")

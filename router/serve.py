@@ -25,6 +25,7 @@ from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.models import ModelCatalog
 from tokenbus.router.placement.policies import make_policies
 from tokenbus.router.requests.attempts import Attempts
+from tokenbus.router.requests.cache_hints import CacheHints
 from tokenbus.router.requests.dispatch import Dispatcher
 from tokenbus.router.requests.flight import Flights
 from tokenbus.router.requests.guardianship import Guardianship
@@ -126,6 +127,7 @@ class Router:
             self._embeddings,
             self._tokenizations,
             self._reranks,
+            CacheHints(self._replies, self.fleet, workers, self._rate_limiter, self.metrics),
             terminals,
             self.metrics,
         )

@@ -37,6 +37,10 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
     that is unloaded while requests use it stays until the last of them has ended. A file that is no adapter of the
     model is refused, and nothing has changed. An engine without the feature refuses every file.
 
+16. An engine with the feature `cache_control` keeps the prefix of a request with a `cache_ttl_s` longer than others,
+    until it is over or nothing else could go. With `is_warm_up`, it computes the prompt: the output is a terminal with
+    `length` and no token, and the prompt is cached as after any request.
+
 Sinks are called from the event loop, in order. A sink is a plain function and not an async iterator, because waking a
 task for each token and stream costs several times what the token itself does (docs/decisions/0003).
 """
@@ -208,6 +212,11 @@ class Engine(Protocol):
 
     def clear_cache(self) -> None:
         """Drops every cached block that no request uses."""
+        ...
+
+    def retain_session(self, tenant: str, session_id: str, ttl_s: float) -> None:
+        """Keeps what a tenant's session has left in the cache for that long, behind all that nobody wants kept; with 0,
+        what it alone has used goes first. Does nothing for a session that it does not know."""
         ...
 
     def tokenizer_bundle(self) -> bytes | None:

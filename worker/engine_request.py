@@ -106,6 +106,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of one tenant share cache only if this is the same."""
     cache_prompt: bool = True
     """Whether it may use what is cached and leave something."""
+    session_id: str = ""
+    """The tenant's name for the conversation that it belongs to; empty if it has none."""
+    cache_ttl_s: float | None = None
+    """The time for which its prefix is to be kept once it has ended; 0: it goes first. None: no wish."""
+    is_warm_up: bool = False
+    """Whether only the prompt is computed: the answer has no tokens, and `max_tokens` is 1 for the engine's sake."""
     priority: int = 0
     """Lower is sooner."""
     adapters: tuple[Adapter, ...] = ()

@@ -61,7 +61,8 @@ class StreamValidator:
             (reason is messages.FinishReason.ERROR) == (output.error is not None), "error and reason disagree"
         )
         self._require(
-            reason is not messages.FinishReason.LENGTH or self._num_tokens == sampling.max_tokens,
+            reason is not messages.FinishReason.LENGTH
+            or self._num_tokens == (0 if self._request.is_warm_up else sampling.max_tokens),
             "length with fewer than max_tokens",
         )
         self._require(

@@ -18,7 +18,7 @@ _CANCEL_TIMEOUT_S = 2.0
 """Time that a cancelled stream has to end."""
 _REQUEST_FIELDS = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p"),
-    *("seed", "stop", "ignore_eos", "id", "timeout_ms"),
+    *("seed", "stop", "ignore_eos", "id", "timeout_ms", "session_id"),
 )
 """Options that are fields of a request under the same name."""
 
@@ -33,6 +33,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="continue past the end token")
     parser.add_argument("--id", help="the request's id")
+    parser.add_argument("--session-id", metavar="ID", help="the conversation that it belongs to")
+    parser.add_argument("--keep-s", type=float, metavar="S", help="keep its prefix in the cache that long; 0: drop it")
     parser.add_argument("--timeout-ms", type=float, help="time after which the request is ended")
     parser.add_argument("--json", action="store_true", help="print the raw messages, one per line")
     parser.set_defaults(run=lambda options: with_client(options, partial(_generate, options)))
@@ -41,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `generate` and `chat` share."""
     parser.add_argument("--system", metavar="TEXT", help="system message to begin with")
-    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--max-tokens", type=int, help="length of the answer; 0: only compute and cache the prompt")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--top-k", type=int)
@@ -82,9 +84,21 @@ def add_cancel_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=lambda options: with_client(options, partial(_cancel, options)))
 
 
+def add_session_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument("session_id", metavar="ID", help="the session_id of its requests")
+    parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
+    wish = parser.add_mutually_exclusive_group(required=True)
+    wish.add_argument("--keep-s", type=float, metavar="S", help="keep what it has cached for that long")
+    wish.add_argument("--end", action="store_true", help="it has ended: let what it alone has cached go first")
+    parser.set_defaults(run=lambda options: with_client(options, partial(_hint, options)))
+
+
 def request_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the request fields that were set by flags."""
     given = {name: value for name in _REQUEST_FIELDS if (value := getattr(options, name, None)) is not None}
+    if (keep_s := getattr(options, "keep_s", None)) is not None:
+        given["cache_control"] = {"ttl_ms": 1e3 * keep_s}
     return given | answers.thinking_fields(options)
 
 
@@ -162,6 +176,15 @@ def _texts(options: argparse.Namespace) -> list[str]:
     if options.texts == ["-"]:
         return decode_utf8(sys.stdin.buffer.read(), "standard input").splitlines()
     return list(options.texts)
+
+
+async def _hint(options: argparse.Namespace, client: Client) -> int:
+    if options.end:
+        await client.end_session(options.model, options.session_id)
+    else:
+        await client.keep_session(options.model, options.session_id, options.keep_s)
+    print(f"the workers of {options.model} were told")
+    return 0
 
 
 async def _cancel(options: argparse.Namespace, client: Client) -> int:

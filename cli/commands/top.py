@@ -20,7 +20,7 @@ from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 _COLUMNS_BY_PRIORITY = (
     *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
-    *("copies", "fetched", "role", "step ms", "events", "expected", "indexed"),
+    *("copies", "kept", "fetched", "role", "step ms", "events", "expected", "indexed"),
 )
 """Columns in the order in which they are kept when the terminal is too narrow for all."""
 _GAP = 2
@@ -76,6 +76,8 @@ class Row(NamedTuple):
     """Blocks that its requests use or are expected to use before they end."""
     host_blocks: int
     """Copies of blocks in host memory."""
+    kept_blocks: int
+    """Blocks, or checkpoints, that clients have asked to keep."""
     fetched_blocks: int
     """Blocks that came from other workers since the engine started."""
     fetched_per_s: float
@@ -134,6 +136,7 @@ def rows_of(reply: messages.ModelsReply, rates: FleetRates, now: float) -> list[
                     total_blocks=load.used_blocks + load.cached_blocks + load.free_blocks,
                     expected_blocks=load.expected_blocks,
                     host_blocks=load.host_blocks,
+                    kept_blocks=load.kept_blocks,
                     fetched_blocks=load.fetched_blocks,
                     fetched_per_s=rates.fetched.update(card.address, load.fetched_blocks, now),
                     step_age_ms=load.step_age_ms,
@@ -175,6 +178,7 @@ def _cells(row: Row) -> dict[str, str]:
         "expected": str(row.expected_blocks),
         "cached": str(row.cached_blocks),
         "copies": str(row.host_blocks),
+        "kept": str(row.kept_blocks),
         "fetched": str(row.fetched_blocks),
         "indexed": str(row.indexed_blocks),
         "hits": f"{row.hit_rate:.0%}",

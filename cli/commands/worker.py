@@ -70,6 +70,8 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     ("--max-cached-blocks", None, "unused blocks that may stay cached on the device"),
     ("--expected-tokens", _SCHEDULER.expected_tokens, "tokens an answer is expected to use; 0: as recent ones did"),
     ("--priority-s", _SCHEDULER.priority_s, "seconds of waiting that one step of priority is worth"),
+    ("--kept-share", _SCHEDULER.kept_share, "share of cached prefixes that each tenant may keep by its wish"),
+    ("--max-kept-s", _SCHEDULER.max_kept_s, "longest time for which it may keep a prefix that is not used"),
     ("--max-num-seqs", _ENGINE.max_num_seqs, "sequences that run at the same time; -1: 16"),
     ("--max-num-batched-tokens", _ENGINE.max_num_batched_tokens, "tokens per step"),
     ("--ubatch-tokens", _ENGINE.ubatch_tokens, "tokens of a step that the device computes at once"),

@@ -21,7 +21,7 @@ class FieldLimits(NamedTuple):
 _STOP = "s" * 1_024
 
 LIMITS = (
-    FieldLimits("max_tokens", (1,), (0, -1)),
+    FieldLimits("max_tokens", (1,), (-1,)),
     FieldLimits("min_tokens", (0,), (-1,)),
     FieldLimits("temperature", (0, 100), (-0.001, 100.1)),
     FieldLimits("top_p", (0.000001, 1), (0, -0.1, 1.001)),

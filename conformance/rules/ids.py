@@ -109,6 +109,7 @@ def _messages(probe: Probe, request_id: str) -> list[tuple[str, bytes]]:
         (probe.names.embed(probe.target.model, probe.tenant), b'{"input": "x"}'),
         (probe.names.tokenize(probe.target.model, probe.tenant), b'{"prompt": "x"}'),
         (probe.names.detokenize(probe.target.model, probe.tenant), b'{"token_ids": [1]}'),
+        (probe.names.cache(probe.target.model, probe.tenant), b'{"session_id": "x", "cache_control": {}}'),
         (probe.names.rerank(probe.target.model, probe.tenant), b'{"query": "x", "documents": ["y"]}'),
         (probe.names.models_for(probe.tenant), b""),
         (probe.resync_subject(request_id), b'{"offset": 0}'),

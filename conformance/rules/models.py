@@ -57,6 +57,33 @@ async def default_tenant(probe: Probe) -> None:
     stream_checks.check_refusal(twin.messages, "duplicate_request")
 
 
+async def cache_hints(probe: Probe) -> None:
+    """A cache hint is answered with {id, model}, whether or not anybody knows the session."""
+    session_id = probe.new_id()
+    await probe.short(1, session_id=session_id)
+    for tenant in (probe.tenant, _OTHER_TENANT):
+        for ttl_ms in (60_000, 0):
+            body = {"id": session_id, "session_id": session_id, "cache_control": {"ttl_ms": ttl_ms}}
+            reply = await probe.call(probe.names.cache(probe.target.model, tenant), body)
+            expect(
+                reply == {"id": session_id, "model": probe.target.model}, f"a hint is answered with {shorten(reply)}"
+            )
+
+
+async def cache_hint_invalid(probe: Probe) -> None:
+    """A malformed cache hint is answered with {id, error}, which names the field."""
+    subject = probe.names.cache(probe.target.model, probe.tenant)
+    for body, param in (
+        ({"cache_control": {}}, "session_id"),
+        ({"session_id": "x"}, "cache_control"),
+        ({"session_id": "x", "cache_control": {"ttl_ms": -1}}, "cache_control.ttl_ms"),
+    ):
+        reply = await probe.call(subject, {"id": "hint", **body})
+        error = reply.get("error") or {}
+        seen = (reply.get("id"), error.get("code"), error.get("param"))
+        expect(seen == ("hint", "invalid_request", param), f"{body} is answered with {shorten(reply)}")
+
+
 async def embed(probe: Probe) -> None:
     """embed is answered once, with embeddings or with an error, under the request's id."""
     request_id = probe.new_id()

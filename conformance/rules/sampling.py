@@ -16,6 +16,17 @@ async def max_tokens(probe: Probe) -> None:
         expect(seen == ("length", count), f"max_tokens {count} ends with {seen}")
 
 
+async def max_tokens_0(probe: Probe) -> None:
+    """max_tokens 0 computes the prompt and ends with length and no tokens."""
+    for stream in (True, False):
+        answer = await probe.short(0, stream=stream)
+        terminal = answer.messages[-1]
+        skip_if_unsupported(terminal)
+        seen = (terminal.get("finish_reason"), terminal["usage"]["completion_tokens"], answer.text)
+        expect(seen == ("length", 0, ""), f"max_tokens 0 ends with {seen}")
+        stream_checks.check_usage(answer.messages)
+
+
 async def greedy(probe: Probe) -> None:
     """Temperature 0 gives the same text every time."""
     _check_equal(await probe.short(), await probe.short())

@@ -79,6 +79,14 @@ _PLACEMENT = (
         "stacked",
     ),
     Panel(
+        "Hints about sessions' caches",
+        "`keep`: a session's prefix is to be kept; `end`: it has ended. Those in requests are not counted. If there "
+        "are many more than requests, a tenant needs a limit: --tenant-limit-for.",
+        "reqps",
+        (Query(rate(f"{_P}_cache_hints_total", ROUTER_FILTER, "kind"), "{{kind}}"),),
+        "stacked",
+    ),
+    Panel(
         "Characters of conversations, by whether their token ids were cached",
         "If few are in spite of long conversations, raise --tokenization-cache-mib.",
         "short",

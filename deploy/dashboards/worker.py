@@ -289,6 +289,13 @@ _MEMORY = (
         (Query(sum_of(f"{_P}_host_cache_blocks", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
+        "Blocks that clients have asked to keep",
+        "Blocks, or checkpoints, beside all others. If they stay at half of what the cache holds, they are "
+        "kept for less time than was asked for: raise --host-cache-mib, or lower --kept-share or --max-kept-s.",
+        "short",
+        (Query(sum_of(f"{_P}_kept_blocks", WORKER_FILTER, "worker_id"), _NAME),),
+    ),
+    Panel(
         "Blocks that new engines have recovered",
         "Copies of KV blocks that an engine had made before it died, or a worker before it restarted. If more are "
         "discarded than a few torn ones after a crash, remove --host-cache-file.",

@@ -7,7 +7,7 @@ import msgspec
 
 from tokenbus.gateway.anthropic import messages_response
 from tokenbus.gateway.anthropic.field_names import FieldNames, with_name_first
-from tokenbus.gateway.anthropic.turns import Content, InputMessage, Turn, to_turns
+from tokenbus.gateway.anthropic.turns import CacheBreakpoint, Content, InputMessage, Turn, cache_ttl_ms, to_turns
 from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.generation.answer_events import AnswerReader
 from tokenbus.gateway.generation.dialect import ResponseHead
@@ -28,6 +28,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    cache_control: CacheBreakpoint | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +60,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[InputMessage] | None = None
     system: Content | None = None
     max_tokens: int | None = None
+    cache_control: CacheBreakpoint | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -176,6 +178,14 @@ def _to_format(wanted: OutputFormat | None) -> wire.ResponseFormat | None:
     return wire.ResponseFormat(type="json_schema", json_schema=wire.JsonSchema(schema=wanted.schema))
 
 
+def _cache_control(asked: MessagesRequest) -> wire.CacheControl | None:
+    """Returns the hint for the whole prompt, which is kept as long as the part of it that is worth most."""
+    marks = [asked.cache_control, *(tool.cache_control for tool in asked.tools or [])]
+    of_messages = cache_ttl_ms(asked.system, asked.messages or [])
+    ttl_ms = max([of_messages, *(mark.ttl_ms for mark in marks if mark is not None)])
+    return wire.CacheControl(ttl_ms=ttl_ms) if ttl_ms else None
+
+
 def _template_arguments(asked: MessagesRequest) -> dict[str, Any] | None:
     """Returns the variables for the chat template. Without `thinking`, a model reasons if it does so by default."""
     effort = asked.output_config.effort if asked.output_config is not None else None
@@ -206,6 +216,7 @@ def _to_request(
         tool_choice=_to_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         return_progress=True if asked.stream else None,
+        cache_control=_cache_control(asked),
         cache_salt=asked.cache_salt,
         session_id=asked.session_id or session,
         priority=asked.priority,

@@ -18,6 +18,17 @@ IGNORED_LINES = "x-anthropic-billing-header:"
 _BETWEEN_BLOCKS = "\n\n"
 
 
+class CacheBreakpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Says that the prompt up to its place is worth keeping."""
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: Literal["5m", "1h"] = "5m"
+
+    @property
+    def ttl_ms(self) -> float:
+        return 300_000.0 if self.ttl == "5m" else 3_600_000.0
+
+
 class Block(msgspec.Struct, frozen=True, kw_only=True):
     """A content block. Its type says which of the fields it has."""
 
@@ -30,6 +41,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     tool_use_id: str | None = None
     content: "str | list[Block] | None" = None
     is_error: bool | None = None
+    cache_control: CacheBreakpoint | None = None
 
 
 Content = str | list[Block]
@@ -78,6 +90,14 @@ def to_turns(system: Content | None, conversation: Sequence[InputMessage]) -> li
         blocks = [block for _, _, found in members for block in found]
         turns += [_assistant_turn(blocks, path)] if is_assistant else _user_turns(blocks, path)
     return turns
+
+
+def cache_ttl_ms(system: Content | None, conversation: Sequence[InputMessage]) -> float:
+    """Returns the longest time for which a part of a conversation is to be kept in the cache; 0 if none is."""
+    contents = [content for content in (system, *(one.content for one in conversation)) if isinstance(content, list)]
+    blocks = [block for content in contents for block in content]
+    blocks += [inner for block in blocks if isinstance(block.content, list) for inner in block.content]
+    return max((one.cache_control.ttl_ms for one in blocks if one.cache_control is not None), default=0.0)
 
 
 def _placed(message: InputMessage, path: str) -> list[_Placed]:

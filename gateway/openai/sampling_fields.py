@@ -1,15 +1,21 @@
 """The fields that several of OpenAI's endpoints have in common: they mean what they mean on the wire; pure."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from tokenbus.gateway.generation import conversation
-from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire import errors, limits
 from tokenbus.protocol.wire import messages as wire
 
 MAX_CHOICES = 128
 """OpenAI's limit of `n`."""
+
+_RETENTIONS = {
+    "in_memory": wire.CacheControl(),
+    "in-memory": wire.CacheControl(),
+    "24h": wire.CacheControl(ttl_ms=limits.MAX_CACHE_TTL_MS),
+}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +40,8 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     """Names the conversation, which is kept on one worker."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """The time for which the prompt is worth keeping; `in-memory` is an earlier spelling."""
     top_k: int | None = None
     """This field and those up to `stop_token_ids` are not OpenAI's; they mean what they mean on the wire."""
     min_p: float | None = None
@@ -72,6 +80,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
             "regex": self.regex,
             "choice": self.choice,
             "grammar": self.grammar,
+            "cache_control": _RETENTIONS.get(self.prompt_cache_retention or ""),
             "cache_salt": self.cache_salt,
             "session_id": self.session_id or self.prompt_cache_key or session,
             "priority": conversation.priority_of(self.service_tier) if self.priority is None else self.priority,

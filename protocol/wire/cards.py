@@ -31,6 +31,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the next completion is expected to have, as recent ones had. 0 if unknown."""
     host_blocks: int = 0
     """Copies of KV blocks in host memory. A block may be on the device too."""
+    kept_blocks: int = 0
+    """KV blocks, or checkpoints, that it keeps longest because clients have asked for that."""
     fetched_blocks: int = 0
     """KV blocks that came from other workers since the engine started."""
     generated_tokens: int = 0

@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire.codec import Message
-from tokenbus.protocol.wire.params import TIMEOUT_MS, GenerationParams
+from tokenbus.protocol.wire.params import TIMEOUT_MS, CacheControl, GenerationParams
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -79,6 +79,28 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
     """Continues an earlier stream after the part that was received."""
     routing: RoutingOptions | None = None
     """Influences or explains the choice of a worker."""
+
+
+class CacheRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Says how long what a session has left in workers' caches is worth keeping from now on."""
+
+    id: str | None = None
+    """Like the id of a `generate` request."""
+    session_id: str | None = None
+    """The `session_id` of the tenant's requests. It must be given."""
+    cache_control: CacheControl | None = None
+    """The hint. With a `ttl_ms` of 0, the session has ended: what it alone has used goes first. It must be given."""
+
+
+class CacheReply(Message, frozen=True, kw_only=True):
+    """Says that the hint was passed on, or why it was not. It does not say whether any worker knows the session."""
+
+    id: str
+    """The request's id."""
+    model: str | UnsetType = UNSET
+    """The model whose workers were told."""
+    error: errors.Error | UnsetType = UNSET
+    """Why they were not."""
 
 
 class TokenizeRequest(Message, frozen=True, kw_only=True, omit_defaults=True):

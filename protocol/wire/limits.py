@@ -19,6 +19,9 @@ MAX_TOOL_PROPERTIES = 4_000
 MAX_TOOL_BYTES = 64 * 1024
 """Size of one tool, as JSON: name, description and parameters."""
 MAX_SALT_BYTES = 256
+DEFAULT_CACHE_TTL_MS = 300_000.0
+MAX_CACHE_TTL_MS = 86_400_000.0
+"""A prefix is kept for a client this long at most."""
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 4_096
 MAX_LOGIT_BIAS = 1e6

@@ -30,6 +30,8 @@ from tokenbus.protocol.wire.cards import (
 )
 from tokenbus.protocol.wire.codec import Message
 from tokenbus.protocol.wire.generate import (
+    CacheReply,
+    CacheRequest,
     ChatMessage,
     ContentPart,
     DetokenizeReply,
@@ -40,9 +42,12 @@ from tokenbus.protocol.wire.generate import (
     TokenizeReply,
     TokenizeRequest,
 )
-from tokenbus.protocol.wire.params import TIMEOUT_MS, JsonSchema, Lora, Range, ResponseFormat
+from tokenbus.protocol.wire.params import TIMEOUT_MS, CacheControl, JsonSchema, Lora, Range, ResponseFormat
 
 __all__ = [
+    "CacheControl",
+    "CacheReply",
+    "CacheRequest",
     "CancelReply",
     "Candidate",
     "Card",

@@ -58,9 +58,9 @@ def ranges_of(struct: type[msgspec.Struct]) -> Mapping[str, Range]:
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Says how tokens are chosen, and when the completion ends."""
 
-    max_tokens: Annotated[int | None, Range(1, limits.MAX_TOKENS)] = None
-    """Tokens to generate. If absent: the model's own limit, else what the context leaves, but no more than the worker's
-    `--max-new-tokens`."""
+    max_tokens: Annotated[int | None, COUNT] = None
+    """Tokens to generate; 0 only computes the prompt, so that it is cached. If absent: the model's own limit, else what
+    the context leaves, but no more than the worker's `--max-new-tokens`."""
     min_tokens: Annotated[int | None, COUNT] = None
     """Tokens before which the completion does not stop. 0 if absent."""
     temperature: Annotated[float | None, Range(0, 100)] = None
@@ -119,6 +119,14 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Holds the schema, if `type` is `json_schema`."""
 
 
+class CacheControl(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A hint for how long a prefix is to be kept in a worker's cache."""
+
+    ttl_ms: Annotated[float, Range(0, limits.MAX_CACHE_TTL_MS)] = limits.DEFAULT_CACHE_TTL_MS
+    """Time after the answer's end for which the prompt and the answer stay longer than what nobody wants kept; 0: they
+    go first. 300,000 if absent, at most a day, and no more than the worker's `--max-kept-s`."""
+
+
 class Lora(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A LoRA adapter that is loaded on the model, and how strongly it acts."""
 
@@ -152,6 +160,8 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     """Whether this prompt's KV may be reused and kept. true if absent."""
     cache_salt: str | None = None
     """Keeps caches apart within a tenant: only requests with the same salt share one. At most 256 bytes."""
+    cache_control: CacheControl | None = None
+    """A hint for how long this prompt's KV is worth keeping."""
     session_id: str | None = None
     """A hint that keeps the requests of a conversation on one worker. At most 256 bytes."""
     priority: Annotated[int | None, PRIORITY] = None

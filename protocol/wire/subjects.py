@@ -17,7 +17,7 @@ TENANT_PLACEHOLDER = "{tenant}"
 PROBE_SUFFIX = ":again"
 """Ends the `gone` subject of a chunk that was sent only to see whether the client is still there."""
 
-_OF_MODELS = ("generate", "embed", "rerank", "tokenize", "detokenize")
+_OF_MODELS = ("generate", "cache", "embed", "rerank", "tokenize", "detokenize")
 """Operations whose subject names a model, and perhaps a tenant."""
 _KV_REPLY_TOKENS = 4
 _TENANT_ID_MODEL = 3
@@ -158,6 +158,7 @@ class Subjects:
         self.all_embeds = (f"{prefix}.embed.*", f"{prefix}.embed.*.*")
         self.all_tokenizes = (f"{prefix}.tokenize.*", f"{prefix}.tokenize.*.*")
         self.all_detokenizes = (f"{prefix}.detokenize.*", f"{prefix}.detokenize.*.*")
+        self.all_caches = (f"{prefix}.cache.*", f"{prefix}.cache.*.*")
         self.all_reranks = (f"{prefix}.rerank.*", f"{prefix}.rerank.*.*")
         self.all_resyncs = (f"{prefix}.resync.*", f"{prefix}.resync.*.*", f"{prefix}.resync.*.*.*")
         self.all_guards = (f"{prefix}.guard.*", f"{prefix}.guard.*.*")
@@ -180,6 +181,9 @@ class Subjects:
 
     def detokenize(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
         return self._with_tenant("detokenize", model, tenant)
+
+    def cache(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
+        return self._with_tenant("cache", model, tenant)
 
     def rerank(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
         return self._with_tenant("rerank", model, tenant)

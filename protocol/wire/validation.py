@@ -99,6 +99,17 @@ def check_tokenize_request(request: messages.TokenizeRequest) -> None:
     check_tools(request.tools or [])
 
 
+def check_cache_request(request: messages.CacheRequest) -> None:
+    """Raises RequestError for the first field that is not allowed."""
+    check_id(request.id)
+    if not request.session_id:
+        raise invalid_field("session_id", "is required")
+    _check_salts(request, "session_id")
+    if request.cache_control is None:
+        raise invalid_field("cache_control", "is required")
+    check_ranges(request.cache_control, "cache_control.")
+
+
 def check_detokenize_request(request: messages.DetokenizeRequest) -> None:
     """Raises RequestError for the first field that is not allowed."""
     check_id(request.id)
@@ -186,6 +197,8 @@ def required_features(request: messages.GenerateRequest) -> Iterator[RequiredFea
 
 def required_run_features(params: GenerationParams) -> Iterator[RequiredFeature]:
     """Yields those of the features that a worker can see in a run."""
+    if params.max_tokens == 0:
+        yield RequiredFeature("cache_control", "max_tokens")
     if params.logprobs is not None:
         yield RequiredFeature("logprobs", "logprobs")
     if params.repetition_penalty not in (None, 1):
@@ -244,8 +257,14 @@ def _check_params(params: GenerationParams) -> None:
     check_tools(params.tools or [])
     check_tool_choice(params.tool_choice, params.tools or [])
     _check_lora(params.lora or [])
-    for name in ("cache_salt", "session_id"):
-        value = getattr(params, name)
+    _check_salts(params, "cache_salt", "session_id")
+    if params.cache_control is not None:
+        check_ranges(params.cache_control, "cache_control.")
+
+
+def _check_salts(struct: msgspec.Struct, *names: str) -> None:
+    for name in names:
+        value = getattr(struct, name)
         if value is not None and len(value.encode()) > limits.MAX_SALT_BYTES:
             raise invalid_field(name, f"must have at most {limits.MAX_SALT_BYTES} bytes")
 

@@ -19,6 +19,7 @@ from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.wire import codec, errors, messages, subjects, validation
 from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.models import ModelCatalog
+from tokenbus.router.requests.cache_hints import CacheHints
 from tokenbus.router.requests.flight import Flight
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.passing_on import PassingOn, is_passed_on
@@ -33,6 +34,7 @@ _requests = codec.Decoder(messages.GenerateRequest)
 _embeds = codec.Decoder(messages.EmbedRequest)
 _tokenizes = codec.Decoder(messages.TokenizeRequest)
 _detokenizes = codec.Decoder(messages.DetokenizeRequest)
+_cache_requests = codec.Decoder(messages.CacheRequest)
 _reranks = codec.Decoder(messages.RerankRequest)
 _DUPLICATE_GRACE_S = 0.05
 """A request whose id is in flight is tried again after this long: its client may have seen the end of the earlier one
@@ -58,6 +60,7 @@ class Intake:
         embeddings: Embeddings,
         tokenizations: TokenizeRequests,
         reranks: Reranks,
+        cache_hints: CacheHints,
         terminals: TerminalPublisher,
         metrics: RouterMetrics,
     ) -> None:
@@ -81,6 +84,7 @@ class Intake:
         self._embeddings = embeddings
         self._tokenizations = tokenizations
         self._reranks = reranks
+        self._cache_hints = cache_hints
         self._terminals = terminals
         self._metrics = metrics
         self._subscriptions: list[Subscription] = []
@@ -108,6 +112,7 @@ class Intake:
             *((subject, self._on_tokenize) for subject in self._names.all_tokenizes),
             *((subject, self._on_detokenize) for subject in self._names.all_detokenizes),
             *((subject, self._on_rerank) for subject in self._names.all_reranks),
+            *((subject, self._on_cache) for subject in self._names.all_caches),
             *((subject, self._on_models) for subject in self._names.models),
             *((subject, self._pass_on) for subject in self._names.without_model),
         ]
@@ -250,6 +255,24 @@ class Intake:
         except errors.RequestError as problem:
             error = problem.error
         self._tokenizations.refuse(message.reply, encoding, replies, _read_id(message, encoding), error)
+
+    def _on_cache(self, message: Msg) -> None:
+        if not self._may_answer(message):
+            return
+        encoding, request_id = codec.Encoding.JSON, ""
+        try:
+            encoding = codec.encoding_of(message.headers)
+            self._check_size(message)
+            request = _cache_requests.decode(message.data, encoding)
+            validation.check_cache_request(request)
+            request_id = request.id or secrets.token_urlsafe(16)
+            address, _ = self._models.with_adapter(self._parse_address(message))
+            reply = self._cache_hints.take(address, codec.replace(request, id=request_id))
+        except codec.MediaTypeError as problem:
+            reply = messages.CacheReply(id="", error=errors.make_error(errors.Code.INVALID_REQUEST, str(problem)))
+        except errors.RequestError as problem:
+            reply = messages.CacheReply(id=request_id or _read_id(message, encoding), error=problem.error)
+        self._cache_hints.send(message.reply, encoding, reply)
 
     def _on_models(self, message: Msg) -> None:
         if not self._may_answer(message):

@@ -148,6 +148,22 @@ async def tells_which_blocks_it_holds(engine: contract.Engine, config: contract.
     assert len(held.parents) == sum(held.has(token_ids))
 
 
+async def computes_only_the_prompt_of_a_warm_up(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    if "cache_control" not in config.features:
+        return
+    token_ids = long_prompt(config, 77)
+    warm = codec.replace(request(token_ids, max_tokens=1), is_warm_up=True, cache_ttl_s=60.0, session_id="warm")
+    recorder, usage, _ = await measured(engine, warm)
+    assert (recorder.token_ids, usage.completion_tokens, usage.cached_tokens) == ([], 0, 0)
+    assert recorder.outputs[-1].finish_reason is messages.FinishReason.LENGTH
+    _, usage, _ = await measured(engine, request(token_ids, max_tokens=2))
+    assert usage.cached_tokens == reusable(config, len(token_ids))
+    engine.retain_session("", "warm", 0.0)
+    engine.retain_session("somebody", "warm", 60.0)
+    _, usage, _ = await measured(engine, request(token_ids, max_tokens=2))
+    assert usage.cached_tokens == reusable(config, len(token_ids)), "a session's end drops nothing while there is room"
+
+
 def prefix_of(token_ids: list[int], tenant: str = "", salt: str = "") -> contract.CachedPrefix:
     return contract.CachedPrefix(tenant, salt, (), block_hash.pack_token_ids(token_ids))
 

@@ -97,6 +97,7 @@ RULES: tuple[Check, ...] = (
     cache_rules.keeps_caches_apart,
     cache_rules.leaves_nothing_where_it_must_not,
     cache_rules.tells_which_blocks_it_holds,
+    cache_rules.computes_only_the_prompt_of_a_warm_up,
     stream_rules.counts_on_while_it_works,
     *cache_rules.EXCHANGE_RULES,
     *resume_rules.RULES,

@@ -31,6 +31,9 @@ class Honest:
     def blocks(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
         self.on_kv_events(removed, stored)
 
+    def retain_session(self, tenant: str, session_id: str, ttl_s: float) -> None:
+        self.inner.retain_session(tenant, session_id, ttl_s)
+
     def clear_cache(self) -> None:
         self.inner.clear_cache()
 
@@ -193,6 +196,11 @@ class SharesWithEveryTenant(Honest):
 class CachesWhatItMustNot(Honest):
     def request(self, request):  # type: ignore[no-untyped-def]
         return replace(request, cache_prompt=True)
+
+
+class AnswersAWarmUp(Honest):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, is_warm_up=False)
 
 
 class SharesNothing(Honest):
@@ -534,6 +542,7 @@ BROKEN = {
     SharesWithEverySalt: cache_rules.keeps_caches_apart,
     SharesWithEveryTenant: cache_rules.keeps_caches_apart,
     CachesWhatItMustNot: cache_rules.leaves_nothing_where_it_must_not,
+    AnswersAWarmUp: cache_rules.computes_only_the_prompt_of_a_warm_up,
     SharesNothing: cache_rules.shares_a_prefix_with_what_runs,
     KeepsNewBlocksToItself: cache_rules.tells_which_blocks_it_holds,
     NeverSaysThatBlocksAreGone: cache_rules.tells_which_blocks_it_holds,

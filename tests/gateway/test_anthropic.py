@@ -151,7 +151,7 @@ def test_models_are_listed_and_found_by_name(client: anthropic.Anthropic) -> Non
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens: must be at least 1 and at most 2147483647"),
+        ({"max_tokens": -1}, "max_tokens: must be at least 0 and at most 2147483647"),
         ({"messages": [{"role": "user", "content": "word " * 9_000}]}, " tokens > 2047 maximum"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type: only text"),
         (

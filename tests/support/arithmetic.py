@@ -63,7 +63,7 @@ def make_config(**changes: object) -> contract.EngineConfig:
         "total_kv_blocks": 64,
         "prefix_cache": True,
         "vocab_size": len(PIECES),
-        "features": ("generate", "rerank"),
+        "features": ("generate", "rerank", "cache_control"),
         "defaults": SamplingParams(),
         "versions": {},
         "pid": os.getpid(),

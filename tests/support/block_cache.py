@@ -7,6 +7,7 @@ from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain, KvEvents
+from tokenbus.worker.engine.kv.retention import DEFAULT_LIMITS, NO_HINT, CacheHint, RetentionLimits
 
 SIZE = 4
 ACME = Domain("acme")
@@ -37,6 +38,7 @@ class Cache:
         host_blocks: int = 0,
         can_share: bool = True,
         writes_through: bool = False,
+        limits: RetentionLimits = DEFAULT_LIMITS,
     ) -> None:
         self.pool = BlockPool(
             total_blocks,
@@ -45,6 +47,7 @@ class Cache:
             host_blocks=host_blocks,
             can_share=can_share,
             writes_through=writes_through,
+            limits=limits,
         )
         self.allocations: dict[int, Allocation] = {}
         self._texts: dict[int, str] = {}
@@ -55,8 +58,8 @@ class Cache:
         self.pool.check_integrity()
         return can
 
-    def allocate(self, seq_no: int, text: str, domain: Domain | None = ACME) -> int:
-        self.allocations[seq_no] = self.pool.allocate(domain)
+    def allocate(self, seq_no: int, text: str, domain: Domain | None = ACME, hint: CacheHint = NO_HINT) -> int:
+        self.allocations[seq_no] = self.pool.allocate(domain, hint=hint)
         self._texts[seq_no], self._computed[seq_no] = text, 0
         self.pool.check_integrity()
         return self.allocations[seq_no].lane
@@ -84,9 +87,9 @@ class Cache:
         self.pool.free(self.allocations.pop(seq_no), token_ids, self._computed.pop(seq_no))
         self.pool.check_integrity()
 
-    def run(self, text: str, domain: Domain | None = ACME) -> None:
+    def run(self, text: str, domain: Domain | None = ACME, hint: CacheHint = NO_HINT) -> None:
         """Has sequence 99 compute a text and end."""
-        self.allocate(99, text, domain=domain)
+        self.allocate(99, text, domain=domain, hint=hint)
         self.reuse_prefix(99)
         self.compute(99, len(text))
         self.free(99)

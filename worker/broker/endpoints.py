@@ -176,6 +176,10 @@ class Endpoints:
                 self._reply(message, self._worker.want())
             case internal.Control(op="stop", request_id=str(key)):
                 self._answer_operator(message, control, self._stop(key))
+            case internal.Control(op="retain", tenant=str(tenant), session_id=str(session), ttl_ms=float(ttl_ms)):
+                if self._engine is not None:
+                    self._engine.retain_session(tenant, session, ttl_ms / 1e3)
+                self._reply(message, internal.ControlReply(ok=True))
             case internal.Control(op="clear_cache"):
                 if self._engine is not None:
                     self._engine.clear_cache()

@@ -203,6 +203,9 @@ class EngineClient(asyncio.Protocol):
     def clear_cache(self) -> None:
         self._send_if_alive(ipc.ClearCache())
 
+    def retain_session(self, tenant: str, session_id: str, ttl_s: float) -> None:
+        self._send_if_alive(ipc.RetainSession(tenant, session_id, ttl_s))
+
     def tokenizer_bundle(self) -> bytes | None:
         return self._bundle
 

@@ -150,6 +150,10 @@ class Generation:
         first_token = None
         if self._first_token is None:
             first_token = self._first_token = self._account(now, output.cached_tokens or 0)
+        if self.request.is_warm_up:  # the token was sampled only because every prompt ends with one
+            self._ending = _Ending(messages.FinishReason.LENGTH)
+            self._complete(engine_output.Output(token_ids=[], text=""), now)
+            return True
         text, count = self._add_texts(output.token_ids, output.finish_reason)
         token_ids, logprobs = output.token_ids, output.logprobs
         if count < len(token_ids):

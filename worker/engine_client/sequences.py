@@ -29,6 +29,8 @@ def add_command(number: int, generation: Generation) -> bytes:
             constraint=request.constraint,
             tenant=request.tenant,
             adapters=request.adapters,
+            session=request.session_id,
+            cache_ttl_s=request.cache_ttl_s,
         )
     )
 

@@ -95,6 +95,7 @@ class WorkerMetrics(MetricFamilies):
         self.checkpoint_bytes = gauge("checkpoint_bytes", "Host memory that checkpoints take, in bytes.")
         self.evicted = counter("evicted_blocks", "Cached blocks that were evicted from the device.")
         self.host_blocks = gauge("host_cache_blocks", "Copies of blocks in host memory.")
+        self.kept_blocks = gauge("kept_blocks", "Blocks, or checkpoints, that clients have asked to keep.")
         self.recovered_blocks = counter(
             "host_cache_recovered_blocks", "Blocks of which a new engine found the copy that an earlier one had made."
         )
@@ -346,6 +347,7 @@ class ReplicaMetrics:
         for state, count in blocks.items():
             metrics.kv_blocks.labels(*who, state).set(count)
         metrics.host_blocks.labels(*who).set(load.host_blocks)
+        metrics.kept_blocks.labels(*who).set(load.kept_blocks)
         metrics.kv_expected.labels(*who).set(load.expected_blocks / max(1, config.total_kv_blocks))
         metrics.expected_tokens.labels(*who).set(load.expected_answer_tokens)
         metrics.kv_usage.labels(*who).set(load.used_blocks / max(1, config.total_kv_blocks))

@@ -42,6 +42,7 @@ def to_engine_request(
     if rules.forbidden:
         biases = dict(sampling.logit_bias) | dict.fromkeys(rules.forbidden, _NEVER)
         sampling = codec.replace(sampling, logit_bias=tuple(sorted(biases.items())))
+    control = run.params.cache_control
     return engine_request.EngineRequest(
         key=run.request_id,
         token_ids=token_ids,
@@ -50,6 +51,9 @@ def to_engine_request(
         tenant=subjects.key_to_tenant(run.request_id),
         cache_salt=run.params.cache_salt or "",
         cache_prompt=run.params.cache_prompt is not False,
+        session_id=run.params.session_id or "",
+        cache_ttl_s=None if control is None else control.ttl_ms / 1e3,
+        is_warm_up=run.params.max_tokens == 0,
         priority=run.params.priority or 0,
         adapters=adapters,
         # a completion that continues has no news of its prompt
@@ -76,7 +80,7 @@ def resolve_sampling(
     if left < 1:
         raise errors.prompt_too_long(prompt_tokens, config.context_length)
     values = _given(params.DEFAULTS) | _given(config.defaults) | _given(requested)
-    most = values.get("max_tokens", max_new_tokens)
+    most = max(1, values.get("max_tokens", max_new_tokens))  # 0: the engine samples a token, which nobody gets
     values["max_tokens"] = min(max(most, num_resumed) if requested.max_tokens is None else most, left)
     values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
     biases = requested.logit_bias or {}

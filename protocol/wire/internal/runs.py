@@ -102,7 +102,7 @@ class RunReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """A command from a router or an operator to a worker."""
 
-    op: Literal["drop", "stop", "drain", "clear_cache", "load", "unload", "load_adapter", "unload_adapter"]
+    op: Literal["drop", "stop", "drain", "clear_cache", "retain", "load", "unload", "load_adapter", "unload_adapter"]
     """The command."""
     request_id: str | None = None
     """The request to `drop` or `stop`, as `<tenant token>:<id>`."""
@@ -116,6 +116,12 @@ class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     handover_s: Annotated[float | None, SECONDS] = None
     """Seconds that routers then have to move the others to other workers; the worker's own `--handover-s` if absent. At
     0 none is moved, and they end with what was generated."""
+    tenant: str | None = None
+    """The tenant whose session is to `retain`."""
+    session_id: str | None = None
+    """The session to `retain`: what it has left in the cache is to be kept, or to go first."""
+    ttl_ms: Annotated[float | None, DURATION_MS] = None
+    """The time for which to `retain` it; 0: it goes first. A router waits for no reply."""
     model: str | None = None
     """The model to `load` beside the worker's own: a file, a directory or a name on the Hub, as seen from the worker.
     Without it, `load` asks a worker whose card says `loadable` for its own model. A load in progress is joined. There

@@ -51,6 +51,31 @@ def test_every_field_becomes_that_of_the_wire() -> None:
     )
 
 
+def test_the_longest_time_that_a_part_of_the_prompt_is_to_be_cached_counts_for_all_of_it() -> None:
+    short, long = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+    text = {"type": "text", "text": "x"}
+    tool = {"name": "f", "input_schema": SCHEMA}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [text | {"cache_control": long}]}
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    for fields, ttl_ms in (
+        ({}, None),
+        ({"cache_control": short}, 300_000),
+        ({"system": [text | {"cache_control": long}]}, 3_600_000),
+        ({"messages": [{"role": "user", "content": [text, text | {"cache_control": short}]}]}, 300_000),
+        ({"tools": [tool | {"cache_control": short}], "cache_control": long}, 3_600_000),
+        (
+            {
+                "tools": [tool],
+                "messages": [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}],
+            },
+            3_600_000,
+        ),
+    ):
+        control = read(**fields).request.cache_control
+        assert (None if control is None else control.ttl_ms) == ttl_ms, fields
+    assert "ttl" in refusal(cache_control={"type": "ephemeral", "ttl": "2h"}).message
+
+
 def test_a_whole_answer_is_streamed_on_the_wire_too_and_needs_no_progress() -> None:
     wanted = read()
     assert (wanted.stream, wanted.request.stream, wanted.request.return_progress) == (False, None, None)
@@ -155,7 +180,7 @@ def nested(depth: int) -> dict[str, object]:
         ({"model": None}, "model", "model: is required"),
         ({"model": 5}, "model", "model: must be a string, got an integer"),
         ({"max_tokens": None}, "max_tokens", "max_tokens: is required"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens: must be at least 1"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens: must be at least 0"),
         ({"messages": None}, "messages", "messages: is required"),
         ({"messages": []}, "messages", "messages: at least one message is required"),
         (

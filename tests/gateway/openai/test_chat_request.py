@@ -50,6 +50,15 @@ def test_every_field_becomes_that_of_the_wire() -> None:
     )
 
 
+def test_a_retention_of_the_cached_prompt_becomes_a_time() -> None:
+    for retention, ttl_ms in (("in_memory", 300_000), ("in-memory", 300_000), ("24h", 86_400_000)):
+        control = read(prompt_cache_retention=retention).request.cache_control
+        assert control is not None
+        assert control.ttl_ms == ttl_ms
+    assert read().request.cache_control is None
+    assert refusal(prompt_cache_retention="1y").param == "prompt_cache_retention"
+
+
 def test_a_whole_answer_is_streamed_on_the_wire_too_so_that_a_worker_misses_a_dead_gateway() -> None:
     wanted = read(stream=False)
     assert wanted.stream is False
@@ -103,9 +112,9 @@ def test_logprobs_are_a_switch_and_their_number_a_field_of_its_own(
         ({"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role: is required"),
         ({"temperature": "hot"}, "temperature", "temperature: must be a number, got a string"),
         ({"temperature": -1}, "temperature", "at least 0"),
-        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": -1}, "max_tokens", "at least 0"),
         ({"max_tokens": True}, "max_tokens", "max_tokens: must be an integer, got a boolean"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens: must be at least 1"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens: must be at least 0"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs: must be at least 0 and at most 20"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"n": 0}, "n", "must be 1 to 128"),

@@ -121,6 +121,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             lora=[messages.Lora(name="style", scale=0.5)],
             cache_prompt=True,
             cache_salt="salt",
+            cache_control=messages.CacheControl(ttl_ms=60_000.0),
             session_id="s",
             priority=-5,
             timeout_ms=1500.5,
@@ -236,6 +237,12 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ("floats", messages.EmbedReply(id="e-1", model="m", embeddings=[[0.5, -1.0]], usage=USAGE)),
     ("base64", messages.EmbedReply(id="e-1", model="m", embeddings=["AAAAPw=="], usage=USAGE)),
     ("an error", messages.EmbedReply(id="e-1", error=ERROR)),
+    (
+        "everything",
+        messages.CacheRequest(id="h-1", session_id="s", cache_control=messages.CacheControl(ttl_ms=0.0)),
+    ),
+    ("told", messages.CacheReply(id="h-1", model="m")),
+    ("an error", messages.CacheReply(id="h-1", error=ERROR)),
     ("a text", messages.TokenizeRequest(prompt="Hello")),
     (
         "everything",
@@ -368,6 +375,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
                 return_token_ids=True,
                 cache_prompt=False,
                 cache_salt="salt",
+                cache_control=messages.CacheControl(ttl_ms=60_000.0),
                 session_id="s",
                 priority=-5,
             ),
@@ -395,6 +403,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ("drain", internal.Control(op="drain")),
     ("drain at once", internal.Control(op="drain", grace_s=0.0, handover_s=2.5)),
     ("stop", internal.Control(op="stop", request_id="default:r-1")),
+    ("a session", internal.Control(op="retain", tenant="acme", session_id="s", ttl_ms=60_000.0)),
     ("take", internal.Take(request_id="default:r-1", attempt=2, known_tokens=3, router_id="r-2")),
     (
         "taken",

@@ -20,7 +20,7 @@ from tokenbus.protocol.wire.messages import (
     ResumeFrom,
     RoutingOptions,
 )
-from tokenbus.protocol.wire.params import GenerationParams, ranges_of
+from tokenbus.protocol.wire.params import CacheControl, GenerationParams, ranges_of
 from tokenbus.protocol.wire.validation import RequiredFeature
 
 PROMPT: dict[str, object] = {"prompt": "hello"}
@@ -65,7 +65,7 @@ PASSED_ON: dict[str, Callable[[dict[str, object]], GenerateRequest]] = {
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [
-        ("max_tokens", 1, 2**31 - 1),
+        ("max_tokens", 0, 2**31 - 1),
         ("min_tokens", 0, 2**31 - 1),
         ("temperature", 0, 100),
         ("top_p", 5e-324, 1),
@@ -395,6 +395,7 @@ def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
         "return_token_ids": True,
         "cache_prompt": False,
         "cache_salt": "salt",
+        "cache_control": CacheControl(ttl_ms=0.0),
         "session_id": "session",
         "lora": [Lora(name="style", scale=0.5)],
         "priority": -3,

@@ -228,6 +228,7 @@ class GgufRunner:
             fim=self._tokenizer.supports_fim,
             chat_format=self._model.chat_format,
             lora=True,
+            caches=capabilities.can_share or sizes is not None,
         )
         return codec.replace(
             self._model.describe(settings, min(longest, fits), offered),

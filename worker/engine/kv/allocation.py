@@ -15,6 +15,7 @@ from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
 from tokenbus.worker.engine.kv.ops import Share, Truncate, Wipe
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
 from tokenbus.worker.engine.kv.prefix_tree import Block, Root
+from tokenbus.worker.engine.kv.retention import NO_HINT, CacheHint
 
 _CONTINUED_SHARE = 0.5
 """A prompt goes on from a cached one if so much of it was there when it came."""
@@ -23,10 +24,24 @@ _CONTINUED_SHARE = 0.5
 class Allocation:
     """The shared and private blocks of a sequence. `root` is None where it neither uses nor leaves cached blocks."""
 
-    __slots__ = ("_cache", "_is_continued", "_is_new", "_num_returned", "lane", "num_private", "path", "root", "stop")
+    __slots__ = (
+        "_cache",
+        "_hint",
+        "_is_continued",
+        "_is_new",
+        "_num_returned",
+        "lane",
+        "num_private",
+        "path",
+        "root",
+        "stop",
+    )
 
-    def __init__(self, cache: PrefixCache, root: Root | None, *, is_new: bool = True) -> None:
+    def __init__(
+        self, cache: PrefixCache, root: Root | None, *, is_new: bool = True, hint: CacheHint = NO_HINT
+    ) -> None:
         self._cache = cache
+        self._hint = hint
         self.root = root
         self.path: list[Block] = []
         self.num_private = 0
@@ -117,6 +132,8 @@ class Allocation:
         for block in self.path:
             block.was_used = True
             block.is_continued |= self._is_continued
+        if self.root is not None:
+            self._retain(self.path if partial is None else [*self.path, partial])
         for block in reversed(self.path):  # deepest first, so that no block is evicted before those behind it
             block.ref_count -= 1
             if not block.ref_count:
@@ -224,6 +241,13 @@ class Allocation:
         partial.was_used, partial.is_continued = True, self._is_continued
         self._cache.make_evictable(partial)
         return partial
+
+    def _retain(self, path: list[Block]) -> None:
+        """Notes whose blocks they are, and keeps them for as long as the request wishes."""
+        retention, (session, ttl_s) = self._cache.retention, self._hint
+        retention.mark(path, session)
+        if ttl_s and self.root is not None and self.root.domain is not None:
+            retention.keep(self.root.domain.tenant, reversed(path), ttl_s)
 
     def _next_tokens(self, token_ids: "array[int]", num_tokens: int) -> bytes | None:
         """The tokens of the block behind the shared ones; None if that would hold more than the first `num_tokens`."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
 from tokenbus.worker.engine.kv.prefix_tree import Domain, num_common_tokens
+from tokenbus.worker.engine.kv.retention import SessionKey
 
 
 class Run:
@@ -33,7 +34,19 @@ class Run:
 class Checkpoint:
     """A position of a prefix from which a lane can go on, as long as it has a state."""
 
-    __slots__ = ("base", "domain", "end", "hash", "kv_copy", "node", "num_dependents", "start", "state_copy")
+    __slots__ = (
+        "base",
+        "domain",
+        "end",
+        "hash",
+        "kept_until",
+        "kv_copy",
+        "node",
+        "num_dependents",
+        "owner",
+        "start",
+        "state_copy",
+    )
 
     def __init__(self, domain: Domain, base: "Checkpoint | None", node: Run) -> None:
         self.domain = domain
@@ -50,6 +63,10 @@ class Checkpoint:
         """Checkpoints whose base it is."""
         self.hash: int | None = None
         """The chained hash of its last block; None where it does not end at the end of a block."""
+        self.kept_until = 0.0
+        """The time until which its state is kept, because a client has asked for that; 0 if it is not."""
+        self.owner: SessionKey | None = None
+        """The session that has used it; None while none has."""
 
     def __repr__(self) -> str:
         state = "" if self.has_state else ", no state"

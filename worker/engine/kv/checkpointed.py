@@ -19,22 +19,30 @@ from tokenbus.worker.engine.kv.checkpoints import Checkpoints
 from tokenbus.worker.engine.kv.ops import Wipe
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
 from tokenbus.worker.engine.kv.prefix_tree import Domain, num_common_tokens
+from tokenbus.worker.engine.kv.retention import NO_HINT, CacheHint
 
 _GENERATION_PROMPT_TOKENS = 8
 _INTERVAL_TOKENS = 2_048
+_KEPT_STATES = 2
+"""Where a client wants its prefix kept, these are its last states: the next turn goes on from its end, or from before
+the answer if the template writes that in another way."""
 
 
 class CheckpointedAllocation(Allocation):
     """Private blocks, and the checkpoints of one sequence; of none where it has no domain."""
 
-    __slots__ = ("_checkpoints", "_domain", "_last")
+    __slots__ = ("_checkpoints", "_domain", "_last", "_used")
 
-    def __init__(self, cache: PrefixCache, checkpoints: Checkpoints, domain: Domain | None) -> None:
-        super().__init__(cache, None)
+    def __init__(
+        self, cache: PrefixCache, checkpoints: Checkpoints, domain: Domain | None, hint: CacheHint = NO_HINT
+    ) -> None:
+        super().__init__(cache, None, hint=hint)
         self._checkpoints = checkpoints
         self._domain = domain
         self._last: Checkpoint | None = None
         """The deepest one that its lane went on from or that was made of it."""
+        self._used: list[Checkpoint] = []
+        """All of these, in their order."""
 
     def reuse_prefix(self, token_ids: "array[int]", num_computed: int) -> int:
         if self._domain is None:
@@ -45,6 +53,7 @@ class CheckpointedAllocation(Allocation):
                 self._cache.ops.truncate(self.lane, 0)
             self._checkpoints.restore(found, self.lane)
             self._last, num_computed = found, found.end
+            self._used.append(found)
         self._set_stop(len(token_ids), num_known, num_computed)
         return num_computed
 
@@ -70,6 +79,7 @@ class CheckpointedAllocation(Allocation):
             _, known = self._checkpoints.match(self._domain, token_ids[:num_computed], num_computed)
             if num_computed - (0 if known is None else known.end) >= self._cache.block_size:
                 self._save(token_ids, num_computed)
+            self._retain_states(self._domain)
         super().free(token_ids, num_computed)
 
     def drop(self, *, trusts_others: bool) -> None:
@@ -81,7 +91,16 @@ class CheckpointedAllocation(Allocation):
     def _save(self, token_ids: "array[int]", num_computed: int) -> None:
         assert self._domain is not None
         saved = self._checkpoints.save(self._domain, token_ids, num_computed, self.lane, self._last)
-        self._last = self._last if saved is None else saved
+        if saved is not None:
+            self._last = saved
+            self._used.append(saved)
+
+    def _retain_states(self, domain: Domain) -> None:
+        used = [one for one in self._used if one.has_state]
+        retention, (session, ttl_s) = self._checkpoints.retention, self._hint
+        retention.mark(used, session)
+        if ttl_s:
+            retention.keep(domain.tenant, used[-_KEPT_STATES:], ttl_s)
 
     def _set_stop(self, num_tokens: int, num_known: int, num_computed: int) -> None:
         """Finds the first position behind `num_computed` at which a checkpoint is to be made."""

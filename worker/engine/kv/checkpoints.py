@@ -11,8 +11,9 @@ values of layers that attend to all tokens are copied besides, each checkpoint t
 To go on from C, a lane gets the KV of A, B and C and the state of C. Everything is copied, in both directions, and no
 two lanes share anything: what one does can't change another, and what is cached takes no room on the device.
 
-Where memory is needed, the state that was not used for the longest time goes first. Its KV goes with it, unless a
-checkpoint behind it stands on it: of a long conversation only the last states stay, and all of the KV.
+Where memory is needed, the state that was not used for the longest time goes first; those that clients have asked to
+keep go last (retention.py). Its KV goes with it, unless a checkpoint behind it stands on it: of a long conversation
+only the last states stay, and all of the KV.
 """
 
 import itertools
@@ -26,6 +27,7 @@ from tokenbus.worker.engine.kv import checkpoint_tree
 from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint, Match, Run
 from tokenbus.worker.engine.kv.ops import Discard, Offload, Onload, OpQueue, RestoreState, SaveState
 from tokenbus.worker.engine.kv.prefix_tree import Domain, KvEvents, StoredBlock
+from tokenbus.worker.engine.kv.retention import DEFAULT_LIMITS, Retention, RetentionLimits, SessionKey
 
 
 class CheckpointSizes(NamedTuple):
@@ -42,7 +44,13 @@ class Checkpoints:
     """The checkpoints of one engine: at most `max_count`, of the given sizes. KV ops say what is copied."""
 
     def __init__(
-        self, sizes: CheckpointSizes, block_size: int, max_count: int, ops: OpQueue, fingerprint: str = ""
+        self,
+        sizes: CheckpointSizes,
+        block_size: int,
+        max_count: int,
+        ops: OpQueue,
+        fingerprint: str = "",
+        limits: RetentionLimits = DEFAULT_LIMITS,
     ) -> None:
         self._sizes = sizes
         self._block_size = block_size
@@ -53,6 +61,7 @@ class Checkpoints:
         """The trees of domains that have a checkpoint: clients can invent any number of domains."""
         self._states: OrderedDict[Checkpoint, None] = OrderedDict()
         """Checkpoints with a state, the least recently used first."""
+        self.retention: Retention[Checkpoint] = Retention(sizes.budget_bytes, limits, self._num_bytes, self._touch)
         self._copy_ids = itertools.count(1)
         self._stored: dict[int, StoredBlock] = {}
         self._removed: list[int] = []
@@ -123,6 +132,17 @@ class Checkpoints:
         self._announce(one, domain, tokens)
         return one
 
+    def end_session(self, session: SessionKey) -> None:
+        """Makes the states that a session alone has used the first to be discarded."""
+        for one in self.retention.of_session(session):
+            self.retention.release(one)
+            self._states.move_to_end(one, last=False)
+
+    def keep_session(self, session: SessionKey, ttl_s: float) -> None:
+        """Keeps the states that a session alone has used, the last one longest."""
+        owned = sorted(self.retention.of_session(session), key=lambda one: one.end)
+        self.retention.keep(session[0], owned, ttl_s)
+
     def forget(self, checkpoint: Checkpoint) -> None:
         """Discards a checkpoint, and all that share a part of its KV."""
         first = checkpoint.path()[0]
@@ -173,12 +193,20 @@ class Checkpoints:
         assert {one for one in kept if one.has_state} == set(self._states)
         copies = [copy for one in kept for copy in (one.kv_copy, one.state_copy) if copy is not None]
         assert len(copies) == len(set(copies)), copies
+        self.retention.check_integrity(self._states)
 
     def _surviving(self, base: Checkpoint | None) -> Checkpoint | None:
         """Returns the last checkpoint up to `base` whose KV is still there; none where tokens have no KV."""
         while base is not None and base.node is None:
             base = base.base
         return base if self._sizes.token_bytes else None
+
+    def _num_bytes(self, one: Checkpoint) -> int:
+        """Returns the memory that a checkpoint takes beside those before it."""
+        return self._sizes.state_bytes + (one.end - one.start) * self._sizes.token_bytes
+
+    def _touch(self, one: Checkpoint) -> None:
+        self._states.move_to_end(one)
 
     def _make_room(self, num_bytes: int) -> bool:
         """Discards states, and KV that only they need, until there is room for one more checkpoint of that size."""
@@ -187,13 +215,14 @@ class Checkpoints:
         while self.used_bytes + num_bytes > self._sizes.budget_bytes or len(self) >= self._max_count:
             if not self._states:
                 return False
-            self._drop_state(next(iter(self._states)))
+            self._drop_state(next((one for one in self._states if not one.kept_until), next(iter(self._states))))
             self.evicted += 1
         return True
 
     def _drop_state(self, one: Checkpoint) -> None:
         assert one.state_copy is not None, one
         del self._states[one]
+        self.retention.forget(one)
         self._ops.add(Discard(one.state_copy))
         one.state_copy = None
         self.used_bytes -= self._sizes.state_bytes

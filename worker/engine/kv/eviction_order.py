@@ -1,15 +1,17 @@
-"""The order in which cached blocks go: those that nobody came back for, then those of continued prompts, each in the
-order of their last use.
+"""The order in which cached blocks go: those that nobody came back for, then those of continued prompts, then those
+that clients have asked to keep, each in the order of their last use.
 
 A prompt that goes on from a cached one, like the next turn of a conversation or of an agent, is likely to be continued
 itself; most others never are. Without a difference between them, every document that is asked about once pushes
 out conversations that go on:
 
-    goes first                                                    goes last
-    |------------- seen once -------------|-- continued: at most a fifth --|
+    goes first                                                                goes last
+    |------------- seen once -------------|-- continued: at most a fifth --|-- kept --|
       oldest                       newest   oldest                   newest
                                        ^------'
                                        the oldest of too many
+
+How much may be kept, and until when, is decided elsewhere (retention.py).
 """
 
 from collections import OrderedDict
@@ -24,35 +26,41 @@ _CONTINUED_SHARE = 0.2
 class EvictionOrder:
     """An ordered set of blocks. `capacity` is the number of blocks that there is room for, here and in use.
 
-    A block is continued only together with all before it, and comes before these in the order."""
+    A block is continued, or kept, only together with all before it, and comes before these in the order."""
 
     def __init__(self, capacity: int) -> None:
         self._max_continued = int(_CONTINUED_SHARE * capacity)
         self._once: OrderedDict[Block, None] = OrderedDict()
         self._continued: OrderedDict[Block, None] = OrderedDict()
+        self._kept: OrderedDict[Block, None] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"<EvictionOrder of {len(self._once)} seen once, {len(self._continued)} continued>"
+        once, continued, kept = len(self._once), len(self._continued), len(self._kept)
+        return f"<EvictionOrder of {once} seen once, {continued} continued, {kept} kept>"
 
     def __len__(self) -> int:
-        return len(self._once) + len(self._continued)
+        return len(self._once) + len(self._continued) + len(self._kept)
 
     def __contains__(self, block: object) -> bool:
-        return block in self._once or block in self._continued
+        return block in self._once or block in self._continued or block in self._kept
 
     def __iter__(self) -> Iterator[Block]:
         """All blocks, the first to go first."""
         yield from self._once
         yield from self._continued
+        yield from self._kept
 
     @property
     def first(self) -> Block:
         """The first to go; there must be one."""
-        return next(iter(self._once or self._continued))
+        return next(iter(self._once or self._continued or self._kept))
 
     def add(self, block: Block) -> None:
         """Makes a block the last to go among its like, whether it was here or not."""
         self.remove(block)
+        if block.kept_until:
+            self._kept[block] = None
+            return
         if not block.is_continued:
             self._once[block] = None
             return
@@ -70,4 +78,4 @@ class EvictionOrder:
     def remove(self, block: Block) -> bool:
         """Removes a block; returns whether it was here."""
         # the value of every entry is None
-        return self._once.pop(block, 1) is None or self._continued.pop(block, 1) is None
+        return any(queue.pop(block, 1) is None for queue in (self._once, self._continued, self._kept))

@@ -15,10 +15,19 @@ from collections import Counter
 
 from tokenbus.worker.engine.kv import exchange
 from tokenbus.worker.engine.kv.allocation import Allocation
+from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint
 from tokenbus.worker.engine.kv.checkpointed import CheckpointedAllocation
 from tokenbus.worker.engine.kv.checkpoints import Checkpoints, CheckpointSizes
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
-from tokenbus.worker.engine.kv.prefix_tree import Domain, KvEvents
+from tokenbus.worker.engine.kv.prefix_tree import Block, Domain, KvEvents
+from tokenbus.worker.engine.kv.retention import (
+    DEFAULT_LIMITS,
+    NO_HINT,
+    CacheHint,
+    Retention,
+    RetentionLimits,
+    SessionKey,
+)
 
 
 class BlockPool:
@@ -39,14 +48,17 @@ class BlockPool:
         host_blocks: int = 0,
         writes_through: bool = False,
         checkpoint_sizes: CheckpointSizes | None = None,
+        limits: RetentionLimits = DEFAULT_LIMITS,
     ) -> None:
         self._can_share = can_share and checkpoint_sizes is None
         self.cache = PrefixCache(
-            total_blocks, block_size, num_lanes, host_blocks, fingerprint, writes_through=writes_through
+            total_blocks, block_size, num_lanes, host_blocks, fingerprint, writes_through=writes_through, limits=limits
         )
         self.checkpoints: Checkpoints | None = None
         if checkpoint_sizes is not None:
-            self.checkpoints = Checkpoints(checkpoint_sizes, block_size, total_blocks, self.cache.ops, fingerprint)
+            self.checkpoints = Checkpoints(
+                checkpoint_sizes, block_size, total_blocks, self.cache.ops, fingerprint, limits
+            )
         self._allocations: set[Allocation] = set()
 
     def __repr__(self) -> str:
@@ -65,15 +77,15 @@ class BlockPool:
         needed = self.cache.num_blocks(num_tokens) - len(shared)
         return self.cache.used_blocks + pinned + reserved_blocks + needed <= self.cache.total_blocks
 
-    def allocate(self, domain: Domain | None, *, is_new: bool = True) -> Allocation:
+    def allocate(self, domain: Domain | None, *, is_new: bool = True, hint: CacheHint = NO_HINT) -> Allocation:
         """Gives a sequence a lane; without a domain it neither uses nor leaves cached blocks. A sequence is not new if
-        it was preempted, or goes on after its engine has died."""
+        it was preempted, or goes on after its engine has died. What it leaves is kept as `hint` says."""
         allocation: Allocation
         if self.checkpoints is not None:
-            allocation = CheckpointedAllocation(self.cache, self.checkpoints, domain)
+            allocation = CheckpointedAllocation(self.cache, self.checkpoints, domain, hint)
         else:
             root = self.cache.tree.make_root(domain) if domain is not None and self._can_share else None
-            allocation = Allocation(self.cache, root, is_new=is_new)
+            allocation = Allocation(self.cache, root, is_new=is_new, hint=hint)
         self._allocations.add(allocation)
         return allocation
 
@@ -81,6 +93,27 @@ class BlockPool:
         """Takes everything back from a sequence; what it has computed stays cached until it is evicted."""
         self._allocations.remove(allocation)
         allocation.free(token_ids, num_computed)
+
+    def retain_session(self, session: SessionKey, ttl_s: float) -> None:
+        """Keeps what a session has left for that long from now on; with 0, what it alone has used goes first."""
+        holder = self.cache if self.checkpoints is None else self.checkpoints
+        if ttl_s:
+            holder.keep_session(session, ttl_s)
+        else:
+            holder.end_session(session)
+
+    def expire(self, now: float) -> None:
+        """Keeps nothing any more whose time is over."""
+        self._retention.expire(now)
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks, or checkpoints, that are kept because clients have asked for that."""
+        return len(self._retention)
+
+    @property
+    def _retention(self) -> Retention[Block] | Retention[Checkpoint]:
+        return self.cache.retention if self.checkpoints is None else self.checkpoints.retention
 
     def drop(self, allocation: Allocation, *, trusts_others: bool) -> None:
         """Takes everything back from a sequence, of which nothing becomes cached. Unless what it has reused can be

@@ -23,6 +23,7 @@ order: it is the last block of an idle lane, and evicting it shortens the lane b
 """
 
 import itertools
+from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 
 from tokenbus.worker.engine.kv.eviction_order import EvictionOrder
@@ -30,6 +31,7 @@ from tokenbus.worker.engine.kv.host_copies import HostCopies
 from tokenbus.worker.engine.kv.lane_map import LaneMap
 from tokenbus.worker.engine.kv.ops import OpQueue
 from tokenbus.worker.engine.kv.prefix_tree import Block, BlockLabel, PrefixTree, Root
+from tokenbus.worker.engine.kv.retention import DEFAULT_LIMITS, Retention, RetentionLimits, SessionKey
 
 _MAX_PASSED_OVER = 64
 """Copies of blocks in use that are passed over in the search for one to discard."""
@@ -47,6 +49,7 @@ class PrefixCache:
         fingerprint: str,
         *,
         writes_through: bool = False,
+        limits: RetentionLimits = DEFAULT_LIMITS,
     ) -> None:
         assert total_blocks > 0, total_blocks
         assert block_size > 0, block_size
@@ -60,6 +63,9 @@ class PrefixCache:
         self.host = HostCopies(host_blocks, self.ops)
         self._evictable = EvictionOrder(total_blocks)
         """Resident blocks that no sequence uses."""
+        self.retention: Retention[Block] = Retention(
+            max(total_blocks, host_blocks), limits, lambda block: 1, self._requeue
+        )
         self._writes_through = writes_through and host_blocks > 0
         self._unsaved: dict[Block, None] = {}
         """Full resident blocks that are to be copied to host memory although they need not leave the device."""
@@ -119,6 +125,23 @@ class PrefixCache:
         self._evictable.add(block)
         self.host.touch(block)
 
+    def end_session(self, session: SessionKey) -> None:
+        """Makes the blocks that a session alone has used the first to be evicted and discarded."""
+        alone: set[Block] = set()
+        # deepest first: a block that leads to others' blocks has to stay as long as these
+        for block in sorted(self.retention.of_session(session), key=lambda block: -block.start):
+            if not block.ref_count and alone.issuperset(block.children.values()):
+                alone.add(block)
+        self._put_first(sorted(alone, key=lambda block: block.start))
+
+    def keep_session(self, session: SessionKey, ttl_s: float) -> None:
+        """Keeps the blocks of a session, and those that lead to them."""
+        owned = self.retention.of_session(session)
+        inner = {block.parent for block in owned}
+        for block in owned:
+            if block not in inner:
+                self.retention.keep(session[0], block.path(), ttl_s)
+
     def demote(self, path: Listing[Block]) -> None:
         """Makes a conversation that goes on at another worker the first to be evicted and discarded: its blocks in the
         path and behind it, but none that leads to other conversations too.
@@ -135,10 +158,7 @@ class PrefixCache:
         alone = [end]
         while (parent := alone[-1].parent) is not None and parent.parent is not None and len(parent.children) == 1:
             alone.append(parent)
-        for block in reversed(alone):
-            if block in self._evictable:
-                self._evictable.put_first(block)
-            self.host.demote(block)
+        self._put_first(reversed(alone))
 
     def take_lane(self) -> int:
         """Takes an empty lane; where there is none, the idle lane with the first block to be evicted is emptied."""
@@ -220,6 +240,7 @@ class PrefixCache:
         blocks = list(self.tree.all_blocks())
         self.lanes.check_integrity(blocks, running)
         self.host.check_integrity(blocks)
+        self.retention.check_integrity(blocks)
         used = {block for path in running.values() for block in path}
         assert not used & set(self._evictable)
         assert {block for block in blocks if block.lanes} == used | set(self._evictable)
@@ -232,7 +253,28 @@ class PrefixCache:
             assert block.lanes or block.host_copy is not None, block
             assert block.parent is not None
             assert block.start == block.parent.end
+            assert not block.start or block.parent.kept_until >= block.kept_until, (
+                "a path is kept from its beginning on"
+            )
             assert self.tree.is_full(block) or not block.children
+
+    def _put_first(self, blocks: Iterable[Block]) -> None:
+        """Makes blocks the first to go, the last of them first of all."""
+        for block in blocks:
+            self.retention.release(block)
+            if block in self._evictable:
+                self._evictable.put_first(block)
+            self.host.demote(block)
+
+    def _requeue(self, block: Block) -> None:
+        """Puts a block where it belongs in the order, since it is kept from now on, or no longer."""
+        if block in self._evictable:
+            self._evictable.add(block)
+        self.host.touch(block)
+
+    def _remove_from_tree(self, block: Block) -> None:
+        self.retention.forget(block)
+        self.tree.remove(block)
 
     def _evict(self, block: Block) -> None:
         """Removes a block from the device: to host memory if there is room and time, else for good."""
@@ -256,7 +298,7 @@ class PrefixCache:
             self.host.discard(partial)
         if partial.lanes:
             self._remove_from_device(partial)
-        self.tree.remove(partial)
+        self._remove_from_tree(partial)
 
     def forget(self, block: Block) -> None:
         """Removes a block that no sequence uses, and all behind it, from the device and from host memory."""
@@ -285,5 +327,5 @@ class PrefixCache:
         """Removes a block of which nothing is left, and with it the copies behind it: nobody could reach them."""
         for behind in block.descendants():  # all of them only copies: a resident block has resident ones before it
             self.host.discard(behind)
-            self.tree.remove(behind)
-        self.tree.remove(block)
+            self._remove_from_tree(behind)
+        self._remove_from_tree(block)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from tokenbus.protocol.wire import block_hash
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
+from tokenbus.worker.engine.kv.retention import SessionKey
 
 DIGEST_BYTES = 16
 
@@ -69,7 +70,9 @@ class Block:
         "hash",
         "host_copy",
         "is_continued",
+        "kept_until",
         "lanes",
+        "owner",
         "parent",
         "ref_count",
         "start",
@@ -100,6 +103,10 @@ class Block:
         """A sequence that has it has ended, or lost its memory."""
         self.is_continued = False
         """It is of a prompt that went on from a cached one."""
+        self.kept_until = 0.0
+        """The time until which it is kept, because a client has asked for that; 0 if it is not (retention.py)."""
+        self.owner: SessionKey | None = None
+        """The session that has used it; None while none has."""
 
     def __repr__(self) -> str:
         copy = "" if self.host_copy is None else f", copy {self.host_copy}"

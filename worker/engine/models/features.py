@@ -15,17 +15,25 @@ _FEATURES = (
     "structured_output",
     "grammar",
     "fim",
+    "cache_control",
 )
 _CONSTRAINED = ("structured_output", "grammar")
 
 
 def with_sampler(
-    *, chat: bool, ends: bool, fim: bool, chat_format: ChatFormat | None, lora: bool = False
+    *,
+    chat: bool,
+    ends: bool,
+    fim: bool,
+    chat_format: ChatFormat | None,
+    lora: bool = False,
+    caches: bool = True,
 ) -> tuple[str, ...]:
     """Returns the features; `chat` says whether the model has a chat template, `ends` whether it has an end token,
-    without which a constrained output could not end, `fim` whether it can fill in the middle, and `lora` whether the
-    engine can load adapters."""
+    without which a constrained output could not end, `fim` whether it can fill in the middle, `lora` whether the
+    engine can load adapters, and `caches` whether it reuses prefixes."""
     missing = [*([] if chat else ["chat"]), *([] if fim else ["fim"]), *([] if ends else _CONSTRAINED)]
+    missing += [] if caches else ["cache_control"]
     found = (*_FEATURES, "lora") if lora else _FEATURES
     return (*(feature for feature in found if feature not in missing), *of_format(chat_format))
 

@@ -15,6 +15,7 @@ import msgspec
 from tokenbus.protocol.wire import block_hash, errors, internal, messages
 from tokenbus.worker import contract, engine_output, engine_request
 from tokenbus.worker.engine.host_cache.recovery import Recovery
+from tokenbus.worker.engine.kv.retention import CacheHint
 from tokenbus.worker.engine.logits_summary import LogitsSummary
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -49,6 +50,16 @@ class Add(Message, frozen=True):
     """Tenants take turns where constraints are compiled."""
     adapters: tuple[block_hash.Adapter, ...] = ()
     """The adapters with which it is computed, all of them loaded."""
+    session: str = ""
+    """The tenant's name for the conversation that it belongs to; empty if it has none."""
+    cache_ttl_s: float | None = None
+    """The time for which its prefix is to be kept once it has ended; 0: it goes first."""
+
+    @property
+    def hint(self) -> CacheHint:
+        """The wish for what it leaves in the cache. If that is to go, a sequence without a session has one of its own."""
+        session = self.session or ("" if self.cache_ttl_s != 0 else f"\0{self.seq_no}")
+        return CacheHint((self.tenant, session) if session else None, self.cache_ttl_s)
 
 
 class Abort(Message, frozen=True):
@@ -87,6 +98,14 @@ class AbortPooling(Message, frozen=True):
 
 class ClearCache(Message, frozen=True):
     """Frontend to engine: drop every cached block that no sequence uses."""
+
+
+class RetainSession(Message, frozen=True):
+    """Frontend to engine: keep what a session has left in the cache for that long; with 0, it goes first."""
+
+    tenant: str
+    session: str
+    ttl_s: float
 
 
 class LoadAdapter(Message, frozen=True):
@@ -149,6 +168,7 @@ Command = (
     | RerankCall
     | AbortPooling
     | ClearCache
+    | RetainSession
     | LoadAdapter
     | UnloadAdapter
     | ExportBlocks

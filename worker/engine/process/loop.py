@@ -41,6 +41,7 @@ Inbox = queue.SimpleQueue[
     | ipc.ClearCache
     | ipc.ExportBlocks
     | ipc.PutBlocks
+    | ipc.RetainSession
     | ipc.UnloadAdapter
     | PoolingJob
     | CompileStarted
@@ -71,7 +72,7 @@ class StepLoop:
         self._inbox = inbox
         self._report = report
         settings = scheduler_settings or SchedulerSettings()
-        pool = scheduler_setup.make_pool(runner)
+        pool = scheduler_setup.make_pool(runner, settings)
         self._scheduler = scheduler_setup.make_scheduler(runner, pool, settings)
         self._memory_check = MemoryCheck(runner, pool, report)
         self._copies = runner.copies
@@ -118,7 +119,7 @@ class StepLoop:
             while (results := self._take_commands()) is not None:
                 self._wait_for_matchers()
                 prefill_tokens = self._step_budget.prefill_tokens(self._scheduler.num_decoding)
-                plan = self._scheduler.schedule(prefill_tokens, self._transfer_budget.blocks)
+                plan = self._scheduler.schedule(prefill_tokens, self._transfer_budget.blocks, time.monotonic())
                 self._isolate(self._scheduler.isolated)
                 with contextlib.nullcontext() if self._isolated else self._step_gate.step():
                     failed = self._start(plan)
@@ -170,6 +171,9 @@ class StepLoop:
                     self._block_transfers.add(command)
                 case ipc.PutBlocks():
                     self._block_transfers.put(command)
+                    self._report_results([], None)
+                case ipc.RetainSession(tenant, session, ttl_s):
+                    self._scheduler.retain_session((tenant, session), ttl_s, time.monotonic())
                     self._report_results([], None)
                 case ipc.UnloadAdapter(digest):
                     self._unloading.append(digest)
@@ -243,6 +247,7 @@ class StepLoop:
                 num_sampled=command.num_sampled,
                 isolated=command.isolated,
                 matcher=matcher,
+                hint=command.hint,
             )
             self._scheduler.add(sequence)
         except Exception:  # outermost frame of a sequence: it ends, and not the engine

@@ -1,6 +1,7 @@
 """Makes a replica's block pool and scheduler from what its runner offers and the settings ask for."""
 
 from tokenbus.worker.engine.kv.pool import BlockPool
+from tokenbus.worker.engine.kv.retention import RetentionLimits
 from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.runner import Runner
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
@@ -11,8 +12,8 @@ every stream: 4,096 tokens by 11 % and 16,384 by 35 %, with four streams of a 0.
 tokens too: 1,000 by 13 % and 2,000 by 20 % (decision 0020). Copying 1,000 back takes a few milliseconds."""
 
 
-def make_pool(runner: Runner) -> BlockPool:
-    """Returns an empty pool of the runner's KV memory."""
+def make_pool(runner: Runner, settings: SchedulerSettings) -> BlockPool:
+    """Returns an empty pool of the runner's KV memory, of which clients may keep what the settings allow."""
     config = runner.config
     return BlockPool(
         config.total_kv_blocks,
@@ -23,6 +24,7 @@ def make_pool(runner: Runner) -> BlockPool:
         host_blocks=config.host_kv_blocks,
         writes_through=config.writes_through,
         checkpoint_sizes=config.checkpoint_sizes,
+        limits=RetentionLimits(settings.kept_share, settings.max_kept_s),
     )
 
 

@@ -22,6 +22,11 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     With a number above every `max_tokens`, none ever is."""
     priority_s: float = 1.0
     """The seconds of waiting that one step of priority is worth."""
+    kept_share: float = 0.25
+    """The share of cached prefixes that each tenant may keep longest by its wish; all together may keep a half. With 0
+    nobody can."""
+    max_kept_s: float = 3_600.0
+    """The longest time for which a tenant may keep a prefix that is not used; a longer wish is cut to this."""
     max_cached_blocks: int | None = None
     """The number of cached blocks that may stay on the device while no sequence uses them. None means those of 256
     tokens where there is host memory for the others, else all."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Listing
 
 from tokenbus.protocol.wire import messages
+from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
 from tokenbus.worker.engine.scheduling.counters import Counters
 from tokenbus.worker.engine.scheduling.expectation import Expectation
@@ -17,10 +18,11 @@ def expected_of_running(running: Listing[Sequence], cache: PrefixCache, expectat
 def make_load(
     running: Listing[Sequence],
     waiting: Listing[Sequence],
-    cache: PrefixCache,
+    pool: BlockPool,
     expectation: Expectation,
     counters: Counters,
 ) -> messages.Load:
+    cache = pool.cache
     # One that was preempted gets most of its tokens back from the cache.
     waiting_tokens = sum(one.num_uncomputed for one in waiting if not one.preemptions)
     prefill_tokens = sum(one.num_uncomputed for one in running if not one.is_decoding)
@@ -35,6 +37,7 @@ def make_load(
         expected_blocks=expected_of_running(running, cache, expectation) + expected_of_waiting,
         expected_answer_tokens=expectation.answer_tokens,
         host_blocks=len(cache.host),
+        kept_blocks=pool.num_kept,
         fetched_blocks=cache.host.adopted_blocks,
         generated_tokens=counters.generated_tokens,
         computed_tokens=counters.computed_tokens,

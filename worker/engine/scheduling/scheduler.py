@@ -28,6 +28,7 @@ from tokenbus.protocol.wire import messages
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain, KvEvents
+from tokenbus.worker.engine.kv.retention import SessionKey
 from tokenbus.worker.engine.scheduling.counters import Counters
 from tokenbus.worker.engine.scheduling.distinct_prompts import distinct_prompts
 from tokenbus.worker.engine.scheduling.expectation import Expectation
@@ -139,16 +140,21 @@ class Scheduler:
     def finish(self, sequence: Sequence, finish_reason: EngineFinishReason) -> StepResult:
         """Ends a running sequence; what it has computed stays cached."""
         self._free(sequence)
+        session, ttl_s = sequence.hint
+        if session is not None and ttl_s == 0:
+            self._pool.retain_session(session, 0)
         if sequence.num_sampled:
             was_cut = finish_reason not in (EngineFinishReason.STOP_TOKEN, EngineFinishReason.ABORTED)
             self._expectation.record(sequence, was_cut=was_cut)
         self._under_pressure = False
         return StepResult(sequence, None, finish_reason)
 
-    def schedule(self, prefill_tokens: int, transfer_blocks: int = 0) -> StepPlan:
+    def schedule(self, prefill_tokens: int, transfer_blocks: int = 0, now: float = 0.0) -> StepPlan:
         """Plans the next step, with at most `prefill_tokens` tokens of prompts.
 
-        Before it, at most `transfer_blocks` blocks go to host memory, and as many come back."""
+        Before it, at most `transfer_blocks` blocks go to host memory, and as many come back. `now` is the time, in
+        seconds of one monotonic clock."""
+        self._pool.expire(now)
         self._cache.host.set_limits(offloads=transfer_blocks, onloads=transfer_blocks)
         self._expectation.observe((*self._running, *self._waiting))
         self._preempt_excess()
@@ -208,6 +214,11 @@ class Scheduler:
         """Adopts copies of an earlier engine; returns the ids of those that are of no use, with the reason."""
         return self._cache.recover(copies)
 
+    def retain_session(self, session: SessionKey, ttl_s: float, now: float) -> None:
+        """Keeps what a session has left in the cache for that long; with 0, what it alone has used goes first."""
+        self._pool.expire(now)
+        self._pool.retain_session(session, ttl_s)
+
     def clear_cache(self) -> list[KvOp]:
         """Drops every cached block that no sequence uses; returns the KV ops that this takes."""
         self._pool.clear()
@@ -233,7 +244,7 @@ class Scheduler:
         return self._pool.take_kv_events()
 
     def load(self) -> messages.Load:
-        return make_load(self._running, self._waiting, self._cache, self._expectation, self._counters)
+        return make_load(self._running, self._waiting, self._pool, self._expectation, self._counters)
 
     def check_counts(self) -> None:
         """Asserts the invariants that cost little to check, however much is cached."""
@@ -336,7 +347,7 @@ class Scheduler:
                 break
             del self._waiting[0]
             is_new = not (first.preemptions or first.num_sampled)
-            first.start(self._pool.allocate(first.domain, is_new=is_new))
+            first.start(self._pool.allocate(first.domain, is_new=is_new, hint=first.hint))
             bisect.insort(self._running, first, key=self._priority_key)
             if not first.preemptions:
                 started.append(first)

@@ -10,6 +10,7 @@ from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.kv.retention import NO_HINT, CacheHint
 
 if TYPE_CHECKING:  # a frontend imports this module, and has no grammars
     from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
@@ -71,6 +72,7 @@ class Sequence:
         "apart",
         "arrived_at",
         "domain",
+        "hint",
         "is_proven",
         "isolated",
         "kv",
@@ -103,6 +105,7 @@ class Sequence:
         num_sampled: int = 0,
         isolated: bool = False,
         matcher: "SequenceMatcher | None" = None,
+        hint: CacheHint = NO_HINT,
     ) -> None:
         assert len(token_ids) > num_sampled, "a prompt has at least one token"
         assert sampling.max_tokens >= 1, sampling.max_tokens
@@ -113,6 +116,8 @@ class Sequence:
         assert domain is None or domain.adapters == adapters, domain
         self.domain = domain
         """Sequences of the same domain share cached blocks; one without a domain neither uses nor leaves any."""
+        self.hint = hint
+        """The wish for what it leaves in the cache."""
         self.priority = priority
         self.arrived_at = arrived_at
         self.token_ids = array("I", token_ids)

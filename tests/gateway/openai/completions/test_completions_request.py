@@ -71,7 +71,7 @@ def test_an_empty_suffix_is_none() -> None:
         ({"prompt": ["a"] * 5, "n": 103}, "invalid_request", "prompt"),
         ({"prompt": [1], "suffix": "x"}, "invalid_request", "suffix"),
         ({"model": None}, "invalid_request", "model"),
-        ({"max_tokens": 0}, "invalid_request", "max_tokens"),
+        ({"max_tokens": -1}, "invalid_request", "max_tokens"),
         ({"n": 0}, "invalid_request", "n"),
         ({"prompt_cache_key": "x" * 257}, "invalid_request", "prompt_cache_key"),
         ({"prompt_cache_key": "x", "session_id": "x" * 257}, "invalid_request", "session_id"),

@@ -49,7 +49,9 @@ def test_every_field_becomes_that_of_the_wire() -> None:
         "min_tokens": 2,
         "stop_token_ids": [5],
     }
-    assert same.keys() | {"session_id", "priority"} == CommonFields().to_wire(None).keys() | {"parallel_tool_calls"}
+    assert same.keys() | {"session_id", "priority"} == CommonFields().to_wire(None).keys() - {"cache_control"} | {
+        "parallel_tool_calls"
+    }
     wanted = read(max_output_tokens=9, session_id="session", priority=3, **same)
     assert (wanted.model, wanted.n, wanted.stream) == ("demo", 1, False)
     assert wanted.request == messages.GenerateRequest(
@@ -182,7 +184,7 @@ def test_what_is_not_served_is_unsupported(fields: dict[str, object], param: str
         ({"input": [{"type": "message", "content": "x"}]}, "input[0].role", "must not be empty"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "required"),
         ({"input": [CALL, RESULT | {"output": None}]}, "input[1].output", "is required"),
-        ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1"),
+        ({"max_output_tokens": -1}, "max_output_tokens", "must be at least 0"),
         ({"temperature": -1}, "temperature", "at least 0"),
         ({"top_logprobs": 21}, "top_logprobs", "at most 20"),
         ({"prompt_cache_key": "x" * 257}, "prompt_cache_key", "at most 256 bytes"),

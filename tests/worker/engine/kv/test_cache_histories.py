@@ -15,6 +15,7 @@ from tokenbus.protocol.wire import block_hash
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.kv.retention import CacheHint, RetentionLimits
 from tokenbus.worker.engine.scheduling.plan import StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
@@ -53,6 +54,7 @@ class CacheHistory(RuleBasedStateMachine):
         expected=st.sampled_from([0, 1, 3]),
         max_cached=st.sampled_from([None, 0, 2]),
         writes_through=st.booleans(),
+        share=st.sampled_from([0.0, 0.2, 1.0]),
     )
     def begin(
         self,
@@ -63,7 +65,9 @@ class CacheHistory(RuleBasedStateMachine):
         expected: int,
         max_cached: int | None,
         writes_through: bool,
+        share: float,
     ) -> None:
+        self.limits = RetentionLimits(share, 20.0)
         self.config = make_config(
             max_num_seqs=3,
             kv_block_size=BLOCK,
@@ -94,6 +98,7 @@ class CacheHistory(RuleBasedStateMachine):
             lanes,
             host_blocks=config.host_kv_blocks,
             writes_through=config.writes_through,
+            limits=self.limits,
         )
         self.scheduler = Scheduler(
             self.pool, 3, priority_s=1.0, max_cached_blocks=self.max_cached, expected_tokens=self.expected
@@ -110,6 +115,8 @@ class CacheHistory(RuleBasedStateMachine):
         domain=st.sampled_from(DOMAINS),
         priority=st.integers(-2, 2),
         isolated=st.sampled_from([False, False, False, True]),
+        session=st.sampled_from([None, None, "1", "2"]),
+        ttl_s=st.sampled_from([None, None, 0.0, 3.0, 99.0]),
     )
     def ask(
         self,
@@ -120,6 +127,8 @@ class CacheHistory(RuleBasedStateMachine):
         domain: Domain | None,
         priority: int,
         isolated: bool,
+        session: str | None,
+        ttl_s: float | None,
     ) -> None:
         """Adds a sequence with a prompt of one of few families, which fork somewhere."""
         prompt = [1 + (family + place) % 7 for place in range(min(length, fork))]
@@ -136,6 +145,7 @@ class CacheHistory(RuleBasedStateMachine):
             priority=priority,
             arrived_at=self.now,
             isolated=isolated,
+            hint=CacheHint(None if session is None or domain is None else (domain.tenant, session), ttl_s),
         )
         if self.pool.can_ever_allocate(sequence.max_num_tokens):
             self.open[self.number] = sequence
@@ -234,6 +244,17 @@ class CacheHistory(RuleBasedStateMachine):
             )
             self.scheduler.add(again)
 
+    @rule(tenant=st.sampled_from(["a", "b"]), session=st.sampled_from(["1", "2"]), ttl_s=st.sampled_from([0.0, 5.0]))
+    def retain(self, tenant: str, session: str, ttl_s: float) -> None:
+        """A client keeps what a session has left, or says that it has ended. Others keep what they have."""
+        cache = self.pool.cache
+        before = {block: (block.kept_until, block.owner) for block in cache.tree.all_blocks()}
+        self.scheduler.retain_session((tenant, session), ttl_s, self.now)
+        others = [block for block, (_, owner) in before.items() if owner != (tenant, session) and block.kept_until]
+        assert set(before) == set(cache.tree.all_blocks())
+        if not ttl_s:
+            assert [block.kept_until for block in others] == [before[block][0] for block in others]
+
     @rule()
     def clear(self) -> None:
         self.runner.apply(self.scheduler.clear_cache())
@@ -283,7 +304,7 @@ class CacheHistory(RuleBasedStateMachine):
 
     def plan(self, budget: int, transfer: int) -> StepPlan:
         """Plans a step, and executes the KV ops that come before it."""
-        plan = self.scheduler.schedule(budget, transfer)
+        plan = self.scheduler.schedule(budget, transfer, self.now)
         for sequence in plan.started:
             self.runner.add_sequence(sequence.seq_no, sequence.sampling)
         self.runner.apply(plan.kv_ops)

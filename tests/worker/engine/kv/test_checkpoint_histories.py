@@ -15,6 +15,7 @@ from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
 from tokenbus.worker.engine.kv.ops import Truncate
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.kv.retention import CacheHint, RetentionLimits
 from tokenbus.worker.engine.scheduling.plan import StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
@@ -32,13 +33,14 @@ class CheckpointHistory(RuleBasedStateMachine):
         num_states=st.sampled_from([0, 1, 2, 5, 50]),
         has_kv=st.booleans(),
         expected=st.sampled_from([0, 1, 3]),
+        share=st.sampled_from([0.0, 0.3, 1.0]),
     )
-    def begin(self, total: int, num_states: int, has_kv: bool, expected: int) -> None:
+    def begin(self, total: int, num_states: int, has_kv: bool, expected: int, share: float) -> None:
         config = make_config(max_num_seqs=4, kv_block_size=BLOCK, total_kv_blocks=total, max_num_batched_tokens=99)
         self.budget = num_states * (STATE_BYTES + 20 * TOKEN_BYTES)
         sizes = CheckpointSizes(self.budget, STATE_BYTES, TOKEN_BYTES if has_kv else 0)
         self.runner = StatefulRunner(config, 4, has_kv=has_kv)
-        self.pool = BlockPool(total, BLOCK, 4, checkpoint_sizes=sizes)
+        self.pool = BlockPool(total, BLOCK, 4, checkpoint_sizes=sizes, limits=RetentionLimits(share, 5.0))
         assert self.pool.checkpoints is not None
         self.checkpoints = self.pool.checkpoints
         self.scheduler = Scheduler(self.pool, 4, priority_s=1.0, expected_tokens=expected)
@@ -56,14 +58,26 @@ class CheckpointHistory(RuleBasedStateMachine):
         domain=st.sampled_from(DOMAINS),
         priority=st.integers(-2, 2),
         isolated=st.sampled_from([False, False, False, True]),
+        session=st.sampled_from([None, None, "1", "2"]),
+        ttl_s=st.sampled_from([None, None, 0.0, 1.0, 99.0]),
     )
     def ask(
-        self, family: int, length: int, fork: int, max_tokens: int, domain: Domain | None, priority: int, isolated: bool
+        self,
+        family: int,
+        length: int,
+        fork: int,
+        max_tokens: int,
+        domain: Domain | None,
+        priority: int,
+        isolated: bool,
+        session: str | None,
+        ttl_s: float | None,
     ) -> None:
         """Adds a sequence with a prompt of one of few families, which fork somewhere."""
         prompt = [1 + (family + place) % 7 for place in range(min(length, fork))]
         prompt += [50 + self.number % 3] * (length - len(prompt))
-        self.add(prompt, max_tokens, domain, priority, isolated=isolated)
+        hint = CacheHint(None if session is None or domain is None else (domain.tenant, session), ttl_s)
+        self.add(prompt, max_tokens, domain, priority, isolated=isolated, hint=hint)
 
     @precondition(lambda self: self.asked)
     @rule(which=st.integers(0, 50), length=st.integers(1, 20), max_tokens=st.integers(1, 30))
@@ -71,9 +85,25 @@ class CheckpointHistory(RuleBasedStateMachine):
         """Adds the next turn of a conversation."""
         before = self.asked[which % len(self.asked)]
         prompt = [*before.token_ids, *(60 + place % 5 for place in range(length))]
-        self.add(prompt, max_tokens, before.domain, 0, isolated=False)
+        self.add(prompt, max_tokens, before.domain, 0, isolated=False, hint=before.hint)
 
-    def add(self, prompt: list[int], max_tokens: int, domain: Domain | None, priority: int, *, isolated: bool) -> None:
+    @rule(tenant=st.sampled_from(["a", "b"]), session=st.sampled_from(["1", "2"]), ttl_s=st.sampled_from([0.0, 2.0]))
+    def retain(self, tenant: str, session: str, ttl_s: float) -> None:
+        """A client keeps what a session has left, or says that it has ended: nothing goes at once."""
+        before = len(self.checkpoints), self.checkpoints.used_bytes
+        self.scheduler.retain_session((tenant, session), ttl_s, 0.3 * self.number)
+        assert (len(self.checkpoints), self.checkpoints.used_bytes) == before
+
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        domain: Domain | None,
+        priority: int,
+        *,
+        isolated: bool,
+        hint: CacheHint,
+    ) -> None:
         self.number += 1
         sequence = Sequence(
             self.number,
@@ -84,6 +114,7 @@ class CheckpointHistory(RuleBasedStateMachine):
             priority=priority,
             arrived_at=0.3 * self.number,
             isolated=isolated,
+            hint=hint,
         )
         if self.pool.can_ever_allocate(sequence.max_num_tokens):
             self.open[self.number] = sequence
@@ -161,7 +192,7 @@ class CheckpointHistory(RuleBasedStateMachine):
         assert self.runner.is_empty()
 
     def schedule(self, budget: int) -> StepPlan:
-        plan = self.scheduler.schedule(budget)
+        plan = self.scheduler.schedule(budget, now=0.3 * self.number)
         for sequence in plan.started:
             self.runner.add_sequence(sequence.seq_no, sequence.sampling)
         self.runner.apply(plan.kv_ops)
