@@ -76,8 +76,6 @@ class Row(NamedTuple):
     """Blocks that its requests use or are expected to use before they end."""
     host_blocks: int
     """Copies of blocks in host memory."""
-    kept_blocks: int
-    """Blocks, or checkpoints, that clients have asked to keep."""
     fetched_blocks: int
     """Blocks that came from other workers since the engine started."""
     fetched_per_s: float
@@ -90,6 +88,8 @@ class Row(NamedTuple):
     lost_events: int
     adapters: tuple[str, ...] = ()
     """Names of its LoRA adapters."""
+    kept_blocks: int = 0
+    """Blocks, or checkpoints, that clients have asked to keep."""
 
 
 class Rates:

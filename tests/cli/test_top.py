@@ -79,8 +79,8 @@ def test_no_width_cuts_a_cell() -> None:
     for width in range(10, 160):
         assert not any("…" in line for line in shown(width)[:4]), width
     assert " ".join(shown(180)[0].split()) == (
-        "worker model state role run wait prefill tok/s KV used expected cached copies fetched indexed hits events "
-        "step ms"
+        "worker model state role run wait prefill tok/s KV used expected cached copies kept fetched indexed hits "
+        "events step ms"
     )
 
 

@@ -38,7 +38,7 @@ NO_HINT = CacheHint()
 
 
 class RetentionLimits(NamedTuple):
-    """How much may be kept, and how long."""
+    """The limits of what clients may keep."""
 
     tenant_share: float = 0.25
     """The share of the cache that a tenant may keep; with 0 nobody keeps anything."""
@@ -50,7 +50,7 @@ DEFAULT_LIMITS = RetentionLimits()
 
 
 class CacheNode(Protocol):
-    """What is kept as a whole: a block or a checkpoint."""
+    """A block or a checkpoint, which is kept as a whole."""
 
     kept_until: float
     owner: SessionKey | None

@@ -57,7 +57,7 @@ class Add(Message, frozen=True):
 
     @property
     def hint(self) -> CacheHint:
-        """The wish for what it leaves in the cache. If that is to go, a sequence without a session has one of its own."""
+        """The wish for what it leaves in the cache. To let that go, a sequence without a session has one of its own."""
         session = self.session or ("" if self.cache_ttl_s != 0 else f"\0{self.seq_no}")
         return CacheHint((self.tenant, session) if session else None, self.cache_ttl_s)
 

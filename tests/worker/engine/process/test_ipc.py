@@ -60,6 +60,7 @@ COMMANDS: list[ipc.Command] = [
     ipc.Add(11, b"\x01\0\0\0", engine_request.Sampling(max_tokens=9), adapters=(block_hash.Adapter("d", 0.5),)),
     ipc.LoadAdapter(5, "/adapters/é.gguf"),
     ipc.UnloadAdapter("d"),
+    ipc.RetainSession("acme", "s", 60.0),
     ipc.Abort(2**40),
     ipc.ClearCache(),
     ipc.AbortPooling(3),
