@@ -365,8 +365,9 @@ _CONSTRAINTS = (
     ),
     Panel(
         "Constraints that were refused",
-        "By reason. too_costly took more time or memory to compile than one may, which costs nobody else anything. If "
-        "a client keeps sending new ones, it is attacking, or needs a smaller schema.",
+        "By reason. too_costly took more time or memory to compile than one may, given_up did during generation, and "
+        "neither costs anybody else anything. If a client keeps sending new ones, it is attacking, or needs a smaller "
+        "schema.",
         "reqps",
         (Query(_rate("constraint_refusals", "worker_id, reason"), f"{_NAME} {{{{reason}}}}"),),
         "stacked",

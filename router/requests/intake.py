@@ -299,7 +299,8 @@ class Intake:
             encoding = codec.encoding_of(message.headers)
         except ValueError:
             return
-        found = {holder.cancel(address.key) for holder in (self._lifecycle, self._embeddings, self._reranks)}
+        holders = (self._lifecycle, self._embeddings, self._reranks)
+        found = {holder.cancel(address.key, address.model) for holder in holders}
         if True in found and message.reply:
             self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 

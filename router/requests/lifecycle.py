@@ -134,10 +134,11 @@ class RequestLifecycle:
         self._flights.remove(flight)
         self._terminals.log_end(flight, "by_worker")
 
-    def cancel(self, key: str) -> bool:
-        """Cancels a request; returns False if this router has no such request, or its worker has to answer."""
+    def cancel(self, key: str, model: str | None) -> bool:
+        """Cancels a request for a model, or for any if None is named; returns False if this router has no such request,
+        or its worker has to answer."""
         flight = self._flights.find(key)
-        if flight is None:
+        if flight is None or model not in (None, flight.model):
             return False
         # noted for one at a worker too: if that worker is lost, the request must not go on elsewhere
         flight.cancelled = True

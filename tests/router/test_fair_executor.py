@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tokenbus.router.requests.tokenization.fair_executor import FairExecutor
 
@@ -130,6 +131,15 @@ async def test_close_finishes_the_queued_jobs_then_calls_back() -> None:
     gate.set()
     await asyncio.gather(first, second, done.wait())
     assert order == ["second", "last"]
+
+
+async def test_what_is_raised_after_the_last_job_is_logged() -> None:
+    executor = FairExecutor(1, "test")
+    with capture_logs() as lines:
+        executor.close(lambda: print({}["missing"]))
+        while not lines:
+            await asyncio.sleep(0)
+    assert [(line["event"], line["task"]) for line in lines] == [("task_failed", "close")]
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library")

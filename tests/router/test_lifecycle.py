@@ -110,6 +110,27 @@ async def test_a_cancelled_request_is_not_offered() -> None:
     assert (testbed.offered, testbed.terminals.ends) == ([], [("default:a", None)])
 
 
+async def test_a_cancel_that_names_another_model_changes_nothing() -> None:
+    testbed = Testbed("a")
+    (one,) = testbed.flights.all()
+    await asyncio.sleep(0)
+    assert not testbed.lifecycle.cancel(one.key, "another")
+    assert not one.cancelled
+    assert testbed.lifecycle.cancel(one.key, one.model)
+    assert one.cancelled
+    await testbed.shut_down()
+    assert testbed.offered == []
+
+
+async def test_a_cancel_that_names_no_model_is_for_any() -> None:
+    testbed = Testbed("a")
+    (one,) = testbed.flights.all()
+    await asyncio.sleep(0)
+    assert testbed.lifecycle.cancel(one.key, None)
+    await testbed.shut_down()
+    assert testbed.offered == []
+
+
 async def test_a_request_that_a_worker_accepts_meanwhile_is_left_there() -> None:
     testbed = Testbed("a")
     (one,) = testbed.flights.all()

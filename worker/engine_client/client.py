@@ -17,6 +17,7 @@ from tokenbus.worker import contract, engine_output, engine_request
 from tokenbus.worker.chat_format.answer_reader import AnswerReader
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client import admission, sequences
 from tokenbus.worker.engine_client.admission import CapacityLimit
 from tokenbus.worker.engine_client.calls.engine_adapters import EngineAdapters
@@ -372,6 +373,8 @@ class EngineClient(asyncio.Protocol):
         # before any sink runs: whatever a sink does, these survived the step
         for output in report.outputs:
             attribution.step_succeeded(self, output.seq_no)
+            if output.finish_reason is EngineFinishReason.CONSTRAINT_FAILED:
+                self.listener.constraint_given_up()
         ended, seconds_to_count = self._sequences.advance(report.outputs, now)
         for generation in ended:
             if generation.is_complete:

@@ -29,6 +29,9 @@ class EngineListener:
     def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
         """A constraint was compiled, or could not be."""
 
+    def constraint_given_up(self) -> None:
+        """A request ended because its constraint became too costly to follow."""
+
     def blocks_refused(self, count: int) -> None:
         """So many fetched blocks were not cached, because one of them can't be used."""
 

@@ -31,6 +31,8 @@ from tokenbus.worker.streams.request_telemetry import RequestTelemetry
 from tokenbus.worker.streams.streams import Streams
 
 _PART_TIMEOUT_S = 1.0
+_TICK_FAILED_INTERVAL_S = 10.0
+"""A part of the tick that fails each time is logged this often."""
 _LINGER_S = 1.0
 """A worker that has given up streams can still be asked for them after the last one, if their routers got no reply, and
 for their blocks by workers that continue them."""
@@ -77,6 +79,8 @@ class Frontend:
         """Loads more models beside this one; None if that is not possible."""
         self.on_want: Callable[[], internal.ControlReply] | None = None
         """Has this worker's own model loaded, and returns how far that is; None if it is loaded from the start."""
+        self._tick_failed_at: dict[str, float] = {}
+        """When the failure of each part of the tick was logged."""
         self._log = structlog.get_logger()
         self.on_tick: Callable[[float, float], None] = lambda now, gap_s: None
         """Called a few times a second with the time, and the seconds since the last call."""
@@ -238,11 +242,22 @@ class Frontend:
             # before anything is published, so that a pause of the process is noticed
             self._fence.tick(clock.now())
             if self._check_fence():
-                self._streams.tick()
-                self._guardians.tick(now)
-            self._exchange.tick(now)
-            self.on_tick(now, now - ticked_at)
+                self._look_after("streams", self._streams.tick)
+                self._look_after("guardians", partial(self._guardians.tick, now))
+            self._look_after("kv exchange", partial(self._exchange.tick, now))
+            self._look_after("engine", partial(self.on_tick, now, now - ticked_at))
             ticked_at = now
+
+    def _look_after(self, part: str, tick: Callable[[], None]) -> None:
+        """Calls `tick`. If that raises, the other parts are still looked after, and so is this one from the next tick
+        on; only the fence must not fail."""
+        try:
+            tick()
+        except Exception as error:  # outermost frame of a part
+            now = time.monotonic()
+            if now - self._tick_failed_at.get(part, -_TICK_FAILED_INTERVAL_S) >= _TICK_FAILED_INTERVAL_S:
+                self._tick_failed_at[part] = now
+                self._log.error("task_failed", task=f"tick of {part}", exc_info=error)
 
     def _may_publish(self) -> bool:
         """Guards every write. While muted, writes are safe: what the old epoch buffered went with its connection."""

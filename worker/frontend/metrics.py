@@ -133,7 +133,8 @@ class WorkerMetrics(MetricFamilies):
         self.compile = histogram("constraint_compile_seconds", "Time to compile a request's constraint.", TTFT_BUCKETS)
         self.constraint_refusals = counter(
             "constraint_refusals",
-            "Constraints that were refused: invalid ones, and those that take too much time or memory.",
+            "Constraints that were refused: invalid ones, those that take too much time or memory (too_costly), and "
+            "those that did during generation (given_up).",
             "reason",
         )
         self.follower_tokens = counter(
@@ -240,7 +241,7 @@ class ReplicaMetrics:
             (metrics.cache_hits.labels(*own), "cached_tokens"),
         ]
         self._compile = metrics.compile.labels(*own)
-        for reason in ("invalid", "too_costly"):
+        for reason in ("invalid", "too_costly", "given_up"):
             self._metrics.constraint_refusals.labels(*self._own_labels, reason)
         for kind in engine_request.ConstraintKind:
             metrics.constrained.labels(*own, kind)
@@ -300,6 +301,10 @@ class ReplicaMetrics:
         if compiled.problem is not None:
             reason = "too_costly" if compiled.is_too_costly else "invalid"
             self._metrics.constraint_refusals.labels(*self._own_labels, reason).inc()
+
+    def constraint_given_up(self) -> None:
+        """A request ended because its constraint became too costly to follow."""
+        self._metrics.constraint_refusals.labels(*self._own_labels, "given_up").inc()
 
     def answer_parsed(self, reasoning_tokens: int, tool_calls: int, *, has_incomplete_call: bool) -> None:
         """An answer has ended that was parsed; the last of its tool calls may be incomplete."""

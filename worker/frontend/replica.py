@@ -238,6 +238,10 @@ class Replica(EngineListener):
         """Observes how long a constraint took, and counts it if it was refused."""
         self._metrics.constraint_compiled(compiled)
 
+    def constraint_given_up(self) -> None:
+        """Counts a constraint that could not be followed to its end."""
+        self._metrics.constraint_given_up()
+
     def blocks_refused(self, count: int) -> None:
         """Counts fetched blocks that could not be used."""
         self._metrics.blocks_refused(count)

@@ -115,9 +115,10 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
         self._by_key.setdefault(request.key, []).append(request)
         task.add_done_callback(self._forget)
 
-    def cancel(self, key: str) -> bool:
-        """Ends the requests of a client with this id, and returns whether there were any."""
-        found = self._by_key.get(key, ())
+    def cancel(self, key: str, model: str | None) -> bool:
+        """Ends the requests of a client with this id for a model, or for any if None is named, and returns whether
+        there were any."""
+        found = [one for one in self._by_key.get(key, ()) if model in (None, one.address.model)]
         for request in found:
             _end(request, errors.Code.CANCELLED)
         return bool(found)

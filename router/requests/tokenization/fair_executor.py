@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+import structlog
+
 from tokenbus.protocol.process import memory
 from tokenbus.router.requests.queueing.fair_queue import FairQueue, QueuedRequest
 
@@ -47,7 +49,7 @@ class FairExecutor:
         return await asyncio.wrap_future(running)
 
     def close(self, on_closed: Callable[[], None]) -> None:
-        """Finishes what is queued, then calls `on_closed` on a thread and ends the threads."""
+        """Finishes what is queued, then calls `on_closed` on a thread, logs what it raises, and ends the threads."""
         self._on_closed = on_closed
         self._start_next()
 
@@ -81,9 +83,16 @@ class FairExecutor:
             if not turn.done():
                 turn.set_result(None)
         if self._on_closed is not None and self._num_free == self._num_threads:
-            self._threads.submit(self._on_closed)
+            self._threads.submit(_close, self._on_closed)
             self._threads.shutdown(wait=False)
             self._on_closed = None
+
+
+def _close(on_closed: Callable[[], None]) -> None:
+    try:
+        on_closed()
+    except Exception as error:  # outermost frame: nobody waits for it
+        structlog.get_logger().error("task_failed", task="close", exc_info=error)
 
 
 def _run_and_trim(work: Callable[[], ResultT], num_chars: int) -> ResultT:

@@ -69,3 +69,16 @@ def test_logits_are_those_of_the_last_row_that_was_looked_at_and_what_is_no_numb
         )
     }
     assert seen == {"mean": 1.5, "smallest": -2.0, "largest": 4.0, "nan": 2.0, "inf": 2.0, "-inf": 3.0}
+
+
+def test_constraints_and_engines_that_were_given_up_are_counted_from_zero_on() -> None:
+    metrics = WorkerMetrics()
+    replica = ReplicaMetrics(metrics, "m", "w1")
+    refusals, engines = "tokenbus_worker_constraint_refusals_total", "tokenbus_worker_poisoned_engines_total"
+    own = {"model": "m", "worker_id": "w1"}
+    for count in (0, 1):
+        found = samples(metrics)
+        assert found[refusals, frozenset({**own, "reason": "given_up"}.items())] == count
+        assert found[engines, frozenset(own.items())] == count
+        replica.constraint_given_up()
+        replica.memory_poisoned()

@@ -23,7 +23,7 @@ class EngineAdapters:
         """Those that are to be unloaded once no sequence that is held back needs them."""
 
     def __repr__(self) -> str:
-        return f"<EngineAdapters {self._loaded.total()} loaded, {len(self._unloading)} to unload>"
+        return f"<EngineAdapters of {len(self._loaded)} files, {len(self._unloading)} to unload>"
 
     async def load(self, path: str) -> str:
         """Returns the digest of the adapter. Raises RequestError if the engine refuses it or dies."""
@@ -35,6 +35,7 @@ class EngineAdapters:
         """Reverses one `load`. New requests can't use the adapter any more if it was the last one."""
         if self._loaded[digest]:
             self._loaded[digest] -= 1
+            self._loaded = +self._loaded  # without those that are loaded no more
             self._unloading.append(digest)
             self.send_unloads()
 
