@@ -41,6 +41,8 @@ _OTHER_VARIABLES = (
 """Variables that stand for no flag of a server."""
 _MIN_SIMILARITY = 0.8
 """Similarity of two names, from 0 to 1, from which on one counts as a misspelling of the other."""
+_HUB_CACHE = "hub-cache"
+"""The setting that commands which are no servers read from its variable too."""
 _SECRETS = ("api-key",)
 """Settings that are never printed."""
 _URLS = (_NATS, "otlp-traces-endpoint")
@@ -137,7 +139,7 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser, setti
 def _variables(section: str, name: str) -> Iterator[str]:
     """Yields the names of a setting's variables; the last one overrides the first."""
     spelled = name.upper().replace("-", "_")
-    if name.startswith(_NATS):
+    if name.startswith(_NATS) or name == _HUB_CACHE:
         yield f"TOKENBUS_{spelled}"
     yield f"TOKENBUS_{section.upper()}_{spelled}"
 

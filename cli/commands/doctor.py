@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenbus.cli import arguments, connection_flags, inspection
+from tokenbus.cli import arguments, connection_flags, hub_flags, inspection
 from tokenbus.client import Client
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import ping_probe
@@ -26,6 +26,8 @@ from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineProcess
+from tokenbus.worker.models import transfer
+from tokenbus.worker.models.hub import location
 from tokenbus.worker.on_demand import memory_need, model_facts
 
 _CONNECT_TIMEOUT_S = 3.0
@@ -56,15 +58,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="ports that should be free",
     )
+    hub_flags.add_flag(parser)
     parser.set_defaults(run=lambda options: asyncio.run(_run(options)))
 
 
 def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a GGUF file, an ONNX folder, or a name on the Hub")
+    hub_flags.add_flag(parser)
     parser.set_defaults(run=_inspect)
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    if problem := hub_flags.apply(options):
+        print(f"tokenbus: {problem}", file=sys.stderr)
+        return 1
     logs.log_errors_only()
     return inspection.show(options.model)
 
@@ -83,7 +90,7 @@ async def _run(options: argparse.Namespace) -> int:
 
 
 async def _all_findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
-    for finding in (*_machine(), *_ports(options.ports)):
+    for finding in (*_machine(), *_ports(options.ports), _hub_cache(options)):
         yield finding
     for finding in check_memory(options.model, options.memory_budget_mib << 20, device_memory.free_host_bytes()):
         yield finding
@@ -109,6 +116,19 @@ def _machine() -> Iterator[Finding]:
         yield Finding("ok", "found an NVIDIA driver: ONNX models use CUDA, GGUF models if llama.cpp was built with it")
     else:
         yield Finding("note", "no NVIDIA driver: models run on the CPU")
+
+
+def _hub_cache(options: argparse.Namespace) -> Finding:
+    """Checks where models from the Hub are kept, and how much room there is."""
+    if problem := hub_flags.apply(options):
+        return Finding("bad", problem)
+    folder = location.folder()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if not os.access(existing, os.W_OK):
+        advice = "pass --hub-cache, or set HF_HOME to a folder that this user may write to"
+        return Finding("note", f"models from the Hub can't be kept in {folder}", advice)
+    return Finding("ok", f"models from the Hub are kept in {folder}, where {transfer.size(free)} are free")
 
 
 def _ports(ports: list[int]) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tokenbus.cli import arguments, connection_flags
+from tokenbus.cli import arguments, connection_flags, hub_flags
 from tokenbus.cli.session import with_client
 from tokenbus.client import Client
 from tokenbus.protocol.process import shutdown
@@ -44,6 +44,7 @@ def add_models_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remove", metavar="NAME", help="remove org/repo, org/repo:QUANTIZATION or a conversion from it"
     )
+    hub_flags.add_flag(parser)
     parser.set_defaults(run=_run_models)
 
 
@@ -53,7 +54,7 @@ def _run_models(options: argparse.Namespace) -> int:
             pull,  # what only asks a router waits for nothing that knows models' files
         )
 
-        return pull.remove_local(options.remove) if options.remove else pull.list_local()
+        return pull.run_local(options)
     return with_client(options, partial(_models, options))
 
 

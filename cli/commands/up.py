@@ -246,9 +246,10 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS
-    if problem := worker.check_models(options):
+    problem, status = worker.start_problem(options)  # its workers inherit where models from the Hub are kept
+    if problem:
         print(f"tokenbus: {problem}", file=sys.stderr)
-        return 1
+        return status
     out = screen.make(as_json=options.json)
     log_folder = Path(tempfile.mkdtemp(prefix="tokenbus-"))
     try:

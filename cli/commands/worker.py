@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from tokenbus.cli import arguments, connection_flags, serve
+from tokenbus.cli import arguments, connection_flags, hub_flags, serve
 from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.telemetry import logs
@@ -109,6 +109,15 @@ def _add_model_flags(parser: argparse.ArgumentParser, *, required: bool = False)
     parser.add_argument(
         "--served-name", metavar="NAME", action="append", default=[], help=_NAME_HELP + ", one for each --model"
     )
+    hub_flags.add_flag(parser)
+
+
+def start_problem(options: argparse.Namespace) -> tuple[str, int]:
+    """Returns why nothing can be started with these options, and the exit status; an empty text if nothing is known to
+    be wrong. Models from the Hub are kept where the options say from now on."""
+    if problem := hub_flags.apply(options):
+        return problem, EXIT_BAD_SETTINGS
+    return _models_problem(options), 1
 
 
 def _add_on_demand_flags(parser: argparse.ArgumentParser) -> None:
@@ -229,6 +238,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
             for name, model in zip(names, options.model, strict=True)
             for engine, replicas in _engines_of(options, model, on_demand=name in on_demand)
         ),
+        hub_cache=options.hub_cache,
         host_cache_file=options.host_cache_file,
         kv_budget_bytes=options.kv_budget << 20,
         memory_budget_bytes=options.memory_budget_mib << 20,
@@ -312,9 +322,8 @@ def _located(model: str) -> str:
     return str(MODEL_PATH if model == "demo" and not path.exists() else path)
 
 
-def check_models(options: argparse.Namespace) -> str:
-    """Returns why one of the models can't be served on this machine, before anything is started; empty if nothing is
-    known to be wrong."""
+def _models_problem(options: argparse.Namespace) -> str:
+    """Returns why one of the models can't be served on this machine."""
     try:
         for model in options.model:
             registry.check(_located(model), options.engine)
@@ -324,9 +333,10 @@ def check_models(options: argparse.Namespace) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    if problem := check_models(options):
+    problem, status = start_problem(options)
+    if problem:
         print(f"tokenbus: {problem}", file=sys.stderr)
-        return 1
+        return status
     from tokenbus.worker.frontend import serve as worker  # every server parses these flags, only a worker needs this
     from tokenbus.worker.frontend.frontend import ReplacedError
 

@@ -122,3 +122,15 @@ def test_flags_that_contradict_models_on_demand_are_refused(flags: tuple[str, ..
 def test_a_setting_that_no_engine_knows_is_refused_before_anything_is_tried_with_it(name: str) -> None:
     with pytest.raises(ValueError, match=f"--{name} must be one of .*, got 'q6_0'"):
         settings(f"--{name}", "q6_0")
+
+
+def test_the_folder_for_models_of_the_hub_is_a_setting_whose_variable_all_commands_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert settings("--hub-cache", "/models").hub_cache == "/models"
+    monkeypatch.setenv("TOKENBUS_HUB_CACHE", "/of-all")
+    assert main.parse(["worker", "--model", "demo"]).hub_cache == "/of-all"
+    assert main.parse(["pull", "org/repo"]).hub_cache == "/of-all"
+    monkeypatch.setenv("TOKENBUS_WORKER_HUB_CACHE", "/of-workers")
+    assert main.parse(["worker", "--model", "demo"]).hub_cache == "/of-workers"
+    assert main.parse(["worker", "--model", "demo", "--hub-cache", "/given"]).hub_cache == "/given"

@@ -64,6 +64,8 @@ class WorkerSettings:
     """Collector that spans are sent to; none if empty."""
     vllm_metrics: bool = False
     """Export metrics under vLLM's names too."""
+    hub_cache: str = ""
+    """The folder for models from the Hub; the variables of the Hub's library say where if it is empty."""
     host_cache_file: str = ""
     """File for copies of blocks, which outlive the worker in it; with several replicas, the beginning of the names of
     several files. If it is empty, copies are in memory and outlive only the engine."""

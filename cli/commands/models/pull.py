@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenbus.cli import arguments
+from tokenbus.cli import arguments, hub_flags
 from tokenbus.protocol.telemetry import logs
 from tokenbus.worker.engine.models import model_files, registry
 from tokenbus.worker.engine.runner import ModelError
@@ -26,6 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="the engine that is to serve it (auto)",
     )
+    hub_flags.add_flag(parser)
     parser.set_defaults(run=run)
 
 
@@ -34,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
     if not model_files.is_hub_name(options.model):
         what = "is on this machine already" if Path(options.model).exists() else "is not a name on the Hub"
         return _fail(f"{options.model}: {what}; pass a name such as org/repo or org/repo:Q4_K_M")
+    if problem := hub_flags.apply(options):
+        return _fail(problem)
     logs.log_errors_only()
     return _reporting(lambda: _pull(options.model, options.engine))
 
@@ -47,10 +50,16 @@ def _pull(model: str, engine: str) -> None:
     print(files.weights)
 
 
-def list_local() -> int:
-    """Prints the models in the Hub's cache."""
+def run_local(options: argparse.Namespace) -> int:
+    """Prints the models in the Hub's cache, or removes the one that `options` name."""
+    if problem := hub_flags.apply(options):
+        return _fail(problem)
+    return _remove(options.remove) if options.remove else _list()
+
+
+def _list() -> int:
     from tokenbus.worker.models.convert import converted
-    from tokenbus.worker.models.hub import cache
+    from tokenbus.worker.models.hub import cache, location
 
     models = cache.list_models(_all_layouts())
     conversions = [cache.LocalModel(path.name, "", (path,)) for path in converted.list_files()]
@@ -63,12 +72,11 @@ def list_local() -> int:
     for row in rows if rows[1:] else ():
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     if not rows[1:]:
-        print("no model is in the Hub's cache")
+        print(f"no model is in {location.folder()}")
     return 0
 
 
-def remove_local(model: str) -> int:
-    """Removes a model from the Hub's cache."""
+def _remove(model: str) -> int:
     from tokenbus.worker.models.convert import converted
     from tokenbus.worker.models.hub import cache
 

@@ -1,6 +1,7 @@
 """The conversions that were made: each is kept under the fingerprint of its model, and made once for all processes."""
 
 import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.models import in_use, transfer
 from tokenbus.worker.models.convert.layout import SUFFIX, SafetensorsLayout
 from tokenbus.worker.models.convert.process import Job, Report
+from tokenbus.worker.models.hub import location
 
 TYPES = (
     *("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0"),
@@ -36,8 +38,9 @@ def is_convertible(files: ModelFiles) -> bool:
 
 
 def folder() -> Path:
-    """Returns the folder of all conversions, beside the Hub's cache."""
-    return Path(constants.HF_HOME) / "tokenbus" / "converted"
+    """Returns the folder of all conversions: in the folder that the user has named for the Hub's models, or beside the
+    Hub's cache."""
+    return Path(os.environ.get(location.VARIABLE) or constants.HF_HOME) / "tokenbus" / "converted"
 
 
 def list_files() -> list[Path]:
@@ -76,7 +79,8 @@ def convert(model: str, files: ModelFiles, kind: str, threads: int, progress: Ca
                 _run(Job(name, list(map(str, parts)), sidecars, kind, threads, str(partial)), progress)
                 partial.rename(target)
     except OSError as error:
-        raise ModelError(f"{target.parent}: {error.strerror or error}; set HF_HOME to a folder to write to") from error
+        problem = f"{target.parent}: {error.strerror or error}"
+        raise ModelError(f"{problem}; pass --hub-cache with a folder that this user may write to") from error
     return ModelFiles(target, files.sidecars)
 
 
@@ -122,4 +126,4 @@ def _check_space(parts: list[Path], kind: str, where: Path) -> None:
     free = shutil.disk_usage(where).free
     if needed > free:
         problem = f"needs {transfer.size(needed)} for its conversion, where {transfer.size(free)} are free"
-        raise ModelError(f"{where}: {problem}; free some space, or set HF_HOME to a larger disk")
+        raise ModelError(f"{where}: {problem}; free some space, or pass --hub-cache on a larger disk")

@@ -78,7 +78,7 @@ def _check_space(found: Repository, parts: list[str]) -> None:
     free = shutil.disk_usage(folder).free
     if needed and needed + _SPARE_BYTES > free:
         problem = f"needs {transfer.size(needed)} in {cache}, where {transfer.size(free)} are free"
-        raise ModelError(f"{found.name}: {problem}; remove other models, or set HF_HOME to a larger disk")
+        raise ModelError(f"{found.name}: {problem}; remove other models, or pass --hub-cache on a larger disk")
 
 
 def _missing_bytes(found: Repository, part: str) -> int:

@@ -139,6 +139,13 @@ def test_a_conversion_ends_with_its_parent() -> None:
         assert child.wait(timeout=60) != 0
 
 
+def test_conversions_are_kept_in_the_folder_that_is_named_for_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENBUS_HUB_CACHE", str(tmp_path / "models"))
+    assert converted.folder() == tmp_path / "models" / "tokenbus" / "converted"
+
+
 def test_several_processes_that_want_a_model_wait_for_one_conversion(folder: Path, cache: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from tokenbus.worker.models.convert import converted\n"

@@ -14,6 +14,7 @@ import pytest
 from tests.support import hub_server
 from tests.support.hub_server import HubServer
 from tests.support.system import command
+from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.worker.models import in_use
 
 MIB = 1 << 20
@@ -94,6 +95,42 @@ def test_a_pulled_model_is_where_every_program_of_the_hub_looks_for_it(machine: 
     hub.requests.clear()
     assert machine.pull() == path
     assert not hub.downloads()
+
+
+def test_a_folder_that_is_named_comes_before_the_variables_and_is_made_with_the_first_model(
+    machine: Machine, tmp_path: Path
+) -> None:
+    named, other = tmp_path / "a" / "b", tmp_path / "other"
+    variables = {"HF_HUB_CACHE": str(other), "TOKENBUS_HUB_CACHE": str(other)}
+    missing = machine.run("models", "--local", "--hub-cache", str(named), **variables)
+    assert (missing.stdout, named.exists()) == (f"no model is in {named}\n", False)
+    done = machine.run("pull", REPO, "--hub-cache", str(named), **variables)
+    assert Path(done.stdout.strip()).is_relative_to(named)
+    by_variable = machine.run("models", "--local", HF_HUB_CACHE=str(other), TOKENBUS_HUB_CACHE=str(named))
+    assert "org/tiny-GGUF" in by_variable.stdout
+    removed = machine.run("models", "--remove", "org/tiny-GGUF", "--hub-cache", str(named))
+    assert removed.returncode == 0, removed.stderr
+    assert not other.exists()
+    assert not machine.home.exists()
+
+
+def test_a_folder_in_which_nothing_can_be_kept_is_refused_by_every_command(machine: Machine, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for arguments, status in (
+        (("pull", REPO), 1),
+        (("models", "--local"), 1),
+        (("inspect", "demo"), 1),
+        (("worker", "--model", "demo"), EXIT_BAD_SETTINGS),
+        (("up", "--port", "0"), EXIT_BAD_SETTINGS),
+    ):
+        done = machine.run(*arguments, "--hub-cache", str(file / "below"))
+        problem = f"tokenbus: --hub-cache {file / 'below'}: {file} is not a directory\n"
+        assert (done.returncode, done.stdout, done.stderr) == (status, "", problem)
+    assert (
+        f"bad   --hub-cache {file}: {file} is not a directory"
+        in machine.run("doctor", "--ports", "--nats", "nats://127.0.0.1:1", "--hub-cache", str(file)).stdout
+    )
 
 
 def test_a_pull_that_is_killed_goes_on_where_it_stopped(machine: Machine, hub: HubServer) -> None:
@@ -202,7 +239,7 @@ def test_what_is_no_name_on_the_hub_is_refused(machine: Machine, tmp_path: Path)
 
 
 def test_local_models_are_listed_with_what_is_incomplete_and_removed(machine: Machine) -> None:
-    assert machine.run("models", "--local").stdout == "no model is in the Hub's cache\n"
+    assert machine.run("models", "--local").stdout == f"no model is in {machine.home / 'hub'}\n"
     machine.pull()
     (machine.blobs / "other.incomplete").write_bytes(b"half")
     rows = machine.run("models", "--local").stdout.splitlines()
