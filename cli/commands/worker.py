@@ -67,6 +67,11 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
         "when prefixes are copied to host memory: write-through (when complete), write-back (when evicted) or auto",
     ),
     ("--host-cache-file", WorkerSettings.host_cache_file, "file for that memory, which survives restarts"),
+    (
+        "--min-prefix-tokens",
+        _SCHEDULER.min_prefix_tokens,
+        "tokens of the shortest prefix that is cached; 0: any; -1: any, or 128 where a cached prefix takes much memory",
+    ),
     ("--max-cached-blocks", None, "unused blocks that may stay cached on the device"),
     ("--expected-tokens", _SCHEDULER.expected_tokens, "tokens an answer is expected to use; 0: as recent ones did"),
     ("--priority-s", _SCHEDULER.priority_s, "seconds of waiting that one step of priority is worth"),

@@ -39,6 +39,7 @@ class Cache:
         can_share: bool = True,
         writes_through: bool = False,
         limits: RetentionLimits = DEFAULT_LIMITS,
+        min_prefix_tokens: int = 0,
     ) -> None:
         self.pool = BlockPool(
             total_blocks,
@@ -48,6 +49,7 @@ class Cache:
             can_share=can_share,
             writes_through=writes_through,
             limits=limits,
+            min_prefix_tokens=min_prefix_tokens,
         )
         self.allocations: dict[int, Allocation] = {}
         self._texts: dict[int, str] = {}

@@ -72,13 +72,14 @@ class Allocation:
     def next_block(self, token_ids: "array[int]") -> tuple[Block, bytes] | None:
         """Returns a key for the block that this sequence completes next, or None if it can't be shared. Sequences that
         compute the same block get equal keys."""
-        tokens = None if self.root is None else self._next_tokens(token_ids, len(token_ids))
+        is_shared = self.root is not None and len(token_ids) >= self._cache.min_prefix_tokens
+        tokens = self._next_tokens(token_ids, len(token_ids)) if is_shared else None
         return None if tokens is None else (self.node, tokens)
 
     def awaits_onload(self, token_ids: "array[int]") -> bool:
         """Returns whether the next block, or all that is left of the prompt but its last token, is in host memory and
         waits only for this step's onload budget."""
-        if self.root is None or self._cache.host.can_onload:
+        if self.root is None or self._cache.host.can_onload or self.num_private > 1:
             return False
         wanted = self._next_reusable(token_ids)
         found = self.node.longest_match(wanted)
@@ -100,7 +101,7 @@ class Allocation:
         """Reuses cached KV for a prefix of `token_ids`; returns how many tokens are computed then.
 
         At least one token is left to be computed, since only that gives logits."""
-        if self.root is None:
+        if self.root is None or self._has_own_blocks(num_computed):
             return num_computed
         self._reuse_blocks(token_ids)
         reused = self.node.end
@@ -112,7 +113,7 @@ class Allocation:
 
     def cache_blocks(self, token_ids: "array[int]", num_computed: int) -> None:
         """Adds complete private blocks to the prefix tree. If another lane has an equal block, its cells are shared."""
-        if self.root is None:
+        if self.root is None or num_computed < self._cache.min_prefix_tokens:
             return
         while (tokens := self._next_tokens(token_ids, num_computed)) is not None:
             self._add_private(-1)
@@ -229,9 +230,14 @@ class Allocation:
             cache.make_evictable(block)
         return count
 
+    def _has_own_blocks(self, num_computed: int) -> bool:
+        """Whether whole blocks are private, because what is computed is too short to be cached yet. When it is not any
+        more, those that others have as well are shared."""
+        return num_computed - self.node.end >= self._cache.block_size
+
     def _cache_partial_block(self, token_ids: "array[int]", num_computed: int) -> Block | None:
         """Caches the tokens behind the last full block; returns None where there are none, or they are known."""
-        if num_computed <= self.node.end:
+        if num_computed <= max(self.node.end, self._cache.min_prefix_tokens - 1):
             return None
         tokens = block_hash.pack_token_ids(token_ids[self.node.end : num_computed])
         known = self.node.longest_match(tokens)

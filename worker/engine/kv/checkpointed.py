@@ -65,6 +65,8 @@ class CheckpointedAllocation(Allocation):
         count = min(len(token_ids), len(other))
         one, two = block_hash.pack_token_ids(token_ids[:count]), block_hash.pack_token_ids(other[:count])
         position = self._last_boundary(min(num_common_tokens(one, two), count - _GENERATION_PROMPT_TOKENS))
+        if position < self._cache.min_prefix_tokens:
+            return 0
         if position > num_computed and (self.stop is None or position < self.stop):
             self.stop = position
         return position
@@ -75,7 +77,7 @@ class CheckpointedAllocation(Allocation):
             self._save(token_ids, num_computed)
 
     def free(self, token_ids: "array[int]", num_computed: int) -> None:
-        if self._domain is not None:
+        if self._domain is not None and num_computed >= self._cache.min_prefix_tokens:
             _, known = self._checkpoints.match(self._domain, token_ids[:num_computed], num_computed)
             if num_computed - (0 if known is None else known.end) >= self._cache.block_size:
                 self._save(token_ids, num_computed)
@@ -111,7 +113,8 @@ class CheckpointedAllocation(Allocation):
             self._last_boundary(min(num_known, last)),
             (num_computed // interval + 1) * interval,
         )
-        self.stop = min((stop for stop in stops if num_computed < stop <= last), default=None)
+        first = max(num_computed + 1, self._cache.min_prefix_tokens)
+        self.stop = min((stop for stop in stops if first <= stop <= last), default=None)
 
     def _last_boundary(self, position: int) -> int:
         """Returns the last end of a block up to a position."""

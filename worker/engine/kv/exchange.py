@@ -38,9 +38,10 @@ def export(
 
 def put(cache: PrefixCache, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int) -> list[int | None]:
     """Returns the id of a new copy for each block from `first` on, or None for one that is known; the caller has the
-    contents. The list ends early where there is no room for another copy, and is empty if a block before is missing."""
+    contents. The list ends early where there is no room for another copy, and is empty if a block before is missing or
+    the prefix is too short to be cached."""
     path = cache.tree.known_path(domain, token_ids)[: first + num_blocks]
-    if len(path) < first:
+    if len(path) < first or (first + num_blocks) * cache.block_size < cache.min_prefix_tokens:
         return []
     copies: list[int | None] = [None] * (len(path) - first)
     root = cache.tree.make_root(domain)

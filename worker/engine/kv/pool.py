@@ -35,7 +35,7 @@ class BlockPool:
 
     Sizes are in tokens unless they say blocks. `num_lanes` are the lanes that running and cached sequences share. The
     pool only decides: the KV ops say what the lanes of the device have to do. With `checkpoint_sizes` sequences share
-    checkpoints, and no blocks."""
+    checkpoints, and no blocks. Prefixes of fewer than `min_prefix_tokens` are not cached."""
 
     def __init__(
         self,
@@ -49,10 +49,18 @@ class BlockPool:
         writes_through: bool = False,
         checkpoint_sizes: CheckpointSizes | None = None,
         limits: RetentionLimits = DEFAULT_LIMITS,
+        min_prefix_tokens: int = 0,
     ) -> None:
         self._can_share = can_share and checkpoint_sizes is None
         self.cache = PrefixCache(
-            total_blocks, block_size, num_lanes, host_blocks, fingerprint, writes_through=writes_through, limits=limits
+            total_blocks,
+            block_size,
+            num_lanes,
+            host_blocks,
+            fingerprint,
+            writes_through=writes_through,
+            limits=limits,
+            min_prefix_tokens=min_prefix_tokens,
         )
         self.checkpoints: Checkpoints | None = None
         if checkpoint_sizes is not None:

@@ -50,11 +50,14 @@ class PrefixCache:
         *,
         writes_through: bool = False,
         limits: RetentionLimits = DEFAULT_LIMITS,
+        min_prefix_tokens: int = 0,
     ) -> None:
         assert total_blocks > 0, total_blocks
         assert block_size > 0, block_size
         self.total_blocks = total_blocks
         self.block_size = block_size
+        self.min_prefix_tokens = min_prefix_tokens
+        """Sequences with fewer computed tokens leave nothing."""
         self.num_private = 0
         """Blocks of sequences that the tree does not know."""
         self.ops = OpQueue()

@@ -15,7 +15,7 @@ import structlog
 from tokenbus.protocol.wire import block_hash, codec, errors
 from tokenbus.worker.engine import pooling
 from tokenbus.worker.engine.host_cache.recovery import Recovery
-from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine.process import ipc, scheduler_setup
 from tokenbus.worker.engine.process.loop import Inbox, StepLoop
 from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
@@ -48,10 +48,14 @@ def serve(
         with lock:
             sock.sendall(ipc.encode(report))
 
+    runner: Runner | None = None
     try:
         runner = load(lambda fraction: send(ipc.Loading(fraction)))
+        scheduler_setup.check(runner.config, scheduler_settings or SchedulerSettings())
         _open_copies(runner, memory_fd)
     except ModelError as error:
+        if runner is not None:
+            runner.close()
         send(ipc.LoadFailed(str(error)))
         return
     inbox: Inbox = queue.SimpleQueue()

@@ -1,15 +1,30 @@
 """Makes a replica's block pool and scheduler from what its runner offers and the settings ask for."""
 
+from tokenbus.worker import contract
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.retention import RetentionLimits
 from tokenbus.worker.engine.process.settings import SchedulerSettings
-from tokenbus.worker.engine.runner import Runner
+from tokenbus.worker.engine.runner import ModelError, Runner
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 
 _CACHED_TOKENS = 256
 """Cached tokens that stay on the device where there is host memory for the rest. Cells that are held slow every step of
 every stream: 4,096 tokens by 11 % and 16,384 by 35 %, with four streams of a 0.5B shape. They slow a prompt of 1,000
 tokens too: 1,000 by 13 % and 2,000 by 20 % (decision 0020). Copying 1,000 back takes a few milliseconds."""
+
+_FEW_STATES = 128
+_SHORT_TOKENS = 128
+"""Where fewer states than this fit in host memory, prefixes of fewer tokens than this are not worth one: those of long
+conversations would make room for them (decision 0075)."""
+
+
+def check(config: contract.EngineConfig, settings: SchedulerSettings) -> None:
+    """Raises ModelError for settings that can't be met."""
+    least = settings.min_prefix_tokens
+    if not -1 <= least <= config.context_length:
+        raise ModelError(
+            f"--min-prefix-tokens must be -1, or 0 to the context length ({config.context_length}), got {least}"
+        )
 
 
 def make_pool(runner: Runner, settings: SchedulerSettings) -> BlockPool:
@@ -25,7 +40,16 @@ def make_pool(runner: Runner, settings: SchedulerSettings) -> BlockPool:
         writes_through=config.writes_through,
         checkpoint_sizes=config.checkpoint_sizes,
         limits=RetentionLimits(settings.kept_share, settings.max_kept_s),
+        min_prefix_tokens=_min_prefix_tokens(config, settings),
     )
+
+
+def _min_prefix_tokens(config: contract.EngineConfig, settings: SchedulerSettings) -> int:
+    if settings.min_prefix_tokens >= 0:
+        return settings.min_prefix_tokens
+    sizes = config.checkpoint_sizes
+    has_few = sizes is not None and sizes.budget_bytes < _FEW_STATES * sizes.state_bytes
+    return min(_SHORT_TOKENS, config.context_length // 4) if has_few else 0
 
 
 def make_scheduler(runner: Runner, pool: BlockPool, settings: SchedulerSettings) -> Scheduler:

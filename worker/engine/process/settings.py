@@ -27,6 +27,9 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     nobody can."""
     max_kept_s: float = 3_600.0
     """The longest time for which a tenant may keep a prefix that is not used; a longer wish is cut to this."""
+    min_prefix_tokens: int = -1
+    """Prefixes of fewer tokens are not cached: neither on the device nor in host memory, nor told to routers. 0 caches
+    any; -1 does too, unless each takes a checkpoint and host memory has room for few of these."""
     max_cached_blocks: int | None = None
     """The number of cached blocks that may stay on the device while no sequence uses them. None means those of 256
     tokens where there is host memory for the others, else all."""

@@ -268,3 +268,41 @@ def test_a_block_that_cannot_be_shared_is_no_next_block() -> None:
     assert blocks_next[0] is None
     assert blocks_next[2] is None
     assert blocks_next[1] != blocks_next[3]
+
+
+def test_what_is_shorter_than_a_least_prefix_leaves_nothing_and_one_token_more_leaves_all() -> None:
+    cache = Cache(host_blocks=8, writes_through=True, min_prefix_tokens=10)
+    cache.run("aaaabbbbc")
+    assert cache.blocks == (0, 0, 16)
+    assert cache.pool.take_kv_events() == KvEvents([], [])
+    assert not cache.pool.cache.has_unsaved
+    cache.run("aaaabbbbcc")
+    assert cache.blocks == (0, 3, 13)
+    assert [one.hash for one in cache.pool.take_kv_events().stored] == hashes("aaaabbbb")
+    assert cache.reused("aaaabbbbccd") == 10
+
+
+def test_a_short_prompt_reuses_the_beginning_of_a_long_prefix() -> None:
+    cache = Cache(min_prefix_tokens=10)
+    cache.run("aaaabbbbcccc")
+    cache.kv_ops()
+    assert cache.reused("aaaabbx") == 6
+
+
+def test_sequences_that_compute_the_same_side_by_side_share_it_once_it_is_long_enough() -> None:
+    cache = Cache(min_prefix_tokens=10)
+    cache.allocate(1, "aaaabbbbccccd")
+    cache.allocate(2, "aaaabbbbccccd")
+    for number in (1, 2):
+        cache.compute(number, 9)
+    assert cache.blocks == (6, 0, 10)
+    for number in (1, 2):
+        cache.compute(number, 12)
+    assert cache.blocks == (3, 0, 13)
+
+
+def test_blocks_of_a_prefix_that_is_too_short_are_not_taken_from_others() -> None:
+    cache = Cache(host_blocks=8, min_prefix_tokens=10)
+    text = ids("aaaabbbbcccc")
+    assert cache.pool.put(Domain("acme"), text, 0, 2) == []
+    assert len(cache.pool.put(Domain("acme"), text, 0, 3)) == 3

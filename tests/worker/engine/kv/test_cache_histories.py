@@ -55,6 +55,7 @@ class CacheHistory(RuleBasedStateMachine):
         max_cached=st.sampled_from([None, 0, 2]),
         writes_through=st.booleans(),
         share=st.sampled_from([0.0, 0.2, 1.0]),
+        least=st.sampled_from([0, 0, 5, 8, 14, 100]),
     )
     def begin(
         self,
@@ -66,6 +67,7 @@ class CacheHistory(RuleBasedStateMachine):
         max_cached: int | None,
         writes_through: bool,
         share: float,
+        least: int,
     ) -> None:
         self.limits = RetentionLimits(share, 20.0)
         self.config = make_config(
@@ -77,6 +79,7 @@ class CacheHistory(RuleBasedStateMachine):
             writes_through=writes_through,
         )
         self.num_lanes, self.kind, self.expected, self.max_cached = 3 + lanes, kind, expected, max_cached
+        self.least = least
         self.memory_fd = os.memfd_create("slots")
         self.start_engine()
         self.mirror = Mirror()
@@ -99,6 +102,7 @@ class CacheHistory(RuleBasedStateMachine):
             host_blocks=config.host_kv_blocks,
             writes_through=config.writes_through,
             limits=self.limits,
+            min_prefix_tokens=self.least,
         )
         self.scheduler = Scheduler(
             self.pool, 3, priority_s=1.0, max_cached_blocks=self.max_cached, expected_tokens=self.expected
@@ -276,6 +280,7 @@ class CacheHistory(RuleBasedStateMachine):
         assert set(self.mirror.parents) == {
             b.hash for b in self.pool.cache.tree.all_blocks() if self.pool.cache.tree.is_full(b)
         }
+        assert not (self.least == 100 and list(self.pool.cache.tree.all_blocks())), "no sequence is as long"
         assert len(self.mirror.parents) <= self.config.total_kv_blocks + self.config.host_kv_blocks
 
     def teardown(self) -> None:

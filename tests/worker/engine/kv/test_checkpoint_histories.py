@@ -34,13 +34,16 @@ class CheckpointHistory(RuleBasedStateMachine):
         has_kv=st.booleans(),
         expected=st.sampled_from([0, 1, 3]),
         share=st.sampled_from([0.0, 0.3, 1.0]),
+        least=st.sampled_from([0, 0, 9, 24, 999]),
     )
-    def begin(self, total: int, num_states: int, has_kv: bool, expected: int, share: float) -> None:
+    def begin(self, total: int, num_states: int, has_kv: bool, expected: int, share: float, least: int) -> None:
         config = make_config(max_num_seqs=4, kv_block_size=BLOCK, total_kv_blocks=total, max_num_batched_tokens=99)
         self.budget = num_states * (STATE_BYTES + 20 * TOKEN_BYTES)
         sizes = CheckpointSizes(self.budget, STATE_BYTES, TOKEN_BYTES if has_kv else 0)
         self.runner = StatefulRunner(config, 4, has_kv=has_kv)
-        self.pool = BlockPool(total, BLOCK, 4, checkpoint_sizes=sizes, limits=RetentionLimits(share, 5.0))
+        limits = RetentionLimits(share, 5.0)
+        self.pool = BlockPool(total, BLOCK, 4, checkpoint_sizes=sizes, limits=limits, min_prefix_tokens=least)
+        self.least = least
         assert self.pool.checkpoints is not None
         self.checkpoints = self.pool.checkpoints
         self.scheduler = Scheduler(self.pool, 4, priority_s=1.0, expected_tokens=expected)
@@ -174,6 +177,7 @@ class CheckpointHistory(RuleBasedStateMachine):
         self.announced |= {one.hash for one in stored}
         kept = [one for one in self.checkpoints.all() if one.has_state]
         assert self.announced == {one.hash for one in kept if one.end % BLOCK == 0}
+        assert all(one.end >= self.least for one in kept)
         assert len(self.announced) <= self.pool.cache.total_blocks
 
     def teardown(self) -> None:

@@ -29,13 +29,15 @@ def tokens(count: int, family: int = 0) -> list[int]:
 class Engine:
     """A scheduler with checkpoints whose plans are executed at once."""
 
-    def __init__(self, *, budget_bytes: int = 1 << 20, total_blocks: int = 3_000, expected: int = 0) -> None:
+    def __init__(
+        self, *, budget_bytes: int = 1 << 20, total_blocks: int = 3_000, expected: int = 0, least: int = 0
+    ) -> None:
         config = make_config(
             max_num_seqs=4, kv_block_size=BLOCK, total_kv_blocks=total_blocks, max_num_batched_tokens=STEP
         )
         self.runner = StatefulRunner(config, 4)
         sizes = CheckpointSizes(budget_bytes, STATE_BYTES, TOKEN_BYTES)
-        self.pool = BlockPool(total_blocks, BLOCK, 4, checkpoint_sizes=sizes)
+        self.pool = BlockPool(total_blocks, BLOCK, 4, checkpoint_sizes=sizes, min_prefix_tokens=least)
         assert self.pool.checkpoints is not None
         self.checkpoints = self.pool.checkpoints
         self.scheduler = Scheduler(self.pool, 4, expected_tokens=expected)
@@ -270,3 +272,14 @@ def test_a_sequence_whose_earlier_checkpoint_is_gone_copies_its_keys_and_values_
     engine.run()
     assert engine.ends() == [54]
     assert engine.ask(tokens(30)).num_cached == 0
+
+
+def test_no_checkpoint_is_made_of_less_than_a_least_prefix() -> None:
+    engine = Engine(least=40)
+    engine.add(tokens(39))
+    assert engine.step() == [(1, 0, 39)], "no step ends for a checkpoint"
+    assert len(engine.checkpoints) == 0
+    engine.add(tokens(60, family=1))
+    assert engine.step() == [(2, 0, 52)]
+    engine.step()
+    assert sorted(one.end for one in engine.checkpoints.all() if one.has_state) == [52, 60]
