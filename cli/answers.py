@@ -28,12 +28,19 @@ def add_form_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tool-choice", metavar="CHOICE", help="auto, required, none or the name of a tool (auto)")
 
 
-def add_thinking_flag(parser: argparse.ArgumentParser) -> None:
+def add_thinking_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--thinking",
         choices=["on", "off"],
         help="whether the model reasons before it answers, if its template has the switch enable_thinking",
     )
+    parser.add_argument(
+        "--thinking-budget",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of reasoning after which it is closed and the answer continues",
+    )
+    parser.add_argument("--effort", metavar="LEVEL", help="how long to reason: none, minimal, low, medium, high, xhigh")
 
 
 def form_fields(options: argparse.Namespace) -> dict[str, Any]:
@@ -55,10 +62,14 @@ def form_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def thinking_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the request field that `--thinking` means, if it was given."""
-    if options.thinking is None:
-        return {}
-    return {"chat_template_kwargs": {"enable_thinking": options.thinking == "on"}}
+    """Returns the request fields that these flags mean."""
+    fields: dict[str, Any] = {}
+    if options.thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": options.thinking == "on"}
+    given = {"max_tokens": options.thinking_budget, "effort": options.effort}
+    if wanted := {name: value for name, value in given.items() if value is not None}:
+        fields["reasoning"] = wanted
+    return fields
 
 
 async def print_stream(stream: Stream) -> tuple[messages.Chunk, Answer]:
@@ -85,6 +96,8 @@ async def print_stream(stream: Stream) -> tuple[messages.Chunk, Answer]:
         raise errors.RequestError(chunk.error)
     usage, timings = chunk.usage, chunk.timings
     counts = f", {usage.prompt_tokens} + {usage.completion_tokens} tokens" if usage else ""
+    if usage and usage.reasoning_tokens:
+        counts += f" ({usage.reasoning_tokens} of reasoning)"
     times = f", first after {timings.ttft_ms:.0f} ms, all in {timings.total_ms:.0f} ms" if timings else ""
     by = f", stopped by {chunk.stopped_by}" if chunk.stopped_by else ""
     print(f"[{chunk.finish_reason}{by}{counts}{times}, {chunk.worker_id or 'router'}]", file=sys.stderr)

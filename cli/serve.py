@@ -21,7 +21,16 @@ Settings = TypeVar("Settings")
 
 CHANGEABLE = {
     "worker": frozenset(
-        {"max_waiting", "max_prompt_tokens", "max_new_tokens", "slow_wait_s", "grace_s", "handover_s", "log_level"}
+        {
+            "max_waiting",
+            "max_prompt_tokens",
+            "max_new_tokens",
+            "reasoning_budget_message",
+            "slow_wait_s",
+            "grace_s",
+            "handover_s",
+            "log_level",
+        }
     ),
     "router": frozenset(
         {

@@ -36,6 +36,10 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
     and no others, whatever runs beside it, and shares cached blocks only with requests that have the same. An adapter
     that is unloaded while requests use it stays until the last of them has ended. A file that is no adapter of the
     model is refused, and nothing has changed. An engine without the feature refuses every file.
+16. An engine with the feature `reasoning_budget` closes reasoning that has spent its `reasoning_limit`, with the marker
+    of the chat format, and the answer continues. Where it does so follows from the tokens: wherever the request is
+    resumed, and when another engine goes on with it, its answer is the same. An engine without the feature ignores the
+    limit.
 
 16. An engine with the feature `cache_control` keeps the prefix of a request with a `cache_ttl_s` longer than others,
     until it is over or nothing else could go. With `is_warm_up`, it computes the prompt: the output is a terminal with

@@ -65,6 +65,17 @@ class OutputParsing(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a call is handed out only once it is complete, so that one that is cut off is dropped."""
 
 
+class ReasoningLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens that an answer may spend on reasoning. Then it is closed, and the answer continues."""
+
+    max_tokens: int
+    """0 closes it where it begins. The tokens that close it come on top."""
+    parsing: OutputParsing
+    """The way in which reasoning is told apart, whether or not the answer is parsed."""
+    message: str = ""
+    """A text to be written at the end of reasoning that is closed."""
+
+
 class ConstraintKind(enum.StrEnum):
     """The languages in which a constraint can be written."""
 
@@ -124,6 +135,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The way in which the answer is parsed; None: all of it is text."""
     constraint: Constraint | None = None
     """The grammar of the output, which may be any text if this is None."""
+    reasoning_limit: ReasoningLimit | None = None
+    """None: the answer may reason as long as it likes. Where a constraint leaves no choice, the limit gives way."""
     is_held: bool = False
     """Whether it is computed only after `release`. An engine that takes over a dead one's requests holds none back."""
     has_leg: bool = False

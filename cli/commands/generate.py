@@ -49,7 +49,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--min-p", type=float)
     parser.add_argument("--seed", type=int)
-    answers.add_thinking_flag(parser)
+    answers.add_thinking_flags(parser)
 
 
 def add_embed_flags(parser: argparse.ArgumentParser) -> None:

@@ -36,6 +36,7 @@ _RANGES = (
 )
 """Allowed ranges of the frontend's settings. The engine checks its own."""
 
+_MAX_MESSAGE_BYTES = 1_024
 BUSY_MODELS = 2
 """Models on demand that are expected to compute at the same time: each gets its share of the cores."""
 
@@ -88,6 +89,11 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     ("--max-waiting", WorkerSettings.max_waiting, "accepted requests that may wait for the engine"),
     ("--max-prompt-tokens", FrontendSettings.max_prompt_tokens, "tokens of the longest prompt; 0: the context"),
     ("--max-new-tokens", FrontendSettings.max_new_tokens, "length of a completion without max_tokens"),
+    (
+        "--reasoning-budget-message",
+        FrontendSettings.reasoning_budget_message,
+        "text at the end of reasoning that is closed because its tokens are spent (none)",
+    ),
     ("--step-timeout-s", WorkerSettings.step_timeout_s, "time after which a step counts as hung"),
     ("--grace-s", WorkerSettings.grace_s, "seconds that running requests may take to finish here after SIGTERM"),
     ("--handover-s", WorkerSettings.handover_s, "seconds that routers then have to take them to other workers"),
@@ -259,6 +265,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
             inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
             max_prompt_tokens=options.max_prompt_tokens,
             max_new_tokens=options.max_new_tokens,
+            reasoning_budget_message=_checked_message(options.reasoning_budget_message),
             role=messages.WorkerRole(options.role),
             slow_wait_s=options.slow_wait_s,
             debug=_is_debug(),
@@ -268,6 +275,13 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         handover_s=options.handover_s,
         step_timeout_s=options.step_timeout_s,
     )
+
+
+def _checked_message(text: str) -> str:
+    """Raises ValueError for a message that would take too many tokens."""
+    if len(text.encode()) > _MAX_MESSAGE_BYTES:
+        raise ValueError(f"--reasoning-budget-message must have at most {_MAX_MESSAGE_BYTES} bytes")
+    return text
 
 
 def names_of(options: argparse.Namespace) -> list[str]:

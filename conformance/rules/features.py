@@ -10,6 +10,8 @@ from tokenbus.conformance.probe import Probe, short_request, skip_if_unsupported
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 _TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+_CLOSING_TOKENS = 600
+"""Tokens that may close reasoning at the most: some that are waited for, a message of the worker's, the marker."""
 _FEATURES: dict[str, object] = {
     "logprobs": 1,
     "presence_penalty": 0.5,
@@ -21,6 +23,7 @@ _FEATURES: dict[str, object] = {
     "choice": ["a", "b"],
     "grammar": 'root ::= "a"',
     "tools": [_TOOL],
+    "reasoning": {"max_tokens": 1},
     "return_progress": True,
     "resume_from": {"token_ids": [1]},
     "routing": {"explain": True},
@@ -30,11 +33,13 @@ _FEATURES: dict[str, object] = {
 async def supported_or_refused(probe: Probe) -> None:
     """A feature that the model lacks is refused as unsupported, with the field's name in param."""
     for name, value in _FEATURES.items():
-        given = {"messages": [{"role": "user", "content": "x"}]} if name == "tools" else {"prompt": "x"}
+        is_chat = name in ("tools", "reasoning")
+        given = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "x"}
         answer = await probe.ask(given | {"max_tokens": 4, name: value})
         if answer.messages[-1].get("error") is not None:
             try:
-                stream_checks.check_refusal(answer.messages[-1:], "unsupported", param=name)
+                param = f"{name}.max_tokens" if name == "reasoning" else name
+                stream_checks.check_refusal(answer.messages[-1:], "unsupported", param=param)
             except BrokenError as error:
                 raise BrokenError(f"{name}: {error}") from error
 
@@ -103,6 +108,25 @@ async def calls(probe: Probe) -> None:
     expect(json.loads(arguments) == {"n": 7}, f"arguments {shorten(arguments)}")
     again = await probe.ask(fields | {"stream": False, "max_tokens": 256, "temperature": 0, "tool_choice": "none"})
     expect(not again.messages[-1].get("tool_calls"), "a call although tool_choice was none")
+
+
+async def reasoning(probe: Probe) -> None:
+    """reasoning.max_tokens bounds the reasoning of an answer; a budget below 0 or without messages is refused."""
+    question: dict[str, object] = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 64}
+    thinks: dict[str, object] = {"chat_template_kwargs": {"enable_thinking": True}, "temperature": 0}
+    answer = await probe.ask(question | thinks | {"reasoning": {"max_tokens": 2}})
+    skip_if_unsupported(answer.messages[-1])
+    stream_checks.check_numbers(answer.messages)
+    count = answer.messages[-1]["usage"].get("reasoning_tokens", 0)
+    expect(count < 2 + _CLOSING_TOKENS, f"{count} tokens of reasoning with a budget of 2")
+    for param, fields in (
+        ("reasoning.max_tokens", question | {"reasoning": {"max_tokens": -1}}),
+        ("reasoning", {"prompt": "x", "reasoning": {"max_tokens": 2}}),
+    ):
+        refused = await probe.ask(fields)
+        stream_checks.check_refusal(refused.messages, "invalid_request", param=param)
+    hint = await probe.ask(question | {"reasoning": {"max_tokens": 2, "optional": True}})
+    expect(not hint.messages[-1].get("error"), "a budget that is optional was refused")
 
 
 async def constrained(probe: Probe) -> None:

@@ -393,9 +393,16 @@ _ANSWERS = (
     Panel(
         "Share of reasoning",
         "The share of the sampled tokens that belong to the reasoning before an answer. If answers take too long, turn "
-        "reasoning off with the template's variable (`chat_template_kwargs`), or limit `max_tokens`.",
+        "reasoning off with the template's variable (`chat_template_kwargs`), or limit it (`reasoning.max_tokens`).",
         "percentunit",
         (Query(f"{_rate('reasoning_tokens')} / {_rate('generation_tokens')}", _NAME),),
+    ),
+    Panel(
+        "Reasoning that was closed",
+        "Answers whose reasoning was closed because its budget was spent. If these are most of them, clients ask for "
+        "less than the model needs.",
+        "cps",
+        (Query(_rate("reasoning_budgets_spent"), _NAME),),
     ),
 )
 

@@ -11,6 +11,8 @@ _RULES = [
         (r"^stop(?=\[|$)", "stop_sequences"),
         (r"^response_format\.json_schema\.schema", "output_config.format.schema"),
         (r"^response_format(\.json_schema)?", "output_config.format"),
+        (r"^reasoning\.max_tokens$", "thinking.budget_tokens"),
+        (r"^reasoning\.effort$", "output_config.effort"),
         (r"^parallel_tool_calls$", "tool_choice.disable_parallel_tool_use"),
         (r"^tool_choice\.function", "tool_choice"),
         (r"^(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),

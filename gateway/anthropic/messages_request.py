@@ -15,7 +15,7 @@ from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.prompt import history
-from tokenbus.protocol.wire import codec, errors, validation
+from tokenbus.protocol.wire import codec, errors, reasoning, validation
 from tokenbus.protocol.wire import messages as wire
 
 _CLIENT_TOOL = (None, "custom")
@@ -38,9 +38,13 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
-    """Says whether the model reasons. How many tokens it may spend (`budget_tokens`) is up to the model."""
+    """Says whether the model reasons, and for how many tokens.
+
+    Anthropic's limits of a budget, 1,024 and `max_tokens`, are those of its own models. Here it may be smaller, and one
+    that is larger than `max_tokens` has no effect."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = None
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,22 +190,32 @@ def _cache_control(asked: MessagesRequest) -> wire.CacheControl | None:
     return wire.CacheControl(ttl_ms=ttl_ms) if ttl_ms else None
 
 
-def _template_arguments(asked: MessagesRequest) -> dict[str, Any] | None:
-    """Returns the variables for the chat template. Without `thinking`, a model reasons if it does so by default."""
+def _to_reasoning(asked: MessagesRequest) -> wire.ReasoningOptions | None:
+    """Returns how long the model may reason, which is a hint: clients send budgets to models of any kind."""
     effort = asked.output_config.effort if asked.output_config is not None else None
-    given = asked.chat_template_kwargs
+    budget = None
     if asked.thinking is not None and asked.thinking.type == "disabled":
         effort = "none"
     elif asked.thinking is not None:
+        budget = asked.thinking.budget_tokens
+    if effort is None and budget is None:
+        return None
+    return wire.ReasoningOptions(effort=effort, max_tokens=budget, optional=True if budget is not None else None)
+
+
+def _template_arguments(asked: MessagesRequest, effort: str | None) -> dict[str, Any] | None:
+    """Returns the variables for the chat template. Without `thinking`, a model reasons if it does so by default."""
+    given = asked.chat_template_kwargs
+    if asked.thinking is not None and asked.thinking.type != "disabled":
         given = {"enable_thinking": True} | (given or {})
-    return conversation.template_arguments(effort, given)
+    return reasoning.template_arguments(effort, given)
 
 
 def _to_request(
     asked: MessagesRequest, turns: Sequence[Turn], tools: list[dict[str, Any]], session: str | None, request_id: str
 ) -> wire.GenerateRequest:
     """Converts to a wire request, which is streamed in any case, so that a worker notices if this gateway dies."""
-    choice = asked.tool_choice
+    choice, options = asked.tool_choice, _to_reasoning(asked)
     return wire.GenerateRequest(
         id=request_id,
         messages=[turn.message for turn in turns],
@@ -221,5 +235,6 @@ def _to_request(
         session_id=asked.session_id or session,
         priority=asked.priority,
         timeout_ms=asked.timeout_ms,
-        chat_template_kwargs=_template_arguments(asked),
+        reasoning=options,
+        chat_template_kwargs=_template_arguments(asked, None if options is None else options.effort),
     )

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tokenbus.protocol.wire import codec, errors, limits, messages
 
@@ -12,8 +11,6 @@ _MAX_SESSION_BYTES = 256
 _MAX_ITEMS = 4 * limits.MAX_MESSAGES
 """Items or messages of an API that joins several to one message of the wire."""
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
-_OFF = ("none", "minimal")
-"""Reasoning efforts that ask for no reasoning."""
 _PRIORITIES = {"priority": -100, "fast": -100, "flex": 100}
 """OpenAI's service tiers as priorities of the wire."""
 
@@ -65,16 +62,6 @@ def session_of(headers: Mapping[str, str]) -> str | None:
         if 0 < len(value.encode()) <= _MAX_SESSION_BYTES:
             return value
     return None
-
-
-def template_arguments(effort: str | None, given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the variables for the chat template that a reasoning effort means; those that were `given` prevail."""
-    if effort is None:
-        return None if given is None else dict(given)
-    meant: dict[str, Any] = {"enable_thinking": effort not in _OFF}
-    if effort not in _OFF:
-        meant["reasoning_effort"] = effort
-    return meant | dict(given or {})
 
 
 def priority_of(service_tier: str | None) -> int | None:

@@ -12,6 +12,7 @@ from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import chat_response
+from tokenbus.gateway.openai.reasoning_fields import ReasoningWishes, RequestedReasoning
 from tokenbus.gateway.openai.sampling_fields import SamplingFields
 from tokenbus.protocol.wire import codec, errors, validation
 from tokenbus.protocol.wire import messages as wire
@@ -36,8 +37,18 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: RequestedReasoning | None = None
+    """OpenRouter's."""
+    thinking_token_budget: int | None = None
+    reasoning_budget_tokens: int | None = None
+    thinking_budget_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Not OpenAI's, but what it is on the wire."""
+
+    @property
+    def wishes(self) -> ReasoningWishes:
+        """The wishes for the model's reasoning."""
+        return ReasoningWishes(self, self.reasoning_effort)
 
 
 _decoder = codec.Decoder(ChatRequest)
@@ -104,7 +115,7 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_mode
 
 
 def _names_of(chat: ChatRequest, request: wire.GenerateRequest) -> FieldNames:
-    renamed = chat.renamed
+    renamed = chat.renamed | dict(chat.wishes.names)
     if chat.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
     if chat.top_logprobs is not None:
@@ -132,7 +143,8 @@ def _to_wire(chat: ChatRequest, session: str | None, request_id: str) -> wire.Ge
         tools=chat.tools,
         tool_choice=chat.tool_choice,
         parallel_tool_calls=chat.parallel_tool_calls,
-        chat_template_kwargs=conversation.template_arguments(chat.reasoning_effort, chat.chat_template_kwargs),
+        reasoning=chat.wishes.options,
+        chat_template_kwargs=chat.wishes.template_arguments,
         **common,
     )
 

@@ -42,7 +42,15 @@ from tokenbus.protocol.wire.generate import (
     TokenizeReply,
     TokenizeRequest,
 )
-from tokenbus.protocol.wire.params import TIMEOUT_MS, CacheControl, JsonSchema, Lora, Range, ResponseFormat
+from tokenbus.protocol.wire.params import (
+    TIMEOUT_MS,
+    CacheControl,
+    JsonSchema,
+    Lora,
+    Range,
+    ReasoningOptions,
+    ResponseFormat,
+)
 
 __all__ = [
     "CacheControl",
@@ -71,6 +79,7 @@ __all__ = [
     "PreviousEpoch",
     "Progress",
     "RankedDocument",
+    "ReasoningOptions",
     "RefusedCard",
     "RerankReply",
     "RerankRequest",

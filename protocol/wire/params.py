@@ -136,6 +136,21 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Factor by which its weights are multiplied, at most 4; 0 makes it act not at all."""
 
 
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Says how long a model may reason before it answers `messages`."""
+
+    max_tokens: Annotated[int | None, COUNT] = None
+    """Tokens of the answer that may be reasoning. Then the reasoning is closed with the model's own marker, and the
+    answer continues; 0 closes it as soon as it begins. The tokens that close it come on top."""
+    effort: str | None = None
+    """`none`, `minimal`, `low`, `medium`, `high`, `xhigh`, or what else the chat template knows. Sets its variables
+    `enable_thinking` (false for the first two) and `reasoning_effort`, unless `chat_template_kwargs` has them. If the
+    template doesn't read the latter, and there is no `max_tokens` here, at most 0, 10, 20, 50, 80 or 95 % of the
+    answer's `max_tokens` may be reasoning. At most 64 bytes."""
+    optional: bool | None = None
+    """Whether models whose reasoning can't be closed ignore `max_tokens` instead of refusing it. false if absent."""
+
+
 class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that a client asks of a completion and that the worker needs to know, except the prompt."""
 
@@ -150,6 +165,8 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     """`auto` (the default), `none`, `required`, or `{type: "function", function: {name}}` for one of the tools."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have more than one call. true if absent."""
+    reasoning: ReasoningOptions | None = None
+    """Bounds the reasoning of the answer. Only with `messages`."""
     parse_output: bool | None = None
     """Whether reasoning and tool calls are told apart from the text of the answer to `messages`. true if absent."""
     return_token_ids: bool | None = None

@@ -16,6 +16,8 @@ from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ranges_o
 from tokenbus.protocol.wire.tools import check_free_form, check_json_size, check_members, check_tool_choice, check_tools
 
 _TOOLS_NEED_MESSAGES = "need messages: a prompt has no place for them"
+REASONING_BUDGET = "reasoning_budget"
+"""The feature of workers that can close reasoning."""
 _MAX_DIGITS = 32
 """Digits of a number that an error repeats."""
 
@@ -41,6 +43,8 @@ def check_request(request: messages.GenerateRequest) -> None:
     check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
     if request.tools and request.messages is None:
         raise invalid_field("tools", _TOOLS_NEED_MESSAGES)
+    if request.reasoning is not None and request.messages is None:
+        raise invalid_field("reasoning", "needs messages: of other prompts nobody knows how they are answered")
     if request.suffix and request.prompt is None:
         raise invalid_field("suffix", "needs prompt: other prompts have no gap to fill")
     if request.resume_from is not None:
@@ -213,8 +217,16 @@ def required_run_features(params: GenerationParams) -> Iterator[RequiredFeature]
         yield RequiredFeature("progress", "return_progress")
     if params.tools:
         yield RequiredFeature("tools", "tools")
+    if needs_reasoning_budget(params):
+        yield RequiredFeature(REASONING_BUDGET, "reasoning.max_tokens")
     for name in constraints_given(params):
         yield RequiredFeature("grammar" if name == "grammar" else "structured_output", name)
+
+
+def needs_reasoning_budget(params: GenerationParams) -> bool:
+    """Whether the reasoning must be closed after some tokens. Workers of earlier versions would ignore that."""
+    asked = params.reasoning
+    return asked is not None and asked.max_tokens is not None and not asked.optional
 
 
 def constraints_given(params: GenerationParams) -> list[str]:
@@ -260,6 +272,9 @@ def _check_params(params: GenerationParams) -> None:
     _check_salts(params, "cache_salt", "session_id")
     if params.cache_control is not None:
         check_ranges(params.cache_control, "cache_control.")
+    if params.reasoning is not None:
+        check_ranges(params.reasoning, "reasoning.")
+        _check_size("reasoning.effort", params.reasoning.effort or "", limits.MAX_EFFORT_BYTES)
 
 
 def _check_salts(struct: msgspec.Struct, *names: str) -> None:

@@ -45,13 +45,15 @@ class PlacementOptions(NamedTuple):
     adapters: tuple[Adapter, ...] = ()
     """Adapters that a chosen worker must have for `tenant`."""
     tenant: str = ""
+    feature: str = ""
+    """A feature that a chosen worker must have, and that not all of the model's workers may have; none if empty."""
     min_leg_tokens: int = MIN_LEG_TOKENS
     """Missing tokens from which on another worker may compute a prompt; 0: none ever does."""
 
     @property
     def restricts(self) -> bool:
         """Whether there may be workers that these options don't allow."""
-        return self.only is not None or bool(self.exclude) or bool(self.hash_scheme) or bool(self.adapters)
+        return self.only is not None or bool(self.exclude or self.hash_scheme or self.adapters or self.feature)
 
     def allows(self, card: messages.Card) -> bool:
         return (
@@ -59,6 +61,7 @@ class PlacementOptions(NamedTuple):
             and self.only in (None, card.worker_id)
             and self.hash_scheme in ("", card.hash_scheme)
             and (not self.adapters or has_all(card, self.adapters, self.tenant))
+            and (not self.feature or self.feature in card.features)
         )
 
 

@@ -215,26 +215,32 @@ class Dispatcher:
         for worker in self._fleet.workers_of(flight.model):
             card = worker.card
             fits = flight.hash_scheme in ("", card.hash_scheme) and only in (None, "", card.worker_id)
-            if fits and worker.may_recover and has_all(card, flight.adapters, flight.tenant):
+            if fits and worker.may_recover and _can_serve(card, flight):
                 return True
         return False
 
     def _may_return(self, flight: Flight, refused: Collection[str]) -> bool:
-        """Whether the one worker that the request is pinned to, or all that have its adapters, are only temporarily
+        """Whether the one worker that the request is pinned to, or all that have what it needs, are only temporarily
         unavailable."""
         routing = flight.request.routing
-        if flight.adapters and (routing is None or not routing.worker_id):
+        if flight.needs and (routing is None or not routing.worker_id):
             return any(
                 worker.may_recover
                 and worker.card.worker_id not in refused
                 and worker.card.context_length > flight.num_prompt_tokens
-                and has_all(worker.card, flight.adapters, flight.tenant)
+                and _can_serve(worker.card, flight)
                 for worker in self._fleet.workers_of(flight.model)
             )
         if routing is None or not routing.worker_id or routing.worker_id in refused:
             return False
         worker = self._fleet.find(subjects.WorkerAddress(flight.model, routing.worker_id))
         return worker is not None and worker.may_recover and worker.card.context_length > flight.num_prompt_tokens
+
+
+def _can_serve(card: messages.Card, flight: Flight) -> bool:
+    """Returns whether a worker has the adapters and the feature that a request needs."""
+    has_feature = not flight.feature or flight.feature in card.features
+    return has_feature and has_all(card, flight.adapters, flight.tenant)
 
 
 def _knows_all_text(flight: Flight, worker: Worker) -> bool:
@@ -254,6 +260,8 @@ def _final_error(flight: Flight, refused: dict[str, errors.Error]) -> errors.Err
         return errors.make_error(errors.Code.NO_WORKER, text)
     if not refused and flight.adapters:
         return errors.make_error(errors.Code.OVERLOADED, "the workers that have the adapters are busy")
+    if not refused and flight.feature:
+        return errors.make_error(errors.Code.NO_WORKER, f"no worker with the feature {flight.feature} is available")
     busy = [error for error in refused.values() if error.code is errors.Code.OVERLOADED]
     if busy:
         return min(busy, key=lambda error: error.retry_after_ms or 0.0)

@@ -7,7 +7,7 @@ A flight is unaccepted exactly while its `worker_id` is None. Pure."""
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.wire import codec, messages, subjects, validation
@@ -100,6 +100,17 @@ class Flight:
     @property
     def tenant(self) -> str:
         return self.address.tenant
+
+    @property
+    def feature(self) -> str:
+        """The feature that its worker must have although workers of earlier versions have not; empty if there is
+        none."""
+        return validation.REASONING_BUDGET if validation.needs_reasoning_budget(self.request) else ""
+
+    @property
+    def needs(self) -> Hashable:
+        """The kind of worker that it needs; empty if any will do."""
+        return (self.adapters, self.feature) if self.adapters or self.feature else ()
 
     @property
     def has_begun(self) -> bool:

@@ -9,7 +9,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.contracts import adapter_rules, cache_rules, constraint_rules, resume_rules, stream_rules
+from tests.contracts import (
+    adapter_rules,
+    cache_rules,
+    constraint_rules,
+    reasoning_rules,
+    resume_rules,
+    stream_rules,
+)
 from tests.contracts.driving import prompt, request, start
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import errors, internal
@@ -102,6 +109,7 @@ RULES: tuple[Check, ...] = (
     *cache_rules.EXCHANGE_RULES,
     *resume_rules.RULES,
     *constraint_rules.RULES,
+    *reasoning_rules.RULES,
     *adapter_rules.RULES,
     embeds_each_input_by_itself,
     scores_each_document_by_itself,

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from bench.models import random_encoder
 from bench.models.random_encoder import EncoderShape
-from tests.contracts import adapter_rules, constraint_rules, kit, stream_rules
+from tests.contracts import adapter_rules, constraint_rules, kit, reasoning_rules, stream_rules
 from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support import encoder
 from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
@@ -217,6 +217,34 @@ async def test_constrained_streams_of_an_engine_that_dies_go_on_in_the_next_wher
             await engine.cleanup()
 
 
+async def test_reasoning_is_closed_at_the_same_token_by_the_next_engine_when_one_dies() -> None:
+    settings = exact_demo()
+    first, second = demo_engine(settings), demo_engine(settings)
+    try:
+        config = await first.start("kit")
+        asked = [
+            reasoning_rules.reasoning(config, most, number, message="Enough.", max_tokens=200)
+            for number, most in enumerate((0, 4, 30, 100))
+        ]
+        calm = [await run(first, request) for request in asked]
+        recorders = [start(first, request) for request in asked]
+        await recorders[0].until(lambda seen: len(seen.token_ids) >= 10)
+        os.kill(config.pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            await first.died()
+        await second.start("kit")
+        second.take_over(first)
+        for recorder, whole in zip(recorders, calm, strict=True):
+            usage = (await recorder.terminal()).usage
+            assert (recorder.token_ids, recorder.text) == (whole.token_ids, whole.text)
+            assert usage is not None
+            assert whole.outputs[-1].usage is not None
+            assert usage.reasoning_tokens == whole.outputs[-1].usage.reasoning_tokens
+    finally:
+        for engine in (first, second):
+            await engine.cleanup()
+
+
 class _CountsPreemptions(EngineListener):
     def __init__(self) -> None:
         self.count = 0
@@ -227,7 +255,7 @@ class _CountsPreemptions(EngineListener):
 
 async def answers(settings: EngineSettings, *, together: bool) -> tuple[list[list[int]], int]:
     """Returns the answers to requests for some 200 tokens each, and the number of preemptions. Most are drawn, some are
-    constrained where the engine can, and one is not cached."""
+    constrained where the engine can, the reasoning of some is limited, and one is not cached."""
     engine = demo_engine(settings)
     engine.listener = listener = _CountsPreemptions()
     config = await engine.start("kit")
@@ -237,6 +265,8 @@ async def answers(settings: EngineSettings, *, together: bool) -> tuple[list[lis
     ]
     if "structured_output" in config.features:
         asked += [long_constrained(config, number) for number in range(6)]
+    if "reasoning_budget" in config.features:
+        asked += [reasoning_rules.reasoning(config, 60 * number, number, max_tokens=200) for number in range(3)]
     if "lora" in config.features:  # a step is decoded in several parts
         used = (Adapter(await adapter_rules.load(engine, 1), 1.0),)
         asked[::2] = [codec.replace(one, adapters=used) for one in asked[::2]]

@@ -7,7 +7,16 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from tests.contracts import adapter_rules, cache_rules, constraint_rules, driving, kit, resume_rules, stream_rules
+from tests.contracts import (
+    adapter_rules,
+    cache_rules,
+    constraint_rules,
+    driving,
+    kit,
+    reasoning_rules,
+    resume_rules,
+    stream_rules,
+)
 from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
 from tests.support.engines import Recorder, demo_engine, thread_engine
 from tokenbus.protocol.wire import errors, internal, messages
@@ -518,6 +527,35 @@ class OverlooksStopsInConstrainedOutputs(OfADemo):
         return request if request.constraint is None else replace(request, stop=())
 
 
+class LetsReasoningGoOn(OfADemo):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return replace(request, reasoning_limit=None)
+
+
+class ForgetsTheMessage(OfADemo):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        limit = request.reasoning_limit
+        return replace(request, reasoning_limit=limit and replace(limit, message=""))
+
+
+class CountsReasoningFromWhereItResumes(OfADemo):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        limit, resumed = request.reasoning_limit, request.resumed
+        if limit is None or resumed is None:
+            return request
+        return replace(request, reasoning_limit=replace(limit, max_tokens=limit.max_tokens + len(resumed.token_ids)))
+
+
+class ForcesTheMarkerWithoutLogprobs(OfADemo):
+    def output(self, request, output, sink):  # type: ignore[no-untyped-def]
+        sink(replace(output, logprobs=[] if output.reasoning == "" else output.logprobs))
+
+
+class ReasonsUpToTheConstraint(OfADemo):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return request if request.constraint is None else replace(request, reasoning_limit=None)
+
+
 class LeavesStreamsOpenAtCleanup(Honest):
     cleaning = False
 
@@ -591,6 +629,11 @@ BROKEN = {
     SamplesForcedTokensWithoutLogprobs: constraint_rules.samples_the_same_with_log_probabilities,
     OverlooksCancelsWhileItCompiles: constraint_rules.cancels_while_a_constraint_is_compiled,
     OverlooksStopsInConstrainedOutputs: constraint_rules.holds_to_lengths_and_stops,
+    LetsReasoningGoOn: reasoning_rules.closes_reasoning_after_its_tokens,
+    ForgetsTheMessage: reasoning_rules.ends_reasoning_with_a_message,
+    CountsReasoningFromWhereItResumes: reasoning_rules.continues_after_any_token_of_closed_reasoning,
+    ForcesTheMarkerWithoutLogprobs: reasoning_rules.closes_reasoning_the_same_with_log_probabilities,
+    ReasonsUpToTheConstraint: reasoning_rules.closes_reasoning_in_front_of_a_constraint,
     LeavesStreamsOpenAtCleanup: stream_rules.ends_every_stream_at_cleanup,
 }
 

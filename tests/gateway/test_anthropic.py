@@ -83,6 +83,23 @@ def test_reasoning_is_a_block_that_may_come_back(client: anthropic.Anthropic) ->
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_budget_for_thinking_is_kept_however_small(client: anthropic.Anthropic, streamed: bool) -> None:
+    question: list[MessageParam] = [{"role": "user", "content": "What is 12 + 30?"}]
+    lengths = []
+    for budget in (1_024, 3, 0):
+        fields = GREEDY | {"messages": question, "thinking": {"type": "enabled", "budget_tokens": budget}}
+        if streamed:
+            with client.messages.stream(**fields) as stream:
+                message: Any = stream.get_final_message()
+        else:
+            message = client.messages.create(**fields)
+        *thought, said = message.content
+        assert said.text
+        lengths.append(len(thought[0].thinking) if thought else 0)
+    assert lengths[0] > 20 > lengths[1] > 0 == lengths[2]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_a_tool_is_called_and_its_result_answered(client: anthropic.Anthropic, streamed: bool) -> None:
     conversation: list[MessageParam] = [{"role": "user", "content": "What is the weather in Oslo?"}]
     fields = GREEDY | {

@@ -110,6 +110,29 @@ def refusals(client: openai.OpenAI, model: str) -> tuple[object, object]:
     return (listed.value.status_code, listed.value.body), (asked.value.status_code, asked.value.body)
 
 
+@pytest.mark.parametrize(
+    "budget",
+    [
+        {"reasoning": {"max_tokens": 4}},
+        {"thinking_token_budget": 4},
+        {"reasoning_budget_tokens": 4},
+        {"thinking_budget_tokens": 4},
+        {"reasoning": {"effort": "low"}, "max_tokens": 20},
+    ],
+)
+def test_reasoning_is_closed_when_its_budget_is_spent(client: openai.OpenAI, budget: dict[str, Any]) -> None:
+    asked: dict[str, Any] = GREEDY | {"messages": [{"role": "user", "content": "What is 12 + 30?"}]}
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    counts = []
+    for fields in (thinking, thinking | budget):
+        answer = client.chat.completions.create(**asked, extra_body=fields)
+        assert answer.choices[0].message.content
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens_details is not None
+        counts.append(answer.usage.completion_tokens_details.reasoning_tokens or 0)
+    assert 4 < counts[1] < 12 < counts[0]
+
+
 def test_models_are_listed_and_found_by_name(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").created > 1_700_000_000

@@ -77,3 +77,18 @@ def test_a_tool_that_is_not_allowed_is_not_called(client: openai.OpenAI) -> None
     (call,) = ask(client, [ASKED], stream=False, tools=[WEATHER, time], tool_choice=allowed).output
     assert call.type == "function_call"
     assert call.name == "get_time"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_call_follows_reasoning_that_was_closed(client: openai.OpenAI, stream: bool) -> None:
+    fields: dict[str, Any] = {
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "reasoning": {"effort": "low"},
+        "extra_body": {"thinking_token_budget": 2},
+    }
+    thought, call = ask(client, [ASKED], stream=stream, **fields).output
+    assert thought.type == "reasoning"
+    assert thought.content is not None
+    assert len(thought.content[0].text.split()) <= 3
+    assert (call.type, call.status) == ("function_call", "completed")

@@ -367,3 +367,49 @@ async def test_a_request_that_waits_for_an_adapter_ends_when_nobody_has_it_any_m
         await task
     assert ended.value.error.code is errors.Code.MODEL_NOT_FOUND
     testbed.queue.check_integrity()
+
+
+class FeatureBed(Testbed):
+    """Two workers: w1, which is full, can close reasoning, and w2 is free and of an earlier version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_features("w1", "generate", "reasoning_budget")
+        self.set_features("w2", "generate")
+        self.fleet.apply_events("demo", events("w2"), asyncio.get_running_loop().time())
+
+    def set_features(self, worker: str, *features: str) -> None:
+        self.fleet.apply_card(card(worker, features=list(features)), asyncio.get_running_loop().time())
+
+    def place_with_budget(self, name: str, *, optional: bool = False) -> "asyncio.Task[Placement | NoWorker | None]":
+        return self.place(name, reasoning=messages.ReasoningOptions(max_tokens=9, optional=optional))
+
+
+async def test_a_request_with_a_budget_waits_for_a_worker_that_can_close_reasoning() -> None:
+    testbed = FeatureBed()
+    first = testbed.place_with_budget("a")
+    await settle()
+    assert len(testbed.queue) == 1
+    overtaking = await testbed.place("b")
+    assert isinstance(overtaking, Placement)
+    assert overtaking.worker.card.worker_id == "w2"
+    testbed.report(messages.Load(running=8))
+    placed = await first
+    assert isinstance(placed, Placement)
+    assert placed.worker.card.worker_id == "w1"
+
+
+async def test_a_budget_that_is_a_hint_asks_for_no_particular_worker() -> None:
+    placed = await FeatureBed().place_with_budget("a", optional=True)
+    assert isinstance(placed, Placement)
+    assert placed.worker.card.worker_id == "w2"
+
+
+async def test_a_request_with_a_budget_ends_when_no_worker_can_close_reasoning_any_more() -> None:
+    testbed = FeatureBed()
+    task = testbed.place_with_budget("a")
+    await settle()
+    testbed.set_features("w1", "generate")
+    testbed.queue.place_waiting(asyncio.get_running_loop().time())
+    assert isinstance(await task, NoWorker)
+    testbed.queue.check_integrity()

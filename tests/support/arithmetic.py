@@ -14,6 +14,7 @@ import numpy as np
 from tokenbus.protocol.wire import codec, errors, internal
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract, engine_request
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
@@ -122,6 +123,7 @@ class ArithmeticRunner:
         self.embedder: Embedder | None = Sums(self.config)
         self.reranker: Reranker | None = Sums(self.config)
         self.adapters: Adapters | None = None
+        self.reasoning_closer: ReasoningCloser | None = None
         self.num_lanes = num_lanes
         self.logits = None
         self.canary: Listing[int] = ()

@@ -163,3 +163,10 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Markers that say no more than that the answer is over."""
     tokens: dict[str, int] = {}
     """The ids of all parts of these markers that are tokens of their own, by their text."""
+    takes_effort: bool = False
+    """Whether the template reads `reasoning_effort`, so that the model itself reasons more or less."""
+
+    @property
+    def reasons(self) -> bool:
+        """Whether its answers may have reasoning."""
+        return self.reasoning is not None or (self.channels is not None and bool(self.channels.reasoning))

@@ -19,7 +19,7 @@ class ChatRules:
         self.format = chat_format
         self.rules = Rules(chat_format)
         self._turn_open = self.rules.alphabet.encode(chat_format.turn_open)
-        self._token_bytes = token_bytes
+        self.token_bytes = token_bytes
         opening = ""
         if chat_format.calls is not None:
             opening = (chat_format.calls.section_open or chat_format.calls.call_open).strip()
@@ -51,4 +51,4 @@ class ChatRules:
         """Yields the text of each token, in which a marker is one character that nobody can write."""
         for token_id in token_ids:
             special = self.rules.alphabet.by_token.get(token_id)
-            yield self._token_bytes[token_id].decode(errors="replace") if special is None else special
+            yield self.token_bytes[token_id].decode(errors="replace") if special is None else special

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Listing
 
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract, engine_request
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
 from tokenbus.worker.engine.runner import Adapters, Copies, Embedder, Reranker
@@ -30,6 +31,7 @@ class PoolingRunner:
         self.copies: Copies | None = None
         self.embedder = embedder
         self.reranker = reranker
+        self.reasoning_closer: ReasoningCloser | None = None
         self.end_token_ids: frozenset[int] = frozenset()
         self.num_lanes = 1
         self.logits = None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract, engine_request
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
@@ -157,6 +158,8 @@ class Runner(Protocol):
     canary: Listing[int]
     """Tokens for which its numbers were finite when it was loaded; none if that is not known. As few as possible: what
     they are computed in is overwritten by it."""
+    reasoning_closer: ReasoningCloser | None
+    """None where the reasoning of answers can't be closed."""
     num_lanes: int
     """The number of lanes that running and cached sequences share."""
 

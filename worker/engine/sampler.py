@@ -3,7 +3,7 @@
 The order is the one that users of llama.cpp know: biases and penalties, then top_k, top_p, min_p, temperature, and a
 draw. A draw is a hash of the request's seed and the token's position, so there is no state to keep or to hand over when
 another engine goes on with a sequence. Where a constraint leaves one token, that one is taken, together with all that
-must follow it.
+must follow it. So are the tokens that close reasoning whose budget is spent, as far as the constraint allows them.
 """
 
 from collections.abc import Iterable
@@ -52,9 +52,15 @@ class _Rules:
             rate = np.float32(sampling.repetition_penalty)
             known = np.where(row[ids] > 0, row[ids] / rate, row[ids] * rate)
             row[ids] = known - counts * np.float32(sampling.frequency_penalty) - np.float32(sampling.presence_penalty)
-        forbidden = self.never if sequence.may_stop else self.not_yet
+        forbidden, wanted = self.never if sequence.may_stop else self.not_yet, None
+        if (budget := sequence.reasoning_budget) is not None:
+            wanted = budget.forced
+            if budget.forbidden:
+                forbidden = np.append(forbidden, budget.forbidden)
         if sequence.matcher is not None:
-            _constrain(row, sequence.matcher, forbidden)
+            _constrain(row, sequence.matcher, forbidden, wanted)
+        elif wanted is not None:
+            _leave_only(row, wanted)
         elif len(forbidden):
             row[forbidden] = -np.inf
 
@@ -127,9 +133,13 @@ class Sampler:
         return [self._follow(*pair) for pair in zip(sequences, sampled, strict=True)]
 
     def _accept(self, sequence: Sequence, sampled: SampledToken) -> SampledToken | EngineFinishReason:
-        """Tells a constraint what was sampled."""
+        """Tells a constraint and a budget what was sampled."""
         matcher = sequence.matcher
-        if matcher is None or sampled.token_id in self._end_token_ids:
+        if sampled.token_id in self._end_token_ids:
+            return sampled
+        if sequence.reasoning_budget is not None:
+            sequence.reasoning_budget.accept(sampled.token_id)
+        if matcher is None:
             return sampled
         try:
             matcher.accept(sampled.token_id)
@@ -141,14 +151,22 @@ class Sampler:
         self, sequence: Sequence, sampled: SampledToken | EngineFinishReason
     ) -> SampledToken | EngineFinishReason:
         """Adds the tokens that must follow a sampled one. Where log probabilities are wanted, each needs a row."""
-        matcher = sequence.matcher
-        if matcher is None or isinstance(sampled, EngineFinishReason) or sampled.token_id in self._end_token_ids:
+        matcher, budget = sequence.matcher, sequence.reasoning_budget
+        if isinstance(sampled, EngineFinishReason) or sampled.token_id in self._end_token_ids:
             return sampled
+        limit = _MAX_FOLLOWERS if sequence.sampling.logprobs is None else 0
+        followers: list[int] = []
         try:
-            limit = _MAX_FOLLOWERS if sequence.sampling.logprobs is None else 0
-            return sampled._replace(followers=tuple(matcher.accept_forced(limit)))
+            if matcher is not None:
+                followers = matcher.accept_forced(limit)
+                if budget is not None:  # what it forces comes step by step, since the matcher may not be ready for it
+                    for token_id in followers:
+                        budget.accept(token_id)
+            elif budget is not None:
+                followers = budget.accept_forced(limit)
         except ConstraintError as error:
             return self._constraint_failed(sequence, error)
+        return sampled._replace(followers=tuple(followers)) if followers else sampled
 
     def _constraint_failed(self, sequence: Sequence, error: ConstraintError) -> EngineFinishReason:
         self._log.warning("constraint_not_followed", seq_no=sequence.seq_no, error=str(error))
@@ -179,14 +197,22 @@ class Sampler:
             tokens[rows] = draws.draw_from_top_k(logits[rows], samplings, [us[n] for n in rows])
 
 
-def _constrain(row: Row, matcher: SequenceMatcher, forbidden: Indices) -> None:
-    """Leaves the tokens that a constraint allows; those of them that are forbidden only where there are no others."""
+def _leave_only(row: Row, token_id: int) -> None:
+    row.fill(-np.inf)
+    row[token_id] = 0.0
+
+
+def _constrain(row: Row, matcher: SequenceMatcher, forbidden: Indices, wanted: int | None = None) -> None:
+    """Leaves the tokens that a constraint allows: of these `wanted` alone, if it is one of them, and those that are
+    forbidden only where there are no others."""
     forced = matcher.forced()
     if forced is not None:
-        row.fill(-np.inf)
-        row[forced] = 0.0
+        _leave_only(row, forced)
         return
     allowed = matcher.allowed()
+    if wanted is not None and allowed[wanted]:
+        _leave_only(row, wanted)
+        return
     if len(forbidden):
         rest = allowed.copy()
         rest[forbidden] = False

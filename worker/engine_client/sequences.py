@@ -31,6 +31,7 @@ def add_command(number: int, generation: Generation) -> bytes:
             adapters=request.adapters,
             session=request.session_id,
             cache_ttl_s=request.cache_ttl_s,
+            reasoning_limit=request.reasoning_limit,
         )
     )
 

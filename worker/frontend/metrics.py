@@ -142,6 +142,9 @@ class WorkerMetrics(MetricFamilies):
         )
         self.tool_calls = counter("tool_calls", "Tool calls in answers, by whether they were complete.", "complete")
         self.reasoning_tokens = counter("reasoning_tokens", "Tokens of completions that belong to the reasoning.")
+        self.reasoning_budgets_spent = counter(
+            "reasoning_budgets_spent", "Answers whose reasoning was closed because its budget was spent."
+        )
         self.kv_fetches = counter("kv_fetches", "Fetches of KV blocks from other workers, by outcome.", "outcome")
         self.kv_refused_blocks = counter(
             "kv_refused_blocks", "Fetched blocks that were not cached, since one of them holds no usable numbers."
@@ -248,6 +251,7 @@ class ReplicaMetrics:
         for is_complete in ("true", "false"):
             metrics.tool_calls.labels(*own, is_complete)
         metrics.reasoning_tokens.labels(*own)
+        metrics.reasoning_budgets_spent.labels(*own)
         for family in (
             metrics.restarts,
             metrics.poisoned_engines,
@@ -306,10 +310,14 @@ class ReplicaMetrics:
         """A request ended because its constraint became too costly to follow."""
         self._metrics.constraint_refusals.labels(*self._own_labels, "given_up").inc()
 
-    def answer_parsed(self, reasoning_tokens: int, tool_calls: int, *, has_incomplete_call: bool) -> None:
-        """An answer has ended that was parsed; the last of its tool calls may be incomplete."""
+    def answer_parsed(
+        self, reasoning_tokens: int, tool_calls: int, *, has_incomplete_call: bool, has_spent_budget: bool
+    ) -> None:
+        """An answer has ended that was parsed. The last of its tool calls may be incomplete; its reasoning may have
+        spent its budget."""
         own = self._own_labels
         self._metrics.reasoning_tokens.labels(*own).inc(reasoning_tokens)
+        self._metrics.reasoning_budgets_spent.labels(*own).inc(has_spent_budget)
         self._metrics.tool_calls.labels(*own, "true").inc(tool_calls - has_incomplete_call)
         self._metrics.tool_calls.labels(*own, "false").inc(has_incomplete_call)
 

@@ -23,6 +23,8 @@ class FrontendSettings:
     """The most tokens of a prompt; 0: what the context leaves. Streams that others have begun go on in any case."""
     max_new_tokens: int = 1_024
     """Longest completion of a request without `max_tokens`, in tokens."""
+    reasoning_budget_message: str = ""
+    """A text that is written at the end of reasoning that is closed because its tokens are spent; none if empty."""
     role: messages.WorkerRole = messages.WorkerRole.BOTH
     """The share of the work that routers give it."""
     slow_wait_s: float = backoff.FIRST_S

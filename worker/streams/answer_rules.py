@@ -27,6 +27,8 @@ class AnswerRules(NamedTuple):
     constraint: engine_request.Constraint | None
     forbidden: tuple[int, ...] = ()
     """Tokens that it must not have: those that open a call, if none may be made."""
+    reading: engine_request.OutputParsing | None = None
+    """The parsing that the answer would have, also if it is not parsed; None where the model's format is not known."""
 
 
 def answer_rules(
@@ -54,6 +56,7 @@ def answer_rules(
         parsing=None if asked.parse_output is False else parsing,
         constraint=constraint,
         forbidden=chat.call_tokens if asked.tools and not callable_tools else (),
+        reading=parsing,
     )
 
 

@@ -47,9 +47,18 @@ class RequestTelemetry:
             attempt=stream.run.attempt,
             prompt_tokens=len(request.token_ids),
             max_tokens=request.sampling.max_tokens,
+            max_reasoning_tokens=stream.max_reasoning_tokens,
             resumed_tokens=len(request.resumed.token_ids) if request.resumed else None,
             constraint=constraint.kind if constraint is not None else None,
         )
+        asked = stream.run.params.reasoning
+        if asked is not None and asked.max_tokens is not None and stream.max_reasoning_tokens is None:
+            self._log.info(
+                "reasoning_limit_ignored",
+                request_id=stream.key,
+                worker_id=self._worker_id,
+                max_reasoning_tokens=asked.max_tokens,
+            )
 
     def refused(self, code: errors.Code) -> None:
         """A run is refused; the router logs it."""
@@ -116,12 +125,16 @@ class RequestTelemetry:
             has_failed=has_failed(terminal),
         )
         reasoning_tokens = (usage.reasoning_tokens or None) if usage else None
+        limit = stream.max_reasoning_tokens
+        # with the tokens that close it, there are more than the limit
+        is_spent = limit is not None and reasoning_tokens is not None and reasoning_tokens > limit
         if reasoning_tokens or stream.num_tool_calls:
             is_complete = terminal.finish_reason is messages.FinishReason.TOOL_CALLS
             self._metrics.answer_parsed(
                 reasoning_tokens or 0,
                 stream.num_tool_calls,
                 has_incomplete_call=bool(stream.num_tool_calls) and stream.is_streamed and not is_complete,
+                has_spent_budget=is_spent,
             )
         self._log.info(
             "request_finished",
@@ -135,6 +148,7 @@ class RequestTelemetry:
             completion_tokens=usage.completion_tokens if usage else None,
             cached_tokens=usage.cached_tokens if usage else None,
             reasoning_tokens=reasoning_tokens,
+            reasoning_budget_spent=is_spent or None,
             tool_calls=stream.num_tool_calls or None,
             queue_ms=timings.queue_ms if timings else None,
             ttft_ms=timings.ttft_ms if timings else None,

@@ -4,11 +4,11 @@ the seed, which is random if the client gave none."""
 import secrets
 from typing import Any
 
-from tokenbus.protocol.wire import block_hash, codec, errors, internal, params, subjects, validation
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, params, reasoning, subjects, validation
 from tokenbus.worker import contract, engine_output, engine_request
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.streams import packed_logprobs
-from tokenbus.worker.streams.answer_rules import answer_rules
+from tokenbus.worker.streams.answer_rules import AnswerRules, answer_rules
 
 _NEVER = -1e9
 """The bias of tokens that must not come."""
@@ -21,9 +21,10 @@ def to_engine_request(
     chat: ChatRules | None = None,
     adapters: tuple[block_hash.Adapter, ...] = (),
     max_prompt_tokens: int = 0,
+    reasoning_message: str = "",
 ) -> engine_request.EngineRequest:
     """`adapters` are those of the run. A prompt has no limit besides the context's if `max_prompt_tokens` is 0, or if
-    another worker has begun the completion.
+    another worker has begun the completion. `reasoning_message` ends reasoning that is closed.
 
     Raises RequestError if the prompt is malformed, or this engine can't serve it."""
     token_ids = _unpack_token_ids(run.token_ids, "token_ids")
@@ -61,6 +62,7 @@ def to_engine_request(
         resumed=resumed,
         parsing=rules.parsing,
         constraint=rules.constraint,
+        reasoning_limit=_reasoning_limit(run.params, sampling, rules, config, reasoning_message),
     )
 
 
@@ -106,6 +108,22 @@ def _to_resumed(
         prefill_ms=resume_from.prefill_ms,
         elapsed_ms=resume_from.elapsed_ms,
     )
+
+
+def _reasoning_limit(
+    asked: params.GenerationParams,
+    sampling: engine_request.Sampling,
+    rules: AnswerRules,
+    config: contract.EngineConfig,
+    message: str,
+) -> engine_request.ReasoningLimit | None:
+    chat_format = config.chat_format
+    if rules.reading is None or chat_format is None or validation.REASONING_BUDGET not in config.features:
+        return None
+    most = reasoning.token_limit(asked.reasoning, sampling.max_tokens, takes_effort=chat_format.takes_effort)
+    if most is None:
+        return None
+    return engine_request.ReasoningLimit(max_tokens=most, parsing=rules.reading, message=message)
 
 
 def _unpack_token_ids(packed: bytes, param: str) -> list[int]:

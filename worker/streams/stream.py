@@ -79,6 +79,8 @@ class Stream:
         """When it was last replayed; 0 if never."""
         self.max_tokens: int | None = None
         """The most tokens that it may have, once known."""
+        self.max_reasoning_tokens: int | None = None
+        """The tokens after which its reasoning is closed, if there is a limit."""
         self.first_token: internal.FirstToken | None = None
         """The account of its first token, if that token was sampled here."""
         self.first_token_sent = False

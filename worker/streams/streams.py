@@ -284,7 +284,13 @@ class Streams:
         adapters = self._adapters.of_run(run)
         settings = self.settings
         request = to_engine_request(
-            run, self._config, settings.max_new_tokens, self._chat, adapters, settings.max_prompt_tokens
+            run,
+            self._config,
+            settings.max_new_tokens,
+            self._chat,
+            adapters,
+            settings.max_prompt_tokens,
+            settings.reasoning_budget_message,
         )
         if self._exchange.may_fetch(run):
             has_leg = run.fetch_from is not None and run.fetch_from.leg_ms > 0
@@ -296,6 +302,8 @@ class Streams:
         token_bytes, stream_no = self._engine.token_bytes, next(self._stream_nos)
         stream = Stream(run, announcer.model, announcer.worker_id, now, gone, token_bytes, scheme, stream_no)
         stream.max_tokens = request.sampling.max_tokens
+        if request.reasoning_limit is not None:
+            stream.max_reasoning_tokens = request.reasoning_limit.max_tokens
         sink: engine_output.Sink = partial(self._put, stream)
         if self.settings.debug:
             sink = StreamValidator(request, sink)

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tokenbus.gateway.openai.reasoning_fields import ReasoningWishes, RequestedReasoning
 from tokenbus.gateway.openai.sampling_fields import CommonFields
 from tokenbus.protocol.wire import messages as wire
 
@@ -37,11 +38,6 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     """In items that offer more tools."""
 
 
-class ReasoningConfig(msgspec.Struct, frozen=True, kw_only=True):
-    effort: str | None = None
-    summary: str | None = None
-
-
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Constrains the answer's text to JSON; `text` leaves it free."""
 
@@ -69,7 +65,7 @@ class ResponsesBody(CommonFields, frozen=True, kw_only=True):
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
-    reasoning: ReasoningConfig | None = None
+    reasoning: RequestedReasoning | None = None
     text: TextConfig | None = None
     metadata: dict[str, str] | None = None
     """Comes back as it is."""
@@ -78,8 +74,17 @@ class ResponsesBody(CommonFields, frozen=True, kw_only=True):
     conversation: str | dict[str, Any] | None = None
     previous_response_id: str | None = None
     prompt: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    """This field and those below are not OpenAI's."""
+    reasoning_budget_tokens: int | None = None
+    thinking_budget_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Not OpenAI's, but what it is on the wire."""
+    """Variables for the chat template, as on the wire."""
+
+    @property
+    def wishes(self) -> ReasoningWishes:
+        """The wishes for the model's reasoning."""
+        return ReasoningWishes(self)
 
     @property
     def items(self) -> list[InputItem]:

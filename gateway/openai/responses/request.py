@@ -80,7 +80,7 @@ def parse(
     tools, items = OfferedTools(body.offered, body.tool_choice), conversation_of(body)
     messages = conversation.normalized(items.messages)
     paths = items.paths[len(items.messages) - len(messages) :]  # without those of system messages that were joined
-    names = FieldNames(paths, tools.paths, body.renamed)
+    names = FieldNames(paths, tools.paths, body.renamed | dict(body.wishes.names))
     request = _to_wire(body, messages, tools, conversation.session_of(headers), request_id)
     with http_errors.renaming(names.of):
         validation.check_request(request)
@@ -103,7 +103,6 @@ def _to_wire(
     body: ResponsesBody, messages: list[wire.ChatMessage], tools: OfferedTools, session: str | None, request_id: str
 ) -> wire.GenerateRequest:
     wants_logprobs = bool(body.top_logprobs) or _WITH_LOGPROBS in (body.include or [])
-    effort = None if body.reasoning is None else body.reasoning.effort
     return wire.GenerateRequest(
         id=request_id,
         messages=messages,
@@ -113,6 +112,7 @@ def _to_wire(
         tools=tools.functions or None,
         tool_choice=tools.choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=conversation.template_arguments(effort, body.chat_template_kwargs),
+        reasoning=body.wishes.options,
+        chat_template_kwargs=body.wishes.template_arguments,
         **body.to_wire(session),
     )

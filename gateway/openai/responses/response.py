@@ -11,7 +11,8 @@ from tokenbus.gateway.generation.answer_events import AnswerEnded, AnswerReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import error_bodies
-from tokenbus.gateway.openai.responses.body import ReasoningConfig, ResponsesBody, TextConfig, TextFormat
+from tokenbus.gateway.openai.reasoning_fields import ReasoningConfig
+from tokenbus.gateway.openai.responses.body import ResponsesBody, TextConfig, TextFormat
 from tokenbus.gateway.openai.responses.output_items import OutputItem, OutputItems
 from tokenbus.gateway.openai.responses.tools import OfferedTools
 from tokenbus.protocol.wire import errors, messages
@@ -86,7 +87,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
 def begun(head: ResponseHead, body: ResponsesBody, tools: OfferedTools) -> Response:
     """Returns the response before anything of its answer is known."""
-    text = body.text or TextConfig()
+    text, asked = body.text or TextConfig(), body.reasoning or ReasoningConfig()
     return Response(
         id=f"resp_{head.request_id}",
         created_at=head.created,
@@ -96,7 +97,7 @@ def begun(head: ResponseHead, body: ResponsesBody, tools: OfferedTools) -> Respo
         model=head.model,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         prompt_cache_key=body.prompt_cache_key or UNSET,
-        reasoning=body.reasoning or ReasoningConfig(),
+        reasoning=ReasoningConfig(effort=asked.effort, summary=asked.summary),
         service_tier=_TIERS.get(body.service_tier or "", "default"),
         temperature=body.temperature,
         text=msgspec.structs.replace(text, format=text.format or TextFormat(type="text")),

@@ -126,7 +126,7 @@ class PlacementQueue:
         queue, request = self._queues[flight.model], flight.request
         tokens = flight.num_prompt_tokens + self._fleet.expected_answer_tokens(flight.model, request.max_tokens)
         queued = QueuedRequest(
-            flight.key, flight.tenant, flight.received_at, tokens, request.priority or 0, flight.adapters
+            flight.key, flight.tenant, flight.received_at, tokens, request.priority or 0, flight.needs
         )
         if flight.has_begun:
             queue.put_begun(queued)
@@ -148,14 +148,14 @@ class PlacementQueue:
 
     def _capacity(self, flight: Flight, now: float) -> Capacity:
         """Returns whether a worker that has what a request needs can start it now."""
-        options = PlacementOptions(adapters=flight.adapters, tenant=flight.tenant)
+        options = PlacementOptions(adapters=flight.adapters, tenant=flight.tenant, feature=flight.feature)
         return self._fleet.capacity(flight.model, now, options)
 
     def _next_startable(self, model: str, queue: FairQueue, now: float) -> QueuedRequest | None:
         """Takes the next request that a worker can start now out of a queue.
 
-        Requests whose adapters only busy workers have are overtaken by others, and those whose adapters nobody has any
-        more are not kept."""
+        Requests whose adapters or feature only busy workers have are overtaken by others, and those that no worker can
+        serve any more are not kept."""
         found: dict[tuple[str, Hashable], bool] = {}
         is_available = self._fleet.capacity(model, now) is Capacity.AVAILABLE
         if not is_available and not queue.has_needs:  # asked for each event of a worker, however many tenants wait
@@ -195,6 +195,7 @@ class PlacementQueue:
             flight.hash_scheme if flight.has_begun else "",
             flight.adapters,
             flight.tenant,
+            flight.feature,
             self._policy.min_leg_tokens,
         )
         prompt = self._prompt(flight)

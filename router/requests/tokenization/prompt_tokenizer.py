@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
-from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, validation
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, reasoning, validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement import adapters
@@ -74,7 +74,7 @@ class PromptTokenizer:
         await self._loads.wait_served(flight.model, remaining_s, lambda: flight.cancelled)
         workers = workers_for(self._fleet, flight.model, time.monotonic())
         self._telemetry.model_found(flight)
-        _check_features(flight.request, workers[0])
+        self._check_features(flight, workers[0])
         if flight.request.lora:  # an unknown one is found before anything is computed
             cards = (worker.card for worker in self._fleet.workers_of(flight.model))
             adapters.resolve(cards, flight.request.lora, flight.tenant)
@@ -143,6 +143,16 @@ class PromptTokenizer:
         executor = self._executor if text is not None else tokenizer.renderer
         return await executor.run(prompt.key, prompt.tenant, prompt.arrived_at, prompt.num_bytes, work)
 
+    def _check_features(self, flight: Flight, worker: Worker) -> None:
+        """Raises RequestError if the model's workers, of which `worker` is one, lack a feature."""
+        if "generate" not in worker.card.features:
+            raise errors.request_error(errors.Code.UNSUPPORTED, "this model generates nothing", param="model")
+        if flight.feature:  # it is enough if any of them has it
+            workers = self._fleet.workers_of(flight.model)
+            worker = next((one for one in workers if flight.feature in one.card.features), worker)
+        for need in validation.required_features(flight.request):
+            _require(need, worker)
+
     def _longest_context(self, model: str, workers: list[Worker]) -> int:
         """The longest context of the model's workers, including those of `workers` that have left meanwhile."""
         longest = max(worker.card.context_length for worker in workers)
@@ -151,11 +161,12 @@ class PromptTokenizer:
 
 def _prompt_of(flight: Flight) -> Prompt:
     request = flight.request
+    effort = None if request.reasoning is None else request.reasoning.effort
     source = internal.Tokenize(
         text=request.prompt,
         suffix=request.suffix,
         messages=request.messages,
-        chat_template_kwargs=request.chat_template_kwargs,
+        chat_template_kwargs=reasoning.template_arguments(effort, request.chat_template_kwargs),
         tools=request.tools,
     )
     return Prompt(source, flight.model, flight.tenant, flight.key, flight.received_at, flight.held_bytes)
@@ -183,13 +194,6 @@ def _read_text(card: messages.Card, reply: internal.DetokenizeResult) -> str:
     if reply.error is not None:
         raise errors.RequestError(reply.error)
     return reply.text
-
-
-def _check_features(request: messages.GenerateRequest, worker: Worker) -> None:
-    if "generate" not in worker.card.features:
-        raise errors.request_error(errors.Code.UNSUPPORTED, "this model generates nothing", param="model")
-    for need in validation.required_features(request):
-        _require(need, worker)
 
 
 def _require(need: validation.RequiredFeature, worker: Worker) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tests.support.refusals import refusal_of
 from tokenbus.gateway.anthropic import messages_request
 from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire.messages import ReasoningOptions
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "default": None}}}
@@ -125,6 +126,31 @@ def test_tool_choices(choice: object, theirs: object, parallel: bool | None) -> 
 )
 def test_thinking_becomes_variables_of_the_template(fields: dict[str, object], arguments: object) -> None:
     assert read(**fields).request.chat_template_kwargs == arguments
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"thinking": {"type": "enabled"}}, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 50}}, ReasoningOptions(max_tokens=50, optional=True)),
+        ({"thinking": {"type": "disabled", "budget_tokens": 50}}, ReasoningOptions(effort="none")),
+        ({"output_config": {"effort": "low"}}, ReasoningOptions(effort="low")),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 9_999}, "output_config": {"effort": "low"}},
+            ReasoningOptions(max_tokens=9_999, effort="low", optional=True),
+        ),
+    ],
+)
+def test_a_budget_for_thinking_is_a_hint(fields: dict[str, object], wanted: ReasoningOptions | None) -> None:
+    assert read(**fields).request.reasoning == wanted
+
+
+def test_a_wrong_budget_for_thinking_is_refused_by_its_own_name() -> None:
+    with pytest.raises(errors.RequestError) as refusal:
+        read(thinking={"type": "enabled", "budget_tokens": -1})
+    assert refusal.value.error.param == "thinking.budget_tokens"
+    assert refusal.value.error.message.startswith("thinking.budget_tokens: must be at least 0")
 
 
 def test_an_output_format_is_found_at_both_of_its_places() -> None:

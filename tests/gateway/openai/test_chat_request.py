@@ -8,6 +8,7 @@ from tests.support.refusals import refusal_of
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai import chat_request
 from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire.messages import ReasoningOptions
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -243,6 +244,52 @@ def test_a_reasoning_effort_becomes_arguments_of_the_template(
     fields: dict[str, object], arguments: dict[str, object] | None
 ) -> None:
     assert read(**fields).request.chat_template_kwargs == arguments
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"reasoning_effort": "low"}, ReasoningOptions(effort="low")),
+        ({"reasoning": {"effort": "high"}}, ReasoningOptions(effort="high")),
+        ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, ReasoningOptions(effort="low")),
+        ({"reasoning": {"enabled": False}}, ReasoningOptions(effort="none")),
+        ({"reasoning": {"enabled": True, "exclude": True}}, None),
+        ({"reasoning": {"max_tokens": 0}}, ReasoningOptions(max_tokens=0, optional=True)),
+        (
+            {"reasoning": {"max_tokens": 9, "effort": "low"}, "thinking_token_budget": 5},
+            ReasoningOptions(max_tokens=9, effort="low", optional=True),
+        ),
+        ({"thinking_token_budget": 5}, ReasoningOptions(max_tokens=5)),
+        ({"reasoning_budget_tokens": 6}, ReasoningOptions(max_tokens=6, optional=True)),
+        ({"thinking_budget_tokens": 7}, ReasoningOptions(max_tokens=7, optional=True)),
+        ({"thinking_token_budget": -1}, None),
+        ({"thinking_budget_tokens": -1, "reasoning_effort": "low"}, ReasoningOptions(effort="low")),
+    ],
+)
+def test_a_budget_for_reasoning_has_the_names_of_all_servers(
+    fields: dict[str, object], wanted: ReasoningOptions | None
+) -> None:
+    assert read(**fields).request.reasoning == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"reasoning_budget_tokens": -2}, "reasoning_budget_tokens"),
+        ({"thinking_budget_tokens": 2**31}, "thinking_budget_tokens"),
+        ({"thinking_token_budget": "9"}, "thinking_token_budget"),
+        ({"reasoning": {"effort": "e" * 65}}, "reasoning.effort"),
+        ({"reasoning_effort": "e" * 65}, "reasoning_effort"),
+    ],
+)
+def test_a_wrong_budget_is_refused_by_its_own_name(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(errors.RequestError) as refusal:
+        read(**fields)
+    assert refusal.value.error.param == param
+    assert refusal.value.error.message.startswith(param)
 
 
 def test_a_session_is_named_by_a_field_or_a_header() -> None:

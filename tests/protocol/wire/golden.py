@@ -117,6 +117,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             tool_choice="auto",
             parallel_tool_calls=False,
             parse_output=False,
+            reasoning=messages.ReasoningOptions(max_tokens=512, effort="low", optional=True),
             chat_template_kwargs={"thinking": False, "n": None},
             lora=[messages.Lora(name="style", scale=0.5)],
             cache_prompt=True,

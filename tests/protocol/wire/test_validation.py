@@ -16,6 +16,7 @@ from tokenbus.protocol.wire.messages import (
     GenerateRequest,
     JsonSchema,
     Lora,
+    ReasoningOptions,
     ResponseFormat,
     ResumeFrom,
     RoutingOptions,
@@ -324,6 +325,7 @@ def test_a_schema_or_tool_with_keys_that_json_has_not_is_refused() -> None:
         ("suffix", "x", "fim", "suffix"),
         ("resume_from", ResumeFrom(token_ids=[1]), "resume", "resume_from"),
         ("return_progress", True, "progress", "return_progress"),
+        ("reasoning", ReasoningOptions(max_tokens=0), "reasoning_budget", "reasoning.max_tokens"),
         ("routing", RoutingOptions(explain=True), "explain", "routing.explain"),
     ],
 )
@@ -348,6 +350,8 @@ def test_a_value_that_changes_something_needs_a_feature(field: str, value: objec
         ("tool_choice", "auto"),
         ("tool_choice", {}),
         ("chat_template_kwargs", {"a": 1}),
+        ("reasoning", ReasoningOptions(effort="low")),
+        ("reasoning", ReasoningOptions(max_tokens=5, optional=True)),
         ("lora", []),
         ("return_progress", False),
         ("routing", RoutingOptions(worker_id="w", policy="random", explain=False)),
@@ -407,6 +411,7 @@ def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
         "tool_choice": "required",
         "parallel_tool_calls": False,
         "parse_output": False,
+        "reasoning": ReasoningOptions(max_tokens=5),
     }
     assert set(asked) | {"logit_bias"} == set(GenerationParams.__struct_fields__)
     expected = GenerationParams(**asked, logit_bias={"12": 1.5, 13: -2.0})  # type: ignore[arg-type]

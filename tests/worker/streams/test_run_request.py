@@ -3,8 +3,15 @@
 import pytest
 
 from tests.support.arithmetic import make_config
+from tests.worker.engine_client.test_parsed_generation import FORMAT, RULES
 from tokenbus.protocol.wire import block_hash, codec, errors, internal
-from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ResponseFormat, SamplingParams
+from tokenbus.protocol.wire.params import (
+    GenerationParams,
+    JsonSchema,
+    ReasoningOptions,
+    ResponseFormat,
+    SamplingParams,
+)
 from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.answer_rules import to_constraint
@@ -268,3 +275,39 @@ def test_a_prompt_that_is_longer_than_its_worker_allows_is_refused_unless_anothe
     assert (error.code, error.prompt_tokens, error.context_length) == (errors.Code.PROMPT_TOO_LONG, 30, 30)
     begun = codec.replace(asked, resume_from=internal.RunResume(token_ids=block_hash.pack_token_ids([4])))
     assert len(to_engine_request(begun, config, 40, max_prompt_tokens=29).token_ids) == 30
+
+
+def limit_of(
+    features: tuple[str, ...] = ("generate", "reasoning_budget"), *, takes_effort: bool = False, **params: object
+) -> engine_request.ReasoningLimit | None:
+    asked = codec.replace(run(**params), is_chat=True)
+    config = make_config(features=features, chat_format=codec.replace(FORMAT, takes_effort=takes_effort))
+    return to_engine_request(asked, config, 40, RULES, reasoning_message="Enough.").reasoning_limit
+
+
+def test_a_budget_for_reasoning_is_passed_on_with_how_reasoning_is_told_apart() -> None:
+    for parse_output in (None, False):
+        limit = limit_of(reasoning=ReasoningOptions(max_tokens=7), parse_output=parse_output)
+        parsing = engine_request.OutputParsing(generation_prompt="")
+        assert limit == engine_request.ReasoningLimit(max_tokens=7, parsing=parsing, message="Enough.")
+    assert limit_of() is None
+
+
+@pytest.mark.parametrize(("max_tokens", "most"), [(50, 10), (None, 8)])
+def test_an_effort_is_a_share_of_the_answers_tokens_unless_the_template_reads_it(
+    max_tokens: int | None, most: int
+) -> None:
+    low = ReasoningOptions(effort="low")
+    limit = limit_of(reasoning=low, max_tokens=max_tokens)
+    assert limit is not None
+    assert limit.max_tokens == most
+    assert limit_of(reasoning=low, max_tokens=max_tokens, takes_effort=True) is None
+
+
+def test_an_engine_that_cannot_close_reasoning_refuses_a_budget_unless_it_is_optional() -> None:
+    bare = ("generate",)
+    with pytest.raises(errors.RequestError) as refusal:
+        limit_of(bare, reasoning=ReasoningOptions(max_tokens=7))
+    assert (refusal.value.error.code, refusal.value.error.param) == (errors.Code.UNSUPPORTED, "reasoning.max_tokens")
+    assert limit_of(bare, reasoning=ReasoningOptions(max_tokens=7, optional=True)) is None
+    assert limit_of(bare, reasoning=ReasoningOptions(effort="low")) is None

@@ -15,6 +15,7 @@ MAX_WHITESPACE = 64
 """Characters of whitespace that may stand inside of a marker, or are held back since they may belong to one."""
 WHITESPACE = re.compile(rf"\s{{0,{MAX_WHITESPACE}}}")
 _SURROGATES = re.compile("[\ud800-\udfff]")
+_SURROGATES_APART = re.compile("([\ud800-\udfff])")
 
 
 _SEAMS = re.compile("\\s+|(?<=>)(?=<)|(?<=[\ud800-\udfff])(?=[\ud800-\udfff])")
@@ -44,6 +45,11 @@ class Alphabet:
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda found: self._characters[found[0]], text)
+
+    def split(self, text: str) -> list[str | int]:
+        """Returns the parts of a format's own text: special tokens by their ids, and the texts between them."""
+        ids = {character: token for token, character in self.by_token.items()}
+        return [ids.get(part, part) for part in _SURROGATES_APART.split(self.encode(text)) if part]
 
     def decode(self, text: str) -> str:
         """Spells out the special tokens in a text that turned out to be no marker."""

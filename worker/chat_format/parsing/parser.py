@@ -80,6 +80,11 @@ class Parser:
         """Whether what comes next is reasoning, unless it closes it."""
         return self._text.scan.kind is deltas.Reasoning and self._state == self._read_text
 
+    @property
+    def held(self) -> str:
+        """The text that is held back, since it may be the beginning of a marker or belong to one."""
+        return self._cursor.text[self._cursor.at :]
+
     def feed(self, token: int, text: str) -> list[deltas.Delta]:
         """Reads a token and its text, and returns what can be said now."""
         special = self._rules.alphabet.by_token.get(token)

@@ -21,30 +21,22 @@ class ModelTokens(NamedTuple):
     """Returns the tokens of a text. Any thread may call it."""
 
 
-class _Vocabulary:
-    """The tokens and the tokenizer of a model. llguidance asks it for the tokens of texts that a grammar forces."""
+class PartEncoder:
+    """Finds the tokens of texts that stand in the middle of an output, with exactly the bytes of the text."""
 
-    def __init__(
-        self, token_bytes: Listing[bytes], end_token_ids: Collection[int], encode: Callable[[str], list[int]]
-    ) -> None:
-        self._encode = encode
-        self.eos_token_id = min(end_token_ids)
-        self.bos_token_id = None
+    def __init__(self, model: ModelTokens) -> None:
+        self._encode = model.encode
         # Some end tokens have a text, which as a part of an output would end it.
-        self.special_token_ids = [n for n, text in enumerate(token_bytes) if not text or n in end_token_ids]
-        special = frozenset(self.special_token_ids)
+        self.special = frozenset(n for n, text in enumerate(model.token_bytes) if not text or n in model.end_token_ids)
         # A byte that no text contains marks what only a grammar that names a token by its id can match.
-        self.tokens = [b"\xff<%d>" % n if n in special else text for n, text in enumerate(token_bytes)]
+        self.tokens = [b"\xff<%d>" % n if n in self.special else text for n, text in enumerate(model.token_bytes)]
         self._ids: dict[bytes, int] = {}
 
-    def __call__(self, text: bytes) -> list[int]:
-        """Returns the ids of the beginning of a text in the middle of others, whose bytes are exactly its own."""
-        size = _MAX_ENCODED_BYTES
-        while len(text) > size and text[size] & 0xC0 == 0x80:  # in the middle of a character
-            size -= 1
-        return self._encoded(text[:size])
+    def __repr__(self) -> str:
+        return f"<PartEncoder of {len(self.tokens)} tokens>"
 
-    def _encoded(self, text: bytes) -> list[int]:
+    def encode(self, text: bytes) -> list[int]:
+        """Returns the tokens of a text. Without those that no token begins with, if there are such."""
         decoded = text.decode(errors="replace")
         # Some tokenizers put a space before a text; behind a line break its tokens are its own.
         for ids in (self._encode(decoded), self._encode(f"\n{decoded}")):
@@ -63,8 +55,7 @@ class _Vocabulary:
 
     def _longest_first(self, text: bytes) -> list[int]:
         if not self._ids:
-            special = frozenset(self.special_token_ids)
-            self._ids = {one: token_id for token_id, one in enumerate(self.tokens) if token_id not in special}
+            self._ids = {one: token_id for token_id, one in enumerate(self.tokens) if token_id not in self.special}
         longest = max(map(len, self._ids))
         ids: list[int] = []
         while text:
@@ -77,9 +68,27 @@ class _Vocabulary:
         return ids
 
 
+class _Vocabulary:
+    """The tokens and the tokenizer of a model. llguidance asks it for the tokens of texts that a grammar forces."""
+
+    def __init__(self, model: ModelTokens) -> None:
+        self._parts = PartEncoder(model)
+        self.eos_token_id = min(model.end_token_ids)
+        self.bos_token_id = None
+        self.special_token_ids = sorted(self._parts.special)
+        self.tokens = self._parts.tokens
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Returns the tokens of the beginning of a text."""
+        size = _MAX_ENCODED_BYTES
+        while len(text) > size and text[size] & 0xC0 == 0x80:  # in the middle of a character
+            size -= 1
+        return self._parts.encode(text[:size])
+
+
 def make_tokenizer(
     token_bytes: Listing[bytes], end_token_ids: Collection[int], encode: Callable[[str], list[int]]
 ) -> LLTokenizer:
     """Takes up to 0.9 s and 56 MB for 152,000 tokens, while no other thread of the process runs Python."""
-    vocabulary = TokenizerWrapper(_Vocabulary(token_bytes, end_token_ids, encode))
+    vocabulary = TokenizerWrapper(_Vocabulary(ModelTokens(token_bytes, end_token_ids, encode)))
     return LLTokenizer(vocabulary, n_vocab=len(token_bytes), eos_token=sorted(end_token_ids))

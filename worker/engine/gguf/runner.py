@@ -12,6 +12,7 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine import poison
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.gguf import backend, context, devices, kv_memory, probe, settings_resolution
 from tokenbus.worker.engine.gguf.batch import Batch
@@ -26,7 +27,7 @@ from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
 from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.logits_health import LogitsHealth
-from tokenbus.worker.engine.models import features, generation_config
+from tokenbus.worker.engine.models import features, generation_config, reasoning
 from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -95,6 +96,8 @@ class GgufRunner:
         self.copies: SlotStore | None = None
         self.embedder: Embedder | None = None
         self.reranker: Reranker | None = None
+        model_tokens = ModelTokens(self.token_bytes, self.end_token_ids, self.encode)
+        self.reasoning_closer = reasoning.closer_of(model.chat_format, model_tokens)
         try:
             self._open(settings)
         except BaseException:
@@ -229,6 +232,7 @@ class GgufRunner:
             chat_format=self._model.chat_format,
             lora=True,
             caches=capabilities.can_share or sizes is not None,
+            closes_reasoning=self.reasoning_closer is not None,
         )
         return codec.replace(
             self._model.describe(settings, min(longest, fits), offered),

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import msgspec
 import structlog
 
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
@@ -50,6 +51,8 @@ def infer(rules: tokenizer_bundle.PromptRules) -> ChatFormat | None:
     renderer = Renderer(prompt.renderer_setup(rules, source, all_cpu_s=_CPU_S))
     try:
         found = infer_format(_bounded(renderer), source, rules.special_tokens, known_format(source))
+        if found is not None:
+            found = msgspec.structs.replace(found, takes_effort="reasoning_effort" in source)
     finally:
         renderer.close()
     if found is None and _is_spent(renderer):

@@ -28,19 +28,21 @@ def with_sampler(
     chat_format: ChatFormat | None,
     lora: bool = False,
     caches: bool = True,
+    closes_reasoning: bool = False,
 ) -> tuple[str, ...]:
     """Returns the features; `chat` says whether the model has a chat template, `ends` whether it has an end token,
     without which a constrained output could not end, `fim` whether it can fill in the middle, `lora` whether the
-    engine can load adapters, and `caches` whether it reuses prefixes."""
+    engine can load adapters, `caches` whether it reuses prefixes, and `closes_reasoning` whether it can close
+    reasoning."""
     missing = [*([] if chat else ["chat"]), *([] if fim else ["fim"]), *([] if ends else _CONSTRAINED)]
     missing += [] if caches else ["cache_control"]
     found = (*_FEATURES, "lora") if lora else _FEATURES
-    return (*(feature for feature in found if feature not in missing), *of_format(chat_format))
+    added = ("reasoning_budget",) if closes_reasoning else ()
+    return (*(feature for feature in found if feature not in missing), *of_format(chat_format), *added)
 
 
 def of_format(chat_format: ChatFormat | None) -> tuple[str, ...]:
     """Returns the features that a model has because it is known how it writes its answers."""
     if chat_format is None:
         return ()
-    reasons = chat_format.reasoning is not None or (chat_format.channels is not None and chat_format.channels.reasoning)
-    return (*(("tools",) if chat_format.calls is not None else ()), *(("reasoning",) if reasons else ()))
+    return (*(("tools",) if chat_format.calls is not None else ()), *(("reasoning",) if chat_format.reasons else ()))

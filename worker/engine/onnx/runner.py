@@ -10,12 +10,13 @@ import structlog
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine import poison
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.logits_health import LogitsHealth
-from tokenbus.worker.engine.models import features, generation_config
+from tokenbus.worker.engine.models import features, generation_config, reasoning
 from tokenbus.worker.engine.models.model_files import ModelFiles
 from tokenbus.worker.engine.onnx import device, embedder, host_moves, probe, row_memory, settings_resolution
 from tokenbus.worker.engine.onnx.arrays import Array
@@ -89,6 +90,8 @@ class OnnxRunner:
         self._missing: dict[str, str] = {}
         self.embedder = self._make_embedder(settings, size)
         self.reranker: Reranker | None = None
+        model_tokens = ModelTokens(self.token_bytes, self.end_token_ids, self.encode)
+        self.reasoning_closer = reasoning.closer_of(model.chat_format, model_tokens)
         self._takes_adapters = model.takes_adapters
         self._adapters = ReplicaAdapters(model, self._cache.drop_bindings) if model.projections else None
         self.adapters: Adapters | None = self._adapters
@@ -98,6 +101,7 @@ class OnnxRunner:
             fim=self._tokenizer.supports_fim,
             chat_format=model.chat_format,
             lora=self.adapters is not None,
+            closes_reasoning=self.reasoning_closer is not None,
         )
         self.kv_identity = _identity(model, size)
         self.copies = self._make_store(settings, size)

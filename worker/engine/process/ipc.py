@@ -54,6 +54,7 @@ class Add(Message, frozen=True):
     """The tenant's name for the conversation that it belongs to; empty if it has none."""
     cache_ttl_s: float | None = None
     """The time for which its prefix is to be kept once it has ended; 0: it goes first."""
+    reasoning_limit: engine_request.ReasoningLimit | None = None
 
     @property
     def hint(self) -> CacheHint:

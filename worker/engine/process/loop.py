@@ -10,6 +10,7 @@ from collections.abc import Sequence as Listing
 import structlog
 
 from tokenbus.protocol.wire import block_hash
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget
 from tokenbus.worker.engine.constraints.compilation import Compilation
 from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
 from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
@@ -248,6 +249,7 @@ class StepLoop:
                 isolated=command.isolated,
                 matcher=matcher,
                 hint=command.hint,
+                reasoning_budget=self._reasoning_budget(command),
             )
             self._scheduler.add(sequence)
         except Exception:  # outermost frame of a sequence: it ends, and not the engine
@@ -258,6 +260,17 @@ class StepLoop:
             return
         if command.return_progress:
             self._watched[sequence.seq_no] = sequence
+
+    def _reasoning_budget(self, command: ipc.Add) -> ReasoningBudget | None:
+        """Returns the budget of a sequence behind the tokens that it has."""
+        closer = self._runner.reasoning_closer
+        if command.reasoning_limit is None or closer is None:
+            return None
+        budget = ReasoningBudget(closer, command.reasoning_limit)
+        token_ids = block_hash.unpack_token_ids(command.token_ids)
+        for token_id in token_ids[len(token_ids) - command.num_sampled :]:
+            budget.accept(token_id)
+        return budget
 
     def _wait_for_matchers(self) -> None:
         """Takes what matchers in other processes have found; waits for one only if there is nothing to compute."""

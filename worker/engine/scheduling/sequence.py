@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import engine_request
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget
 from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.kv.retention import NO_HINT, CacheHint
@@ -86,6 +87,7 @@ class Sequence:
         "poisonings",
         "preemptions",
         "priority",
+        "reasoning_budget",
         "sampling",
         "seq_no",
         "token_ids",
@@ -106,6 +108,7 @@ class Sequence:
         isolated: bool = False,
         matcher: "SequenceMatcher | None" = None,
         hint: CacheHint = NO_HINT,
+        reasoning_budget: ReasoningBudget | None = None,
     ) -> None:
         assert len(token_ids) > num_sampled, "a prompt has at least one token"
         assert sampling.max_tokens >= 1, sampling.max_tokens
@@ -145,6 +148,8 @@ class Sequence:
         """Its KV memory, from `start` on."""
         self.matcher = matcher
         """The state of its constraint behind every sampled token; None if its output may be any text."""
+        self.reasoning_budget = reasoning_budget
+        """The budget of its reasoning behind every sampled token; None if it may reason as long as it likes."""
         self._num_new = 1
         """Tokens that the last step added."""
         self._finish_rule = FinishRule(sampling, end_token_ids, constrained=matcher is not None)

@@ -11,6 +11,7 @@ import xxhash
 from tokenbus.protocol.wire import errors, internal, validation
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract, engine_request
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload
@@ -60,6 +61,7 @@ class SimRunner:
         self.bundle: bytes | None = None
         self.embedder: Embedder | None = None
         self.reranker: Reranker | None = None
+        self.reasoning_closer: ReasoningCloser | None = None
         self.adapters: Adapters | None = None
         self.logits = None
         self.canary: Listing[int] = (1,)

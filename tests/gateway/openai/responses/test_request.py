@@ -12,6 +12,7 @@ from tokenbus.gateway.openai.responses import request
 from tokenbus.gateway.openai.sampling_fields import CommonFields
 from tokenbus.protocol.prompt import history
 from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire.messages import ReasoningOptions
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
@@ -119,6 +120,9 @@ def test_an_effort_sets_variables_of_the_template() -> None:
     }
     assert read(reasoning={"effort": "none"}).request.chat_template_kwargs == {"enable_thinking": False}
     assert read(reasoning={"summary": "auto"}).request.chat_template_kwargs is None
+    assert read(reasoning={"effort": "low"}).request.reasoning == ReasoningOptions(effort="low")
+    assert read(reasoning={"max_tokens": 9}).request.reasoning == ReasoningOptions(max_tokens=9, optional=True)
+    assert read(thinking_token_budget=9).request.reasoning == ReasoningOptions(max_tokens=9)
 
 
 @pytest.mark.parametrize(("tier", "priority"), [("priority", -100), ("fast", -100), ("flex", 100), ("auto", None)])

@@ -1,0 +1,31 @@
+"""The meaning of a request's `reasoning`: variables of the chat template, and a limit to the tokens of reasoning."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenbus.protocol.wire.params import ReasoningOptions
+
+_OFF = ("none", "minimal")
+"""Efforts that ask for no reasoning."""
+_SHARES = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
+"""The share of `max_tokens` that may be reasoning, by effort."""
+
+
+def template_arguments(effort: str | None, given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the variables for the chat template that an effort means; those that were `given` prevail."""
+    if effort is None:
+        return None if given is None else dict(given)
+    meant: dict[str, Any] = {"enable_thinking": effort not in _OFF}
+    if effort not in _OFF:
+        meant["reasoning_effort"] = effort
+    return meant | dict(given or {})
+
+
+def token_limit(asked: ReasoningOptions | None, max_tokens: int, *, takes_effort: bool) -> int | None:
+    """Returns the most tokens that the reasoning of an answer of `max_tokens` may have; None for any number.
+
+    `takes_effort`: the model itself reasons as much as the effort says, so that it is no limit."""
+    if asked is None or asked.max_tokens is not None:
+        return None if asked is None else asked.max_tokens
+    share = None if takes_effort else _SHARES.get(asked.effort or "")
+    return None if share is None else int(share * max_tokens)

@@ -1,0 +1,15 @@
+"""Finds out whether the reasoning of a loaded model can be closed, by its chat format and its tokenizer."""
+
+from tokenbus.worker.chat_format.chat_format import ChatFormat
+from tokenbus.worker.chat_format.chat_rules import ChatRules
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens, PartEncoder
+
+
+def closer_of(chat_format: ChatFormat | None, model: ModelTokens) -> ReasoningCloser | None:
+    """Returns what closes the reasoning of a model's answers, or None where nothing does."""
+    if chat_format is None or not chat_format.reasons:
+        return None
+    parts = PartEncoder(model)
+    closer = ReasoningCloser(ChatRules(chat_format, model.token_bytes), lambda text: parts.encode(text.encode()))
+    return closer if closer.can_close(model.end_token_ids) else None
