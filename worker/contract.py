@@ -19,8 +19,8 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
    also twice and before or after a failed `start`, and never raises.
 10. When the engine dies, `died` says why, and no open sink is called: another engine may go on with its streams where
     they were (`EngineClient.take_over`), as long as `cleanup` has not ended them.
-11. An engine with an `embedding_width` returns one row for each input of `embed`, in their order, whatever runs beside
-    it. An input's row does not depend on the others. An engine without one refuses.
+11. An engine with `embeddings` returns one row for each input of `embed`, in their order, whatever runs beside it. An
+    input's row does not depend on the others, and no stream depends on what is embedded. An engine without refuses.
 12. A request with `resumed` continues a completion. Before `generate` returns, its tokens come out as one output with
     `resumed_texts`. Then all goes on as if they had been sampled here: held back text, stop strings, draws, penalties,
     `min_tokens`, `usage`. If they complete it, the terminal follows without another token, after `generate` has
@@ -128,8 +128,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The files in which the model was found."""
     kv_bytes: int = 0
     """The device memory for the keys and values of all sequences; 0 where it is not known."""
-    embedding_width: int = 0
-    """The numbers of one embedding; 0 if the engine makes none."""
+    embeddings: messages.CardEmbeddings | None = None
+    """The embeddings that the engine makes, if it makes any."""
     end_token_ids: tuple[int, ...] = ()
     """The model's own end tokens."""
     chat_format: ChatFormat | None = None

@@ -30,21 +30,27 @@ def _texts(count: int, words: int, rng: np.random.Generator) -> list[str]:
     return [" ".join(rng.choice(_WORDS, size=int(size))) for size in rng.integers(words // 2, words + 1, count)]
 
 
+def _pooled(embedder: Embedder, batch: list[list[int]]) -> np.ndarray:
+    rows = embedder.begin(batch).advance(_BATCH_TOKENS)
+    assert rows is not None
+    return rows
+
+
 def _batched(embedder: Embedder, texts: list[str]) -> np.ndarray:
     """Fills batches as a worker's step loop does."""
     rows, batch, total = [], list[list[int]](), 0
     for token_ids in map(embedder.tokenize, texts):
         longest = max(map(len, [*batch, token_ids]))
         if batch and not embedder.batch_limits.allow(len(batch) + 1, total + len(token_ids), longest):
-            rows.append(embedder.pool(batch))
+            rows.append(_pooled(embedder, batch))
             batch, total = [], 0
         batch.append(token_ids)
         total += len(token_ids)
-    return np.concatenate([*rows, embedder.pool(batch)])
+    return np.concatenate([*rows, _pooled(embedder, batch)])
 
 
 def _one_by_one(embedder: Embedder, texts: list[str]) -> np.ndarray:
-    return np.concatenate([embedder.pool([embedder.tokenize(text)]) for text in texts])
+    return np.concatenate([_pooled(embedder, [embedder.tokenize(text)]) for text in texts])
 
 
 def _same(found: np.ndarray, other: np.ndarray) -> bool:

@@ -54,7 +54,12 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     ("--max-paddings", _ONNX.max_paddings, "padding columns in a batch of an MHA ONNX graph; -1: 4,096"),
     ("--sim-speedup", _ENGINE.sim_speedup, "how many times faster than its timing the simulator runs"),
     ("--sim-faults", _ENGINE.sim_faults, "faults the simulator plays, e.g. crash@200,slow@50=3000,hang@9,lose@20"),
-    ("--pooling", _ONNX.pooling, "how token vectors become one embedding: auto, mean, cls or last"),
+    ("--pooling", _ENGINE.pooling, "how token vectors become one embedding: auto, mean, cls, last, or none"),
+    (
+        "--max-embed-tokens",
+        _ENGINE.max_embed_tokens,
+        "tokens of an input to embed with a GGUF that generates; 0: 2,048",
+    ),
     ("--context-length", _ENGINE.context_length, "tokens per sequence; 0: the model's own, at most 8,192"),
     ("--kv-tokens", _ENGINE.kv_tokens, "tokens in the whole KV cache; 0: four contexts, at most 16,384"),
     ("--kv-block-size", _ENGINE.kv_block_size, "tokens per KV block; -1: 16"),

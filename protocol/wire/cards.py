@@ -118,6 +118,18 @@ class CardAdapter(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The tenants that may use it; all of them if absent. Only in cards, not in a `models` reply."""
 
 
+class CardEmbeddings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The embeddings that a worker makes."""
+
+    dimensions: int
+    """The numbers of one embedding."""
+    pooling: str
+    """The way in which the states of an input's tokens become one: `mean`, `cls`, `last`, or `graph` where an ONNX
+    graph does that itself. Workers of one model that differ in it make other embeddings."""
+    max_input_tokens: int
+    """The most tokens of one input."""
+
+
 class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's description of itself."""
 
@@ -173,6 +185,8 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The epochs before `previous` that the same process ended, the latest first; at most 15."""
     adapters: list[CardAdapter] = []
     """The LoRA adapters that are loaded; in a `models` reply, those that the asking tenant may use."""
+    embeddings: CardEmbeddings | None = None
+    """The embeddings that it makes, with the feature `embed`."""
     role: WorkerRole = WorkerRole.BOTH
     """The share of the work that it is to get. `both`: prompts and completions. `prefill`: prompts of others, and
     requests of its own only where no other worker can take them. `decode`: its long prompts are computed by workers of

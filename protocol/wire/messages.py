@@ -16,6 +16,7 @@ from tokenbus.protocol.wire import errors, limits
 from tokenbus.protocol.wire.cards import (
     Card,
     CardAdapter,
+    CardEmbeddings,
     Load,
     ModelsReply,
     Pids,
@@ -60,6 +61,7 @@ __all__ = [
     "Candidate",
     "Card",
     "CardAdapter",
+    "CardEmbeddings",
     "ChatMessage",
     "Chunk",
     "ContentPart",

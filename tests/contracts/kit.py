@@ -4,6 +4,7 @@ A check gets a started engine and its config, drives it, and raises AssertionErr
 keeps it waiting) if the rule does not hold. `lifecycle_rules` get a factory instead, since they are about starting.
 """
 
+import asyncio
 import struct
 from collections.abc import Awaitable, Callable
 
@@ -17,7 +18,7 @@ from tests.contracts import (
     resume_rules,
     stream_rules,
 )
-from tests.contracts.driving import prompt, request, start
+from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker import contract
@@ -30,7 +31,7 @@ async def embeds_each_input_by_itself(engine: contract.Engine, config: contract.
     inputs: list[str | list[int]] = [
         prompt(config, number, min(3 + 5 * number, config.context_length)) for number in range(4)
     ]
-    if not config.embedding_width:
+    if config.embeddings is None:
         with pytest.raises(errors.RequestError) as refusal:
             await engine.embed(internal.Embed(inputs=inputs, remaining_ms=10_000))
         assert refusal.value.error.code is errors.Code.UNSUPPORTED
@@ -39,12 +40,13 @@ async def embeds_each_input_by_itself(engine: contract.Engine, config: contract.
     recorder = start(engine, request(prompt(config), max_tokens=100)) if "generate" in config.features else None
     together = await engine.embed(internal.Embed(inputs=inputs, remaining_ms=10_000))
     assert together.prompt_tokens == sum(map(len, inputs))
-    size = 4 * config.embedding_width
+    size = 4 * config.embeddings.dimensions
     assert len(together.vectors) == size * len(inputs)
     for place, one in enumerate(inputs):
         alone = await engine.embed(internal.Embed(inputs=[one], remaining_ms=10_000))
-        row = struct.unpack(f"<{config.embedding_width}f", together.vectors[size * place : size * (place + 1)])
-        assert row == pytest.approx(struct.unpack(f"<{config.embedding_width}f", alone.vectors), abs=1e-4)
+        row = struct.unpack(f"<{config.embeddings.dimensions}f", together.vectors[size * place : size * (place + 1)])
+        lone = struct.unpack(f"<{config.embeddings.dimensions}f", alone.vectors)
+        assert row == pytest.approx(lone, abs=1e-3)  # attention may round to 16 bits
     if recorder is not None:
         await recorder.terminal()
     late = engine.embed(internal.Embed(inputs=inputs, remaining_ms=0))
@@ -52,6 +54,29 @@ async def embeds_each_input_by_itself(engine: contract.Engine, config: contract.
         await late
     assert refusal.value.error.code is errors.Code.DEADLINE_EXCEEDED
     assert engine.load().running == engine.load().used_blocks == 0
+
+
+async def keeps_what_it_embeds_apart_from_streams(engine: contract.Engine, config: contract.EngineConfig) -> None:
+    if config.embeddings is None or "generate" not in config.features:
+        return
+    length = min(40, config.context_length // 2)
+    asked = [request(prompt(config, number), max_tokens=40, cache=False) for number in range(4)]
+    alone = [(await run(engine, one)).token_ids for one in asked]
+    inputs: list[str | list[int]] = [prompt(config, 9, length)] * 3
+    beside = [start(engine, request(one.token_ids, max_tokens=40, cache=False)) for one in asked]
+    embed = internal.Embed(inputs=inputs, remaining_ms=10_000)
+    kept = asyncio.create_task(engine.embed(embed))
+    cancelled = asyncio.create_task(engine.embed(embed))
+    await asyncio.sleep(0)  # both are under way
+    cancelled.cancel()
+    await kept
+    for recorder, answer in zip(beside, alone, strict=True):
+        await recorder.terminal()
+        assert recorder.token_ids == answer
+    await settled(engine)
+    usage = (await (await run(engine, request(prompt(config, 9, length)))).terminal()).usage
+    assert usage is not None
+    assert usage.cached_tokens == 0
 
 
 async def scores_each_document_by_itself(engine: contract.Engine, config: contract.EngineConfig) -> None:
@@ -112,6 +137,7 @@ RULES: tuple[Check, ...] = (
     *reasoning_rules.RULES,
     *adapter_rules.RULES,
     embeds_each_input_by_itself,
+    keeps_what_it_embeds_apart_from_streams,
     scores_each_document_by_itself,
     stream_rules.ends_every_stream_at_cleanup,
 )

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from tokenbus.protocol.wire import codec, errors, internal
+from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
@@ -19,7 +19,7 @@ from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
-from tokenbus.worker.engine.runner import Adapters, BatchLimits, Embedder, InsufficientMemoryError, Reranker
+from tokenbus.worker.engine.runner import Adapters, BatchLimits, Embedder, InsufficientMemoryError, Reranker, WholePass
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, StepPlan, Undone
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -68,7 +68,7 @@ def make_config(**changes: object) -> contract.EngineConfig:
         "defaults": SamplingParams(),
         "versions": {},
         "pid": os.getpid(),
-        "embedding_width": Sums.width,
+        "embeddings": messages.CardEmbeddings(dimensions=Sums.width, pooling="last", max_input_tokens=256),
     }
     return contract.EngineConfig(**(fields | changes))  # type: ignore[arg-type]
 
@@ -97,6 +97,12 @@ class Sums:
 
     def pair(self, query: str, documents: Listing[str]) -> list[list[int]]:
         return [self.tokenize(query + document) for document in documents]
+
+    def describe(self) -> messages.CardEmbeddings:
+        return messages.CardEmbeddings(dimensions=self.width, pooling="last", max_input_tokens=self.max_input_tokens)
+
+    def begin(self, inputs: Listing[Listing[int]]) -> WholePass:
+        return WholePass(self.pool, inputs)
 
     def pool(self, inputs: Listing[Listing[int]]) -> Matrix:
         return np.array([[sum(one), len(one), one[-1]] for one in inputs], np.float32)

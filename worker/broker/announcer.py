@@ -273,6 +273,7 @@ class Announcer:
             previous=self._ended_epochs[0] if self._ended_epochs else None,
             earlier=self._ended_epochs[1:],
             adapters=self.adapters(),
+            embeddings=config.embeddings,
             role=self._role,
             loadable=self.is_loadable,
         )

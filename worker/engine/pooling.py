@@ -10,7 +10,8 @@ import structlog
 
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker.engine.draws import Matrix
-from tokenbus.worker.engine.runner import Embedder, InsufficientMemoryError, Pooler, Reranker
+from tokenbus.worker.engine.runner import Embedder, InsufficientMemoryError, Pooler, PoolingPass, Reranker
+from tokenbus.worker.engine.scheduling.step_budget import StepBudget
 
 _MIN_NORM = 1e-12
 """Shorter vectors are divided by this instead of their norm, which may be 0."""
@@ -104,13 +105,25 @@ def _check_input(param: str, token_ids: list[int], pooler: Pooler, beside: str =
 class PoolingQueue:
     """The jobs of one replica. They take turns, a batch each, and a batch has room for inputs of several.
 
-    `began` is called with the call ids of each batch before it is computed, and with none when that is done; `report`
-    with the call id and the result of each job."""
+    A batch is computed piece by piece where the pooler can cut it, so that streams need not wait for all of it. `began`
+    is called with the call ids of the batch before each piece is computed, and with none when that is done; `report`
+    with the call id and the result of each job. `budget` learns how fast pieces are computed."""
 
-    def __init__(self, began: Callable[[list[int]], None], report: Callable[[int, PoolingResult], None]) -> None:
+    def __init__(
+        self,
+        began: Callable[[list[int]], None],
+        report: Callable[[int, PoolingResult], None],
+        budget: StepBudget,
+    ) -> None:
         self._began = began
         self._report = report
+        self._budget = budget
         self._jobs: deque[PoolingJob] = deque()
+        self._batch: list[tuple[PoolingJob, int]] = []
+        """The inputs that are being computed, each as the index in its job."""
+        self._pass: PoolingPass | None = None
+        self._uncomputed = 0
+        """The tokens of the batch that are still to be computed."""
 
     def __repr__(self) -> str:
         return f"<PoolingQueue, {len(self._jobs)} jobs>"
@@ -124,43 +137,66 @@ class PoolingQueue:
 
     def abort(self, call_id: int) -> None:
         """Drops a job, whose result is not reported; it may have ended."""
-        self._jobs = deque(job for job in self._jobs if job.call_id != call_id)
+        for job in [job for job in self._jobs if job.call_id == call_id]:
+            self._drop(job)
 
-    def step(self) -> None:
-        """Computes a batch, and reports the jobs that it completes. Raises DeviceError."""
+    def step(self, seconds: float) -> None:
+        """Computes as much of a batch as the time is likely to allow, and reports the jobs that it completes. Raises
+        DeviceError."""
         self._end_late(time.monotonic())
         if not self._jobs:
             return
-        batch = self._next_batch()
-        self._began(sorted({job.call_id for job, _ in batch}))
-        self._compute(batch)
+        max_tokens = self._budget.tokens_within(seconds)
+        self._batch = self._batch or self._next_batch(max_tokens)
+        self._began(sorted({job.call_id for job, _ in self._batch}))
+        self._compute(max_tokens)
         self._began([])  # not after an error, which is that of the batch
 
-    def _compute(self, batch: list[tuple[PoolingJob, int]]) -> None:
+    def _compute(self, max_tokens: int) -> None:
         try:
-            rows = self._jobs[0].pooler.pool([job.inputs[index] for job, index in batch])
+            if self._pass is None:
+                inputs = [job.inputs[index] for job, index in self._batch]
+                self._pass, self._uncomputed = self._batch[0][0].pooler.begin(inputs), sum(map(len, inputs))
+            began = time.monotonic()
+            rows = self._pass.advance(max_tokens)
         except InsufficientMemoryError:
-            for job in dict.fromkeys(job for job, _ in batch):
+            for job in self._jobs_of(self._batch):
                 self._end(job, PoolingResult(error=errors.make_error(errors.Code.INSUFFICIENT_MEMORY)))
             return
+        num_tokens = max_tokens if rows is None else self._uncomputed
+        self._uncomputed -= num_tokens
+        self._budget.observe(num_tokens, time.monotonic() - began)
+        if rows is not None:
+            self._take(rows)
+
+    def _take(self, rows: Matrix) -> None:
+        """Gives the rows of the batch to their jobs, and ends those that have all of theirs."""
+        batch, self._batch, self._pass = self._batch, [], None
         for (job, index), row in zip(batch, rows, strict=True):
             if len(batch) > 1 and not np.isfinite(row).all():  # another input's numbers may be the cause
                 job.pending.append(index)
                 job.alone.add(index)
             else:
                 job.rows[index] = row
-        self._jobs.rotate(-1)  # a job of thousands of inputs makes the others wait for one batch at a time
-        for job in dict.fromkeys(job for job, _ in batch):
+        if self._jobs[0] is batch[0][0]:  # a job of thousands of inputs makes the others wait for one batch at a time
+            self._jobs.rotate(-1)
+        for job in self._jobs_of(batch):
             if not job.pending:
                 self._end(job, _result(job))
+
+    def _jobs_of(self, batch: list[tuple[PoolingJob, int]]) -> list[PoolingJob]:
+        """Returns the jobs that have inputs in a batch, and have not been dropped since it was begun."""
+        return [job for job in dict.fromkeys(job for job, _ in batch) if job in self._jobs]
 
     def _end_late(self, now: float) -> None:
         for job in [job for job in self._jobs if now > job.deadline]:
             self._end(job, PoolingResult(error=errors.make_error(errors.Code.DEADLINE_EXCEEDED)))
 
-    def _next_batch(self) -> list[tuple[PoolingJob, int]]:
-        """Takes inputs of the job whose turn it is, and then of those behind it, as long as there is room."""
+    def _next_batch(self, max_tokens: int) -> list[tuple[PoolingJob, int]]:
+        """Takes inputs of the job whose turn it is, and then of those after it, as long as there is room and one piece
+        is likely to hold them all."""
         pooler = self._jobs[0].pooler
+        limits = pooler.batch_limits._replace(max_tokens=min(max_tokens, pooler.batch_limits.max_tokens))
         batch: list[tuple[PoolingJob, int]] = []
         total = longest = 0
         for job in self._jobs:
@@ -168,15 +204,21 @@ class PoolingQueue:
                 length = len(job.inputs[job.pending[-1]])
                 if job.pending[-1] in job.alone:
                     return batch or [(job, job.pending.pop())]
-                if not pooler.batch_limits.allow(len(batch) + 1, total + length, max(longest, length)):
+                if not limits.allow(len(batch) + 1, total + length, max(longest, length)):
                     break
                 total, longest = total + length, max(longest, length)
                 batch.append((job, job.pending.pop()))
         return batch
 
     def _end(self, job: PoolingJob, result: PoolingResult) -> None:
-        self._jobs.remove(job)
+        self._drop(job)
         self._report(job.call_id, result)
+
+    def _drop(self, job: PoolingJob) -> None:
+        """Forgets a job, and the batch if it has inputs of no other."""
+        self._jobs.remove(job)
+        if not any(one in self._jobs for one, _ in self._batch):
+            self._batch, self._pass = [], None
 
 
 def _result(job: PoolingJob) -> PoolingResult:

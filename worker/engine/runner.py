@@ -1,11 +1,11 @@
 """The boundary to the device: a runner executes the scheduler's step plans and knows nothing of requests."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from tokenbus.protocol.wire import internal
+from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
 from tokenbus.worker.engine.host_cache.recovery import Recovery
@@ -45,6 +45,30 @@ class BatchLimits(NamedTuple):
         return count == 1 or (count <= self.max_inputs and num_tokens <= self.max_tokens)
 
 
+class PoolingPass(Protocol):
+    """The computation of the rows of a batch of inputs."""
+
+    def advance(self, max_tokens: int) -> "Matrix | None":
+        """Computes up to `max_tokens` more tokens, or all of them where inputs can't be cut. Returns the rows,
+        (inputs, width), once they are complete. Raises InsufficientMemoryError and DeviceError."""
+        ...
+
+
+class WholePass:
+    """A pass over inputs that can't be cut."""
+
+    def __init__(self, pool: "Callable[[Listing[Listing[int]]], Matrix]", inputs: Listing[Listing[int]]) -> None:
+        self._pool = pool
+        self._inputs = inputs
+
+    def __repr__(self) -> str:
+        return f"<WholePass over {len(self._inputs)} inputs>"
+
+    def advance(self, max_tokens: int) -> "Matrix":
+        """Computes all rows, whatever `max_tokens` is."""
+        return self._pool(self._inputs)
+
+
 class Pooler(Protocol):
     """Makes one row of numbers of each input."""
 
@@ -55,13 +79,17 @@ class Pooler(Protocol):
     vocab_size: int
     batch_limits: BatchLimits
 
-    def pool(self, inputs: Listing[Listing[int]]) -> "Matrix":
-        """Returns a row for each input, (inputs, width). Raises InsufficientMemoryError and DeviceError."""
+    def begin(self, inputs: Listing[Listing[int]]) -> PoolingPass:
+        """Starts a pass over inputs, which gives up the one before. Raises InsufficientMemoryError."""
         ...
 
 
 class Embedder(Pooler, Protocol):
     """Makes embeddings. `tokenize` may be called from other threads."""
+
+    def describe(self) -> messages.CardEmbeddings:
+        """Returns the description of the embeddings in a card."""
+        ...
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the token ids of a text, with the special tokens that the model wants around it."""

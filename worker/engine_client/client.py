@@ -172,7 +172,7 @@ class EngineClient(asyncio.Protocol):
         return await self._tokenizing.call(lambda call_id: self._send(ipc.TokenizeCall(call_id, request)))
 
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
-        if not self._require_running().embedding_width:
+        if self._require_running().embeddings is None:
             raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes no embeddings", param="model")
         self._admit_call()
         return await self._pooling.embed(request)

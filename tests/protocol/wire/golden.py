@@ -69,6 +69,7 @@ FULL_CARD = codec.replace(
     previous=messages.PreviousEpoch(epoch="1750000000000-abcdef", seq=41),
     earlier=[messages.PreviousEpoch(epoch="1740000000000-abcdef", seq=-1)],
     adapters=[messages.CardAdapter(name="style", digest="7bd09cb0", tenants=["acme"])],
+    embeddings=messages.CardEmbeddings(dimensions=896, pooling="last", max_input_tokens=2_048),
     role=messages.WorkerRole.DECODE,
     loadable=True,
     load=LOAD,

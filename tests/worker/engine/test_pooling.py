@@ -6,11 +6,12 @@ from collections.abc import Sequence as Listing
 import numpy as np
 import pytest
 
-from tokenbus.protocol.wire import errors, internal
+from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker.engine import pooling
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.pooling import PoolingQueue, PoolingResult
-from tokenbus.worker.engine.runner import BatchLimits, InsufficientMemoryError
+from tokenbus.worker.engine.runner import BatchLimits, InsufficientMemoryError, PoolingPass, WholePass
+from tokenbus.worker.engine.scheduling.step_budget import StepBudget
 
 
 class Lengths:
@@ -28,6 +29,12 @@ class Lengths:
     def tokenize(self, text: str) -> list[int]:
         return [1] * len(text)
 
+    def describe(self) -> messages.CardEmbeddings:
+        return messages.CardEmbeddings(dimensions=2, pooling="last", max_input_tokens=8)
+
+    def begin(self, inputs: Listing[Listing[int]]) -> PoolingPass:
+        return WholePass(self.pool, inputs)
+
     def pool(self, inputs: Listing[Listing[int]]) -> Matrix:
         self.batches.append([len(one) for one in inputs])
         if self.failure is not None:
@@ -40,7 +47,7 @@ class Fixture:
         self.embedder = Lengths(limits)
         self.results: dict[int, PoolingResult] = {}
         self.batches: list[list[int]] = []
-        self.queue = PoolingQueue(self.batches.append, self.results.__setitem__)
+        self.queue = PoolingQueue(self.batches.append, self.results.__setitem__, StepBudget(1.0, 1_000, 1_000))
 
     def add(self, call_id: int, *texts: str, now: float | None = None, normalize: bool = False) -> None:
         request = internal.Embed(inputs=list(texts), remaining_ms=60_000, normalize=normalize)
@@ -49,7 +56,7 @@ class Fixture:
 
     def run(self) -> None:
         while self.queue.has_work:
-            self.queue.step()
+            self.queue.step(1.0)
 
     def lengths(self, call_id: int) -> list[float]:
         rows = np.frombuffer(self.results[call_id].rows, "<f4").reshape(-1, 2)
@@ -93,7 +100,7 @@ def test_inputs_of_an_aborted_request_that_are_not_yet_computed_never_are() -> N
     one = flat(100, max_inputs=1)
     one.add(1, "aaa", "aa", "a")
     one.add(2, "aaaa", "aaaaa")
-    one.queue.step()
+    one.queue.step(1.0)
     one.queue.abort(1)
     one.queue.abort(99)
     one.run()
@@ -115,8 +122,8 @@ def test_a_request_waits_for_one_batch_of_a_larger_one_and_not_for_all_of_it() -
     one = flat(4)
     one.add(1, *["aaaa"] * 5)
     one.add(2, "aa")
-    one.queue.step()
-    one.queue.step()
+    one.queue.step(1.0)
+    one.queue.step(1.0)
     assert one.embedder.batches == [[4], [2]]
     assert list(one.results) == [2]
     one.run()
@@ -127,7 +134,7 @@ def test_requests_whose_time_is_over_end_before_anything_is_computed_for_them() 
     one = flat(100)
     one.add(1, "a")
     one.add(2, "a", now=time.monotonic() - 61)
-    one.queue.step()
+    one.queue.step(1.0)
     late = one.results[2].error
     assert late is not None
     assert late.code is errors.Code.DEADLINE_EXCEEDED
@@ -140,7 +147,7 @@ def test_too_little_memory_ends_the_requests_in_the_batch_and_no_others() -> Non
     one.add(1, "a", "a")
     one.add(2, "a")
     one.embedder.failure = InsufficientMemoryError()
-    one.queue.step()
+    one.queue.step(1.0)
     one.embedder.failure = None
     one.run()
     error = one.results[1].error

@@ -18,8 +18,6 @@ _CELLS = 256
 """llama.cpp rounds its KV memory up to multiples of this, but not the tokens that it takes in one batch."""
 _IDLE_LANES = 48
 """Lanes for the ends of cached prefixes. Each costs a row of logits in host memory."""
-POOLED_INPUTS = 64
-"""The most inputs that are pooled in one batch. Each costs a row of logits in host memory, if the model has them."""
 
 
 def _kv_tokens(model: llama.llama_model_p, settings: EngineSettings, length: int) -> int:
@@ -75,7 +73,7 @@ def num_lanes(settings: EngineSettings, *, partial_state: bool) -> int:
 def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_state: bool) -> llama.llama_context_p:
     """`partial_state` is what `has_partial_state` says of the model. Raises ModelError if memory is too small."""
     length = kv_memory.context_length(settings, llama.llama_model_n_ctx_train(model))
-    params = _params(settings)
+    params = common_params(settings)
     params.n_ctx = -(-_kv_tokens(model, settings, length) // _CELLS) * _CELLS
     params.n_batch = settings.max_num_batched_tokens
     params.n_ubatch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
@@ -97,33 +95,7 @@ def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_stat
     return context
 
 
-def create_for_pooling(
-    model: llama.llama_model_p, settings: EngineSettings, pooling_type: int, capacity: int, *, outputs_all: bool
-) -> llama.llama_context_p:
-    """Creates a context that pools batches of up to `capacity` tokens. `outputs_all` says whether all of them have
-    outputs, or only the last of each input. Raises ModelError if there is not enough memory."""
-    params = _params(settings)
-    params.embeddings = True
-    params.pooling_type = pooling_type
-    # llama.cpp aborts where its largest ubatch has not the same number of tokens for each of its sequences.
-    capacity = -(-capacity // _CELLS) * _CELLS
-    params.n_ctx = params.n_batch = capacity
-    # What reads all states of an input, and attention between all of them, needs the input in one ubatch.
-    params.n_ubatch = capacity if outputs_all else min(settings.ubatch_tokens, capacity)
-    params.n_outputs_max = capacity if outputs_all else POOLED_INPUTS
-    params.n_seq_max = POOLED_INPUTS
-    # With a memory for each sequence, llama.cpp would split a batch into ubatches of equal lengths.
-    params.kv_unified = True
-    context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
-    if context is None:
-        raise ModelError(
-            f"no context for inputs of {capacity} tokens could be made: {backend.last_error()}; pass a smaller "
-            "--context-length or --ubatch-tokens"
-        )
-    return context
-
-
-def _params(settings: EngineSettings) -> llama.llama_context_params:
+def common_params(settings: EngineSettings) -> llama.llama_context_params:
     """Returns the parameters that every context has in common."""
     threads = settings.threads or len(os.sched_getaffinity(0))
     params: llama.llama_context_params = llama.llama_context_default_params()

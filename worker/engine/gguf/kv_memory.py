@@ -9,6 +9,11 @@ from tokenbus.worker.engine.runner import ModelError
 
 _MAX_DEFAULT_CONTEXT = 8_192
 _MAX_DEFAULT_KV_TOKENS = 16_384
+EMBEDDED_INPUTS = 16
+"""The most inputs that a model which generates embeds in one batch; each costs a row of logits."""
+MEAN_OUTPUTS = 64
+"""The most tokens whose states are returned at once, where an embedding is the mean of all; each costs as much."""
+_MAX_DEFAULT_EMBED_TOKENS = 2_048
 _BLOCK_BYTES = {
     "f32": (1, 4),
     "f16": (1, 2),
@@ -83,6 +88,11 @@ def context_length(settings: EngineSettings, trained: int) -> int:
 def default_kv_tokens(length: int) -> int:
     """Returns the tokens of KV memory for all sequences of that length together, if no setting says how many."""
     return max(length, min(4 * length, _MAX_DEFAULT_KV_TOKENS))
+
+
+def embed_tokens(settings: EngineSettings, context_length: int) -> int:
+    """Returns the most tokens of an input that a model which generates embeds."""
+    return settings.max_embed_tokens or min(context_length, _MAX_DEFAULT_EMBED_TOKENS)
 
 
 def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) -> EngineSettings:

@@ -82,6 +82,8 @@ def capabilities(
         if found.checkpoint is not None:
             reason = "its prefixes are reused at checkpoints, which stay in the memory of their engine"
         missing["kv_exchange"] = missing["recovery"] = reason
+    if not _has_states(context, first):
+        missing["embeddings"] = "llama.cpp returns no hidden states of its tokens"
     is_tried = llama.llama_n_seq_max(context) >= 2 + first and count == TOKENS
     can_batch = not is_tried or _try_batch(context, lanes, first)
     if not can_batch:
@@ -89,6 +91,20 @@ def capabilities(
     lanes.clear()
     canary = tokens[:1] if np.isfinite(row).all() else []
     return found._replace(can_batch=can_batch, canary=canary, missing=missing)
+
+
+def _has_states(context: llama.llama_context_p, seq_id: int) -> bool:
+    """Computes a token with embeddings; returns whether its hidden state is there, and made of numbers."""
+    llama.llama_memory_clear(llama.llama_get_memory(context), False)
+    llama.llama_set_embeddings(context, True)
+    is_computed = _decode(context, [0], 0, seq_id) is not None
+    pointer = llama.llama_get_embeddings(context) if is_computed else None
+    llama.llama_set_embeddings(context, False)
+    if not pointer:
+        return False
+    width = llama.llama_model_n_embd_out(llama.llama_get_model(context))
+    state = np.ctypeslib.as_array(pointer, (width,))
+    return bool(np.isfinite(state).all() and state.any())
 
 
 def _try_batch(context: llama.llama_context_p, lanes: Lanes, first_seq_id: int) -> bool:

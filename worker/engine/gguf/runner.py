@@ -21,6 +21,7 @@ from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.lora.adapters import ContextAdapters
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
 from tokenbus.worker.engine.gguf.pooling import pooler
+from tokenbus.worker.engine.gguf.pooling.causal_embedder import CausalEmbedder
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
@@ -95,6 +96,7 @@ class GgufRunner:
         self.bundle = model.bundle
         self.copies: SlotStore | None = None
         self.embedder: Embedder | None = None
+        self._embedder: CausalEmbedder | None = None
         self.reranker: Reranker | None = None
         model_tokens = ModelTokens(self.token_bytes, self.end_token_ids, self.encode)
         self.reasoning_closer = reasoning.closer_of(model.chat_format, model_tokens)
@@ -134,6 +136,11 @@ class GgufRunner:
         self.kv_identity = _identity(metadata.fingerprint, settings, capabilities)
         self.copies = self.lanes.copies = _make_store(self.kv_identity, settings, capabilities)
         self.config = self._describe(settings, capabilities)
+        self.embedder = self._embedder = self._make_embedder(settings, capabilities)
+        if self._embedder is not None:
+            self.config = codec.replace(
+                self.config, features=(*self.config.features, "embed"), embeddings=self._embedder.describe()
+            )
         if settings.context_length > self.config.context_length:
             raise ModelError(
                 f"--context-length {settings.context_length} is above what one sequence can have here, "
@@ -206,7 +213,23 @@ class GgufRunner:
         self._free()
         self._release()
 
+    def _make_embedder(self, settings: EngineSettings, capabilities: probe.Capabilities) -> CausalEmbedder | None:
+        """Returns None if the model can make no embeddings, or is to make none."""
+        if settings.pooling == "none":
+            return None
+        if (reason := capabilities.missing.get("embeddings")) is not None:
+            if settings.pooling == "auto":
+                return None
+            raise ModelError(f"--pooling {settings.pooling} can't be met: {reason}")
+        made = CausalEmbedder(self._model, settings, self.config.context_length)
+        if not capabilities.can_batch:
+            made.batch_limits = made.batch_limits._replace(max_inputs=1)
+        return made
+
     def _free(self) -> None:
+        if self._embedder is not None:
+            self._embedder.close()
+            self.embedder = self._embedder = None
         if self._adapters is not None:
             self._adapters.close()
             self.adapters = self._adapters = None

@@ -81,6 +81,7 @@ def _rules(settings: EngineSettings) -> Iterator[Rule]:
     yield Rule("--context-length", context, context == 0 or context >= 2, "at least 2, or 0 to have it chosen")
     yield Rule("--kv-tokens", kv, kv == 0 or kv >= least_kv, f"one block and one context at least ({least_kv})")
     yield Rule("--ubatch-tokens", settings.ubatch_tokens, settings.ubatch_tokens >= 1, "at least 1")
+    yield Rule("--max-embed-tokens", settings.max_embed_tokens, settings.max_embed_tokens >= 0, "0 or more")
     kind = settings.quantize or converted.DEFAULT_TYPE
     yield Rule("--quantize", kind, kind in converted.TYPES, f"one of {', '.join(converted.TYPES)}")
     for name, known in CHOICES.items():

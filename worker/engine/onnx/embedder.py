@@ -5,7 +5,7 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from tokenbus.protocol.wire import limits
+from tokenbus.protocol.wire import limits, messages
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.model import OnnxModel
@@ -13,7 +13,7 @@ from tokenbus.worker.engine.onnx.model_config import pooling_mode
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.pooling_runner import PoolingRunner
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import BatchLimits, ModelError
+from tokenbus.worker.engine.runner import BatchLimits, ModelError, WholePass
 
 _DEFAULT_LENGTH = 512
 _CLOSE = 1e-2
@@ -31,7 +31,7 @@ class OnnxEmbedder:
         self._graph = graph
         self._graph_runner = model.graph_runner
         self._tokenizer = model.tokenizer
-        self._mode = pooling_mode(settings.onnx.pooling, model.files.sidecars, generates=graph.logits is not None)
+        self._mode = pooling_mode(settings.pooling, model.files.sidecars, generates=graph.logits is not None)
         self._output = graph.pooled if graph.pooled is not None and graph.hidden is None else graph.hidden
         self._can_batch = False  # until the trial has shown that rows do not disturb each other
         self.width = self._try(str(model.files.weights))
@@ -39,10 +39,18 @@ class OnnxEmbedder:
     def __repr__(self) -> str:
         return f"<OnnxEmbedder of {self.width}, {self._mode}>"
 
+    def describe(self) -> messages.CardEmbeddings:
+        mode = "graph" if self._output is self._graph.pooled else self._mode
+        return messages.CardEmbeddings(dimensions=self.width, pooling=mode, max_input_tokens=self.max_input_tokens)
+
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode_with_special_tokens(text)
 
+    def begin(self, inputs: Listing[Listing[int]]) -> WholePass:
+        return WholePass(self.pool, inputs)
+
     def pool(self, inputs: Listing[Listing[int]]) -> Matrix:
+        """Returns a row for each input, (inputs, width)."""
         if self._can_batch:
             return self._run(inputs)
         return np.concatenate([self._run([one]) for one in inputs])
@@ -80,6 +88,8 @@ def make_runner(model: OnnxModel, settings: EngineSettings, release: Callable[[]
     """Returns a replica of an encoder, which generates nothing. `release` is called once the model isn't needed.
 
     Raises ModelError if it can't be served."""
+    if settings.pooling == "none":
+        raise ModelError(f"{model.files.weights}: does nothing but embed; leave --pooling none out")
     trained = model.model_config.context_length or _DEFAULT_LENGTH
     longest = min(settings.context_length or trained, trained)
     embedder = OnnxEmbedder(model, settings, max_input_tokens=longest)

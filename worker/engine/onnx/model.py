@@ -101,7 +101,7 @@ class OnnxModel:
             pid=os.getpid(),
             files=self.files.to_paths(),
             kv_bytes=size.num_rows * size.context_length * self.bytes_per_token,
-            embedding_width=embedder.width if embedder is not None else 0,
+            embeddings=None if embedder is None else embedder.describe(),
             chat_format=self.chat_format,
         )
 

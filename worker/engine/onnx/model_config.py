@@ -13,7 +13,6 @@ from tokenbus.worker.engine.models.model_files import read_json
 
 GENAI_CONFIG = "genai_config.json"
 POOLING_CONFIG = "1_Pooling/config.json"
-POOLING_MODES = ("auto", "mean", "cls", "last")
 
 
 class GenaiDecoder(msgspec.Struct, frozen=True):

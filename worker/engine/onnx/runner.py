@@ -197,8 +197,8 @@ class OnnxRunner:
             raise InsufficientMemoryError(f"{free} bytes are free, --min-free-mib wants {self._min_free_bytes}")
 
     def _make_embedder(self, settings: EngineSettings, size: CacheSize) -> Embedder | None:
-        """Returns None if the graph shows no hidden states or can't compute a whole text; it can still generate."""
-        if self._model.graph.hidden is None:
+        """Returns None if the graph can't compute embeddings, or is to make none; it can still generate."""
+        if self._model.graph.hidden is None or settings.pooling == "none":
             return None
         try:
             return embedder.OnnxEmbedder(self._model, settings, max_input_tokens=size.context_length)

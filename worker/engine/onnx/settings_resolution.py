@@ -6,8 +6,7 @@ from typing import NamedTuple
 from tokenbus.worker.engine.models.generation_config import GenerationConfig
 from tokenbus.worker.engine.models.settings_resolution import AUTO, Rule, common_rules, require, resolve
 from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, named
-from tokenbus.worker.engine.onnx.model_config import POOLING_MODES
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.process.settings import CHOICES, EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
 _MAX_DEFAULT_CONTEXT = 4_096
@@ -26,6 +25,7 @@ _GGUF_ONLY = (
     "split_mode",
     "tensor_split",
     "ubatch_tokens",
+    "max_embed_tokens",
 )
 """Settings that mean nothing here. They are refused, so that nobody relies on them."""
 
@@ -73,7 +73,8 @@ def _rules(settings: EngineSettings) -> Iterator[Rule]:
     yield Rule(
         "--devices", ",".join(devices), all(map(named, devices)) and len(devices) < 2, "one of cpu, cuda:0, cuda:1, ..."
     )
-    yield Rule("--pooling", onnx.pooling, onnx.pooling in POOLING_MODES, f"one of {', '.join(POOLING_MODES)}")
+    pooling, modes = settings.pooling, CHOICES["pooling"]
+    yield Rule("--pooling", pooling, pooling in modes, f"one of {', '.join(modes)}")
     yield Rule("--device-id", onnx.device_id, onnx.device_id >= 0, "0 or more")
     yield Rule("--device-memory-mib", onnx.device_memory_mib, onnx.device_memory_mib >= 0, "0 or more")
     yield Rule("--min-free-mib", onnx.min_free_mib, onnx.min_free_mib >= 0, "0 or more")

@@ -90,7 +90,10 @@ class StepLoop:
         self._pooling = PoolingQueue(
             lambda call_ids: report(ipc.PoolingBatch(call_ids)),
             lambda call_id, result: report(ipc.PoolResult(call_id, *result)),
+            StepBudget(step_target_s, min_tokens=min(32, most), max_tokens=most),
         )
+        self._had_prompts = False
+        """Whether the last step computed prompts. They and inputs to pool take turns."""
         self._compilation = Compilation(
             lambda: ModelTokens(runner.token_bytes, runner.end_token_ids, runner.encode),
             2 * runner.config.max_num_seqs,
@@ -119,13 +122,18 @@ class StepLoop:
         try:
             while (results := self._take_commands()) is not None:
                 self._wait_for_matchers()
-                prefill_tokens = self._step_budget.prefill_tokens(self._scheduler.num_decoding)
+                num_decoding = self._scheduler.num_decoding
+                pools = self._pooling.has_work and self._had_prompts
+                prefill_tokens = 0 if pools else self._step_budget.prefill_tokens(num_decoding)
                 plan = self._scheduler.schedule(prefill_tokens, self._transfer_budget.blocks, time.monotonic())
+                self._had_prompts = not all(part.sequence.is_decoding for part in plan.scheduled)
                 self._isolate(self._scheduler.isolated)
                 with contextlib.nullcontext() if self._isolated else self._step_gate.step():
+                    began = time.monotonic()
                     failed = self._start(plan)
                     step_results, stats = self._step(plan, failed)
-                    self._pooling.step()
+                    if not self._had_prompts:
+                        self._pooling.step(self._step_budget.target_s(num_decoding) - (time.monotonic() - began))
                 self._block_transfers.step()
                 self._report_results([*results, *failed, *step_results], stats)
                 self._unload_adapters()

@@ -9,6 +9,7 @@ CHOICES = {
     "cache_type_v": _CACHE_TYPES,
     "flash_attention": ("auto", "on", "off"),
     "split_mode": ("none", "layer", "row", "tensor"),
+    "pooling": ("auto", "mean", "cls", "last", "none"),
 }
 """The values of the settings that have only a few, for engines that know them."""
 
@@ -49,9 +50,6 @@ class OnnxSettings(msgspec.Struct, frozen=True, kw_only=True):
     stream needs. With less, requests end in `insufficient_memory`. 0 checks nothing."""
     max_paddings: int = -1
     """The columns of padding that one batch of a graph with a plain cache may have; -1 means 4,096."""
-    pooling: str = "auto"
-    """The way in which a text's tokens become its embedding: `mean`, `cls` (the first) or `last`. `auto` takes what the
-    model's files say; without that, `last` for a model that generates and `mean` for an encoder."""
     spin: bool = True
     """Whether threads wait for each other by spinning, which is faster where each has a core for itself."""
 
@@ -113,6 +111,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The way in which several GPUs share the model: `none`, `layer`, `row` or `tensor`."""
     tensor_split: tuple[float, ...] = ()
     """The share of the model for each GPU; empty means by their free memory."""
+    pooling: str = "auto"
+    """The way in which a text's tokens become its embedding: `mean`, `cls` (the first) or `last`. `auto` takes what the
+    model's files say; without that, `last` for a model that generates and `mean` for an encoder. With `none`, a model
+    that generates makes no embeddings."""
+    max_embed_tokens: int = 0
+    """The most tokens of an input to embed, for a GGUF that generates; 0 means 2,048, or the context if that is less.
+    The KV memory for it is apart from `kv_tokens`."""
     kv_limit_bytes: int = 0
     """A limit to the device's memory for KV; 0 sets none besides the other settings."""
     debug: bool = False

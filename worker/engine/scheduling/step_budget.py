@@ -32,15 +32,22 @@ class StepBudget:
     def __repr__(self) -> str:
         return f"<StepBudget {self._tokens_per_s or 0:.0f} tokens/s, {self.prefill_tokens(1)} a step>"
 
-    def prefill_tokens(self, num_decoding: int) -> int:
-        """The prompt tokens for a step in which `num_decoding` sequences decode: few until steps have been timed.
+    def target_s(self, num_decoding: int) -> float:
+        """The time that a step may take in which `num_decoding` sequences decode.
 
         While nobody decodes, a step may take longer: large steps compute more tokens a second."""
+        return self._target_s if num_decoding else _NO_DECODE_FACTOR * self._target_s
+
+    def prefill_tokens(self, num_decoding: int) -> int:
+        """The prompt tokens for a step in which `num_decoding` sequences decode: few until steps have been timed."""
+        return self.tokens_within(self.target_s(num_decoding), num_decoding)
+
+    def tokens_within(self, seconds: float, num_decoding: int = 0) -> int:
+        """The tokens that are computed in a time in which `num_decoding` sequences decode, too."""
         if self._tokens_per_s is None:
             return self._min_tokens
-        target_s = self._target_s if num_decoding else _NO_DECODE_FACTOR * self._target_s
-        wanted = int(self._tokens_per_s * target_s) - num_decoding  # a decode counts as one token
-        if wanted + num_decoding < _EFFICIENT_TOKENS <= _EFFICIENCY_FACTOR * target_s * self._tokens_per_s:
+        wanted = int(self._tokens_per_s * seconds) - num_decoding  # a decode counts as one token
+        if wanted + num_decoding < _EFFICIENT_TOKENS <= _EFFICIENCY_FACTOR * seconds * self._tokens_per_s:
             wanted = _EFFICIENT_TOKENS - num_decoding
         return max(self._min_tokens, min(self._max_tokens, wanted))
 

@@ -162,7 +162,9 @@ def test_an_input_that_is_longer_than_a_batch_is_computed_alone(folder: Path) ->
 
 def test_it_offers_embeddings_and_nothing_else(runner: PoolingRunner) -> None:
     config = runner.config
-    assert (config.features, config.embedding_width, config.prefix_cache) == (("embed",), 64, False)
+    assert (config.features, config.prefix_cache) == (("embed",), False)
+    assert config.embeddings is not None
+    assert config.embeddings.dimensions == 64
     assert runner.bundle is None
 
 
@@ -192,7 +194,7 @@ def test_scores_are_those_that_numpy_computes(folder: Path, ranker: tuple[str, P
 def test_a_reranker_offers_scores_and_nothing_else(ranker: tuple[str, PoolingRunner]) -> None:
     _, runner = ranker
     assert runner.embedder is None
-    assert (runner.config.features, runner.config.embedding_width) == (("rerank",), 0)
+    assert (runner.config.features, runner.config.embeddings) == (("rerank",), None)
 
 
 def whole(path: Path, text: str) -> list[int]:

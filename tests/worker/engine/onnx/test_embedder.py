@@ -12,7 +12,7 @@ from tests.support import encoder
 from tests.support.engines import ONNX, Recorder, demo_engine, gqa_demo
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker import engine_request
-from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client.client import EngineClient
 
 Start = Callable[[EngineSettings], Coroutine[Any, Any, EngineClient]]
@@ -56,7 +56,7 @@ async def test_an_encoder_s_vectors_are_pooled_as_its_files_or_a_setting_say(
     start: Start, tmp_path: Path, asked: str, said: str | None, expected: str
 ) -> None:
     encoder.write(tmp_path, pooling=said)
-    engine = await start(EngineSettings(model=str(tmp_path), threads=1, onnx=OnnxSettings(pooling=asked)))
+    engine = await start(EngineSettings(model=str(tmp_path), threads=1, pooling=asked))
     whole = states(CLS, THE, FOX, SLEEP, S, SEP)
     truth = {"mean": whole.mean(axis=0), "cls": whole[0], "last": whole[-1]}[expected]
     (found,) = await rows(engine, "the fox sleeps", normalize=False)
@@ -113,7 +113,9 @@ async def test_an_encoder_generates_nothing_and_says_so(start: Start, tmp_path: 
     encoder.write(tmp_path)
     engine = demo_engine(EngineSettings(model=str(tmp_path), threads=1))
     config = await engine.start("test")
-    assert (config.features, config.embedding_width, config.prefix_cache) == (("embed",), encoder.WIDTH, False)
+    assert (config.features, config.prefix_cache) == (("embed",), False)
+    assert config.embeddings is not None
+    assert config.embeddings.dimensions == encoder.WIDTH
     asked = engine_request.EngineRequest(key="k", token_ids=[1], sampling=engine_request.Sampling(max_tokens=1))
     with pytest.raises(errors.RequestError, match="generates nothing"):
         engine.generate(asked, lambda output: None)

@@ -5,29 +5,28 @@ computed at once (one ubatch, which attention between all its tokens needs too).
 of a causal model is read, the tokens before it need no output, and go through in ubatches of any size: llama.cpp would
 compute the logits of every output, which is a third of the work for a small model with a large vocabulary."""
 
-from __future__ import annotations  # llama_cpp names its handle types for type checkers only
-
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.protocol.wire import codec
+from tokenbus.protocol.wire import codec, messages
 from tokenbus.worker.engine.draws import Matrix
-from tokenbus.worker.engine.gguf import backend, context, kv_memory, settings_resolution
-from tokenbus.worker.engine.gguf.batch import Batch, Part
+from tokenbus.worker.engine.gguf import kv_memory, settings_resolution
+from tokenbus.worker.engine.gguf.batch import Part
 from tokenbus.worker.engine.gguf.model import GgufModel
+from tokenbus.worker.engine.gguf.pooling.pooling_context import PoolingContext, PoolingSize
 from tokenbus.worker.engine.gguf.pooling.pooling_type import PoolingType
 from tokenbus.worker.engine.gguf.pooling.rerank_prompt import RerankPrompt
 from tokenbus.worker.engine.pooling_runner import PoolingRunner
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import BatchLimits, DeviceError, InsufficientMemoryError, ModelError
+from tokenbus.worker.engine.runner import BatchLimits, DeviceError, InsufficientMemoryError, ModelError, WholePass
 
 _CLOSE = 1e-2
 """The largest difference, as a share of a row's length, between a row computed alone and in a batch."""
-_NO_ROOM, _OUT_OF_MEMORY = 1, -2
-"""llama_decode's results for too few cells, and for an allocation that failed."""
+POOLED_INPUTS = 64
+"""The most inputs that are pooled in one batch. Each costs a row of logits in host memory, if the model has them."""
 
 
 class GgufPooler:
@@ -40,59 +39,50 @@ class GgufPooler:
         # Attention takes a batch's tokens squared, though an input sees only itself, so larger batches are slower.
         most = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
         capacity = max(self.max_input_tokens, most)
-        self.batch_limits = BatchLimits(most, context.POOLED_INPUTS, is_padded=False)
+        self.batch_limits = BatchLimits(most, POOLED_INPUTS, is_padded=False)
         self._pooling = model.pooling
-        self._open(model, settings, capacity, outputs_all=model.pooling in (PoolingType.MEAN, PoolingType.CLS))
-        if not self._outputs_all and not self._is_causal:
+        outputs_all = self._pooling in (PoolingType.MEAN, PoolingType.CLS)
+        self._context = self._open(model, settings, capacity, outputs_all=outputs_all)
+        if not self._outputs_all and not self._context.is_causal:
             self.close()
-            self._open(model, settings, capacity, outputs_all=True)
-        self._batch = Batch(capacity, 0)
+            self._context = self._open(model, settings, capacity, outputs_all=True)
         self.width = _width(model)
         self._try(str(model.files.weights))
 
     def __repr__(self) -> str:
         return f"<GgufPooler of {self.width}, {self._pooling.name.lower()}>"
 
-    def _open(self, model: GgufModel, settings: EngineSettings, capacity: int, *, outputs_all: bool) -> None:
+    def _open(self, model: GgufModel, settings: EngineSettings, capacity: int, *, outputs_all: bool) -> PoolingContext:
         self._outputs_all = outputs_all
-        self._context = context.create_for_pooling(
-            model.handle, settings, self._pooling.value, capacity, outputs_all=outputs_all
+        size = PoolingSize(
+            capacity,
+            POOLED_INPUTS,
+            outputs=capacity if outputs_all else POOLED_INPUTS,
+            # What reads all states of an input, and attention between all of them, needs the input in one ubatch.
+            ubatch_tokens=capacity if outputs_all else settings.ubatch_tokens,
         )
-        self._memory = llama.llama_get_memory(self._context)
-        self._is_causal = self._memory is not None and llama.llama_get_causal_attn(self._context)
+        return PoolingContext(model.handle, settings, self._pooling.value, size, "--context-length")
+
+    def begin(self, inputs: Listing[Listing[int]]) -> WholePass:
+        return WholePass(self.pool, inputs)
 
     def pool(self, inputs: Listing[Listing[int]]) -> Matrix:
-        if self._memory is not None:
-            llama.llama_memory_clear(self._memory, False)  # cells only: what they held is finite
+        """Returns a row for each input, (inputs, width)."""
+        self._context.clear(overwrites=False)  # what the cells held is finite
         if self._outputs_all:
-            self._decode([Part(number, 0, one) for number, one in enumerate(inputs)], has_outputs=True)
+            self._context.decode((Part(number, 0, one) for number, one in enumerate(inputs)), has_outputs=True)
         else:
-            self._decode([Part(number, 0, one[:-1]) for number, one in enumerate(inputs)], has_outputs=False)
-            self._decode([Part(number, len(one) - 1, one[-1:]) for number, one in enumerate(inputs)], has_outputs=True)
-        rows = np.stack([self._row(number) for number in range(len(inputs))])
-        if self._memory is not None and not np.isfinite(rows).all():
-            llama.llama_memory_clear(self._memory, True)  # attention multiplies what is left in cells by 0
+            before = [Part(number, 0, one[:-1]) for number, one in enumerate(inputs)]
+            last = [Part(number, len(one) - 1, one[-1:]) for number, one in enumerate(inputs)]
+            self._context.decode(before, has_outputs=False)
+            self._context.decode(last, has_outputs=True)
+        rows = np.stack([self._context.row(number, self.width) for number in range(len(inputs))])
+        if not np.isfinite(rows).all():
+            self._context.clear(overwrites=True)
         return rows
 
     def close(self) -> None:
-        llama.llama_free(self._context)
-
-    def _row(self, number: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        pointer = llama.llama_get_embeddings_seq(self._context, number)
-        if not pointer:
-            raise DeviceError("llama.cpp has no embedding of an input that it has computed")
-        return np.ctypeslib.as_array(pointer, (self.width,)).copy()
-
-    def _decode(self, parts: list[Part], *, has_outputs: bool) -> None:
-        self._batch.fill_parts(parts, has_outputs=has_outputs)
-        if not self._batch.struct.n_tokens:
-            return
-        llama.llama_set_embeddings(self._context, has_outputs)
-        status = llama.llama_decode(self._context, self._batch.struct)
-        if status in (_NO_ROOM, _OUT_OF_MEMORY):  # nothing of the batch is kept, so the next one can be tried
-            raise InsufficientMemoryError(backend.last_error())
-        if status != 0:
-            raise DeviceError(f"llama_decode returned {status}: {backend.last_error()}")
+        self._context.close()
 
     def _try(self, where: str) -> None:
         """Computes two inputs alone and together, which has to be the same."""
@@ -115,6 +105,11 @@ class GgufEmbedder(GgufPooler):
     def __init__(self, model: GgufModel, settings: EngineSettings) -> None:
         self._tokenizer = model.tokenizer
         super().__init__(model, settings)
+
+    def describe(self) -> messages.CardEmbeddings:
+        return messages.CardEmbeddings(
+            dimensions=self.width, pooling=self._pooling.name.lower(), max_input_tokens=self.max_input_tokens
+        )
 
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode_with_special_tokens(text)
@@ -153,7 +148,7 @@ def make_runner(model: GgufModel, settings: EngineSettings, release: Callable[[]
         return PoolingRunner(config, model.tokenizer, _close(reranker, release), reranker=reranker)
     embedder = GgufEmbedder(model, resolved)
     described = model.describe(resolved, embedder.max_input_tokens, ("embed",))
-    config = codec.replace(described, embedding_width=embedder.width)
+    config = codec.replace(described, embeddings=embedder.describe())
     return PoolingRunner(config, model.tokenizer, _close(embedder, release), embedder=embedder)
 
 
