@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from llama_cpp import llama_cpp as llama
 
 from bench.models import random_encoder
 from bench.models.random_encoder import EncoderShape
@@ -20,6 +22,7 @@ from tests.support.exact_client import until_ready
 from tests.support.raw_client import PREFIX, RawClient
 from tests.support.system import System
 from tokenbus import demo
+from tokenbus.worker.engine.gguf import backend
 
 
 @pytest.fixture
@@ -102,7 +105,7 @@ async def test_a_gguf_model_is_asked_for_embeddings_as_an_onnx_model_is(system: 
 async def test_a_model_without_embeddings_and_one_with_nothing_else_say_so(system: System, tmp_path: Path) -> None:
     encoder.write(tmp_path / "encoder")
     system.router("router")
-    system.worker("generates")
+    system.worker("generates", "--pooling", "none")
     system.worker("embeds", model=tmp_path / "encoder", served_name="encoder")
     bare = await system.connect()
     await until_ready(bare, 2)
@@ -111,6 +114,83 @@ async def test_a_model_without_embeddings_and_one_with_nothing_else_say_so(syste
     assert len((await embed(bare, {"input": "the fox"}, "encoder"))["embeddings"][0]) == encoder.WIDTH
     answer = await bare.ask({"prompt": "the fox"}, subject=f"{PREFIX}.generate.encoder")
     assert answer.terminals[0]["error"]["code"] == "unsupported"
+
+
+QUESTIONS = ("What is 12 + 30?", "What is 7 + 8?", "Tell me a story about a fox.", "Tell me a story about an owl.")
+
+
+async def answers_of(bare: RawClient, max_tokens: int) -> list[str]:
+    """Returns what four greedy streams send, all at the same time."""
+    asked = [
+        {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": max_tokens}
+        for text in QUESTIONS
+    ]
+    return [answer.text for answer in await asyncio.gather(*map(bare.ask, asked))]
+
+
+def bare_vectors(inputs: list[list[int]]) -> np.ndarray:
+    """Returns the vectors that plain llama.cpp makes with the weights of the demo model, one input at a time."""
+    backend.init()  # llama.cpp's lines go to the log
+    model = llama.llama_model_load_from_file(str(demo.MODEL_PATH).encode(), llama.llama_model_default_params())
+    params = llama.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = 600
+    params.n_threads = params.n_threads_batch = 1
+    params.embeddings, params.pooling_type = True, llama.LLAMA_POOLING_TYPE_LAST
+    params.flash_attn_type, params.type_k, params.type_v = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED, 0, 0
+    context = llama.llama_init_from_model(model, params)
+    rows = []
+    for one in inputs:
+        llama.llama_memory_clear(llama.llama_get_memory(context), True)
+        tokens = (llama.llama_token * len(one))(*one)
+        assert llama.llama_decode(context, llama.llama_batch_get_one(tokens, len(one))) == 0
+        pointer = llama.llama_get_embeddings_seq(context, 0)
+        rows.append(np.ctypeslib.as_array(pointer, (llama.llama_model_n_embd_out(model),)).copy())
+    llama.llama_free(context)
+    llama.llama_model_free(model)
+    return np.array([row / np.linalg.norm(row) for row in rows])
+
+
+async def test_a_worker_that_generates_embeds_beside_its_streams_and_changes_none_of_their_bytes(
+    system: System,
+) -> None:
+    system.router("router")
+    exact = ("--flash-attention", "off", "--cache-type-k", "f32", "--cache-type-v", "f32")  # rounds as little as it can
+    system.worker("worker", "--step-target-ms", "50", *exact)
+    bare = await system.connect()
+    (card,) = await until_ready(bare, 1)
+    assert card["embeddings"] == {"dimensions": 128, "pooling": "last", "max_input_tokens": 2_048}
+    assert {"generate", "embed"} <= set(card["features"])
+    alone = await answers_of(bare, 16)
+    inputs = [[5 + (7 * number + place) % 400 for place in range(600)] for number in range(10)]
+    replies = [asyncio.create_task(embed(bare, {"input": inputs[start::2], "dimensions": 128})) for start in (0, 1)]
+    await system.until_logged("router", "embed_received")
+    beside = await answers_of(bare, 16)
+    assert not all(reply.done() for reply in replies), "they were not at the same time"
+    assert beside == alone
+    rows = [row for reply in replies for row in (await reply)["embeddings"]]
+    truth = await asyncio.to_thread(bare_vectors, [*inputs[0::2], *inputs[1::2]])
+    assert np.abs(np.array(rows) - truth).max() < 1e-3
+    assert np.abs(truth[0] - truth[1]).max() > 2e-2
+    again = await bare.ask({"token_ids": inputs[0], "max_tokens": 1})
+    assert again.terminals[0]["usage"]["cached_tokens"] == 0
+    for wrong, code in (([5] * 2_049, "prompt_too_long"), ([99_999], "invalid_request")):
+        refused = await embed(bare, {"input": [[5], wrong]})
+        assert (refused["error"]["code"], refused["error"]["param"]) == (code, "input[1]")
+
+
+async def test_an_engine_killed_while_it_embeds_beside_streams_loses_neither(system: System) -> None:
+    system.router("router")
+    system.worker("worker", "--step-target-ms", "50")
+    bare = await system.connect()
+    (card,) = await until_ready(bare, 1)
+    alone = await answers_of(bare, 40)
+    os.kill(card["pids"]["engine"], signal.SIGSTOP)
+    reply = asyncio.create_task(embed(bare, {"input": [[5] * 1_000] * 12}))
+    beside = asyncio.create_task(answers_of(bare, 40))
+    await system.until_logged("router", "embed_received")
+    os.kill(card["pids"]["engine"], signal.SIGKILL)
+    assert await beside == alone
+    assert len((await reply)["embeddings"]) == 12
 
 
 async def test_embeddings_whose_engine_is_killed_are_made_by_the_next_engine_of_the_same_worker(

@@ -20,16 +20,23 @@ _MIN_NORM = 1e-12
 class PoolingJob:
     """The inputs of one request, and the rows that are computed."""
 
-    __slots__ = ("alone", "call_id", "deadline", "finish", "inputs", "pending", "pooler", "rows")
+    __slots__ = ("alone", "call_id", "deadline", "finish", "inputs", "pending", "pooler", "rows", "tenant")
 
     def __init__(
-        self, call_id: int, inputs: list[list[int]], pooler: Pooler, deadline: float, finish: Callable[[Matrix], Matrix]
+        self,
+        call_id: int,
+        request: internal.Embed | internal.Rerank,
+        inputs: list[list[int]],
+        pooler: Pooler,
+        now: float,
+        finish: Callable[[Matrix], Matrix],
     ) -> None:
         """`finish` turns the rows that the pooler has computed into those of the answer."""
         self.call_id = call_id
+        self.tenant = request.tenant
         self.inputs = inputs
         self.pooler = pooler
-        self.deadline = deadline
+        self.deadline = now + request.remaining_ms / 1e3
         self.finish = finish
         self.pending = sorted(range(len(inputs)), key=lambda index: len(inputs[index]))
         """The indices of inputs still to be computed, the longest last: a batch holds inputs of similar length."""
@@ -73,7 +80,7 @@ def embed_job(call_id: int, request: internal.Embed, embedder: Embedder | None, 
         normalized: Matrix = vectors / np.maximum(lengths, _MIN_NORM)
         return normalized
 
-    return PoolingJob(call_id, inputs, embedder, now + request.remaining_ms / 1e3, finish)
+    return PoolingJob(call_id, request, inputs, embedder, now, finish)
 
 
 def rerank_job(call_id: int, request: internal.Rerank, reranker: Reranker | None, now: float) -> PoolingJob:
@@ -83,7 +90,7 @@ def rerank_job(call_id: int, request: internal.Rerank, reranker: Reranker | None
     inputs = reranker.pair(request.query, request.documents)
     for index, token_ids in enumerate(inputs):
         _check_input(f"documents[{index}]", token_ids, reranker, "with the query ")
-    return PoolingJob(call_id, inputs, reranker, now + request.remaining_ms / 1e3, lambda rows: rows[:, :1])
+    return PoolingJob(call_id, request, inputs, reranker, now, lambda rows: rows[:, :1])
 
 
 def _check_input(param: str, token_ids: list[int], pooler: Pooler, beside: str = "") -> None:
@@ -103,7 +110,8 @@ def _check_input(param: str, token_ids: list[int], pooler: Pooler, beside: str =
 
 
 class PoolingQueue:
-    """The jobs of one replica. They take turns, a batch each, and a batch has room for inputs of several.
+    """The jobs of one replica. Tenants take turns, a batch each, and so do the jobs of a tenant; a batch has room for
+    inputs of several jobs.
 
     A batch is computed piece by piece where the pooler can cut it, so that streams need not wait for all of it. `began`
     is called with the call ids of the batch before each piece is computed, and with none when that is done; `report`
@@ -140,14 +148,16 @@ class PoolingQueue:
         for job in [job for job in self._jobs if job.call_id == call_id]:
             self._drop(job)
 
-    def step(self, seconds: float) -> None:
+    def step(self, seconds: float, *, is_alone: bool) -> None:
         """Computes as much of a batch as the time is likely to allow, and reports the jobs that it completes. Raises
-        DeviceError."""
+        DeviceError.
+
+        Unless the jobs are alone, a batch is as small as a piece, since not every pooler can cut one."""
         self._end_late(time.monotonic())
         if not self._jobs:
             return
         max_tokens = self._budget.tokens_within(seconds)
-        self._batch = self._batch or self._next_batch(max_tokens)
+        self._batch = self._batch or self._next_batch(None if is_alone else max_tokens)
         self._began(sorted({job.call_id for job, _ in self._batch}))
         self._compute(max_tokens)
         self._began([])  # not after an error, which is that of the batch
@@ -178,11 +188,15 @@ class PoolingQueue:
                 job.alone.add(index)
             else:
                 job.rows[index] = row
-        if self._jobs[0] is batch[0][0]:  # a job of thousands of inputs makes the others wait for one batch at a time
-            self._jobs.rotate(-1)
+        self._end_turn(batch[0][0])
         for job in self._jobs_of(batch):
             if not job.pending:
                 self._end(job, _result(job))
+
+    def _end_turn(self, job: PoolingJob) -> None:
+        """Lets the jobs of other tenants go before those of this job's tenant, and these before the job itself: a job
+        of thousands of inputs, or a thousand jobs, make other tenants wait for one batch at a time."""
+        self._jobs = deque(sorted(self._jobs, key=lambda one: (one.tenant == job.tenant) + (one is job)))
 
     def _jobs_of(self, batch: list[tuple[PoolingJob, int]]) -> list[PoolingJob]:
         """Returns the jobs that have inputs in a batch, and have not been dropped since it was begun."""
@@ -192,11 +206,12 @@ class PoolingQueue:
         for job in [job for job in self._jobs if now > job.deadline]:
             self._end(job, PoolingResult(error=errors.make_error(errors.Code.DEADLINE_EXCEEDED)))
 
-    def _next_batch(self, max_tokens: int) -> list[tuple[PoolingJob, int]]:
-        """Takes inputs of the job whose turn it is, and then of those after it, as long as there is room and one piece
-        is likely to hold them all."""
+    def _next_batch(self, max_tokens: int | None) -> list[tuple[PoolingJob, int]]:
+        """Takes inputs of the job whose turn it is, and then of those after it, as long as there is room."""
         pooler = self._jobs[0].pooler
-        limits = pooler.batch_limits._replace(max_tokens=min(max_tokens, pooler.batch_limits.max_tokens))
+        limits = pooler.batch_limits
+        if max_tokens is not None:
+            limits = limits._replace(max_tokens=min(max_tokens, limits.max_tokens))
         batch: list[tuple[PoolingJob, int]] = []
         total = longest = 0
         for job in self._jobs:

@@ -64,6 +64,8 @@ class Embed(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Time left of the request's `timeout_ms`."""
     call_id: str | None = None
     """Names this message, so that an `abort` can take it back."""
+    tenant: str = ""
+    """The tenant whose request it is: tenants take turns in a worker. Requests without one count as of one tenant."""
 
 
 class EmbedResult(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -88,6 +90,8 @@ class Rerank(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Time left of the request's `timeout_ms`."""
     call_id: str | None = None
     """Names this message, so that an `abort` can take it back."""
+    tenant: str = ""
+    """The tenant whose request it is: tenants take turns in a worker. Requests without one count as of one tenant."""
 
 
 class RerankResult(public.Message, frozen=True, kw_only=True, omit_defaults=True):

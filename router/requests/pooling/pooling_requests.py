@@ -243,7 +243,8 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
         if remaining_s <= 0:
             return errors.make_error(errors.Code.DEADLINE_EXCEEDED)
         call_id = secrets.token_hex(8)
-        work = codec.replace(request.work, remaining_ms=remaining_s * 1e3, call_id=call_id)
+        tenant = request.address.tenant
+        work = codec.replace(request.work, remaining_ms=remaining_s * 1e3, call_id=call_id, tenant=tenant)
         call = tasks.awaited(self._workers.call(card, self._operation, work, remaining_s, headers))
         either: set[asyncio.Future[Any]] = {call, request.end}
         try:

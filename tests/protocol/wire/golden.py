@@ -451,11 +451,13 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ),
     (
         "texts to embed, which may be taken back",
-        internal.Embed(inputs=["Hello"], remaining_ms=5_000.0, call_id="0123456789abcdef"),
+        internal.Embed(inputs=["Hello"], remaining_ms=5_000.0, call_id="0123456789abcdef", tenant="acme"),
     ),
     (
         "documents, which may be taken back",
-        internal.Rerank(query="Which?", documents=["this"], remaining_ms=5_000.0, call_id="0123456789abcdef"),
+        internal.Rerank(
+            query="Which?", documents=["this"], remaining_ms=5_000.0, call_id="0123456789abcdef", tenant="acme"
+        ),
     ),
     ("taken back", internal.AbortCall(call_id="0123456789abcdef")),
     ("embeddings", internal.EmbedResult(vectors=b"\x00\x00\x80?", prompt_tokens=3)),

@@ -6,57 +6,36 @@ from collections.abc import Sequence as Listing
 import numpy as np
 import pytest
 
-from tokenbus.protocol.wire import errors, internal, messages
+from tests.support.pieces import Lengths, PiecePass, Pieces
+from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker.engine import pooling
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.pooling import PoolingQueue, PoolingResult
-from tokenbus.worker.engine.runner import BatchLimits, InsufficientMemoryError, PoolingPass, WholePass
+from tokenbus.worker.engine.runner import BatchLimits, InsufficientMemoryError
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget
 
 
-class Lengths:
-    """An embedder whose rows are the lengths of the inputs; notes its batches."""
-
-    width = 2
-    max_input_tokens = 8
-    vocab_size = 100
-
-    def __init__(self, limits: BatchLimits) -> None:
-        self.batch_limits = limits
-        self.batches: list[list[int]] = []
-        self.failure: Exception | None = None
-
-    def tokenize(self, text: str) -> list[int]:
-        return [1] * len(text)
-
-    def describe(self) -> messages.CardEmbeddings:
-        return messages.CardEmbeddings(dimensions=2, pooling="last", max_input_tokens=8)
-
-    def begin(self, inputs: Listing[Listing[int]]) -> PoolingPass:
-        return WholePass(self.pool, inputs)
-
-    def pool(self, inputs: Listing[Listing[int]]) -> Matrix:
-        self.batches.append([len(one) for one in inputs])
-        if self.failure is not None:
-            raise self.failure
-        return np.array([[len(one), 3.0] for one in inputs], np.float32)
-
-
 class Fixture:
-    def __init__(self, limits: BatchLimits) -> None:
-        self.embedder = Lengths(limits)
+    def __init__(self, limits: BatchLimits, piece: int = 1_000, *, is_cut: bool = False) -> None:
+        self.embedder = Pieces(limits) if is_cut else Lengths(limits)
         self.results: dict[int, PoolingResult] = {}
         self.batches: list[list[int]] = []
-        self.queue = PoolingQueue(self.batches.append, self.results.__setitem__, StepBudget(1.0, 1_000, 1_000))
+        self.is_alone = True
+        self.queue = PoolingQueue(self.batches.append, self.results.__setitem__, StepBudget(1.0, piece, piece))
 
-    def add(self, call_id: int, *texts: str, now: float | None = None, normalize: bool = False) -> None:
-        request = internal.Embed(inputs=list(texts), remaining_ms=60_000, normalize=normalize)
+    def add(
+        self, call_id: int, *texts: str, now: float | None = None, normalize: bool = False, tenant: str = ""
+    ) -> None:
+        request = internal.Embed(inputs=list(texts), remaining_ms=60_000, normalize=normalize, tenant=tenant)
         moment = time.monotonic() if now is None else now
         self.queue.add(pooling.embed_job(call_id, request, self.embedder, moment))
 
     def run(self) -> None:
         while self.queue.has_work:
-            self.queue.step(1.0)
+            self.step()
+
+    def step(self) -> None:
+        self.queue.step(1.0, is_alone=self.is_alone)
 
     def lengths(self, call_id: int) -> list[float]:
         rows = np.frombuffer(self.results[call_id].rows, "<f4").reshape(-1, 2)
@@ -100,7 +79,7 @@ def test_inputs_of_an_aborted_request_that_are_not_yet_computed_never_are() -> N
     one = flat(100, max_inputs=1)
     one.add(1, "aaa", "aa", "a")
     one.add(2, "aaaa", "aaaaa")
-    one.queue.step(1.0)
+    one.step()
     one.queue.abort(1)
     one.queue.abort(99)
     one.run()
@@ -122,19 +101,119 @@ def test_a_request_waits_for_one_batch_of_a_larger_one_and_not_for_all_of_it() -
     one = flat(4)
     one.add(1, *["aaaa"] * 5)
     one.add(2, "aa")
-    one.queue.step(1.0)
-    one.queue.step(1.0)
+    one.step()
+    one.step()
     assert one.embedder.batches == [[4], [2]]
     assert list(one.results) == [2]
     one.run()
     assert one.lengths(1) == [4] * 5
 
 
+def test_tenants_take_turns_however_many_requests_they_have() -> None:
+    one = flat(4)
+    for call_id in range(1, 6):
+        one.add(call_id, "aaaa", tenant="many")
+    one.add(6, "aaa", "aaa", tenant="few")
+    one.add(7, "aa", "aa", "aa", tenant="third")
+    one.run()
+    assert [batch[0] for batch in one.embedder.batches[:5]] == [4, 3, 2, 4, 3]
+    assert sorted(one.results) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def cut(piece: int, max_tokens: int = 8, max_inputs: int = 100) -> tuple[Fixture, Pieces]:
+    one = Fixture(BatchLimits(max_tokens, max_inputs, is_padded=False), piece, is_cut=True)
+    assert isinstance(one.embedder, Pieces)
+    return one, one.embedder
+
+
+def test_a_long_input_is_computed_piece_by_piece_and_each_piece_is_said_to_begin_and_end() -> None:
+    one, embedder = cut(3)
+    one.add(1, "aaaaaaaa")
+    for _ in range(2):
+        one.step()
+    assert (embedder.pieces, one.results, one.batches) == ([3, 3], {}, [[1], [], [1], []])
+    one.step()
+    assert one.lengths(1) == [8]
+    assert embedder.pieces == [3, 3, 2]
+    assert not one.queue.has_work
+
+
+def test_a_batch_holds_what_one_piece_is_likely_to_hold_unless_it_is_alone() -> None:
+    for is_alone, batches, pieces in ((False, [[3, 2], [2, 1]], [5, 3]), (True, [[3, 2, 2, 1]], [5, 3])):
+        one, embedder = cut(5)
+        one.is_alone = is_alone
+        one.add(1, "aaa", "aa", "aa", "a")
+        one.run()
+        assert (embedder.batches, embedder.pieces) == (batches, pieces)
+
+
+def test_a_piece_is_as_large_as_the_time_allows() -> None:
+    now = time.monotonic()
+    one, embedder = cut(3)
+    one.queue = PoolingQueue(one.batches.append, one.results.__setitem__, budget := StepBudget(1.0, 1, 100))
+    budget.observe(100, 1.0)
+    one.add(1, "aaaaaaaa", now=now)
+    one.queue.step(0.02, is_alone=True)
+    one.queue.step(0.0, is_alone=True)
+    assert embedder.pieces[1] == 1
+    one.run()
+    assert one.lengths(1) == [8]
+
+
+def test_a_request_that_ends_in_the_middle_of_its_input_takes_none_of_the_others_with_it() -> None:
+    one, embedder = cut(4)
+    one.is_alone = False
+    one.add(1, "aaaaaaaa")
+    one.add(2, "aa")
+    one.step()
+    one.queue.abort(1)
+    one.run()
+    assert list(one.results) == [2]
+    assert embedder.pieces == [4, 2]
+
+
+def test_a_request_whose_time_ends_in_the_middle_of_its_input_ends_there() -> None:
+    one, embedder = cut(4)
+    request = internal.Embed(inputs=["aaaaaaaa"], remaining_ms=60_000)
+    job = pooling.embed_job(1, request, embedder, time.monotonic())
+    one.queue.add(job)
+    one.add(2, "aaa")
+    one.step()
+    job.deadline = 0.0
+    one.run()
+    late = one.results[1].error
+    assert late is not None
+    assert late.code is errors.Code.DEADLINE_EXCEEDED
+    assert one.lengths(2) == [3]
+    assert embedder.pieces == [4, 3]
+
+
+def test_the_rest_of_a_batch_is_computed_when_one_of_its_requests_is_aborted() -> None:
+    one, embedder = cut(4, max_tokens=8)
+    budget = StepBudget(1.0, 8, 8)
+    one.queue = PoolingQueue(one.batches.append, one.results.__setitem__, budget)
+    one.add(1, "aaaa")
+    one.add(2, "aaaa")
+    embedder.begin = lambda inputs: Slow(embedder, inputs)  # type: ignore[method-assign]
+    one.step()
+    one.queue.abort(1)
+    one.run()
+    assert list(one.results) == [2]
+    assert one.lengths(2) == [4]
+
+
+class Slow(PiecePass):
+    """Computes no more than half of what it may."""
+
+    def advance(self, max_tokens: int) -> Matrix | None:
+        return super().advance(max_tokens // 2)
+
+
 def test_requests_whose_time_is_over_end_before_anything_is_computed_for_them() -> None:
     one = flat(100)
     one.add(1, "a")
     one.add(2, "a", now=time.monotonic() - 61)
-    one.queue.step(1.0)
+    one.step()
     late = one.results[2].error
     assert late is not None
     assert late.code is errors.Code.DEADLINE_EXCEEDED
@@ -147,7 +226,7 @@ def test_too_little_memory_ends_the_requests_in_the_batch_and_no_others() -> Non
     one.add(1, "a", "a")
     one.add(2, "a")
     one.embedder.failure = InsufficientMemoryError()
-    one.queue.step(1.0)
+    one.step()
     one.embedder.failure = None
     one.run()
     error = one.results[1].error

@@ -133,7 +133,8 @@ class StepLoop:
                     failed = self._start(plan)
                     step_results, stats = self._step(plan, failed)
                     if not self._had_prompts:
-                        self._pooling.step(self._step_budget.target_s(num_decoding) - (time.monotonic() - began))
+                        left_s = self._step_budget.target_s(num_decoding) - (time.monotonic() - began)
+                        self._pooling.step(left_s, is_alone=not self._scheduler.has_work)
                 self._block_transfers.step()
                 self._report_results([*results, *failed, *step_results], stats)
                 self._unload_adapters()

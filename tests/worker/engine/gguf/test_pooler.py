@@ -16,7 +16,7 @@ from tokenbus.demo import corpus
 from tokenbus.worker.engine.gguf.runner import load
 from tokenbus.worker.engine.pooling_runner import PoolingRunner
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.runner import ModelError, Pooler
 
 MEAN, CLS, BERT_LAST = (EncoderShape("bert", pooling) for pooling in ("mean", "cls", "last"))
 UNNAMED = EncoderShape("bert", None)
@@ -73,9 +73,15 @@ def inputs_of(*lengths: int) -> list[list[int]]:
     return [rng.integers(5, 400, length).tolist() for length in lengths]
 
 
+def rows_of(pooler: Pooler | None, inputs: list[list[int]]) -> np.ndarray:
+    assert pooler is not None
+    rows = pooler.begin(inputs).advance(1)
+    assert rows is not None, "they were cut"
+    return rows
+
+
 def pool(runner: PoolingRunner, inputs: list[list[int]]) -> np.ndarray:
-    assert runner.embedder is not None
-    return runner.embedder.pool(inputs)
+    return rows_of(runner.embedder, inputs)
 
 
 def test_vectors_are_those_that_numpy_computes(folder: Path, name: str, runner: PoolingRunner) -> None:
@@ -184,10 +190,10 @@ def test_scores_are_those_that_numpy_computes(folder: Path, ranker: tuple[str, P
     weights = encoder_math.read_weights(folder / f"{name}.gguf")
     inputs = [*runner.reranker.pair(QUERY, DOCUMENTS), *inputs_of(1, 2, 96)]
     truth = [encoder_math.row(weights, RERANKERS[name], one)[0] for one in inputs]
-    scores = runner.reranker.pool(inputs)[:, 0]
+    scores = rows_of(runner.reranker, inputs)[:, 0]
     assert np.abs(scores - truth).max() < NOISE
     assert len({round(score, 3) for score in truth}) == len(truth)
-    alone = np.concatenate([runner.reranker.pool([one]) for one in inputs])[:, 0]
+    alone = np.concatenate([rows_of(runner.reranker, [one]) for one in inputs])[:, 0]
     assert np.abs(scores - alone).max() < NOISE
 
 
@@ -229,6 +235,24 @@ def test_without_a_template_the_vocabulary_s_own_tokens_stand_around_the_texts(f
     runner.close()
 
 
+def test_a_setting_may_name_another_pooling_than_the_file(folder: Path) -> None:
+    weights, inputs = encoder_math.read_weights(folder / "bert-mean.gguf"), inputs_of(7, 30)
+    for pooling in ("mean", "cls", "last"):
+        runner = open_model(folder / "bert-mean.gguf", pooling=pooling)
+        truth = np.stack([encoder_math.row(weights, EncoderShape("bert", pooling), one) for one in inputs])
+        assert np.abs(unit(pool(runner, inputs)) - unit(truth)).max() < NOISE
+        runner.close()
+
+
+def test_a_model_that_only_embeds_or_scores_can_not_do_without(folder: Path) -> None:
+    for name, pooling, does in (
+        ("bert-mean", "none", "make embeddings"), ("bert-rank", "none", "score documents"),
+        ("bert-rank", "mean", "score documents"),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=f"can only {does}: leave --pooling {pooling} out"):
+            open_model(folder / f"{name}.gguf", pooling=pooling)
+
+
 def test_a_model_that_tells_classes_apart_is_no_reranker(tmp_path: Path) -> None:
     path = tmp_path / "classes.gguf"
     random_encoder.write(path, EncoderShape("bert", "rank"), labels=("joy", "rage", "fear"))
@@ -243,7 +267,7 @@ def test_an_input_whose_numbers_are_none_leaves_nothing_behind(pooling: str, tmp
     poisoned_model.poison(path)
     runner = open_model(path)
     assert runner.embedder is not None
-    before = runner.embedder.pool([[5, 6, 7]])
-    assert not np.isfinite(runner.embedder.pool([[5, POISON, *range(5, 60)]])).any()
-    np.testing.assert_array_equal(runner.embedder.pool([[5, 6, 7]]), before)
+    before = rows_of(runner.embedder, [[5, 6, 7]])
+    assert not np.isfinite(rows_of(runner.embedder, [[5, POISON, *range(5, 60)]])).any()
+    np.testing.assert_array_equal(rows_of(runner.embedder, [[5, 6, 7]]), before)
     runner.close()

@@ -33,14 +33,13 @@ class GgufPooler:
     """Raises ModelError for settings that the model can't meet, and if it can't compute a first row."""
 
     def __init__(self, model: GgufModel, settings: EngineSettings) -> None:
-        assert model.pooling is not None
         self.vocab_size = model.tokenizer.size
         self.max_input_tokens = _longest_input(model, settings)
         # Attention takes a batch's tokens squared, though an input sees only itself, so larger batches are slower.
         most = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
         capacity = max(self.max_input_tokens, most)
         self.batch_limits = BatchLimits(most, POOLED_INPUTS, is_padded=False)
-        self._pooling = model.pooling
+        self._pooling = _pooling_of(model, settings)
         outputs_all = self._pooling in (PoolingType.MEAN, PoolingType.CLS)
         self._context = self._open(model, settings, capacity, outputs_all=outputs_all)
         if not self._outputs_all and not self._context.is_causal:
@@ -166,6 +165,17 @@ def _longest_input(model: GgufModel, settings: EngineSettings) -> int:
     if settings.context_length > trained:
         raise ModelError(f"--context-length {settings.context_length} is above what the model was made for, {trained}")
     return kv_memory.context_length(settings, trained)
+
+
+def _pooling_of(model: GgufModel, settings: EngineSettings) -> PoolingType:
+    """Returns the pooling that a setting names, else that of the model's file."""
+    assert model.pooling is not None
+    if settings.pooling == "auto":
+        return model.pooling
+    if settings.pooling == "none" or model.pooling is PoolingType.RANK:
+        does = "score documents" if model.pooling is PoolingType.RANK else "make embeddings"
+        raise ModelError(f"{model.files.weights} can only {does}: leave --pooling {settings.pooling} out")
+    return PoolingType[settings.pooling.upper()]
 
 
 def _width(model: GgufModel) -> int:
