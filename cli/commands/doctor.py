@@ -194,6 +194,8 @@ async def check_engine(model: str) -> AsyncIterator[Finding]:
         return
     await engine.close()
     yield Finding("ok", f"an engine can serve it: {config.engine_version}, context of {config.context_length} tokens")
+    if config.embeddings is not None:
+        yield Finding("ok", f"it makes embeddings: {config.embeddings}")
     for ability, reason in config.missing.items():
         yield Finding("note", f"it has no {ability.replace('_', ' ')}: {reason}")
     if "generate" in config.features:
@@ -263,6 +265,18 @@ def check_fleet(reply: messages.ModelsReply) -> Iterator[Finding]:
         yield Finding("bad", f"{refused.worker_id} of {refused.model} is refused: {refused.reason}", advice)
 
 
+def _embeddings_of(served: messages.ServedModel) -> Iterator[Finding]:
+    """Finds workers that make other embeddings of one text than the others."""
+    poolings: dict[str, list[str]] = defaultdict(list)
+    for card in served.workers or []:
+        if card.embeddings is not None:
+            poolings[card.embeddings.pooling].append(card.worker_id)
+    if len(poolings) > 1:
+        groups = "; ".join(f"{', '.join(workers)}: {pooling}" for pooling, workers in poolings.items())
+        advice = "equal texts get different vectors: give all workers of the model the same --pooling"
+        yield Finding("bad", f"{served.model}: workers pool embeddings in different ways ({groups})", advice)
+
+
 def _served(served: messages.ServedModel) -> Iterator[Finding]:
     states: dict[str, list[str]] = defaultdict(list)
     digests: dict[str | None, list[str]] = defaultdict(list)
@@ -278,6 +292,7 @@ def _served(served: messages.ServedModel) -> Iterator[Finding]:
     if None in digests:
         advice = "routers have to ask these workers for the tokens of every prompt, which costs a round trip"
         yield Finding("note", f"{served.model}: no tokenizer bundle from {', '.join(digests[None])}", advice)
+    yield from _embeddings_of(served)
     if len(digests) > 1:
         groups = "; ".join(f"{', '.join(workers)}: {digest or 'none'}" for digest, workers in digests.items())
         yield Finding(

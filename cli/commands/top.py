@@ -296,6 +296,9 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
     Console().print(table if reply.models else "no model is being served")
     for served in reply.models:
         print(f"features of {served.model}: {' '.join(served.features)}")
+        made = {str(card.embeddings) for card in served.workers or [] if card.embeddings is not None}
+        for text in sorted(made):
+            print(f"embeddings of {served.model}: {text}")
     for refused in reply.router.refused_cards if reply.router else []:
         print(f"refused: {refused.worker_id} of {refused.model}: {refused.reason}")
     return 0

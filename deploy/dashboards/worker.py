@@ -78,6 +78,13 @@ _REQUESTS = (
         (Query(_rate("embeddings"), _NAME),),
     ),
     Panel(
+        "Tokens of embedded inputs per second",
+        "A worker that generates computes them between the steps of its streams. If these slow down while there are "
+        "many, let other workers embed: `--pooling none` keeps a worker to its streams.",
+        "suffix: /s",
+        (Query(_rate("embedded_tokens"), _NAME),),
+    ),
+    Panel(
         "Documents scored per second",
         "If the rate stays 0 though clients rank documents, the router dashboard shows how those requests end.",
         "suffix: /s",

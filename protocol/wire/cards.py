@@ -129,6 +129,9 @@ class CardEmbeddings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_input_tokens: int
     """The most tokens of one input."""
 
+    def __str__(self) -> str:
+        return f"{self.dimensions} numbers, pooled by {self.pooling}, of up to {self.max_input_tokens} tokens"
+
 
 class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's description of itself."""

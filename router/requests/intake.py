@@ -201,7 +201,11 @@ class Intake:
             body = decoder.decode(message.data, encoding)
             validation.check_id(body.id)
             request_id = body.id or secrets.token_urlsafe(16)
-            address, work = self._parse_address(message), requests.check(body)
+            address, adapter = self._models.with_adapter(self._parse_address(message))
+            if adapter is not None:
+                problem = f"adapters are for generating: ask {address.model} without {adapter}"
+                raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="model")
+            work = requests.check(body)
             end = asyncio.get_running_loop().create_future()
             request = PoolingRequest(request_id, address, body, work, message.reply, encoding, time.monotonic(), end)
             requests.start(request, message.headers)

@@ -34,7 +34,7 @@ async def tried(path: Path) -> list[doctor.Finding]:
 async def test_a_model_that_no_engine_can_serve_is_bad_and_one_without_a_template_that_works_is_noted(
     tmp_path: Path,
 ) -> None:
-    assert [finding.mark for finding in await tried(demo.MODEL_PATH)] == ["ok", "ok"]
+    assert [finding.mark for finding in await tried(demo.MODEL_PATH)] == ["ok", "ok", "ok"]
     (found,) = await tried(broken_models.with_value(tmp_path / "blocks.gguf", *broken_models.NO_BLOCKS))
     assert (found.mark, "GGML_ASSERT(hparams.n_layer_all > 0" in found.advice) == ("bad", True)
     for template in ("{% nonsense %}", "{{ bos_token | nonsense }}"):
@@ -55,6 +55,20 @@ def test_a_fleet_without_workers_or_without_one_that_is_ready_is_bad() -> None:
     assert marks(list(doctor.check_fleet(reply())))["the router knows no worker"] == "bad"
     restarting = card(state=messages.WorkerState.RESTARTING, tokenizer_digest="a")
     assert marks(list(doctor.check_fleet(reply(restarting))))["demo: 1 restarting"] == "bad"
+
+
+def test_workers_that_pool_embeddings_in_different_ways_are_bad() -> None:
+    mean, last, none = (
+        None if pooling is None else messages.CardEmbeddings(dimensions=8, pooling=pooling, max_input_tokens=9)
+        for pooling in ("mean", "last", None)
+    )
+    one, two, three = (
+        card(name, tokenizer_digest="a", embeddings=made)
+        for name, made in (("one", mean), ("two", last), ("three", none))
+    )
+    assert set(marks(list(doctor.check_fleet(reply(one, three)))).values()) == {"ok"}
+    found = marks(list(doctor.check_fleet(reply(one, two, three))))
+    assert found["demo: workers pool embeddings in different ways (one: mean; two: last)"] == "bad"
 
 
 def test_a_fleet_that_is_ready_is_fine_and_tokenizers_that_differ_are_noted() -> None:

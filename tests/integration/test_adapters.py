@@ -130,6 +130,11 @@ async def test_openai_s_client_sees_and_uses_the_adapters_of_its_tenant(system: 
                 await globex.completions.create(model="demo:secret", **asked)
             with pytest.raises(openai.APIStatusError) as unknown:
                 await globex.completions.create(model="demo:nothing", **asked)
+            with pytest.raises(openai.BadRequestError, match="adapters are for generating: ask demo without secret"):
+                await acme.embeddings.create(model="demo:secret", input="the fox")
+            with pytest.raises(openai.APIStatusError, match="nothing serves"):
+                await globex.embeddings.create(model="demo:secret", input="the fox")
+            assert len((await acme.embeddings.create(model="demo", input="the fox")).data[0].embedding) == 128
             assert refused.value.status_code == unknown.value.status_code
             with pytest.raises(openai.APIStatusError):
                 await globex.models.retrieve("demo:secret")

@@ -98,7 +98,7 @@ class PoolingCalls:
         if len(result.vectors) > self._max_payload() - limits.MESSAGE_RESERVE_BYTES:
             problem = f"{len(work.inputs)} embeddings take {len(result.vectors)} bytes: ask for fewer at a time"
             raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, problem, param="input")
-        self._metrics.inputs_embedded(len(work.inputs))
+        self._metrics.inputs_embedded(len(work.inputs), result.prompt_tokens)
         return result
 
     async def _rerank(self, work: internal.Rerank) -> internal.RerankResult:

@@ -181,6 +181,7 @@ class WorkerMetrics(MetricFamilies):
         )
         self.kv_leases = gauge("kv_leases", "Workers that are reading KV blocks here.")
         self.embeddings = counter("embeddings", "Inputs that were embedded.")
+        self.embedded_tokens = counter("embedded_tokens", "Tokens of inputs that were embedded.")
         self.scored_documents = counter("scored_documents", "Documents that were scored.")
         self.steps = histogram(
             "step_seconds", "Duration of steps, by kind: prefill, decode or mixed.", ITL_BUCKETS, "kind"
@@ -258,6 +259,7 @@ class ReplicaMetrics:
             metrics.recovered_blocks,
             metrics.recovered_bytes,
             metrics.embeddings,
+            metrics.embedded_tokens,
             metrics.scored_documents,
             metrics.clients_gone,
             metrics.kv_fetched_bytes,
@@ -450,9 +452,10 @@ class ReplicaMetrics:
         """An engine ends because non-finite numbers stay in its memory."""
         self._metrics.poisoned_engines.labels(*self._own_labels).inc()
 
-    def inputs_embedded(self, count: int) -> None:
-        """`count` inputs were embedded."""
+    def inputs_embedded(self, count: int, num_tokens: int) -> None:
+        """`count` inputs were embedded, which have so many tokens together."""
         self._metrics.embeddings.labels(*self._own_labels).inc(count)
+        self._metrics.embedded_tokens.labels(*self._own_labels).inc(num_tokens)
 
     def documents_scored(self, count: int) -> None:
         """`count` documents were scored."""

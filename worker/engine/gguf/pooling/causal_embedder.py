@@ -10,11 +10,13 @@ state it returns. `last` needs one state of an input, and `mean` all of them."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 
 import numpy as np
+import structlog
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import messages
@@ -75,10 +77,7 @@ class CausalEmbedder:
 
     def begin(self, inputs: Listing[Listing[int]]) -> CausalPass:
         if self._context is None:
-            try:
-                self._context = self._open()
-            except ModelError as error:
-                raise InsufficientMemoryError(str(error)) from error
+            self._context = self._open_late()
         self._context.clear(overwrites=self._is_dirty)
         self._is_dirty = True  # until the pass has ended with numbers
         return CausalPass(self, inputs)
@@ -103,6 +102,18 @@ class CausalEmbedder:
         if self._context is not None:
             self._context.close()
             self._context = None
+
+    def _open_late(self) -> PoolingContext:
+        """Raises InsufficientMemoryError if there is not enough memory by now; there may be later."""
+        log, began = structlog.get_logger(), time.monotonic()
+        try:
+            context = self._open()
+        except ModelError as error:
+            log.error("embedding_context_failed", reason=str(error))
+            raise InsufficientMemoryError(str(error)) from error
+        duration_ms = round((time.monotonic() - began) * 1e3)
+        log.info("embedding_context_created", tokens=self._size.tokens, duration_ms=duration_ms)
+        return context
 
     def _open(self) -> PoolingContext:
         return PoolingContext(
