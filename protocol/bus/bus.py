@@ -1,14 +1,15 @@
 """The bus as every part of the system sees it: the guarantees of anything that carries messages.
 
 1. Messages that one connection publishes reach another in the order of publishing, over all its subscriptions, at most
-   once. Messages of two connections have no order.
-2. Messages may be lost where a connection breaks, in both directions, and nowhere else.
-3. Callbacks are plain functions and run one at a time. An exception in one is logged and affects nothing else.
+   once. Messages from different connections have no order.
+2. Messages may be lost, in either direction, only when a connection breaks.
+3. Callbacks are plain functions and run one at a time. An exception in one is logged and affects no other.
 4. A request to a subject without subscribers fails at once. A message with a reply subject, published to a subject
-   without subscribers, is answered there with a notice (`is_no_responders`).
-5. Nothing blocks: `publish` returns at once, even while the broker can't be reached. The bytes that wait are bounded.
-6. `guard` is asked before anything is written to the broker. If it returns False, everything that waits is discarded,
-   and the connection is cut and made again; what was published before never reaches the broker.
+   without subscribers, is answered on its reply subject with a notice (`is_no_responders`).
+5. Nothing blocks: `publish` returns at once, even while the broker is unreachable. The number of queued bytes is
+   bounded.
+6. `guard` is called before anything is written to the broker. If it returns False, everything queued is discarded and
+   the connection is cut and reopened: what was queued never reaches the broker.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ class BadSubjectError(ValueError):
 
 
 class NoRespondersError(LookupError):
-    """Nobody subscribes to the subject."""
+    """The subject has no subscribers."""
 
 
 class OutboundBufferLimitError(RuntimeError):
@@ -57,22 +58,22 @@ class Bus(Protocol):
     on_permissions_violation: Callable[[str], None]
     """Called with the broker's error text when its permissions forbid a subject."""
     on_reconnect: Callable[[], None]
-    """Called after the connection has been made again."""
+    """Called after a reconnect."""
     guard: Callable[[], bool]
-    """Returns whether what was published so far may still be sent."""
+    """Returns whether everything published so far may still be sent."""
 
     @property
     def is_connected(self) -> bool: ...
 
     @property
     def last_received_at(self) -> float:
-        """When something last came from the broker, by `time.monotonic`."""
+        """When something was last received from the broker, by `time.monotonic`."""
         ...
 
     @property
     def reconnected_at(self) -> float:
-        """When the connection was last made again, by `time.monotonic`: minus infinity if it never was, infinity while
-        that is under way."""
+        """When the connection was last re-established, by `time.monotonic`: minus infinity if it never was, infinity
+        during a reconnect."""
         ...
 
     @property
@@ -83,28 +84,28 @@ class Bus(Protocol):
 
     @property
     def max_payload(self) -> int:
-        """Bytes that the broker allows in one message, headers included."""
+        """The most bytes that the broker allows in one message, headers included."""
         ...
 
     @property
     def num_writes(self) -> int:
-        """Times that everything queued was handed to the operating system. Messages queued since the last time have not
-        left this process."""
+        """The number of times the queue was handed to the operating system. Messages queued since the last time have
+        not left this process."""
         ...
 
     def ping(self) -> None:
-        """Sends a ping behind everything published before; nothing is sent while the broker can't be reached."""
+        """Sends a ping after everything published before; nothing is sent while the broker is unreachable."""
         ...
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        """Queues a message. Everything queued in one turn of the event loop is written at its end, or when the broker
-        can be reached again.
+        """Queues a message. Everything queued in one turn of the event loop is written at its end, or once the broker
+        is reachable again.
 
         Raises BadSubjectError, PayloadTooLargeError, OutboundBufferLimitError; ConnectionError once closed."""
         ...
 
     def publish_all(self, messages: Sequence[Outgoing]) -> None:
-        """Queues messages in their order: all of them or, if it raises, none.
+        """Queues messages in order: all of them or, if it raises, none.
 
         Raises PayloadTooLargeError, OutboundBufferLimitError; ConnectionError once closed. A message with a bad subject
         is logged and left out."""
@@ -115,7 +116,7 @@ class Bus(Protocol):
         ...
 
     async def unsubscribe(self, subscription: Subscription) -> None:
-        """Ends a subscription, after delivering the messages that the broker has already sent for it."""
+        """Ends a subscription, after delivering the messages that the broker has already sent to it."""
         ...
 
     async def request(
@@ -125,27 +126,27 @@ class Bus(Protocol):
         ...
 
     async def flush(self, timeout_s: float = 5.0) -> None:
-        """Returns once the broker has everything that was published before, and this process has read everything that
-        the broker had for it by then. Raises TimeoutError, ConnectionError."""
+        """Returns once the broker has received everything published before, and this process has read everything that
+        the broker had sent it by then. Raises TimeoutError, ConnectionError."""
         ...
 
     async def wait_closed(self) -> None:
-        """Never returns; raises ConnectionError when the broker has closed the connection for good."""
+        """Never returns; raises ConnectionError once the broker has closed the connection for good."""
         ...
 
     def new_inbox(self) -> str:
-        """Returns a reply subject that nobody else uses."""
+        """Returns a unique reply subject."""
         ...
 
     def abort(self) -> None:
-        """Cuts the connection, discards what waits to be written, and connects again."""
+        """Cuts the connection, discards everything queued, and reconnects."""
         ...
 
     async def close(self) -> None:
-        """Writes what is pending and disconnects. It may be called twice."""
+        """Writes what is pending and disconnects. Idempotent."""
         ...
 
 
 def is_no_responders(message: Msg) -> bool:
-    """Whether a message is the broker's notice that nobody subscribes to the subject of a request."""
+    """Whether a message is the broker's notice that the subject of a request has no subscribers."""
     return not message.data and message.headers is not None and message.headers.get("Status") == _NO_RESPONDERS

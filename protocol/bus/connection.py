@@ -1,7 +1,7 @@
 """The connection to the broker that every process uses: a `Bus` over nats-py's hardened client.
 
-Two more edges of nats-py are closed here: a message that is too large closes the client for good, and so does a subject
-that is too long, empty or has a space in it. Both are checked before anything is written.
+Two more edges of nats-py are closed here: the client closes for good on a message that is too large, and on a subject
+that is empty, too long or contains a space. Both are checked before anything is written.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from tokenbus.protocol.wire import limits
 _is_subject = re.compile(r"\S+").fullmatch
 _CONTROL_LINE_REST_BYTES = len(b"HPUB 1000000 1000000\r\n")
 _MAX_ADDRESSES = 1_024
-"""Control lines that are kept, since a stream's chunks all have the same one: at most 4 MiB."""
+"""The number of cached control lines (a stream's chunks all share one): at most 4 MiB."""
 
 
 class Connection:
@@ -96,12 +96,12 @@ class Connection:
                     )
         except BaseException as error:
             self.is_closing = True
-            with contextlib.suppress(Exception):  # whatever a half-open client raises, the reason is already known
+            with contextlib.suppress(Exception):  # the reason is already known, whatever a half-open client raises
                 await client.close()
             if isinstance(error, TimeoutError | OSError | nats.errors.Error):
                 raise connect_error(settings, error, str(client.last_error or "no answer")) from error
             raise
-        client._error_cb = self._error  # from now on errors are reported, and end nothing
+        client._error_cb = self._error  # from now on errors are only reported
 
     def ping(self) -> None:
         if self._client.is_connected:
@@ -144,7 +144,7 @@ class Connection:
         def deliver(message: Msg) -> None:
             try:
                 callback(message)
-            except Exception:  # outermost frame of a message's handling: the read loop must go on
+            except Exception:  # outermost frame of a message's handling: the read loop must continue
                 self._log.exception("message_failed", subject=message.subject)
 
         # The id is needed before nats-py can read a first message for it.
@@ -159,14 +159,14 @@ class Connection:
         with contextlib.suppress(nats.errors.Error, TimeoutError), CancellationGuard():
             if self.is_connected:
                 await subscription.drain()  # type: ignore[no-untyped-call]
-            else:  # nothing can come any more, and draining would wait for the broker's answer
+            else:  # nothing more can arrive, and draining would wait for the broker's answer
                 await subscription.unsubscribe()
         self._client.callbacks.pop(subscription._id, None)
 
     async def request(
         self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Msg:
-        # nats-py builds the message, so its exact size isn't known here.
+        # nats-py builds the message, so its exact size is not known here.
         if len(payload) + limits.MESSAGE_RESERVE_BYTES > self.max_payload:
             raise PayloadTooLargeError(f"{len(payload)} bytes do not fit in the broker's {self.max_payload}")
         try:
@@ -246,10 +246,10 @@ class Connection:
 
 
 async def connect(settings: Settings, name: str) -> Connection:
-    """Connects, retrying for `connect_timeout_s`. Afterwards the connection reconnects by itself.
+    """Connects, retrying for `connect_timeout_s`. After that the connection reconnects by itself.
 
-    Raises ValueError for settings that can't be right, ConnectionError, which says what to do, when the broker can't be
-    reached, and at once the ConnectionError BrokerRefusedError when it does not accept this process."""
+    Raises ValueError for invalid settings, ConnectionError, which says what to do, if the broker can't be reached, and
+    its subclass BrokerRefusedError, at once, if the broker does not accept this process."""
     settings.check()
     for path in settings.world_readable_files:
         structlog.get_logger().warning("secret_exposed", nats=name, path=path)
@@ -259,7 +259,7 @@ async def connect(settings: Settings, name: str) -> Connection:
 
 
 def connect_error(settings: Settings, error: Exception, otherwise: str) -> ConnectionError:
-    """Turns the failure of a first connect into a sentence; `otherwise` is the reason if the error has no text."""
+    """Describes the failure of a first connect in a sentence; `otherwise` is the reason if the error has no text."""
     if isinstance(error, BrokerRefusedError):
         return BrokerRefusedError(f"the NATS broker at {settings.redacted_url} {error}")
     reason = str(error) or otherwise
@@ -275,7 +275,7 @@ async def _raise_refusals(cancellation: CancellationGuard, error: Exception) -> 
 
 @functools.lru_cache(_MAX_ADDRESSES)
 def _to_address(subject: str, reply: str) -> bytes:
-    """Returns the beginning of a command's control line: where a message goes. Raises BadSubjectError."""
+    """Returns the beginning of a command's control line: the destination of a message. Raises BadSubjectError."""
     if not _is_subject(subject) or (reply and not _is_subject(reply)):
         raise BadSubjectError(f"{subject[:200]!r} or its reply subject {reply[:200]!r} is not a valid subject")
     address = f"{subject} {reply} ".encode()
@@ -285,6 +285,6 @@ def _to_address(subject: str, reply: str) -> bytes:
 
 
 def _header_block(headers: dict[str, str]) -> bytes:
-    # A line break in a value would begin a header, or a command, of the sender's choice.
+    # A line break in a value would let the sender inject a header or a command.
     lines = "".join(f"{name}: {' '.join(value.split())}\r\n" for name, value in headers.items())
     return f"NATS/1.0\r\n{lines}\r\n".encode()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 _JWT_BEGINS = "BEGIN NATS USER JWT"
 _SEED_BEGINS = "SU"
-"""The seed of a user; an account's begins with SA, an operator's with SO."""
+"""The seed of a user: an account's begins with SA, an operator's with SO."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Keys:
     @property
     def public(self) -> str:
         """The public key. Raises ValueError for an invalid seed."""
-        import nkeys  # imports its cryptography, which most processes don't need
+        import nkeys  # imports cryptography that most processes don't need
 
         try:
             return str(nkeys.from_seed(self.seed).public_key.decode())
@@ -38,7 +38,7 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True)
 class Credentials:
-    """Credentials in one of the forms that NATS knows; all empty for a broker without authentication."""
+    """Credentials in one of NATS's forms; all empty for a broker without authentication."""
 
     user: str = ""
     password: str = dataclasses.field(default="", repr=False)
@@ -49,7 +49,7 @@ class Credentials:
     """A file with a user's JWT and seed, in the form that nsc writes."""
 
     def check(self) -> None:
-        """Raises ValueError for several forms at once, a user without a password, and a file that can't be used."""
+        """Raises ValueError for more than one form, a user without a password, or an unusable file."""
         given = [bool(self.user), bool(self.token), bool(self.nkey_file), bool(self.creds_file)]
         if sum(given) > 1:
             raise ValueError("give only one of a NATS user, token, nkey file and credentials file")
@@ -58,7 +58,7 @@ class Credentials:
         self.keys()
 
     def keys(self) -> Keys | None:
-        """Reads the file, if there is one. Raises ValueError, which names the file and shows nothing of its content."""
+        """Reads the file, if there is one. Raises ValueError, which names the file but reveals none of its content."""
         path = self.creds_file or self.nkey_file
         if not path:
             return None

@@ -1,11 +1,11 @@
 """The handshake with the broker: TLS, credentials, and errors that say why the broker refuses this process.
 
-Edges that nats-py leaves open here and that this module closes (docs/decisions/0004-nats-connection.md):
-- It goes on in plain text, secrets included, where TLS was wanted and the broker, or an impostor, offers none.
-- It takes a broker that hangs up without an answer for a connection, and reconnects for ever.
+Gaps in nats-py that this module closes (docs/decisions/0004-nats-connection.md):
+- It continues in plain text, secrets included, if TLS was requested and the broker, or an impostor, offers none.
+- It mistakes a broker that hangs up without an answer for a connection, and reconnects forever.
 - After a failed TLS handshake it waits for the end of the stream, which uvloop never reports.
-- It closes for good when credentials expire, although they may have been renewed.
-- A secret file that has become invalid ends its reconnect attempts silently, or hangs the process.
+- It closes for good when credentials expire, even if they have been renewed.
+- A secret file that has become invalid silently ends its reconnect attempts, or hangs the process.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from tokenbus.protocol.bus.settings import Settings
 
 
 class BrokerRefusedError(ConnectionError):
-    """The broker refuses this process, and trying again won't help. The text is a predicate of which the broker is the
-    subject, and says what to do."""
+    """The broker refuses this process, and trying again won't help. The text is a predicate whose subject is the
+    broker, and says what to do."""
 
 
 class HandshakeClient(client.Client):
-    """nats-py's client with these edges closed. Files are read at each connect, since they may have been renewed."""
+    """nats-py's client with these gaps closed. Files are read at each connect, since they may have been renewed."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class HandshakeClient(client.Client):
         if self._insists_on_tls:
             if not info.get("tls_required") and not info.get("tls_available"):
                 raise BrokerRefusedError("does not speak TLS: enable it there, or use a nats:// URL without --nats-ca")
-            info["tls_required"] = True  # nats-py would not use TLS that the broker only offers
+            info["tls_required"] = True  # nats-py does not use TLS that the broker offers but does not require
         if info.get("tls_required") and info.get("tls_verify") and not self._tls.cert_file:
             raise BrokerRefusedError("asks for a certificate: pass --nats-cert FILE and --nats-key FILE")
 
@@ -92,7 +92,7 @@ class HandshakeClient(client.Client):
         return super()._connect_command()
 
     def _explained(self, error: Exception) -> Exception:
-        """Turns an error that means a refusal into one that says so; returns other errors as they are."""
+        """Turns an error that means a refusal into one that says so; returns other errors unchanged."""
         match error:
             case BrokerRefusedError() | ssl.SSLEOFError():
                 return error
@@ -122,5 +122,5 @@ class HandshakeClient(client.Client):
 
 
 def _is_refusal(reason: str) -> bool:
-    """Judges by the words of nats-server. A timeout of the authentication says nothing about the credentials."""
+    """Judges by nats-server's wording. An authentication timeout says nothing about the credentials."""
     return "authorization" in reason or ("authentication" in reason and "timeout" not in reason)

@@ -1,15 +1,15 @@
-"""nats-py's client, with the edges closed that it leaves open while connected.
+"""nats-py's client, with its gaps while connected closed.
 
-Versions and measurements: docs/decisions/0004-nats-connection.md. handshake.py closes the edges of the handshake.
-- nats-py's PING overtakes queued commands, so that a flush is no barrier: here it waits behind them.
-- A flush that is cancelled or times out breaks nats-py's read loop: here a PONG that nobody waits for is dropped.
+Versions and measurements: docs/decisions/0004-nats-connection.md. handshake.py closes those of the handshake.
+- nats-py's PING overtakes queued commands, so a flush is no barrier: here it is queued after them.
+- A flush that is cancelled or times out breaks nats-py's read loop: here a PONG without a waiter is dropped.
 - A callback that raises ends its subscription's task: here callbacks are plain functions, called by the read loop.
-- nats-py's inboxes can be guessed from earlier ones: here they are random, so that only who was asked can answer.
+- nats-py's inboxes can be guessed from earlier ones: here they are random, so that only the recipient can answer.
 - nats-py's `publish` is a coroutine: here it is a plain call, and one turn of the event loop is one write.
-- nats-py has no way to cut a connection at once: here `abort` does, and `may_write` is asked before every write.
-- nats-py may try the server again that it has just lost, and never forgets one that has left its cluster.
-- nats-py stays at a server that sends its clients away (lame duck mode) until that server cuts the connection, and
-  loses what is under way then: here the client moves to another server, and loses nothing that it has published.
+- nats-py has no way to cut a connection at once: here `abort` does, and `may_write` is called before every write.
+- nats-py may retry the server that it has just lost, and never forgets one that has left the cluster.
+- nats-py stays with a server in lame duck mode until that server cuts the connection, and loses what is in flight then:
+  here the client moves to another server, and loses nothing that it has published.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from tokenbus.protocol.bus.settings import Settings
 
 _PING = b"PING\r\n"
 _NO_LINGER = struct.pack("ii", 1, 0)
-"""Makes closing a socket discard what it has not sent yet."""
+"""Makes closing a socket discard its unsent data."""
 MAX_MOVE_DELAY_S = 1.0
-"""A client that is told to go waits up to this time, so that not all routers are away at the same moment. Servers give
-their clients ten seconds, unless configured otherwise."""
+"""A client that is told to leave waits up to this long, so that routers do not all leave at once. Servers give their
+clients ten seconds, unless configured otherwise."""
 _MOVE_TIMEOUT_S = 0.5
-"""Time for the old server's last answer: shorter than what a frontend's fence allows."""
+"""Time for the old server's last answer: less than a frontend's fence allows."""
 OPTIONS: dict[str, Any] = {
     "max_reconnect_attempts": -1,
     "reconnect_time_wait": 0.2,
@@ -47,11 +47,11 @@ OPTIONS: dict[str, Any] = {
     "max_outstanding_pings": 2,
     "skip_subject_validation": True,  # protocol/wire/subjects.py builds all of ours
 }
-"""For `connect`: by default nats-py gives up after two minutes and notices a dead broker only after six."""
+"""Options of `connect`: by default nats-py gives up after two minutes and notices a dead broker only after six."""
 
 
 class _PingMarker:
-    """Stands among nats-py's futures for a PING that nobody waits for, and remembers when it was sent."""
+    """Stands among nats-py's futures for a PING without a waiter, and remembers when it was sent."""
 
     def __init__(self) -> None:
         self.sent_at = clock.now()
@@ -61,7 +61,7 @@ class _PingMarker:
 
 
 class _RandomNuid:
-    """Makes names of inboxes. nats-py counts its own up by a fixed step, so that two of them tell all later ones."""
+    """Makes inbox names. nats-py increments its own by a fixed step, so two of them reveal all later ones."""
 
     def next(self) -> bytearray:
         return bytearray(secrets.token_hex(11), "ascii")
@@ -78,19 +78,19 @@ class HardenedClient(handshake.HandshakeClient):
         self.confirmed_at = clock.now()
         self.num_writes = 0
         self.callbacks: dict[int, bus.Callback] = {}
-        """By subscription id. The read loop calls them, so that messages keep their order over all subscriptions."""
+        """By subscription id. Called by the read loop, so that messages keep their order across all subscriptions."""
         self.on_reconnect_failed: Callable[[Exception], None] = lambda error: None
-        """Called when it has stopped trying to reconnect."""
+        """Called when the client has stopped trying to reconnect."""
         self._moving: asyncio.Task[None] | None = None
 
     @property
     def is_stalled(self) -> bool:
-        """Whether nats-py has stopped reading or writing although it says that it is connected."""
+        """Whether nats-py has stopped reading or writing although it claims to be connected."""
         return any(task is None or task.done() for task in (self._reading_task, self._flusher_task))
 
     def ping(self) -> None:
-        """Sends a PING behind everything queued; its answer moves `confirmed_at`."""
-        # nats-py answers the PONGs that arrive in the order of this list, one future each.
+        """Sends a PING after everything queued; its answer advances `confirmed_at`."""
+        # nats-py resolves these futures in order, one for each PONG that arrives.
         self._pongs.append(cast(Any, _PingMarker()))
         self.enqueue(_PING)
 
@@ -104,13 +104,13 @@ class HardenedClient(handshake.HandshakeClient):
             queue.put_nowait(asyncio.get_running_loop().create_future())
 
     def discard_pending(self) -> None:
-        """Forgets what could not be sent: on close nats-py would write it to a transport that is gone, and fail."""
+        """Discards what could not be sent: on close nats-py would write it to a dead transport, and fail."""
         if not self.is_connected:
             self._pending.clear()
             self._pending_data_size = 0
 
     def abort(self) -> None:
-        """Cuts the connection, so that nothing more of it reaches the broker, and starts to reconnect."""
+        """Cuts the connection, so that nothing more reaches the broker over it, and starts to reconnect."""
         self._pending, self._pending_data_size = [], 0
         if not self.is_connected:
             return
@@ -118,7 +118,7 @@ class HardenedClient(handshake.HandshakeClient):
             stream = self._transport._io_writer.transport
             stream.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             stream.abort()
-        # The rest is what nats-py does when it notices by itself that a connection is broken.
+        # The rest is what nats-py does when it notices a broken connection itself.
         self._status = handshake.HandshakeClient.RECONNECTING
         self._ps.reset()
         if self._reconnection_task is not None:
@@ -126,17 +126,17 @@ class HardenedClient(handshake.HandshakeClient):
         self._reconnection_task = tasks.background("reconnect", self._attempt_reconnect())
 
     async def _attempt_reconnect(self) -> None:
-        # The server that was lost comes last: it may stand still, and accept connections without an answer.
+        # The lost server comes last: it may be frozen and accept connections without answering.
         others = [server for server in self._server_pool if server is not self._current_server]
         self._server_pool[:] = [*random.sample(others, len(others)), cast(Srv, self._current_server)]
         try:
             await super()._attempt_reconnect()
-        except Exception as error:  # outermost frame of a task, which nats-py starts too: nobody would try again
+        except Exception as error:  # outermost frame of a task, which nats-py starts too: nothing else would retry
             self.on_reconnect_failed(error)
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         await super()._process_info(info, initial_connection)
-        # Trying a server that is no more may take longer than a frontend has until it fences itself off.
+        # Trying a server that no longer exists may take longer than a frontend has before it fences itself off.
         if listed := info.get("connect_urls"):
             keep = (self._current_server, *(one for one in self._server_pool if one.uri.netloc in listed))
             self._server_pool[:] = [one for one in self._server_pool if not one.discovered or one in keep]
@@ -145,7 +145,7 @@ class HardenedClient(handshake.HandshakeClient):
             self._moving = tasks.background("move to another server", self._move())
 
     async def _move(self) -> None:
-        """Goes to another server, once this one has everything that was written to it."""
+        """Moves to another server, once this one has received everything written to it."""
         reading = self._reading_task
         await asyncio.sleep(random.uniform(0, MAX_MOVE_DELAY_S))
         with contextlib.suppress(nats.errors.Error):
@@ -162,8 +162,7 @@ class HardenedClient(handshake.HandshakeClient):
         began_at = clock.now()
         await super()._process_connect_init()
         self.confirmed_at = began_at  # the handshake ends with a PING and its answer
-        # A PING that was queued on the last connection would be answered on this one, and its answer would be taken for
-        # that of a later PING.
+        # A PING queued on the last connection would be answered on this one, and its answer taken for a later PING's.
         self._pending = [command for command in self._pending if command is not _PING]
         self._pending_data_size = sum(map(len, self._pending))
 
@@ -175,7 +174,7 @@ class HardenedClient(handshake.HandshakeClient):
 
     async def _process_pong(self) -> None:
         self.last_received_at = time.monotonic()
-        # nats-py would set a result on a future that is done (one of ours, or of a cancelled flush) and stop reading.
+        # nats-py would set a result on a future that is done (one of ours, or a cancelled flush's) and stop reading.
         if self._pongs and self._pongs[0].done():
             answered = self._pongs.pop(0)
             if isinstance(answered, _PingMarker):
@@ -198,7 +197,7 @@ class HardenedClient(handshake.HandshakeClient):
             await self._error_cb(error)
 
     async def _flusher(self) -> None:
-        """Does what nats-py's does, but asks `may_write` first."""
+        """Does what nats-py's does, but calls `may_write` first."""
         queue = self._flush_queue
         assert queue is not None
         while self.is_connected:
@@ -219,7 +218,7 @@ class HardenedClient(handshake.HandshakeClient):
         transport, pending = self._transport, self._pending
         if transport is None or not pending:
             return
-        # Taken before the await: what is published meanwhile belongs to the next write.
+        # Taken before the await: anything published meanwhile belongs to the next write.
         self._pending, self._pending_data_size = [], 0
         self.num_writes += 1
         transport.writelines(pending)

@@ -1,8 +1,8 @@
-"""Measures how soon a broker drops connections that stand still: by the time between its PINGs to an idle connection.
+"""Measures how soon a broker drops frozen connections, by the interval between its PINGs to an idle one.
 
-A broker keeps giving requests to a frozen router until it drops it, and none of these is answered. It drops a
-connection that has not answered `ping_max` PINGs, one each `ping_interval`: by default after minutes. A connection can
-see the interval only, and only while it sends nothing itself."""
+A broker keeps giving requests to a frozen router until it drops its connection, and none of them is answered. It drops
+a connection that has not answered `ping_max` PINGs, sent every `ping_interval`: by default that takes minutes. A client
+can observe only the interval, and only while it sends nothing itself."""
 
 import asyncio
 import contextlib
@@ -15,14 +15,14 @@ from tokenbus.protocol.bus.nats_client import OPTIONS, HardenedClient
 from tokenbus.protocol.bus.settings import Settings
 
 LIMIT_S = 2.0
-"""The longest interval that is fine: with two missed PINGs, a frozen router is dropped within six seconds."""
+"""The longest acceptable interval: with two missed PINGs, a frozen router is dropped within six seconds."""
 _PATIENCE_S = 6.0
-"""A broker sends the first PING two seconds after a connection at the latest, whatever its interval is."""
+"""A broker sends the first PING at most two seconds after a connect, regardless of its interval."""
 _SILENT: dict[str, Any] = {"ping_interval": 3_600, "max_reconnect_attempts": 0}
 
 
 class _Listener(HardenedClient):
-    """A client that says nothing, and notes when it was pinged."""
+    """A client that sends nothing and records when it was pinged."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -37,8 +37,8 @@ class _Listener(HardenedClient):
 
 
 async def ping_interval_s(settings: Settings) -> float | None:
-    """Returns the time between two PINGs of the broker; None if it is longer than a few seconds. Raises OSError and
-    nats.errors.Error if there is no connection."""
+    """Returns the interval between the broker's PINGs; None if it exceeds a few seconds. Raises OSError and
+    nats.errors.Error if it can't connect."""
     client = _Listener(settings)
     try:
         async with asyncio.timeout(settings.connect_timeout_s):
@@ -53,7 +53,7 @@ async def ping_interval_s(settings: Settings) -> float | None:
 
 
 async def warn_if_slow(settings: Settings) -> None:
-    """Logs `broker_drops_late` if a frozen process would keep its connection for long."""
+    """Logs `broker_drops_late` if a frozen process would keep its connection for too long."""
     interval_s = await ping_interval_s(settings)
     if interval_s is None or interval_s > LIMIT_S:
         found = None if interval_s is None else round(interval_s, 1)

@@ -1,4 +1,4 @@
-"""Sends replies that nobody would ask for again: those that find the outbound buffer full are retried later."""
+"""Sends replies that no client would request again: those that find the outbound buffer full are retried later."""
 
 import asyncio
 from collections import deque
@@ -10,7 +10,7 @@ from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import limits
 
 MAX_PENDING_BYTES = 32 * 1024 * 1024
-"""Bytes of replies that may wait here, beside those that wait in the connection."""
+"""Bytes of replies that may wait here, besides those queued in the connection."""
 
 
 class _Reply(NamedTuple):
@@ -36,7 +36,7 @@ class ReplySender:
     def send(self, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> None:
         """Publishes a reply now or soon. Raises PayloadTooLargeError; ConnectionError once the bus is closed.
 
-        A reply may overtake others that wait, so send nothing this way whose order matters."""
+        A reply may overtake others that wait, so don't use this where order matters."""
         try:
             self._bus.publish(subject, payload, headers=headers)
         except OutboundBufferLimitError as error:
@@ -48,14 +48,14 @@ class ReplySender:
             self._start_timer()
 
     def send_pending(self) -> None:
-        """Publishes the replies that wait, as many as the outbound buffer takes."""
+        """Publishes as many waiting replies as the outbound buffer takes."""
         while self._pending:
             reply = self._pending[0]  # stays in the queue until it is published
             try:
                 self._bus.publish(reply.subject, reply.payload, headers=reply.headers)
             except OutboundBufferLimitError:
                 return
-            except ConnectionError:  # closed: nobody will ever get them
+            except ConnectionError:  # closed: they can never be delivered
                 self._pending.clear()
                 self._pending_bytes = 0
                 return

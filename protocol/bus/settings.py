@@ -1,4 +1,4 @@
-"""Where the broker is, and how to connect to it."""
+"""The address of the broker, and how to connect to it."""
 
 import dataclasses
 import random
@@ -16,16 +16,16 @@ class Settings:
     """Settings of one process's connection to the broker."""
 
     url: str = dataclasses.field(default="nats://127.0.0.1:4222", repr=False)
-    """One URL, or those of several servers of one cluster, comma-separated. May contain a user and password or a token;
-    show `redacted_url` instead."""
+    """One URL, or those of several servers of one cluster, separated by commas. May contain a user and password or a
+    token; show `redacted_url` instead."""
     inbox_prefix: str = "_INBOX"
     """First tokens of the process's own reply subjects."""
     credentials: Credentials = dataclasses.field(default_factory=Credentials)
     tls: Tls = dataclasses.field(default_factory=Tls)
     connect_timeout_s: float = 10.0
-    """Time for the first connect, including retries. Later reconnects are retried for ever."""
+    """Time for the first connect, including retries. Later reconnects are retried forever."""
     max_pending_bytes: int = 32 * 1024 * 1024
-    """Bytes that may wait for a broker that is slow or absent."""
+    """Bytes that may be queued for a slow or absent broker."""
 
     @property
     def redacted_url(self) -> str:
@@ -34,9 +34,9 @@ class Settings:
 
     @property
     def server_options(self) -> dict[str, Any]:
-        """The servers, in any order, and who to be there, as arguments of nats-py's `connect`.
+        """The servers, in any order, and the user, as arguments of nats-py's `connect`.
 
-        A user that the URL names is one at every server, also at those that the cluster announces later."""
+        A user named by the URL is used at every server, including those that the cluster announces later."""
         given = self.credentials
         user, password, token = given.user, given.password, given.token
         if not (user or token) and (found := self._logins):
@@ -53,12 +53,12 @@ class Settings:
 
     @property
     def world_readable_files(self) -> list[str]:
-        """Those of the secret files that every user of this machine can read."""
+        """The secret files that every user of this machine can read."""
         files = (self.credentials.nkey_file, self.credentials.creds_file, self.tls.key_file or self.tls.cert_file)
         return [path for path in files if path and is_world_readable(path)]
 
     def check(self) -> None:
-        """Raises ValueError for settings that contradict each other, and for files that can't be used."""
+        """Raises ValueError for contradictory settings and unusable files."""
         if not all(self._servers):
             raise ValueError(f"--nats has an empty URL: {self.redacted_url}")
         if any("@" in url and "://" not in url for url in self._urls[1:]):
@@ -83,13 +83,13 @@ class Settings:
 
 
 def redact_url(url: str) -> str:
-    """Returns the URLs of brokers, comma-separated, without user, password and token."""
-    # A comma in a password does not end a URL here, so that what follows it is not shown either.
+    """Returns comma-separated broker URLs without user, password and token."""
+    # A comma in a password does not end a URL here, so that the rest of the password is not shown either.
     return ",".join(_split(one)[0] for one in _COMMA_BEFORE_SCHEME.split(url))
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Returns a URL without its user, password or token, and these."""
+    """Splits a URL into one without user, password or token, and the part removed."""
     scheme, mark, rest = url.partition("://") if "://" in url else ("", "", url)
     login, _, host = rest.rpartition("@")
     return scheme + mark + host, login

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Tls:
-    """Files in PEM; all empty for a broker without TLS, or if the system trusts its certificate (`tls://` URLs)."""
+    """PEM files; all empty for a broker without TLS, or one whose certificate the system trusts (`tls://` URLs)."""
 
     ca_file: str = ""
     cert_file: str = ""
@@ -21,7 +21,7 @@ class Tls:
         return bool(self.ca_file or self.cert_file or self.key_file)
 
     def context(self) -> ssl.SSLContext:
-        """Reads the files. Raises ValueError naming those that can't be used."""
+        """Reads the files. Raises ValueError naming an unusable one."""
         if self.key_file and not self.cert_file:
             raise ValueError("--nats-key needs its certificate: pass --nats-cert as well")
         for path in filter(None, (self.ca_file, self.cert_file, self.key_file)):
@@ -51,5 +51,5 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _refuse_to_ask() -> str:
-    """Keeps OpenSSL from asking for the passphrase on the terminal, where the process would wait."""
+    """Keeps OpenSSL from prompting for a passphrase, which would block the process."""
     raise ValueError("the key of --nats-key has a passphrase: servers need a key without one")
