@@ -1,6 +1,6 @@
-"""Starts tasks so that none of them dies in silence.
+"""Starts tasks so that none fails silently.
 
-An error that leaves a task is kept until somebody awaits the task, and is lost if nobody does. So each task is one of
+An exception that leaves a task is kept until the task is awaited, and is lost if it never is. So each task is one of
 two kinds, and only this module starts any."""
 
 import asyncio
@@ -13,29 +13,29 @@ ResultT = TypeVar("ResultT")
 
 
 class StrayCancelError(RuntimeError):
-    """A task was cancelled by something that it awaited, and not by its owner: that is a failure like any other."""
+    """A task was cancelled by something it awaited, not by its owner: a failure like any other."""
 
 
 _running: set[asyncio.Task[None]] = set()
-"""Background tasks that have not ended: the event loop itself holds only weak references."""
+"""Running background tasks: the event loop itself holds only weak references."""
 
 
 def awaited(work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
-    """Starts a task that its owner awaits, and so learns its result or error."""
+    """Starts a task that its owner awaits and whose result or error it thus learns."""
     return asyncio.get_running_loop().create_task(work)
 
 
 def background(
     name: str, work: Coroutine[Any, Any, Any], on_failure: Callable[[Exception], None] | None = None
 ) -> asyncio.Task[None]:
-    """Starts a task whose result nobody awaits. The task never raises, but it can be cancelled.
+    """Starts a task whose result is not awaited. The task never raises, but it can be cancelled.
 
     An error that leaves `work` is logged as `task_failed` with the name, and then passed to `on_failure`, which ends
     what waits for the task."""
     task = asyncio.get_running_loop().create_task(_run(name, work, on_failure), name=name)
     _running.add(task)
     task.add_done_callback(_running.discard)
-    task.add_done_callback(lambda _: work.close())  # one that was cancelled at once has never begun
+    task.add_done_callback(lambda _: work.close())  # one that was cancelled at once never started
     return task
 
 
@@ -57,5 +57,6 @@ async def _run(name: str, work: Coroutine[Any, Any, Any], on_failure: Callable[[
 
 
 def log_uncaught(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs what a callback of the loop raises, or an awaited task whose error nobody has read; a loop's handler."""
+    """An event loop's exception handler: logs what a callback raises, or an awaited task's error that was never
+    retrieved."""
     structlog.get_logger().error("callback_failed", error=context["message"], exc_info=context.get("exception"))

@@ -48,7 +48,7 @@ class TTLCache(Generic[ValueT]):
         return [entry.value for entry in self._entries.values() if now - entry.put_at < self._ttl_s]
 
     def pop(self, key: str) -> None:
-        """Removes a value, if it is there."""
+        """Removes a value, if present."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._weight -= entry.weight

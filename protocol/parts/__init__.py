@@ -1,1 +1,1 @@
-"""Messages that are larger than the broker allows, sent in parts."""
+"""Sends messages that are larger than the broker allows in parts."""

@@ -1,15 +1,15 @@
-"""Puts large messages together from their parts, within bounds; pure.
+"""Reassembles large messages from their parts, within bounds; pure.
 
     announced --part--> ... --last part--> complete
         |                |
-        +----------------+--> failed: a part does not follow, memory is short, or nothing more comes
+        +----------------+--> failed: a part is out of sequence, memory is short, or the sender has stopped
 
-The last part of a complete upload may come again, since its sender has no answer but the message's own. So the subjects
-of complete uploads are remembered for a while.
+The last part of a complete upload may arrive again, since its only acknowledgement is the message's own answer. So the
+subjects of complete uploads are remembered for a while.
 
-An upload is known by the subject for its parts, which nobody can guess. Its owner has announced its size, and that
-counts against the owner's share until the upload has ended. The bytes that have come count against the memory for all
-owners together: an owner who announces much and sends nothing takes none of it.
+An upload is identified by the subject for its parts, which is unguessable. The size that its owner announced counts
+against the owner's share until the upload ends. Received bytes count against the memory shared by all owners: an owner
+that announces much and sends nothing uses none of it.
 """
 
 import dataclasses
@@ -25,28 +25,28 @@ _RETRY_AFTER_MS = 1_000.0
 
 
 class UploadLimits(NamedTuple):
-    """Bounds of the uploads to one receiver."""
+    """Limits on the uploads to one receiver."""
 
     message_bytes: int
     """One message."""
     owner_bytes: int
-    """All messages together that one owner has announced, and of which parts are missing."""
+    """All incomplete messages that one owner has announced, taken together."""
     total_bytes: int
-    """The parts of all owners that have come."""
+    """The parts received from all owners."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Upload(Generic[ContextT]):
-    """A large message on its way."""
+    """A large message in transit."""
 
     subject: str
     owner: str
     size: int
     context: ContextT
-    """Whatever the receiver needs once the message is complete."""
+    """The receiver's data, returned once the message is complete."""
     announced_at: float
     touched_at: float
-    """When its last new part came."""
+    """When its last new part arrived."""
     data: bytearray = dataclasses.field(default_factory=bytearray)
 
     def __repr__(self) -> str:
@@ -67,7 +67,7 @@ class Uploads(Generic[ContextT]):
         self._num_open: Counter[str] = Counter()
         self._complete: TTLCache[bool] = TTLCache(limits.UPLOAD_IDLE_S, limits.MAX_COMPLETE_UPLOADS)
         self.held_bytes = 0
-        """Bytes of parts that are kept."""
+        """Bytes of the parts held."""
 
     def __repr__(self) -> str:
         return f"<Uploads {len(self._uploads)}, {self.held_bytes} bytes>"
@@ -76,7 +76,7 @@ class Uploads(Generic[ContextT]):
         return len(self._uploads)
 
     def announce(self, subject: str, owner: str, size: int, context: ContextT, now: float) -> None:
-        """Makes room for a message whose parts will come to `subject`. Raises RequestError if there is none."""
+        """Makes room for a message whose parts will arrive on `subject`. Raises RequestError if there is none."""
         assert subject not in self._uploads, subject
         most = min(self._limits.message_bytes, self._limits.owner_bytes)
         if size > most:
@@ -94,11 +94,11 @@ class Uploads(Generic[ContextT]):
         self._num_open[owner] += 1
 
     def add(self, subject: str, offset: int, part: bytes, now: float) -> Upload[ContextT] | None:
-        """Adds a part, and returns its upload. An upload that is complete then, or for which this raises, is forgotten.
+        """Adds a part, and returns its upload. An upload that this completes, or for which this raises, is removed.
 
-        A part that has come before is ignored; None if its upload was complete already. Raises RequestError:
-        upload_lost for an unknown upload and for a part before which something is missing, invalid_request for one that
-        does not fit, overloaded without memory."""
+        A part received before is ignored; None if its upload was already complete. Raises RequestError: upload_lost for
+        an unknown upload or a gap before the part, invalid_request for a part that does not fit, overloaded if memory
+        is short."""
         upload = self._uploads.get(subject)
         if upload is None:
             if self._complete.get(subject, now):
@@ -120,7 +120,7 @@ class Uploads(Generic[ContextT]):
         return upload
 
     def remove(self, subject: str) -> Upload[ContextT] | None:
-        """Forgets an upload, if it is known."""
+        """Removes an upload, if it is known."""
         upload = self._uploads.pop(subject, None)
         if upload is not None:
             self.held_bytes -= len(upload.data)
@@ -131,7 +131,7 @@ class Uploads(Generic[ContextT]):
         return upload
 
     def expire(self, now: float) -> list[Upload[ContextT]]:
-        """Forgets the uploads whose sender has stopped, or takes too long, and returns them."""
+        """Removes the uploads whose sender has stopped or takes too long, and returns them."""
         late = [
             one
             for one in self._uploads.values()
@@ -142,7 +142,7 @@ class Uploads(Generic[ContextT]):
         return late
 
     def clear(self) -> list[Upload[ContextT]]:
-        """Forgets all uploads, and returns them."""
+        """Removes all uploads, and returns them."""
         known = list(self._uploads.values())
         for one in known:
             self.remove(one.subject)
@@ -159,7 +159,7 @@ class Uploads(Generic[ContextT]):
         assert self.held_bytes <= self._limits.total_bytes
 
     def _problem(self, upload: Upload[ContextT], offset: int, end: int) -> errors.Error | None:
-        """Returns why the upload can't go on with a part from `offset` to `end`."""
+        """Returns why the upload can't continue with a part from `offset` to `end`."""
         if offset > len(upload.data):
             return errors.make_error(errors.Code.UPLOAD_LOST)
         if offset < len(upload.data) or end > upload.size:

@@ -1,4 +1,4 @@
-"""The headers of large messages, which come in parts.
+"""The headers of large messages, which are sent in parts.
 
 announcement   the subject and headers of the message, and `Tokenbus-Size`, but no body
 part           `Tokenbus-Offset`, and the bytes from there on
@@ -19,12 +19,12 @@ def part_bytes(max_payload: int) -> int:
 
 
 def is_announcement(headers: Mapping[str, str] | None) -> bool:
-    """Whether a message only says that a large one is to come."""
+    """Whether a message only announces a large one."""
     return headers is not None and SIZE in headers
 
 
 def size_of(headers: Mapping[str, str] | None) -> int:
-    """Returns the size that an announcement names. Raises RequestError(invalid_request)."""
+    """Returns the size given in an announcement. Raises RequestError(invalid_request)."""
     return _number(headers, SIZE)
 
 

@@ -1,4 +1,4 @@
-"""Receives large messages: answers their announcements and parts, and passes on each message that is complete."""
+"""Receives large messages: answers announcements and parts, and passes on each complete message."""
 
 import asyncio
 import secrets
@@ -18,7 +18,7 @@ Outcome = Callable[[str], None]
 
 
 class _Announced:
-    """The message that was announced, as far as it is known."""
+    """An announced message, as far as it is known."""
 
     def __init__(self, message: Msg, encoding: codec.Encoding, on_complete: Callback) -> None:
         self.subject = message.subject
@@ -28,7 +28,7 @@ class _Announced:
 
 
 class PartsReceiver:
-    """Receives the large messages of one process, or of one kind."""
+    """Receives a process's large messages, or those of one kind."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class PartsReceiver:
         is_public: bool = False,
         on_ended: Outcome = lambda outcome: None,
     ) -> None:
-        """`to_subject` makes the subject for the parts of an upload, from its owner and its id, or the pattern of all
-        from two asterisks. Parts are answered only if `may_answer`. Public messages have the encoding that their
-        header names, and clients are told of errors in a terminal."""
+        """`to_subject` makes the subject for an upload's parts from its owner and id, or the pattern matching all from
+        two asterisks. Parts are answered only if `may_answer`. Public messages use the encoding named in their header,
+        and errors reach clients in a terminal."""
         self._bus = bus
         self._to_subject = to_subject
         self._uploads: Uploads[_Announced] = Uploads(bounds)
@@ -58,12 +58,12 @@ class PartsReceiver:
 
     @property
     def num_uploads(self) -> int:
-        """Large messages that are on their way."""
+        """The number of large messages in transit."""
         return len(self._uploads)
 
     @property
     def held_bytes(self) -> int:
-        """Memory for their parts."""
+        """Bytes of their parts that are held."""
         return self._uploads.held_bytes
 
     async def open(self, incoming: Bus | None = None) -> None:
@@ -71,7 +71,7 @@ class PartsReceiver:
         await (incoming or self._bus).subscribe(self._to_subject("*", "*"), self._on_part)
 
     def stop(self) -> None:
-        """Takes no more messages; those whose parts still come are refused as lost, so that they are sent again."""
+        """Takes no more messages; incomplete ones are refused as lost, so that they are sent again."""
         self._is_stopped = True
         for _ in self._uploads.clear():
             self._on_ended("failed")
@@ -79,10 +79,10 @@ class PartsReceiver:
             self._timer.cancel()
 
     def announced(self, message: Msg, owner: str, on_complete: Callback) -> bool:
-        """Returns False for a message that is no announcement. Otherwise tells its sender where to send the parts, and
-        calls `on_complete` with the whole message, whose reply subject is that of the last part.
+        """Returns False for a message that is not an announcement. Otherwise tells its sender where to send the parts,
+        and later calls `on_complete` with the whole message, whose reply subject is the last part's.
 
-        Raises RequestError if the message can't be taken, and MediaTypeError."""
+        Raises MediaTypeError, and RequestError if the message can't be accepted."""
         if not parts.is_announcement(message.headers):
             return False
         now = time.monotonic()
@@ -152,7 +152,7 @@ class PartsReceiver:
     def _answer(
         self, message: Msg, encoding: codec.Encoding, answer: codec.Message, headers: dict[str, str] | None = None
     ) -> None:
-        """Answers a sender, who sends the part again if no answer comes."""
+        """Answers a sender, which repeats the part if no answer arrives."""
         if message.reply and self._may_answer(message):
             try:
                 self._bus.publish(message.reply, codec.encode(answer, encoding), headers=headers)

@@ -1,4 +1,5 @@
-"""Sends large messages: announces each one, and sends its parts, every one after the answer to the one before."""
+"""Sends large messages: announces each one, then sends its parts one at a time, each after the previous one is
+answered."""
 
 import asyncio
 import contextlib
@@ -14,9 +15,9 @@ from tokenbus.protocol.wire import codec, errors, limits, messages
 
 _answers = codec.Decoder(messages.UploadReply)
 _MAX_IN_TURN = 4
-"""Parts of different messages that are sent at a time: what else the connection sends waits behind no more."""
+"""Parts of different messages in flight at a time: other traffic on the connection waits for no more than these."""
 _TURN_S = 1.0
-"""A part that is not answered after this time is not what holds others up."""
+"""A part unanswered for this long no longer holds up others."""
 
 
 class PartsSender:
@@ -31,15 +32,15 @@ class PartsSender:
         timeout_s: float = 5.0,
         tries: int = 3,
     ) -> None:
-        """`to_reply` makes a reply subject from a token, or the pattern of all from an asterisk. A part that is not
-        answered in time is sent again, `tries` times in all."""
+        """`to_reply` makes a reply subject from a token, or the pattern matching all from an asterisk. A part not
+        answered in time is sent again, up to `tries` times in all."""
         self._connection = connection
         self._to_reply = to_reply
         self._encoding = encoding
         self._timeout_s = timeout_s
         self._tries = tries
         self._asked: dict[str, asyncio.Future[Msg]] = {}
-        """Parts that wait for an answer, by their reply subjects."""
+        """Parts awaiting an answer, by reply subject."""
         self._turns = asyncio.Semaphore(_MAX_IN_TURN)
         self._subscribing = asyncio.Lock()
         self._is_subscribed = False
@@ -52,11 +53,11 @@ class PartsSender:
         return len(payload) + limits.MESSAGE_RESERVE_BYTES <= self._connection.max_payload
 
     async def stage(self, message: Outgoing) -> Outgoing:
-        """Sends all of a large message but its last part, and returns that part, to be published or requested like the
-        message itself: only then does the receiver have the message. A message that fits is returned as it is.
+        """Sends all parts of a large message but the last, and returns that one, to be published or requested like the
+        message itself: only then does the receiver have the message. A message that fits is returned unchanged.
 
-        Raises NoRespondersError if nobody receives it, RequestError if it is refused, upload_lost if its receiver is
-        gone in the middle, and TimeoutError and ConnectionError before that."""
+        Raises NoRespondersError if there is no receiver, RequestError if it is refused (upload_lost if the receiver is
+        lost midway), and TimeoutError and ConnectionError before that."""
         if self.fits(message.payload):
             return message
         size, step = len(message.payload), parts.part_bytes(self._connection.max_payload)
@@ -80,7 +81,7 @@ class PartsSender:
         return {parts.OFFSET: str(offset)} | (codec.content_headers(self._encoding) or {})
 
     async def _ask(self, subject: str, payload: bytes, headers: dict[str, str]) -> str:
-        """Sends an announcement or a part, again if no answer comes, and returns the subject for further parts."""
+        """Sends an announcement or a part, retrying if no answer arrives, and returns the subject for further parts."""
         await self._subscribe()
         for _ in range(self._tries):
             try:
@@ -108,22 +109,22 @@ class PartsSender:
         return answer
 
     def _read(self, answer: Msg) -> str:
-        """Returns the subject in an answer. Raises RequestError for a refusal, and for an answer by somebody who takes
-        no messages in parts."""
+        """Returns the subject in an answer. Raises RequestError for a refusal, and for a receiver that does not support
+        messages in parts."""
         try:
             read = _answers.decode(answer.data, self._encoding)
         except errors.RequestError:
             read = messages.UploadReply()
         if read.upload is not None:
             return read.upload
-        # those who know no announcements find them malformed
+        # receivers that do not support announcements find them malformed
         if read.error is None or read.error.code is errors.Code.INVALID_REQUEST:
             text = "the message is larger than the broker allows, and its receiver takes none in parts"
             raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, text)
         raise errors.RequestError(read.error)
 
     async def _subscribe(self) -> None:
-        # Only those who send large messages need a further subscription.
+        # Only senders of large messages need another subscription.
         async with self._subscribing:
             if not self._is_subscribed:
                 await self._connection.subscribe(self._to_reply("*"), self._on_answer)
