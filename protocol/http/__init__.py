@@ -1,1 +1,1 @@
-"""The HTTP server behind status pages and the gateway, with limits on what strangers can take of it."""
+"""The HTTP server used by status pages and the gateway, with limits on what untrusted clients can consume."""

@@ -8,16 +8,16 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 _IPV6_PREFIX = 64
-"""Whoever has one IPv6 address has as many as they like, so all that share this prefix count as one."""
+"""Anyone with one IPv6 address has as many as they like, so all addresses that share this prefix count as one."""
 
 
 class LimitReached(enum.StrEnum):
     """Why a connection is refused."""
 
     PER_ADDRESS = "too_many_connections"
-    """The client's address has its maximum of connections, and all of them are busy."""
+    """The client's address has the maximum number of connections, all of them busy."""
     TOTAL = "overloaded"
-    """There is the maximum of connections, and all of them are busy."""
+    """The server has the maximum number of connections, all of them busy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +33,10 @@ ConnectionT = TypeVar("ConnectionT", bound=Hashable)
 
 
 class ConnectionTable(Generic[ConnectionT]):
-    """Open connections by client address, each either idle (it waits for a request) or busy (it works on one).
+    """Open connections by client address, each either idle (waiting for a request) or busy (serving one).
 
-    At the limit, a new connection evicts the one that has been idle longest. So connections that never complete a
-    request evict each other, and a new client always gets through unless all connections are busy."""
+    At the limit, a new connection evicts the longest idle one. So connections that never complete a request evict each
+    other, and a new client always gets through unless all connections are busy."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -53,14 +53,14 @@ class ConnectionTable(Generic[ConnectionT]):
 
     @property
     def num_idle(self) -> int:
-        """The number of connections that have no request."""
+        """The number of connections without a request."""
         return len(self._idle)
 
     def add(self, connection: ConnectionT, address: str) -> ConnectionT | LimitReached | None:
         """Adds an idle connection. Returns the one that the caller must close to make room, or the limit that was
         hit."""
         evicted: ConnectionT | None = None
-        # First the limit of the address, so that a client with many connections evicts its own.
+        # The address's limit comes first, so that a client with many connections evicts its own.
         if address and 0 < self.limits.per_address <= self._per_address[address]:
             evicted = next(iter(self._idle_by_address.get(address, ())), None)
             if evicted is None:
@@ -84,7 +84,7 @@ class ConnectionTable(Generic[ConnectionT]):
 
     def mark_busy(self, connection: ConnectionT) -> None:
         """Marks a connection as working on a request."""
-        self._idle.pop(connection, None)  # both dicts keep their order: the first entry has been idle longest
+        self._idle.pop(connection, None)  # dicts keep insertion order: the first entry has been idle longest
         address = self._addresses.get(connection)
         if address is not None and (waiting := self._idle_by_address.get(address)) is not None:
             waiting.pop(connection, None)
@@ -110,7 +110,8 @@ class ConnectionTable(Generic[ConnectionT]):
 
 
 def client_address(host: str) -> str:
-    """Returns the unit that a host's connections are counted by: an IPv4 address or an IPv6 network, '' for neither."""
+    """Returns the unit by which a host's connections are counted: an IPv4 address or IPv6 network, or '' for
+    neither."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

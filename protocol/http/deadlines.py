@@ -14,14 +14,14 @@ class Timeouts:
     keep_alive_s: float = 30.0
     """For the first byte of another request."""
     slow_reader_s: float = 30.0
-    """For a client to read some more of a response that is too large for the buffers."""
+    """For a client to read more of a response that exceeds the buffers."""
     linger_s: float = 2.0
-    """For a client to read why it was refused: it may still be sending, and would not read it if the connection was
-    cut."""
+    """For a client to read why it was refused: it may still be sending, and would not get to read it if the connection
+    were cut."""
 
 
 class Deadline:
-    """At most one pending timeout, which is for one purpose."""
+    """At most one pending timeout, for one purpose."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -29,7 +29,7 @@ class Deadline:
         self._purpose = ""
 
     def start(self, purpose: str, delay_s: float, expire: Callable[[], None]) -> None:
-        """Starts a timeout in place of a pending one, unless that is for the same purpose: then it goes on running."""
+        """Starts a timeout, replacing a pending one unless that has the same purpose: then it keeps running."""
         if self._timer is None or purpose != self._purpose:
             self.cancel()
             self._purpose = purpose

@@ -1,4 +1,4 @@
-"""Tells an application how its client was lost before the response was complete; pure."""
+"""Tells an application how its client disconnected before the response was complete; pure."""
 
 import enum
 from collections.abc import MutableMapping
@@ -15,12 +15,12 @@ class Disconnect(enum.StrEnum):
     GONE = "gone"
     """The client has closed it."""
     SLOW = "slow"
-    """Nothing, or too little, could be written to it for too long: the client does not read, or its machine does not
+    """For too long little or nothing could be written to it: the client does not read, or its machine does not
     answer."""
 
 
 def note_disconnect(scope: Scope, disconnect: Disconnect) -> None:
-    """Notes how the connection of a request ended; the server does so before the application hears of it."""
+    """Records how a request's connection ended; the server calls this before it tells the application."""
     scope[_KEY] = disconnect
 
 

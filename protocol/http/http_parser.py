@@ -1,4 +1,4 @@
-"""Parses HTTP/1.1 with h11, and rejects what h11 accepts but a server open to strangers must not; pure."""
+"""Parses HTTP/1.1 with h11, and rejects what h11 accepts but a public server must not; pure."""
 
 import re
 from typing import Any
@@ -11,14 +11,14 @@ _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _EMPTY_LINES = re.compile(rb"(?:\r?\n)+")
 _ORIGIN = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
 _PATH = re.compile(rb"[!-~]+ (?:%s)?(/[!->@-~]*)[ ?]" % _ORIGIN.pattern, re.IGNORECASE)
-"""The path in a request line, before h11 has seen that it is one."""
+"""The path in a request line, before h11 has recognised it as one."""
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
 _QUOTED = re.compile(r": (?:b|bytearray\(b)['\"].*", re.DOTALL)
-"""Text of the client, which h11 quotes at the end of its messages."""
+"""Text from the client, which h11 quotes at the end of its messages."""
 _FREE_CHUNKS = 1_024
 _MIN_CHUNK_BYTES = 16
-"""Minimum mean size of chunks, once there are more than these. Parsing a chunk takes 5 us however small it is: a read
-of 256 KiB full of one-byte chunks would block the event loop for a fifth of a second."""
+"""The minimum mean size of chunks, once there are more than this many. Parsing a chunk takes 5 us regardless of its
+size: a 256 KiB read full of one-byte chunks would block the event loop for a fifth of a second."""
 
 
 class Parser(h11.Connection):
@@ -31,7 +31,7 @@ class Parser(h11.Connection):
         self.is_head = False
         """Whether the last request was a HEAD request, whose response has no body."""
         self.path = ""
-        """The path of the last request line that has come; empty where another request may begin."""
+        """The path of the last request line received; empty where another request may begin."""
         self.status = 400
         self.problem = ""
         self._sends_events = False
@@ -48,25 +48,25 @@ class Parser(h11.Connection):
 
     @property
     def is_http_1_0(self) -> bool:
-        """Whether the last request was one of HTTP/1.0."""
+        """Whether the last request used HTTP/1.0."""
         return self.their_http_version == b"1.0"
 
     def receive_data(self, data: bytes) -> None:
-        if self.their_state is not h11.MUST_CLOSE:  # what follows the last request of a connection is ignored
+        if self.their_state is not h11.MUST_CLOSE:  # anything after the last request of a connection is ignored
             super().receive_data(data)
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
         if isinstance(event, h11.Response):
             self._sends_events = any(value.startswith(b"text/event-stream") for _, value in event.headers)
             if self.they_are_waiting_for_100_continue:
-                # The client may now leave the body out: only the end of the connection tells it from a next request.
+                # The client may now omit the body: only the end of the connection distinguishes it from a next request.
                 headers = [*event.headers.raw_items(), (b"connection", b"close")]
                 event = h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)
         return super().send_with_data_passthrough(event)
 
     def send_filler(self) -> bytes:
-        """Returns bytes to send that mean nothing to the client: an interim response, or a comment in a stream of
-        events. There are none elsewhere."""
+        """Returns bytes that the client will ignore: an interim response, or a comment in an event stream. Elsewhere
+        there are none."""
         if self.our_state is h11.SEND_RESPONSE:
             return self.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")) or b""
         if self.our_state is h11.SEND_BODY and self._sends_events:
@@ -83,8 +83,8 @@ class Parser(h11.Connection):
             raise
 
     def _begin_head(self) -> bool:
-        """Skips empty lines, which some clients send behind a body, notes the path, and limits the size of heads that
-        arrive in one piece: h11 only limits those that are still incomplete. Returns whether h11 may go on."""
+        """Skips empty lines, which some clients send after a body, notes the path, and limits the size of heads that
+        arrive in one piece: h11 limits only incomplete ones. Returns whether h11 may continue."""
         waiting, _ = self.trailing_data
         empty = _EMPTY_LINES.match(waiting)
         if empty is not None:
@@ -94,7 +94,7 @@ class Parser(h11.Connection):
         self.path = path[1].decode() if path else ""
         if len(waiting) > MAX_HEAD_BYTES and not _END_OF_HEAD.search(waiting, 0, MAX_HEAD_BYTES):
             raise h11.RemoteProtocolError(f"the head has more than {MAX_HEAD_BYTES} bytes", 431)
-        return waiting != b"\r"  # half of an empty line, which h11 would refuse
+        return waiting != b"\r"  # half an empty line, which h11 would reject
 
     def _checked(self, event: Any) -> Any:
         if isinstance(event, h11.Request):
@@ -111,7 +111,8 @@ class Parser(h11.Connection):
 
 
 def _check_request(request: h11.Request) -> None:
-    """Rejects ambiguous body lengths: a proxy that reads one differently would take part of a body for a request."""
+    """Rejects ambiguous body lengths: a proxy that interprets one differently would take part of a body for a
+    request."""
     names = [name for name, _ in request.headers]
     if len(names) > MAX_HEADERS:
         raise h11.RemoteProtocolError(f"there are more than {MAX_HEADERS} headers", 431)
@@ -126,7 +127,7 @@ def _check_request(request: h11.Request) -> None:
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """Returns a request whose target begins with its path: clients of proxies write the whole URL."""
+    """Returns a request whose target begins with its path: clients that expect a proxy send the whole URL."""
     origin = _ORIGIN.match(request.target)
     if origin is None:
         return request

@@ -1,22 +1,22 @@
-"""The HTTP server of every process: uvicorn's, with limits on what anyone who reaches its port can take of it.
+"""The HTTP server of every process: uvicorn's, with limits on what anyone who reaches its port can consume.
 
 A connection is in one of three states:
 
     idle --the head of a request is complete--> busy --response is complete--> idle
     idle or busy --refused, evicted or too slow--> closing
 
-An idle connection has a deadline (`deadlines.py`): for the rest of the head once part of a request has come, else for
-the next request. When there are too many connections, the longest idle one is evicted (`connection_table.py`). A
-closing connection reads no more requests, and lingers until its client has read the last response.
+An idle connection has a deadline (`deadlines.py`): for the rest of the head once part of a request has arrived, else
+for the next request. When there are too many connections, the longest idle one is evicted (`connection_table.py`). A
+closing connection accepts no more requests, and lingers until its client has read the last response.
 
-A client that has shut down its sending side may still read: its connection stays open until it has its answers. One
-that has closed the connection looks the same, except that its machine answers whatever is sent with a reset. So it is
-sent a filler that means nothing to a client, twice within 50 ms and then less and less often. Clients of HTTP/1.0 know
-no such filler, and count as gone.
+A client that has shut down its sending side may still read: its connection stays open until it has its responses. One
+that has closed the connection looks the same, except that its machine answers anything sent with a reset. So it is sent
+a filler that clients ignore, twice within 50 ms and then less and less often. HTTP/1.0 has no such filler; its clients
+count as gone.
 
 Independently of all that, a response that is not read has a deadline too: here for a client that reads too little and,
-if the listening socket sets TCP_USER_TIMEOUT, in the kernel for one that reads nothing. How long a request's body may
-take is up to the application."""
+if the listening socket sets TCP_USER_TIMEOUT, in the kernel for one that reads nothing. The application decides how
+long a request's body may take."""
 
 import asyncio
 import contextlib
@@ -39,11 +39,11 @@ from tokenbus.protocol.http.refusals import Headers, Reason, Refusal, plain_text
 
 DEFAULT_TIMEOUTS = Timeouts()
 _MAX_REFUSED = 64
-"""Refused connections that get a response at the same time; further ones are just closed."""
+"""Refused connections that may be sent a response at the same time; any more are simply closed."""
 _MIN_READ_BYTES = 16 * 1024
 """A client that reads less than this before the deadline counts as gone."""
 _FIRST_PROBE_S, _MAX_PROBE_S = 0.05, 10.0
-"""The time between two probes of a client that sends nothing more; it doubles."""
+"""The first interval between probes of a client that sends nothing more; it doubles."""
 
 
 class ServerConfig(uvicorn.Config):
@@ -59,9 +59,9 @@ class ServerConfig(uvicorn.Config):
         timeouts: Timeouts = DEFAULT_TIMEOUTS,
         grace_s: int = 1,
     ) -> None:
-        """`refusal_response` makes status, headers and body of a refusal of a request to a path, which is empty if it
-        has not come. `on_closed` is called with the reason and address of each connection that the server closes, and
-        open connections have `grace_s` when the server shuts down."""
+        """`refusal_response` makes the status, headers and body of a refusal, given the request's path (empty if not
+        received yet). `on_closed` is called with the reason and address of each connection that the server closes. On
+        shutdown open connections have `grace_s`."""
         super().__init__(
             app,
             http=Connection,
@@ -69,7 +69,7 @@ class ServerConfig(uvicorn.Config):
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # each request has its own lines in our log
+            log_level="critical",  # our log has its own lines for each request
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -83,7 +83,7 @@ class ServerConfig(uvicorn.Config):
 
 
 class EmbeddedServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to its process: uvicorn's own would end the process before its work is
+    """A uvicorn server that leaves signals to its process: uvicorn's handlers would end the process before its work is
     done."""
 
     @contextlib.contextmanager
@@ -92,7 +92,7 @@ class EmbeddedServer(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """One connection, from its accept to its end."""
+    """One connection, from accept to close."""
 
     config: ServerConfig
     conn: Parser
@@ -128,7 +128,7 @@ class Connection(H11Protocol):
             self._turn_away(*refusals.LIMIT_REFUSALS[outcome])
             return
         self._wait_for_request(has_begun=True)
-        if outcome is not None:  # already out of the table
+        if outcome is not None:  # already removed from the table
             outcome.evict()
 
     def data_received(self, data: bytes) -> None:
@@ -138,7 +138,7 @@ class Connection(H11Protocol):
             self._listen_for_the_end()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Returns whether the connection stays open for its answers."""
+        """Returns whether the connection stays open for its responses."""
         is_answering = self._is_busy and self.conn.is_request_complete
         self._is_half_closed = is_answering and not self._is_closing and not self.conn.is_http_1_0
         if self._is_half_closed:
@@ -150,12 +150,12 @@ class Connection(H11Protocol):
         self._update_state()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what the parser has rejected."""
+        """Answers input that the parser has rejected."""
         self.config.on_closed(Reason.MALFORMED, self._address)
         self._refuse(refusals.malformed(self.conn.status, self.conn.problem))
 
     def timeout_keep_alive_handler(self) -> None:
-        """Does nothing, since the deadline of an idle connection is set here."""
+        """Does nothing: this class sets the deadlines of idle connections itself."""
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -172,7 +172,7 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        is_slow = self._reads_too_little or isinstance(exc, TimeoutError)  # the kernel's deadline is a timeout
+        is_slow = self._reads_too_little or isinstance(exc, TimeoutError)  # the kernel's deadline shows as a timeout
         if is_slow:
             self.config.on_closed(Reason.SLOW_READER, self._address)
         if self.cycle is not None and not self.cycle.response_complete:
@@ -190,7 +190,7 @@ class Connection(H11Protocol):
             return
         is_busy = self.cycle is not None and not self.cycle.response_complete
         if self._is_half_closed and not (is_busy and self.conn.is_request_complete):
-            self.transport.close()  # no other request will come, nor the rest of one
+            self.transport.close()  # no further request will arrive, nor the rest of one
             return
         if is_busy != self._is_busy:
             self._is_busy = is_busy
@@ -198,19 +198,19 @@ class Connection(H11Protocol):
             table = self.config.open_connections
             (table.mark_busy if is_busy else table.mark_idle)(self)
         if not is_busy:
-            # Called for each piece of a head, too: the first one changes the deadline, and later ones don't extend it.
+            # Also called for each piece of a head: the first one changes the deadline, later ones don't extend it.
             self._wait_for_request(has_begun=self.cycle is None or self.conn.has_begun)
 
     def _listen_for_the_end(self) -> None:
-        """Goes on reading while a request is served, or nobody would notice that its client has disconnected.
+        """Keeps reading while a request is served, or a disconnect would go unnoticed.
 
-        uvicorn stops at the first byte of a next request. That is kept until its turn comes, and bounded."""
+        uvicorn stops at the first byte of the next request. That request is buffered, within bounds, until its turn."""
         if self.conn.is_request_complete and len(self.conn.trailing_data[0]) <= MAX_HEAD_BYTES:
             self.flow.resume_reading()
 
     def _probe(self, next_s: float) -> None:
-        """Finds out whether a client that sends nothing more still reads: what is sent to a closed connection makes
-        the next sending fail."""
+        """Finds out whether a client that sends nothing more still reads: sending to a closed connection makes the next
+        send fail."""
         filler = self.conn.send_filler()
         if filler and not self.transport.is_closing():
             self.transport.write(filler)
@@ -240,7 +240,7 @@ class Connection(H11Protocol):
 
     def _close_idle(self, refusal: Refusal) -> None:
         """Closes an idle connection, with a response if part of a request has come."""
-        # A client that has sent nothing would take the response for that to its next request.
+        # A client that has sent nothing would take the response for the one to its next request.
         if self.conn.has_begun and self.conn.our_state is h11.IDLE:
             self._write(refusal)
         self._close()
@@ -255,12 +255,13 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Sends a refusal and closes. If a response has begun already, it is cut off instead."""
+        """Sends a refusal and closes. If a response has already begun, it is cut off instead."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self._close()
             return
         self._write(refusal)
-        # Only the writing half is closed: closing a socket with unread data would reset it before the client has read.
+        # Only the write side is closed: closing a socket with unread data would reset it before the client has read the
+        # response.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
@@ -291,7 +292,7 @@ class Connection(H11Protocol):
         self._deadline.start("linger", self.config.timeouts.linger_s, self.transport.abort)
 
     def _watch_reader(self) -> None:
-        """Looks from time to time how much of a response the client has read, as long as writing is paused."""
+        """Checks from time to time how much of a response the client has read, as long as writing is paused."""
         unread_bytes = self.transport.get_write_buffer_size()
         check = functools.partial(self._check_reader, unread_bytes)
         self._reader_deadline.start("read", self.config.timeouts.slow_reader_s, check)

@@ -1,4 +1,4 @@
-"""Responses that the server itself sends to what never becomes a request of the application; pure."""
+"""Responses that the server itself sends to input that never reaches the application; pure."""
 
 import dataclasses
 import enum
@@ -15,14 +15,14 @@ class Reason(enum.StrEnum):
     SLOW_HEAD = "slow_head"
     SLOW_READER = "slow_reader"
     EVICTED = "evicted"
-    """It was idle, and made room for another."""
+    """It was idle, and was evicted to make room for another."""
     TOO_MANY_PER_ADDRESS = "too_many_per_address"
     TOO_MANY = "too_many"
 
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A response of the server itself."""
+    """A response by the server itself."""
 
     status: int
     message: str
@@ -41,11 +41,11 @@ EVICTED = Refusal(408, "there are too many connections, and this one has been id
 
 
 def malformed(status: int, problem: str) -> Refusal:
-    """Returns the response to what can't be parsed as a request."""
+    """Returns the response to input that can't be parsed as a request."""
     code = "headers_too_large" if status == 431 else "invalid_http"
     return Refusal(status, f"this is not a valid HTTP request: {problem}", code)
 
 
 def plain_text_response(refusal: Refusal, path: str) -> tuple[int, Headers, bytes]:
-    """Returns status, headers and body of a refusal, for people to read."""
+    """Returns the status, headers and body of a refusal as human-readable text."""
     return refusal.status, [(b"content-type", b"text/plain; charset=utf-8")], f"{refusal.message}\n".encode()

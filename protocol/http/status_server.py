@@ -70,7 +70,7 @@ def bind(host: str, ports: range) -> socket.socket:
 
 
 def inherit(number: int) -> socket.socket:
-    """Returns the listening socket with this file descriptor. Raises ValueError if it is none."""
+    """Returns the listening socket with this file descriptor. Raises ValueError if it is not one."""
     try:
         return socket.socket(fileno=number)
     except OSError as error:
