@@ -1,7 +1,7 @@
 """Finds the form in which a chat template takes past answers.
 
-A template was written for the messages of one client, and fails on those of others, or loses a part of them in silence.
-What it makes of a known answer in one form and in another says for which it was written."""
+A template is written for one client's messages; it fails on those of others, or silently loses part of them. Rendering
+a known answer in each form shows which one it was written for."""
 
 import re
 from collections.abc import Callable
@@ -18,28 +18,29 @@ TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "probe"
 """The tools with which the answers are rendered."""
 
 Render = Callable[[list[MessageDict]], str | None]
-"""Renders a conversation with TOOLS, each special token as one character; returns None if the template refuses it."""
+"""Renders a conversation with TOOLS, with each special token as one character; returns None if the template refuses
+it."""
 
 
 def find(render: Render) -> AnswerForm:
-    """Returns the form that a template takes, or the usual one if it shows calls in none."""
-    # Objects first: a template that is given a text often prints it as a JSON string, and still renders. One that needs
-    # texts fails on an object, or prints it in Python's notation.
+    """Returns the form that a template takes, or the usual one if it renders calls in no form."""
+    # Objects first: a template that is given text often prints it as a JSON string, and still renders. One that needs
+    # text fails on an object, or prints it in Python's notation.
     for with_objects in (True, False):
         forms = [AnswerForm(with_objects, empty) for empty in ("", None)]
         shown = {form: text for form in forms if (text := _shown(render, form, _answer())) is not None}
         if shown:
-            # Some print "None" where there is no content, others an empty turn: the shorter text has neither.
+            # Some print "None" where there is no content, others an empty turn: the shorter rendering has neither.
             return _with_words(render, min(shown, key=lambda one: len(shown[one])))
     return history.USUAL_FORM
 
 
 def _with_words(render: Render, form: AnswerForm) -> AnswerForm:
-    """Returns the form with what becomes of content and reasoning beside calls."""
+    """Returns the form, completed with where content and reasoning go beside calls."""
     answer = _answer(content=_CONTENT, reasoning_content=_REASONING)
     forms = [form._replace(beside=beside) for beside in Beside]
     shown = {form: text for form in forms if (text := _shown(render, form, answer)) is not None}
-    # A template that leaves the content out of a message with calls does as it was meant to.
+    # A template that omits the content of a message with calls does so by design.
     found = form if form in shown else max(shown, key=lambda one: _CONTENT in shown[one], default=form)
     if _REASONING in shown.get(found, _REASONING):
         return found
@@ -54,7 +55,7 @@ def _answer(**fields: str) -> ChatMessage:
 
 
 def _shown(render: Render, form: AnswerForm, answer: ChatMessage) -> str | None:
-    """Returns what a template makes of a conversation with an answer; None if it refuses, or does not show the call."""
+    """Returns a template's rendering of a conversation with an answer; None if it refuses, or omits the call."""
     question, result = ChatMessage(role="user", content="question"), ChatMessage(role="tool", content="result")
     text = render(history.message_dicts([question, answer, result], form))
     if text is None or str(_ARGUMENTS) in text:

@@ -1,7 +1,7 @@
-"""Messages over one end of a socket pair: a length of four bytes, and as many bytes.
+"""Messages over one end of a socket pair: a four-byte length, then that many bytes.
 
-`multiprocessing.connection` has such messages too. But it pickles unless one takes care, and it can wait without limit
-in the middle of a message, on a peer that was stopped there."""
+`multiprocessing.connection` has such messages too, but it pickles unless one takes care, and it can wait forever in the
+middle of a message if the peer was stopped there."""
 
 import select
 import socket
@@ -15,10 +15,10 @@ READABLE, WRITABLE = select.POLLIN, select.POLLOUT
 
 
 class Frames:
-    """Sends and receives messages. All waiting is `wait`'s, if it is given: nothing else blocks.
+    """Sends and receives messages. If `wait` is given, it does all waiting: nothing else blocks.
 
-    `wait` gets READABLE or WRITABLE, returns when the socket is that (or is broken), and may raise to give up. The
-    stream is in the middle of a message then and of no more use."""
+    `wait` is passed READABLE or WRITABLE, returns when the socket is in that state (or broken), and may raise to give
+    up. That leaves the stream in the middle of a message, so it can't be used any more."""
 
     def __init__(self, end: socket.socket, wait: Callable[[int], None] | None = None) -> None:
         self._socket = end

@@ -1,4 +1,4 @@
-"""Prepares a conversation for a chat template: completes its past tool calls, and finds the mistakes in them."""
+"""Prepares a conversation for a chat template: completes its past tool calls, and validates them."""
 
 import enum
 import itertools
@@ -11,39 +11,38 @@ from tokenbus.protocol.wire import codec, messages, validation
 from tokenbus.protocol.wire.errors import invalid_field
 
 MessageDict = dict[str, Any]
-"""A message as templates see it: fields by name, without those that are absent."""
+"""A message as templates see it: fields by name, absent ones left out."""
 
 
 class Beside(enum.Enum):
-    """Where the content goes that an answer has beside its calls."""
+    """Where an answer's content goes when it also has calls."""
 
     SAME_MESSAGE = enum.auto()
     REASONING = enum.auto()
-    """Into the reasoning, behind what the model has thought: the template takes either content or reasoning."""
+    """Appended to the reasoning: the template takes either content or reasoning."""
     OWN_MESSAGE = enum.auto()
-    """Into a message in front of the calls: the template shows no calls in a message that has content."""
+    """Into a message before the calls: the template omits the calls of a message that has content."""
 
 
 class AnswerForm(NamedTuple):
     """The form in which a template takes past answers (`answer_form.py` finds it)."""
 
     with_objects: bool = True
-    """Whether arguments are objects, or the JSON texts of the wire."""
+    """Whether arguments are objects rather than the wire's JSON text."""
     empty_content: str | None = ""
-    """The content of an answer that has calls and no content."""
+    """The content to give an answer that has calls and no content."""
     beside: Beside = Beside.SAME_MESSAGE
     thinks_in_content: bool = False
-    """Whether reasoning is a chunk of the content, and no field."""
+    """Whether reasoning is a chunk of the content rather than a field."""
 
 
 USUAL_FORM = AnswerForm()
 
 
 def message_dicts(conversation: list[messages.ChatMessage], form: AnswerForm = USUAL_FORM) -> list[MessageDict]:
-    """Returns the messages of a conversation, in which every call has an id and every result names its call.
+    """Returns a conversation's messages such that every call has an id and every result names its call.
 
-    Raises RequestError for a call without a name, for arguments that are no JSON object, and for a result without a
-    call."""
+    Raises RequestError for a call without a name, arguments that are not a JSON object, or a result without a call."""
     calls = _Calls(form.with_objects)
     return [
         made
@@ -53,7 +52,7 @@ def message_dicts(conversation: list[messages.ChatMessage], form: AnswerForm = U
 
 
 def needs_form(conversation: list[messages.ChatMessage]) -> bool:
-    """Whether it has an answer of which templates take different forms."""
+    """Whether it has an answer that templates take in different forms."""
     return any(message.tool_calls or message.reasoning_content for message in conversation)
 
 
@@ -62,7 +61,7 @@ def _message_dict(message: messages.ChatMessage, path: str, calls: "_Calls") -> 
     fields["content"] = validation.message_text(message)
     if not message.reasoning_content:
         fields.pop("reasoning_content", None)
-    # Clients send an empty list where there are no calls, and templates take it for calls.
+    # Clients send an empty list if there are no calls, and templates take it for calls.
     made = [calls.add(call, f"{path}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls or [])]
     if made:
         fields["tool_calls"] = made
@@ -74,7 +73,7 @@ def _message_dict(message: messages.ChatMessage, path: str, calls: "_Calls") -> 
 
 
 def _with_form(message: MessageDict, form: AnswerForm) -> Iterator[MessageDict]:
-    """Yields the messages that a template is given for one."""
+    """Yields the messages that a template is given in place of one."""
     content = message["content"]
     if "tool_calls" in message:
         if content and form.beside is Beside.OWN_MESSAGE:
@@ -92,7 +91,7 @@ def _with_form(message: MessageDict, form: AnswerForm) -> Iterator[MessageDict]:
 def _with_reasoning(message: MessageDict, form: AnswerForm) -> MessageDict:
     """Returns a message with its reasoning where the template reads it.
 
-    Templates have three names for it. Those that know several take the first that is there."""
+    Templates have three names for it. Those that know several take the first one present."""
     reasoning, content = message.get("reasoning_content"), message["content"]
     if reasoning is None:
         return message
@@ -132,7 +131,7 @@ class _Calls:
         return call | {"id": call_id, "type": "function", "function": function | {"arguments": arguments}}
 
     def answer(self, message: messages.ChatMessage, path: str) -> MessageDict:
-        """Returns which call a result is for. Without an id it is the first that has no result yet."""
+        """Returns the call that a result belongs to: without an id, the first call that has no result yet."""
         call_id = message.tool_call_id
         if call_id is None:
             call_id = next(iter(self._unanswered), None)
@@ -145,7 +144,8 @@ class _Calls:
 
 
 def _arguments(value: object, path: str, with_objects: bool) -> str | dict[str, Any]:
-    """Returns checked arguments in the form that a template needs. Models that call without arguments write none."""
+    """Returns checked arguments in the form that a template needs. A model may omit them for a call without
+    arguments."""
     if isinstance(value, str) and value.strip():
         try:
             parsed = msgspec.json.decode(value)

@@ -1,4 +1,5 @@
-"""Turns prompts into token ids: the same code in a router, with a fetched tokenizer, and in a worker, with its own."""
+"""Turns prompts into token ids, with the same code in routers (with a fetched tokenizer) and workers (with their
+own)."""
 
 import math
 from collections.abc import Callable
@@ -19,11 +20,11 @@ Encode = Callable[[str], list[int]]
 class PromptBuilder:
     """Turns texts and conversations into token ids.
 
-    Safe to use from several threads; they take turns at rendering conversations, which happens in a separate process
-    (`rendering.py`). If the chat template is too large or malformed, only conversations are refused, and texts work."""
+    Thread-safe; threads take turns rendering conversations, which happens in a separate process (`rendering.py`). If
+    the chat template is too large or malformed, only conversations are refused; plain text still works."""
 
     def __init__(self, rules: PromptRules, encode: Encode, bound: token_bound.TokenBound | None = None) -> None:
-        """`bound`, if there is one, lets prompts that are certainly too long be refused without tokenizing them."""
+        """`bound`, if given, allows refusing prompts that are certainly too long without tokenizing them."""
         self.rules = rules
         self._encode = encode
         self._bound = bound
@@ -59,8 +60,8 @@ class PromptBuilder:
         max_prompt_tokens: int | None = None,
         remembering: Callable[[Encode], Callable[[str], bytes]] | None = None,
     ) -> bytes:
-        """Returns what `build` does, packed. `remembering` makes an encode function one that packs, and that may know
-        the texts of conversations from others."""
+        """Returns what `build` does, packed. `remembering` wraps an encode function in one that packs its result and
+        may cache texts across conversations."""
         if request.messages is None or remembering is None:
             return block_hash.pack_token_ids(self.build(request, max_prompt_tokens))
         pieces = self._pieces(request.messages, request.chat_template_kwargs, max_prompt_tokens, request.tools)
@@ -74,16 +75,16 @@ class PromptBuilder:
     def from_text(self, text: str, max_prompt_tokens: int | None = None, *, add_bos: bool = True) -> list[int]:
         """Returns the token ids of a text, in which special tokens are not parsed.
 
-        Raises RequestError(prompt_too_long) if the text certainly has more than `max_prompt_tokens`. It may have more
-        all the same: the bound is a lower one."""
+        Raises RequestError(prompt_too_long) if the text certainly has more than `max_prompt_tokens`. Since the bound is
+        a lower one, the result may still be longer."""
         self._check_length([text], max_prompt_tokens)
         ids = self._encode(text)
         return self.with_bos(ids) if add_bos else ids
 
     def from_gap(self, text: str, suffix: str, max_prompt_tokens: int | None = None) -> list[int]:
-        """Returns the token ids of a prompt whose completion stands between two texts.
+        """Returns the token ids of a prompt whose completion fills the gap between two texts.
 
-        Raises RequestError as `from_text` does, and if the model has no tokens for it."""
+        Raises RequestError as `from_text` does, and if the model has no fill-in-the-middle tokens."""
         fim = self.rules.fim
         if fim is None:
             raise errors.request_error(errors.Code.UNSUPPORTED, "suffix is not served by this model", param="suffix")
@@ -155,7 +156,7 @@ class PromptBuilder:
         structlog.get_logger().warning("chat_template_refused", error=str(error))
 
     def _check_length(self, texts: list[str], max_prompt_tokens: int | None) -> None:
-        # A text with fewer characters than it may have tokens is rarely too long, and not worth counting.
+        # A text with fewer characters than the token limit is rarely too long, and not worth counting.
         if self._bound is None or max_prompt_tokens is None or sum(map(len, texts)) <= max_prompt_tokens:
             return
         count = sum(map(self._bound.min_tokens, texts))
@@ -163,7 +164,7 @@ class PromptBuilder:
             raise errors.prompt_too_long(count, max_prompt_tokens + 1, is_minimum=True)
 
     def with_bos(self, ids: list[int]) -> list[int]:
-        """Returns `ids` with BOS in front, if the model wants it and they don't begin with it."""
+        """Prepends BOS to `ids` if the model wants it and they don't begin with it."""
         bos = self.rules.bos_token_id
         if self.rules.add_bos and bos is not None and ids[:1] != [bos]:
             return [bos, *ids]
@@ -171,7 +172,7 @@ class PromptBuilder:
 
 
 def renderer_setup(rules: PromptRules, source: str, *, all_cpu_s: float = math.inf) -> RendererSetup:
-    """Returns the setup of a renderer for a model's template, which may take `all_cpu_s` of CPU time in all."""
+    """Returns the setup of a renderer for a model's template, which may use `all_cpu_s` of CPU time in total."""
     return RendererSetup(
         source=source,
         special_tokens=rules.special_tokens,
@@ -189,7 +190,7 @@ def load_encoder(tokenizer_json: str) -> Encode:
         raise ValueError(f"the tokenizer can't be read: {error}") from error
 
     def encode(text: str) -> list[int]:
-        # Unlike encode(), a batch of one releases the GIL, and does not note where in the text each token stands.
+        # Unlike encode(), a batch of one releases the GIL and does not record each token's position in the text.
         ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 

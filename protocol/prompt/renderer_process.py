@@ -1,4 +1,5 @@
-"""The renderer process: reads a template, then renders conversations until its parent hangs up (`rendering.py`)."""
+"""The renderer process: reads a template, then renders conversations until its parent closes the connection
+(`rendering.py`)."""
 
 import tokenbus.protocol.process.lean_imports  # isort: skip  # noqa: F401  # before structlog
 
@@ -44,7 +45,7 @@ def _serve(parent: Frames) -> None:
             parent.send(encode(RenderResult(template_error=str(error))))
             return
     parent.send(encode(RenderResult()))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # whatever a template makes it print would end up in the parent's log
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # anything that a template prints would end up in the parent's log
     while True:
         body = parent.receive()
         with _cpu_limit(setup):
@@ -54,15 +55,15 @@ def _serve(parent: Frames) -> None:
 
 @contextlib.contextmanager
 def _cpu_limit(setup: RendererSetup) -> Iterator[None]:
-    """Ends the process if the block uses more CPU time: nothing handles SIGPROF, so the kernel ends it at once."""
+    """Ends the process if the block uses more CPU time: SIGPROF is unhandled, so the kernel ends it at once."""
     cpu_s = min(setup.cpu_s, setup.all_cpu_s - time.process_time())
-    signal.setitimer(signal.ITIMER_PROF, max(cpu_s, _LEAST_CPU_S))  # zero would be no limit
+    signal.setitimer(signal.ITIMER_PROF, max(cpu_s, _LEAST_CPU_S))  # zero would mean no limit
     yield
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _kept_bytes() -> int:
-    """Returns the memory that rendering has left in use, or 0 if it is no more than a renderer may keep."""
+    """Returns the memory that rendering has left in use, or 0 if that is no more than a renderer may keep."""
     if _resident_bytes() <= limits.RENDER_KEPT_BYTES:
         return 0
     memory.trim_heap()

@@ -2,10 +2,10 @@
 
 jinja2's sandbox keeps a template away from the machine, but not from computing forever, or from filling the memory with
 a single expression. So the renderer process gets little CPU time for each conversation and little memory, and the
-kernel ends it when it wants more.
+kernel ends it if it exceeds them.
 
-Parent and child exchange msgpack messages over a socket pair (`frames.py`). The parent never waits for a child that
-gets no CPU time, whether it sends or receives: it ends it and starts another."""
+Parent and child exchange msgpack messages over a socket pair (`frames.py`). The parent never waits, on sending or
+receiving, for a child that gets no CPU time: it ends it and starts another."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ PromptPieces = list[str | int]
 
 
 class RendererSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to a renderer process: its template, and the special tokens that the template may write."""
+    """The first message to a renderer process: the template, and the special tokens that it may write."""
 
     source: str
     special_tokens: dict[str, int]
@@ -42,7 +42,7 @@ class RendererSetup(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float = limits.RENDER_CPU_S
     """CPU seconds for compiling the template, and again for each conversation."""
     all_cpu_s: float = math.inf
-    """CPU seconds for everything together, the start of the process included."""
+    """Total CPU seconds, including the start of the process."""
 
 
 class RenderRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,14 +54,14 @@ class RenderRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RenderResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a setup or to a request: a prompt, an error of this conversation, or an error of the template."""
+    """The answer to a setup or a request: a prompt, an error in this conversation, or an error in the template."""
 
     pieces: PromptPieces = []
     error: errors.Error | None = None
     template_error: str = ""
-    """Why the template can't be used at all; empty if it can."""
+    """Why the template is unusable; empty if it is usable."""
     kept_bytes: int = 0
-    """The memory that the process keeps, if that is too much for it to be kept itself."""
+    """The memory that the process retains, if that is too much for the process to be kept."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -73,7 +73,7 @@ class RenderTimeoutError(Exception):
 
 
 class Renderer:
-    """Renders one template, starting a process when one is needed. Blocks; threads that share one take turns."""
+    """Renders one template, starting a process when needed. Blocks; threads that share one take turns."""
 
     def __init__(self, setup: RendererSetup) -> None:
         self._setup = setup
@@ -83,7 +83,7 @@ class Renderer:
         self._ended_cpu_s = 0.0
         self._end: Callable[[], int | None] = lambda: None
         self._template_error = ""
-        """Once set it stays: compiling the template again would fail again."""
+        """Permanent once set: compiling the template again would fail again."""
 
     def __repr__(self) -> str:
         return f"<Renderer {'not started' if self._frames is None else 'started'}>"
@@ -130,7 +130,7 @@ class Renderer:
             return self._cpu_s()
 
     def _ask_twice(self, request: bytes) -> RenderResult:
-        """Asks again if the process was killed from outside or frozen, which is not the conversation's fault."""
+        """Retries once if the process was killed from outside or frozen, which is not the conversation's fault."""
         try:
             return self._ask(self._open(), request)
         except OSError as error:
@@ -147,7 +147,7 @@ class Renderer:
             process = _start_process(theirs.fileno())
         self._pid = process.pid
         self._frames = Frames(ours, functools.partial(_wait_until, ours, process.pid))  # refers to nothing of `self`
-        # Also ends the process if this object is collected without being closed, or the interpreter exits.
+        # Also ends the process if this object is garbage-collected without being closed, or the interpreter exits.
         self._end = weakref.finalize(self, _end_process, process, ours)
         setup = msgspec.structs.replace(self._setup, all_cpu_s=self._setup.all_cpu_s - self._ended_cpu_s)
         try:
@@ -192,7 +192,7 @@ class Renderer:
 
 
 def _encode_request(request: RenderRequest) -> bytes:
-    """Raises RequestError, naming the field, for an integer of more than 64 bits, which JSON can hold."""
+    """Raises RequestError, naming the field, for an integer of more than 64 bits, which JSON allows."""
     try:
         return encode(request)
     except OverflowError:
@@ -225,10 +225,10 @@ def _end_process(process: "subprocess.Popen[bytes]", end: socket.socket) -> int:
 
 
 def _wait_until(end: socket.socket, pid: int, event: int) -> None:
-    """Waits until a process has sent something, or has made room, however busy the machine is: what limits a template
-    is its CPU time.
+    """Waits until a process has sent something, or has made room, however busy the machine is: a template is limited by
+    CPU time.
 
-    Raises TimeoutError if the process got no CPU time at all for a while, and so may never get any."""
+    Raises TimeoutError if the process got no CPU time at all for a while and so may never respond."""
     poll = select.poll()
     poll.register(end, event)
     used_s = _cpu_s_of(pid)
@@ -239,7 +239,7 @@ def _wait_until(end: socket.socket, pid: int, event: int) -> None:
 
 
 def _cpu_s_of(pid: int) -> float:
-    # The clock that clock_getcpuclockid(3) names, of a process that has perhaps ended but was not waited for.
+    # The clock that clock_getcpuclockid(3) returns; the process may have ended but has not been reaped.
     return time.clock_gettime(~pid << 3 | 2)
 
 

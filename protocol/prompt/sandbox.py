@@ -1,4 +1,4 @@
-"""The language of chat templates: jinja2 in a sandbox, with what models' templates expect of it."""
+"""The language of chat templates: jinja2 in a sandbox, with the extras that models' templates expect."""
 
 import datetime
 import json
@@ -30,8 +30,8 @@ class _Generation(Extension):
 def environment() -> SandboxedEnvironment:
     """Returns the environment of one template.
 
-    Templates may change lists and dicts (Kimi K2 queues ids with `append`), so nothing that lasts longer than one
-    rendering may be one: variables are copied for each, and the globals are functions, classes and constants."""
+    Templates may change lists and dicts (Kimi K2 queues ids with `append`), so nothing that outlives one rendering may
+    be one: variables are copied for each, and the globals are functions, classes and constants."""
     made = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     made.filters["tojson"] = to_json
     made.globals.update(raise_exception=_raise_exception, strftime_now=strftime_now)
@@ -51,12 +51,12 @@ def to_json(
     text = json.dumps(
         value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys, default=_to_list
     )
-    # The marks have to stay what they are: everything else that is not ASCII is escaped as json.dumps would do it.
+    # The marks must stay unescaped: other non-ASCII characters are escaped as json.dumps would do it.
     return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
 
 def _to_list(value: object) -> list[Any]:
-    """Makes a list of what `map` and `select` return, as other implementations of the language do."""
+    """Turns the results of `map` and `select` into lists, as other implementations of the language do."""
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not JSON")

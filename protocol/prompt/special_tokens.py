@@ -1,9 +1,9 @@
 """Keeps users' texts apart from a template's markup.
 
 A special token (such as `<|im_end|>`) counts where the template writes it, and never where a user wrote it. So before
-rendering, every special token in a user's text gets a guard character in front and a separator character behind, and
-what stands between the two is not parsed as a special token. A text that ends like the beginning of a special token
-gets a separator too, so that the template can't complete it by what it writes next.
+rendering, every special token in a user's text gets a guard character before it and a separator character after it, and
+text between the two is not parsed as a special token. A text that ends like the beginning of a special token gets a
+separator too, so that the template can't complete it with what it writes next.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 MARKS = [chr(code) for code in range(0x13000, 0x13400)]
-"""The characters among which guard and separator are chosen: Egyptian hieroglyphs.
+"""The characters from which guard and separator are chosen: Egyptian hieroglyphs.
 
 They must be printable: a template may print a list as Python does, which would escape other characters."""
 
@@ -41,12 +41,12 @@ class SpecialTokens:
         return f"<SpecialTokens {len(self.ids)}>"
 
     def mark(self, text: str, marks: Marks) -> str:
-        """Returns `text` with every special token in it between a guard and a separator, overlapping ones included."""
+        """Returns `text` with every special token, including overlapping ones, between a guard and a separator."""
         # Special tokens may overlap (`<a<a>`), so every position is tried with every token, not only the first match.
         spans = [(at, at + len(token)) for at in self._starts(text) for token in self.ids if text.startswith(token, at)]
         starts, ends = {start for start, _ in spans}, {end for _, end in spans}
         parts, last = [], 0
-        # Where one token ends and another starts, the separator comes first: it closes the one before.
+        # Where one token ends and another starts, the separator comes first: it closes the previous one.
         for at in sorted(starts | ends):
             parts += [text[last:at], marks.separator if at in ends else "", marks.guard if at in starts else ""]
             last = at
@@ -55,25 +55,25 @@ class SpecialTokens:
     def _starts(self, text: str) -> Iterator[int]:
         """Yields where special tokens start, overlapping ones included.
 
-        A search for the tokens themselves looks for their first characters, many times as fast as one for a place with
-        something before or behind it."""
+        Searching for the tokens themselves scans for their first characters, many times as fast as a pattern with
+        look-around."""
         at = 0
         while match := self._one.search(text, at):
             yield match.start()
             at = match.start() + 1
 
     def seal(self, text: str, marks: Marks) -> str:
-        """Returns `text`, with a separator behind it if what follows could complete a special token."""
+        """Returns `text`, followed by a separator if what comes next could complete a special token."""
         is_open = any(text[-length:] in self._prefixes for length in range(1, min(self._longest, len(text) + 1)))
         return text + marks.separator if is_open else text
 
     def split(self, text: str, marks: Marks) -> list[str | int]:
         """Splits a rendered prompt into special token ids and the plain texts between them, without the marks.
 
-        A special token is the user's only if both marks are there: a guard without its separator is left over where
-        the template has cut a user's text short, and what follows it was written by the template."""
+        A special token is the user's only if both marks are there: a guard without its separator is left where the
+        template has truncated a user's text, and the template wrote what follows."""
         pieces: list[str | int] = []
-        # A special token without a guard in front, or with a guard but without a separator behind.
+        # A special token without a guard before it, or with a guard but without a separator after it.
         token = re.compile(f"(?<!{marks.guard})(?:{self._any})|(?<={marks.guard})(?:{self._any})(?!{marks.separator})")
         end = 0
         for at in self._starts(text):

@@ -10,7 +10,7 @@ from tokenbus.protocol.wire import errors, limits, messages
 
 
 class _TemplateRefusalError(Exception):
-    """A template raised an exception, whose message this has."""
+    """A template raised an exception; this carries its message."""
 
 
 class ChatTemplate:
@@ -63,7 +63,7 @@ class ChatTemplate:
         arguments: Mapping[str, Any],
         tools: list[dict[str, Any]] | None,
     ) -> list[str | int]:
-        # The marks must not occur in anything that can end up in the prompt, the template's own text included.
+        # The marks must not occur in anything that can end up in the prompt, including the template's own text.
         marks = _unused_marks([self._source, conversation, arguments, tools])
         completed = self._escape([_complete(tool) for tool in tools or []], marks)
         variables = {
@@ -71,7 +71,7 @@ class ChatTemplate:
             # Firefunction's names for the tools, and for the time.
             "functions": sandbox.to_json([tool["function"] for tool in completed], indent=4),
             "datetime": sandbox.strftime_now("%Y-%m-%d %H:%M:%S"),
-            # Before everything that a request must not replace.
+            # These come before everything that a request must not replace.
             **{name: self._escape(value, marks) for name, value in arguments.items()},
             "messages": self._escape(conversation, marks),
             **self._tokens,
@@ -99,7 +99,7 @@ class ChatTemplate:
 
 
 def check(source: str) -> None:
-    """Raises ValueError if a template is too large or malformed. Only parses it, since compiling may take long."""
+    """Raises ValueError if a template is too large or malformed. Only parses it, since compiling may be slow."""
     _check_size(source)
     try:
         sandbox.environment().parse(source)
@@ -113,7 +113,7 @@ def _check_size(source: str) -> None:
 
 
 def _complete(tool: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tool with the fields that it may leave out, and that templates read."""
+    """Returns a tool with the optional fields that templates read filled in."""
     given = {name: value for name, value in tool["function"].items() if value is not None}
     optional = {"description": "", "parameters": {"type": "object", "properties": {}}}
     return tool | {"function": given | {name: value for name, value in optional.items() if name not in given}}
@@ -122,7 +122,7 @@ def _complete(tool: dict[str, Any]) -> dict[str, Any]:
 def _unused_marks(values: object) -> Marks:
     texts = [text for text in _strings(values) if not text.isascii()]
     used: set[str] = set()
-    if any(mark in text for mark in MARKS[:2] for text in texts):  # almost never, and to look at each character is slow
+    if any(mark in text for mark in MARKS[:2] for text in texts):  # almost never, and checking each character is slow
         used.update(*texts)
     unused = (character for character in MARKS if character not in used)
     guard, separator = next(unused, None), next(unused, None)

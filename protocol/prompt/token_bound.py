@@ -24,10 +24,10 @@ _BYTES = 256
 
 
 class TokenBound:
-    """A lower bound on the number of tokens of any text. Immutable, so safe to use from several threads."""
+    """A lower bound on the number of tokens of any text. Immutable, so thread-safe."""
 
     def __init__(self, rewrites: tuple[tuple[str, str], ...], longest: list[int]) -> None:
-        """`rewrites` are replacements applied to a text before it is split; `longest` has one entry for each byte."""
+        """`rewrites` are replacements applied to a text before splitting; `longest` has one entry for each byte."""
         assert len(longest) == _BYTES
         assert min(longest) >= 1
         self._rewrites = rewrites
@@ -40,7 +40,7 @@ class TokenBound:
         """Returns a number of tokens that `text` is certain to have or to exceed."""
         text = _rewritten(text, self._rewrites)
         counts = np.bincount(np.frombuffer(text.encode(errors="replace"), dtype=np.uint8), minlength=_BYTES)
-        # The sum carries rounding errors: without the two margins it could exceed the true bound by one token.
+        # The sum has rounding errors: without the two margins it could exceed the true bound by one token.
         return math.ceil(float(counts @ self._shares) * (1 - 1e-9) - 1e-9)
 
 
@@ -55,7 +55,7 @@ def from_tokenizer_json(tokenizer_json: str) -> TokenBound | None:
 def _bound(document: Json) -> TokenBound | None:
     model, added = document["model"], document.get("added_tokens") or []
     splits = _steps(document.get("pre_tokenizer"), "pretokenizers")
-    # Whatever shortens a text or drops parts of it would make the bound too high, and refuse prompts that fit.
+    # Anything that shortens a text or drops parts of it would make the bound too high, and refuse prompts that fit.
     if document.get("truncation") is not None:
         return None
     if any(split["type"] not in _LOSSLESS or split.get("behavior") == "Removed" for split in splits):
@@ -73,7 +73,7 @@ def _bound(document: Json) -> TokenBound | None:
     if not all(token in model["vocab"] for token in letters or [f"<0x{byte:02X}>" for byte in range(_BYTES)]):
         return None
     tokens = [_token_bytes(token, letters) for token in model["vocab"]]
-    for token in added:  # they match before or after the rewrites, depending on the tokenizer: both forms count
+    for token in added:  # these match before or after the rewrites, depending on the tokenizer: both forms count
         tokens += [token["content"].encode(), _rewritten(token["content"], rewrites).encode()]
     return TokenBound(rewrites, _longest(tokens))
 
@@ -91,7 +91,7 @@ def _rewrites(normalizers: list[Json], splits: list[Json]) -> tuple[tuple[str, s
     for step in normalizers:
         if step["type"] == "Replace" and (old := step["pattern"].get("String")):
             found.append((old, step["content"]))
-        elif step["type"] != "Prepend":  # which only adds text, and so can be left out of a lower bound
+        elif step["type"] != "Prepend":  # which only adds text and so can be ignored in a lower bound
             return None
     return (*found, *((" ", split["replacement"]) for split in splits if split["type"] == "Metaspace"))
 
@@ -103,7 +103,7 @@ def _rewritten(text: str, rewrites: tuple[tuple[str, str], ...]) -> str:
 
 
 def _token_bytes(token: str, letters: dict[str, int]) -> bytes:
-    """Returns the bytes that a token of the vocabulary stands for."""
+    """Returns the bytes that a vocabulary entry stands for."""
     if letters and all(letter in letters for letter in token):
         return bytes(letters[letter] for letter in token)
     return token.encode()

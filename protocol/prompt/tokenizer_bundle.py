@@ -1,4 +1,4 @@
-"""Everything that makes a model's prompts, as workers send it to routers. Using it takes `prompt.py`."""
+"""Everything needed to make a model's prompts, as workers send it to routers; `prompt.py` uses it."""
 
 import msgspec
 import xxhash
@@ -7,7 +7,7 @@ from tokenbus.protocol.wire import internal, limits
 
 
 class FimTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens with which a model that fills in the middle marks what surrounds the gap."""
+    """The tokens with which a fill-in-the-middle model marks the text around the gap."""
 
     prefix: int
     suffix: int
@@ -15,7 +15,7 @@ class FimTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a model's metadata that making a prompt depends on."""
+    """The part of a model's metadata needed to make a prompt."""
 
     special_tokens: dict[str, int]
     chat_template: str | None = None
@@ -46,7 +46,7 @@ def pack(bundle: TokenizerBundle) -> bytes:
 
 
 def bundle_digest(packed: bytes) -> str:
-    """Returns the hash by which a card names its bundle, so that routers fetch each bundle once."""
+    """Returns the hash that identifies a bundle in cards, so that routers fetch each bundle once."""
     return xxhash.xxh3_128_hexdigest(packed)
 
 
@@ -63,7 +63,7 @@ def to_parts(packed: bytes) -> list[internal.TokenizerPart]:
 
 
 def from_parts(parts: list[internal.TokenizerPart], digest: str) -> TokenizerBundle:
-    """Joins the parts, in order, to a bundle. Raises ValueError if its digest is another, or if it is malformed."""
+    """Joins the parts, in order, into a bundle. Raises ValueError if its digest differs, or if it is malformed."""
     packed = b"".join(part.data for part in parts)
     if bundle_digest(packed) != digest:
         raise ValueError("the tokenizer bundle does not have the digest that the card announced")
