@@ -1,1 +1,1 @@
-"""The process side of every server: signals, reloading of settings, freed memory."""
+"""Process-level code shared by all servers: signals, reloading settings, returning freed memory."""

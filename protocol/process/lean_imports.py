@@ -1,8 +1,8 @@
-"""Imports structlog without rich, for the processes of Tokenbus: whoever starts one imports this module first.
+"""Imports structlog without rich, for Tokenbus's own processes: their entry points import this module first.
 
-Where rich is installed, structlog imports it for tracebacks in color, which no process of ours draws. That takes 54 ms
-of CPU time at each start, as much as all of numpy. Later imports of rich are not affected, and neither are
-applications that use the client library."""
+Where rich is installed, structlog imports it for coloured tracebacks, which none of our processes print. That takes 54
+ms of CPU time at each start, as much as all of numpy. Neither later imports of rich nor applications that use the
+client library are affected."""
 
 import sys
 

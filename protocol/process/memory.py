@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 def trim_heap() -> None:
-    """Makes glibc return the memory that it keeps after `free`; does nothing with another C library.
+    """Makes glibc return the memory that it retains after `free`; does nothing with another C library.
 
-    Worth calling after work on threads that took much memory, since glibc keeps freed memory for each thread. Takes a
-    few milliseconds, without the GIL."""
+    Worth calling after memory-hungry work on threads, since glibc retains freed memory per thread. Takes a few
+    milliseconds, without the GIL."""
     _trim()(0)
 
 

@@ -1,6 +1,6 @@
 """Binds a process to its parent: when the parent ends, however it does, the kernel sends the process a signal.
 
-The binding is to the thread that forks, so only the main thread may start such processes. Linux only."""
+The process is bound to the thread that forks it, so only the main thread may start such processes. Linux only."""
 
 import ctypes
 import os
@@ -12,17 +12,17 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def end_with_parent() -> None:
-    """Asks the calling process to end with its parent. To be called in a child between fork and exec."""
+    """Asks the calling process to end with its parent. Call it in a child between fork and exec."""
     _bind(signal.SIGTERM)
 
 
 def die_with_parent() -> None:
-    """Ends the calling process, which runs already, at the moment its parent ends, even if it stands still then."""
+    """Ends the calling, already running process the moment its parent ends, even if it is stopped then."""
     _bind(signal.SIGKILL)
 
 
 def end_with(parent: int) -> None:
-    """Like `end_with_parent`, for a process that runs already; exits at once if `parent` is gone."""
+    """Does what `end_with_parent` does for an already running process; exits at once if `parent` is gone."""
     _bind(signal.SIGTERM)
     if os.getppid() != parent:  # the parent ended before the binding took effect
         os._exit(1)

@@ -36,7 +36,7 @@ def interrupt_deferred() -> Iterator[None]:
     try:
         yield
     finally:
-        # unblocked first: a signal that is still pending must be noted, or it would come besides the one raised below
+        # unblocked first: a pending signal must be noted, or it would arrive in addition to the one raised below
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         signal.signal(signal.SIGINT, handler)
         if was_interrupted:
@@ -50,7 +50,7 @@ def on_stop(
     signals: Iterable[signal.Signals] = SIGNALS,
 ) -> Iterator[None]:
     """Within the block, the first signal calls `first` in the running loop, and the second calls `at_once` and ends the
-    process, even while the loop is busy. Afterwards the former handlers are restored."""
+    process, even while the loop is busy. Afterwards the previous handlers are restored."""
     loop = asyncio.get_running_loop()
     num_signals = 0
 
@@ -58,7 +58,7 @@ def on_stop(
         nonlocal num_signals
         num_signals += 1
         if num_signals > 1:
-            with contextlib.suppress(Exception):  # nothing may keep the process from ending
+            with contextlib.suppress(Exception):  # nothing may prevent the process from ending
                 at_once()
             os._exit(128 + number)
 
