@@ -17,7 +17,8 @@ class BackoffTimer:
         return f"<BackoffTimer next after {self._next_s:g} s>"
 
     def is_due(self, waited_s: float) -> bool:
-        """Returns whether to log now, after a wait of `waited_s`. If so, the next time is at twice that at least."""
+        """Returns whether to log now, after a wait of `waited_s`. If so, the next time is at no less than twice
+        that."""
         if waited_s < self._next_s:
             return False
         while self._next_s <= waited_s:

@@ -15,9 +15,9 @@ import structlog
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 FORMATS = ("json", "console")
 MAX_LINES_PER_S = 20
-"""Warnings and errors with the same event: with thousands of clients, or a hostile one, there may be many more."""
+"""Warnings and errors per second with the same event: thousands of clients, or a hostile one, can cause many more."""
 _NEVER_DROPPED = frozenset({"control"})
-"""The commands of operators are written down, all of them."""
+"""Operators' commands, which are always logged."""
 LEVEL_VARIABLE = "TOKENBUS_LOG"
 FORMAT_VARIABLE = "TOKENBUS_LOG_FORMAT"
 
@@ -38,20 +38,20 @@ class LevelFilter:
     def __call__(
         self, logger: structlog.typing.WrappedLogger, name: str, line: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
-        """Returns the line or raises DropEvent. `name` is the method that was called, such as `info`."""
+        """Returns the line or raises DropEvent. `name` is the logging method, such as `info`."""
         if LEVELS.get(name, logging.ERROR) < self.lowest:
             raise structlog.DropEvent
         return line
 
 
 class FloodFilter:
-    """A structlog processor that drops warnings and errors of which there are too many with the same event."""
+    """A structlog processor that drops warnings and errors when too many have the same event."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since = 0.0
         self._counts: Counter[str] = Counter()
-        """Lines of the present second, by event."""
+        """Lines in the current second, by event."""
         self._dropped: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -61,7 +61,7 @@ class FloodFilter:
     def __call__(
         self, logger: structlog.typing.WrappedLogger, name: str, line: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
-        """Returns the line or raises DropEvent. The first line after dropped ones has their number, `unlogged`."""
+        """Returns the line or raises DropEvent. The first line after dropped ones has their number in `unlogged`."""
         event = str(line.get("event"))
         if LEVELS.get(name, logging.ERROR) < logging.WARNING or event in _NEVER_DROPPED:
             return line
@@ -79,8 +79,8 @@ class FloodFilter:
 
 
 class Settings(NamedTuple):
-    """Level and format of the log. Empty ones are taken from the environment; the defaults are `info`, and JSON unless
-    standard error is a terminal."""
+    """Level and format of the log. Empty values are taken from the environment; the defaults are `info`, and JSON
+    unless standard error is a terminal."""
 
     level: str = ""
     form: str = ""
@@ -99,7 +99,7 @@ def configure(process: str, settings: Settings = DEFAULTS) -> LevelFilter:
     level = LevelFilter(settings.level or os.environ.get(LEVEL_VARIABLE, "info"))
     form = settings.form or os.environ.get(FORMAT_VARIABLE, "console" if sys.stderr.isatty() else "json")
     renderer: structlog.typing.Processor = (
-        # repr: names that clients choose must not control the terminal
+        # repr: client-chosen names must not send control sequences to the terminal
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback, repr_native_str=True)
         if form == "console"
         else structlog.processors.JSONRenderer(serializer=_as_json)
@@ -122,12 +122,12 @@ def configure(process: str, settings: Settings = DEFAULTS) -> LevelFilter:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it would write unstructured lines among these
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it would write unstructured lines between these
     return level
 
 
 def log_errors_only() -> None:
-    """Logs only errors, to standard error: for commands whose output already says how their requests ended."""
+    """Logs only errors, to standard error: for commands whose output already shows how their requests ended."""
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns when a broker ends TLS, which nats-py handles
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
@@ -136,5 +136,5 @@ def log_errors_only() -> None:
 
 
 def _as_json(line: object, **_: object) -> str:
-    """Encodes a log line with msgspec, which is faster than json: a router writes three lines for each request."""
+    """Encodes a log line with msgspec, which is faster than json: a router writes three lines per request."""
     return msgspec.json.encode(line, enc_hook=repr).decode()

@@ -1,4 +1,4 @@
-"""Gathers long waits of requests, so that an overload is logged as one line a second and not as one for each; pure."""
+"""Aggregates long waits of requests, so that an overload logs one line a second rather than one per request; pure."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class LongWaits(NamedTuple):
     waits_for: str
     num_waits: int
     waited_s: float
-    """The longest of them, and whose it was."""
+    """The longest of them, and which request's it was."""
     request_id: str
     attempt: int
     worker_id: str | None
@@ -21,7 +21,7 @@ class LongWaits(NamedTuple):
 
 
 class WaitLog:
-    """The waits that have not been logged yet, by what they are for."""
+    """The waits not yet logged, by kind."""
 
     def __init__(self) -> None:
         self._waits: dict[str, LongWaits] = {}
@@ -39,7 +39,7 @@ class WaitLog:
         self._waits[wait.waits_for] = wait
 
     def take_due(self, now: float) -> Iterator[LongWaits]:
-        """Takes out what is to be logged now. Call it several times a second."""
+        """Removes and returns the waits due to be logged. Call it several times a second."""
         for kind in list(self._waits):
             if now - self._logged_at.get(kind, -LOG_INTERVAL_S) >= LOG_INTERVAL_S:
                 self._logged_at[kind] = now

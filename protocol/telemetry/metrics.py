@@ -1,4 +1,4 @@
-"""Prometheus metrics as our server processes declare them: outside of any global registry, with bounded label values.
+"""Prometheus metrics as our server processes declare them: outside any global registry, with bounded label values.
 
 The classes are prometheus_client's. Each process declares its metrics in one file and shows them on its status page."""
 
@@ -13,7 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 MAX_LABEL_VALUES = 256
-"""Values of a bounded label that have series of their own; a histogram has two dozen lines for each."""
+"""Values of a bounded label with series of their own; a histogram has two dozen lines for each."""
 OTHER = "other"
 
 TTFT_BUCKETS = (
@@ -35,7 +35,7 @@ MICROSECOND_BUCKETS = (0.000_01, 0.000_02, 0.000_05, 0.000_1, 0.000_2, 0.000_5, 
 
 
 class BoundedLabel:
-    """Limits the values of a label that others can make up, such as model names on workers' cards.
+    """Limits the values of a label that outsiders control, such as model names on workers' cards.
 
     The first `capacity` values have series of their own; all others share the series `OTHER`. Metrics that share a
     BoundedLabel show the same values."""
@@ -44,7 +44,7 @@ class BoundedLabel:
         self._name = name
         self._capacity = capacity
         self._values: dict[str, None] = {}
-        """In the order in which they were last seen, the most recent one last."""
+        """In the order in which they were last seen, most recent last."""
         self._metrics: list[MetricWrapperBase] = []
 
     def __repr__(self) -> str:
@@ -54,11 +54,11 @@ class BoundedLabel:
         return value in self._values
 
     def attach(self, metric: MetricWrapperBase) -> None:
-        """Makes `metric`, which has this label, lose the series of values that are evicted."""
+        """Makes `metric`, which has this label, drop the series of evicted values."""
         self._metrics.append(metric)
 
     def clamp(self, value: str) -> str:
-        """Returns `value`, or `OTHER` if there are too many values already."""
+        """Returns `value`, or `OTHER` if there are already too many values."""
         if value in self._values:
             return value
         if len(self._values) >= self._capacity:
@@ -67,7 +67,7 @@ class BoundedLabel:
         return value
 
     def evict_stale(self, present: Collection[str]) -> None:
-        """If all places are taken, drops the values that have been absent longest, but none of those in `present`."""
+        """If the label is full, drops the values that have been absent longest, but none of those in `present`."""
         for value in present:
             if value in self._values:  # moves it to the end
                 self._values[value] = self._values.pop(value)
@@ -94,7 +94,8 @@ class _Metric(MetricWrapperBase):
         super().__init__(name, documentation, labelnames, registry=registry, **options)
         self._bound = bound
         self._known: dict[tuple[str, ...], Self] = {}
-        """Children by label values: prometheus_client's own lookup takes a microsecond, and requests make several."""
+        """Children by label values: prometheus_client's own lookup takes a microsecond, and each request makes
+        several."""
         if bound is not None:
             bound.attach(self)
 
@@ -138,8 +139,8 @@ class Histogram(_Metric, prometheus_client.Histogram):
         super().__init__(name, documentation, labelnames, bound, buckets=buckets, **options)
 
     def observe_many(self, seconds: float, count: int) -> None:
-        """Observes the same value `count` times, at the cost of one: a step gives each of its streams a token."""
-        # prometheus_client has no public way: 64 calls of `observe` a step are 6 % of a frontend's CPU time.
+        """Observes the same value `count` times for the cost of one: a step gives each of its streams a token."""
+        # prometheus_client has no public way, and 64 calls of `observe` a step are 6 % of a frontend's CPU time.
         self._sum.inc(seconds * count)
         self._buckets[bisect.bisect_left(self._upper_bounds, seconds)].inc(count)
 
@@ -156,7 +157,7 @@ class MetricsCollector(Collector):
     """Shows the metrics of a process in a registry of its own. Calls `refresh` before each scrape, to set gauges."""
 
     def __init__(self, metrics: Iterable[Collector], refresh: Callable[[], None]) -> None:
-        # Otherwise each counter and histogram has a second series, which nobody reads.
+        # Otherwise each counter and histogram gets an additional, useless `_created` series.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._metrics = list(metrics)
         self._refresh = refresh

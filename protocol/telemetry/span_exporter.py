@@ -20,9 +20,9 @@ _LOG_INTERVAL_S = 60.0
 
 
 def make_provider(endpoint: str, process: str, instance: str) -> TracerProvider:
-    """Returns a provider whose spans are sent to that very URL (OTLP over HTTP), from a thread of its own.
+    """Returns a provider whose spans are sent to exactly that URL (OTLP over HTTP), from its own thread.
 
-    At most 2,048 spans wait to be sent (OTEL_BSP_MAX_QUEUE_SIZE). Others, and those that can't be sent, are lost."""
+    At most 2,048 spans wait to be sent (OTEL_BSP_MAX_QUEUE_SIZE). Any more, and those that can't be sent, are lost."""
     resource = Resource.create({"service.instance.id": instance})
     if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):  # no variable names it
         resource = resource.merge(Resource({"service.name": f"tokenbus-{process}"}))
@@ -35,7 +35,7 @@ def make_provider(endpoint: str, process: str, instance: str) -> TracerProvider:
 
 
 async def shut_down(provider: TracerProvider) -> None:
-    """Sends the spans that are left, for a second at most: the SDK itself would try for half a minute."""
+    """Sends the remaining spans, for a second at most: the SDK itself would try for half a minute."""
     closing = threading.Thread(target=provider.shutdown, daemon=True)
     closing.start()
     await asyncio.to_thread(closing.join, _SHUTDOWN_S)

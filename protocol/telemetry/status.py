@@ -20,20 +20,20 @@ class Settings:
 
     host: str = "127.0.0.1"
     ports: range = range(0)
-    """The first free port of these is taken; 0 takes any free port, and an empty range switches the page off."""
+    """The first free port of these is used; 0 means any free port, and an empty range disables the page."""
     fd: int | None = None
-    """A listening socket that the process has inherited, which is served instead."""
+    """An inherited listening socket to serve on instead."""
 
 
 @contextlib.asynccontextmanager
 async def serving(
     settings: Settings, registry: CollectorRegistry, unready_reason: ReadinessCheck
 ) -> AsyncIterator[None]:
-    """Serves the status page while the block runs. Raises ValueError if no port is free, or `fd` is no socket."""
+    """Serves the status page while the block runs. Raises ValueError if no port is free, or `fd` is not a socket."""
     if not settings.ports and settings.fd is None:
         yield
         return
-    # Imported late: it takes a fifth of a second, which processes without the page need not spend.
+    # Imported late: it takes a fifth of a second, which processes without the page can save.
     from tokenbus.protocol.http import status_server
 
     if settings.fd is None:

@@ -1,10 +1,10 @@
 """OpenTelemetry spans of requests, joined across processes by the headers `traceparent` and `tracestate`.
 
-A process records spans if it exports them (`exporting`), or if the application that it is part of passes a tracer.
-Otherwise it records nothing, and passes on the headers that a client sent.
+A process records spans if it exports them (`exporting`), or if the surrounding application passes a tracer. Otherwise
+it records nothing, and passes on the headers that a client sent.
 
-Names and attributes follow OpenTelemetry's conventions for generative AI (v1.41) as far as these go; ours begin with
-`tokenbus.`."""
+Names and attributes follow OpenTelemetry's conventions for generative AI (v1.41) as far as they go; our additions begin
+with `tokenbus.`."""
 
 import contextlib
 import time
@@ -23,7 +23,7 @@ NoopTracer = trace.NoOpTracer
 Headers = Mapping[str, str] | None
 """Headers of a message, or of an HTTP request."""
 Attributes = Mapping[str, str | int | float | bool | Sequence[str] | None]
-"""Attributes of a span; those that are None are left out."""
+"""Attributes of a span; None values are left out."""
 NO_ATTRIBUTES: Attributes = MappingProxyType({})
 Kind = Literal["server", "client", "internal"]
 
@@ -44,7 +44,7 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class Span:
-    """An OpenTelemetry span and its tracer. Ended once, by `end` or by a `with` block; times are time.monotonic's."""
+    """An OpenTelemetry span and its tracer. Ended once, by `end` or a `with` block; times are time.monotonic's."""
 
     __slots__ = ("_span", "_tracer")
 
@@ -57,11 +57,11 @@ class Span:
 
     @property
     def is_recording(self) -> bool:
-        """False if nobody will see this span, so that its attributes need not be computed."""
+        """False if this span won't be exported, so that its attributes need not be computed."""
         return self._span.is_recording()
 
     def headers(self) -> dict[str, str]:
-        """Returns headers for a message, with which its receiver makes its span a child of this one."""
+        """Returns message headers that make the receiver's span a child of this one."""
         headers: dict[str, str] = {}
         _propagator.inject(headers, trace.set_span_in_context(self._span))
         return headers
@@ -108,7 +108,7 @@ def start_span(
     attributes: Attributes = NO_ATTRIBUTES,
     began_at: float | None = None,
 ) -> Span:
-    """Starts a child of the span that `headers` name, else of the current one of this context, else a new trace."""
+    """Starts a child of the span named by `headers`, else of the context's current span, else a new trace."""
     parent = trace_headers(headers)
     context = _propagator.extract(parent) if parent else None
     span = tracer.start_span(name, context, _KINDS[kind], _without_none(attributes), start_time=_wall_ns(began_at))
@@ -120,7 +120,7 @@ async def exporting(endpoint: str, process: str, instance: str) -> AsyncIterator
     """Yields the tracer of a server process, whose spans are sent to the collector at `endpoint`.
 
     Records nothing if `endpoint` is empty. `process` (router, worker, gateway) and `instance` name the process in its
-    spans. Raises ValueError if `endpoint` is no URL, or the extra `traces` is not installed."""
+    spans. Raises ValueError if `endpoint` is not a URL, or the extra `traces` is not installed."""
     if not endpoint:
         yield NoopTracer()
         return
@@ -153,7 +153,7 @@ def trace_headers(headers: Headers) -> dict[str, str]:
 
 
 def terminal_attributes(terminal: messages.Chunk) -> Attributes:
-    """Returns what a span records about the end of a stream."""
+    """Returns the attributes that a span records about the end of a stream."""
     usage = terminal.usage or None
     return {
         "gen_ai.response.finish_reasons": [str(terminal.finish_reason)],
