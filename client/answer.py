@@ -1,4 +1,4 @@
-"""A whole answer, put together from the chunks of its stream; pure."""
+"""A whole answer, assembled from the chunks of its stream; pure."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
     """A call of one of the request's tools."""
 
     id: str
-    """The id to which the tool's result has to refer."""
+    """The id that the tool's result must refer to."""
     name: str
     """The function's name."""
     arguments: str = ""
@@ -17,7 +17,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """The parts of an answer that have come so far."""
+    """The parts of an answer received so far."""
 
     text: str = ""
     reasoning: str = ""
@@ -25,11 +25,11 @@ class Answer(msgspec.Struct, kw_only=True):
     """All of them are complete if the finish reason is `tool_calls`; otherwise the last one may be cut off."""
     finish_reason: messages.FinishReason | None = None
     stopped_by: messages.StoppedBy | None = None
-    """Who ended it early, if anybody did: then it is a beginning, like one that has reached its `max_tokens`."""
+    """Who ended it early, if anyone: then it is incomplete, like one that has reached its `max_tokens`."""
     usage: messages.Usage | None = None
 
     def add(self, chunk: messages.Chunk) -> None:
-        """Adds the next chunk of the stream, as the client's `Stream` yields it: each part once and in order."""
+        """Adds the next chunk of the stream, as the client's `Stream` yields them: each once and in order."""
         self.text += chunk.text
         self.reasoning += chunk.reasoning or ""
         for delta in chunk.tool_calls or ():

@@ -1,7 +1,7 @@
-"""Several answers to one request, and to several. The first answer to a prompt is placed; the others follow it to its
-worker, where the prompt is cached.
+"""Several answers to one or more requests. The first answer to a prompt is placed; the others follow it to its worker,
+where the prompt is cached.
 
-They follow by a session and are not pinned: a pinned request passes by those that wait, and ends with its worker."""
+They follow by session and are not pinned: a pinned request bypasses those that wait, and fails with its worker."""
 
 import abc
 import asyncio
@@ -18,8 +18,8 @@ Submit = Callable[[messages.GenerateRequest], Stream]
 
 
 class Answers(abc.ABC):
-    """The streams of all answers that were asked for at once. Leaving an `async with` block early, or `aclose`, cancels
-    all of them."""
+    """The streams of all answers requested together. Leaving an `async with` block early, or `aclose`, cancels all of
+    them."""
 
     def __init__(self, parts: "Sequence[Stream | Answers]") -> None:
         """`parts` may grow until the last chunk."""
@@ -30,8 +30,8 @@ class Answers(abc.ABC):
 
     @abc.abstractmethod
     def chunks(self) -> AsyncIterator[tuple[int, messages.Chunk]]:
-        """Yields the chunks of all streams as they come, each with the number of its choice, from 0. Each choice ends
-        with one terminal. To be iterated once."""
+        """Yields the chunks of all streams as they arrive, each with the number of its choice, from 0. Each choice ends
+        with one terminal. Iterate it only once."""
 
     @property
     def request_id(self) -> str:
@@ -47,12 +47,12 @@ class Answers(abc.ABC):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Ends all streams and cancels their requests, unless they have ended. It may be called again."""
+        """Ends all streams and cancels their requests, unless they have ended. Idempotent."""
         for part in self._parts:
             await part.aclose()
 
     def cancel(self) -> None:
-        """Cancels all requests. Each choice goes on until its terminal."""
+        """Cancels all requests. Each choice continues until its terminal."""
         for part in self._parts:
             part.cancel()
 
@@ -63,7 +63,7 @@ class Answers(abc.ABC):
 
 
 class Choices(Answers):
-    """The streams of one request that was made `n` times, with the seeds `seed`, `seed + 1` and so on."""
+    """The streams of one request made `n` times, with the seeds `seed`, `seed + 1` and so on."""
 
     def __init__(self, request: messages.GenerateRequest, n: int, submit: Submit) -> None:
         assert request.id is not None
@@ -77,7 +77,7 @@ class Choices(Answers):
         super().__init__(self._streams)
 
     def fail(self, error: errors.Error) -> None:
-        """Ends all choices with an error, those too that have not begun."""
+        """Ends all choices with an error, including those that have not started."""
         self._failure = error
         super().fail(error)
 
@@ -85,7 +85,7 @@ class Choices(Answers):
         async for chunk in self._streams[0]:
             yield 0, chunk
             if self._n > 1 and (chunk.tokens or (chunk.finish_reason and not chunk.error)):
-                break  # the prompt is computed, and cached
+                break  # the prompt is computed and cached
         else:
             return
         self._start_others()
@@ -104,7 +104,8 @@ class Choices(Answers):
 
 
 class Batch(Answers):
-    """The choices of several requests as those of one: request `r` has the numbers `r * n` to `r * n + n - 1`."""
+    """The choices of several requests, numbered as if of one: request `r` has the numbers `r * n` to `r * n + n -
+    1`."""
 
     def __init__(self, requests: Sequence[messages.GenerateRequest], n: int, submit: Submit) -> None:
         self._n = n
@@ -117,7 +118,7 @@ class Batch(Answers):
 
 
 async def _merged(sources: Sequence[AsyncIterator[ItemT]]) -> AsyncIterator[tuple[int, ItemT]]:
-    """Yields the items of all sources as they come, each with the number of its source."""
+    """Yields the items of all sources as they arrive, each with the number of its source."""
     waiting = {_next(source): number for number, source in enumerate(sources)}
     try:
         while waiting:

@@ -58,14 +58,14 @@ class Client:
         self._tracer = tracer
         self._inbox = Inbox(connection, self._names, tenant, encoding, inbox_prefix)
         self._inboxes = [self._inbox]
-        """Inboxes of all tenants that share the connection; the connection's own comes first."""
+        """The inboxes of all tenants that share the connection; the connection's own comes first."""
 
     def __repr__(self) -> str:
         return f"<Client of {self._connection!r}, {self.num_streams} streams>"
 
     @property
     def num_streams(self) -> int:
-        """Streams that have not ended."""
+        """The number of streams that have not ended."""
         return self._inbox.num_streams
 
     @classmethod
@@ -80,8 +80,8 @@ class Client:
         settings: nats.Settings | None = None,
         tracer: tracing.Tracer | None = None,
     ) -> "Client":
-        """`settings` say more of the broker than its address: credentials, TLS, the inbox. `tracer` makes a span of
-        each stream, below the current span: `opentelemetry.trace.get_tracer(...)` in an application that is traced.
+        """`settings` hold more about the broker than its address: credentials, TLS, the inbox. `tracer` records a span
+        for each stream, as a child of the current one: `opentelemetry.trace.get_tracer(...)` in a traced application.
         Raises ConnectionError when the broker can't be reached."""
         settings = settings or nats.Settings(url=url, connect_timeout_s=connect_timeout_s)
         connection = await nats.connect(settings, name="tokenbus client")
@@ -105,17 +105,18 @@ class Client:
         return client
 
     async def for_tenant(self, tenant: str, inbox_prefix: str = "") -> "Client":
-        """Makes a client for another tenant that shares this one's connection. Close only the first: that ends both.
+        """Makes a client for another tenant that shares this one's connection. Close only the first one: that ends
+        both.
 
-        What it asks for has reply subjects that begin with `inbox_prefix`, if given. Only the answer to `cancel` comes
-        to the connection's own inbox in any case."""
+        Its requests use reply subjects that begin with `inbox_prefix`, if given. Only the answer to `cancel` always
+        arrives at the connection's own inbox."""
         other = Client(self._connection, tenant, self._names.prefix, self._encoding, self._tracer, inbox_prefix)
         await other._inbox.open()
         self._inboxes.append(other._inbox)
         return other
 
     async def release_tenant(self, other: "Client") -> None:
-        """Ends a client that `for_tenant` has made, once its streams have ended."""
+        """Ends a client made by `for_tenant`, once its streams have ended."""
         await other._inbox.wait_idle()
         self._inboxes.remove(other._inbox)
         await other._inbox.close()
@@ -136,17 +137,17 @@ class Client:
         resume: bool = True,
         **fields: Any,
     ) -> Stream:
-        """Asks for a completion and returns its stream at once.
+        """Requests a completion and returns its stream at once.
 
         Pass a request, or the fields of one: `prompt`, `messages`, `token_ids`, `max_tokens`, `temperature` and so on.
-        `headers` may name the trace that the request belongs to (`traceparent`). A stream whose worker is lost goes on
-        at another one; with `resume=False` it ends in `worker_lost` if it has begun.
-        Raises RequestError(invalid_request) for a field of a wrong type, and ValueError for a name that no model can
-        have. All other errors end the stream."""
+        `headers` may name the trace that the request belongs to (`traceparent`). A stream whose worker is lost
+        continues at another one; with `resume=False` it ends in `worker_lost` if it has begun. Raises
+        RequestError(invalid_request) for a field of a wrong type, and ValueError for an invalid model name. All other
+        errors end the stream."""
         request = request or _to_request(fields)
         if request.id is None:
             request = codec.replace(request, id=secrets.token_urlsafe(16))
-        subject = self._names.generate(model, self._tenant)  # may raise, so before there is a span
+        subject = self._names.generate(model, self._tenant)  # may raise, so it comes before the span starts
         span = self._begin_span(model, request, headers)
         stream = Stream(request, self._encoding, self._inbox, time.monotonic(), span, subject, resume=resume)
         stream.submit()
@@ -155,8 +156,8 @@ class Client:
     def generate_choices(
         self, model: str, requests: Sequence[messages.GenerateRequest], n: int, *, headers: tracing.Headers = None
     ) -> Answers:
-        """Asks for `n` answers to each of one or several requests, and returns their streams at once. Raises ValueError
-        for a name that no model can have."""
+        """Requests `n` answers to each of one or more requests, and returns their streams at once. Raises ValueError
+        for an invalid model name."""
 
         def submit(request: messages.GenerateRequest) -> Stream:
             return self.generate(model, request, headers=headers)
@@ -165,17 +166,17 @@ class Client:
         return Choices(requests[0], n, submit) if len(requests) == 1 else Batch(requests, n, submit)
 
     async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
-        """Returns what is being served. Raises RequestError(no_worker) if no router answers."""
+        """Returns the models being served. Raises RequestError(no_worker) if no router answers."""
         answer = await self._request(self._names.models_for(self._tenant), b"", timeout_s)
         return self._read(_models, answer)
 
     async def embed(
         self, model: str, request: messages.EmbedRequest, timeout_s: float | None = None
     ) -> messages.EmbedReply:
-        """Returns the embeddings of a request's inputs. Raises RequestError if there are none.
+        """Returns the embeddings of a request's inputs. Raises RequestError on failure.
 
         Waits a little longer than the request's `timeout_ms` unless told otherwise, as the calls below do. They raise
-        ValueError for a name that no model can have."""
+        ValueError for an invalid model name."""
         timeout_s = timeout_s or _timeout_s(request.timeout_ms)
         request = request if request.id else codec.replace(request, id=secrets.token_urlsafe(16))
         with self._cancelling(request.id):
@@ -184,7 +185,7 @@ class Client:
     async def rerank(
         self, model: str, request: messages.RerankRequest, timeout_s: float | None = None
     ) -> messages.RerankReply:
-        """Returns a request's documents in the order of their relevance. Raises RequestError if there is none."""
+        """Returns a request's documents ordered by relevance. Raises RequestError on failure."""
         timeout_s = timeout_s or _timeout_s(request.timeout_ms)
         request = request if request.id else codec.replace(request, id=secrets.token_urlsafe(16))
         with self._cancelling(request.id):
@@ -193,7 +194,7 @@ class Client:
     async def tokenize(
         self, model: str, request: messages.TokenizeRequest, timeout_s: float | None = None
     ) -> messages.TokenizeReply:
-        """Returns the tokens of a prompt, or only their number. Raises RequestError if there are none."""
+        """Returns the tokens of a prompt, or only their number. Raises RequestError on failure."""
         timeout_s = timeout_s or _timeout_s(request.timeout_ms)
         return await self._ask_once(self._names.tokenize(model, self._tenant), request, _tokenizes, timeout_s)
 
@@ -215,7 +216,7 @@ class Client:
     async def detokenize(
         self, model: str, request: messages.DetokenizeRequest, timeout_s: float | None = None
     ) -> messages.DetokenizeReply:
-        """Returns the text of tokens. Raises RequestError if there is none."""
+        """Returns the text of tokens. Raises RequestError on failure."""
         timeout_s = timeout_s or _timeout_s(request.timeout_ms)
         return await self._ask_once(self._names.detokenize(model, self._tenant), request, _detokenizes, timeout_s)
 
@@ -238,7 +239,7 @@ class Client:
         return reply
 
     async def cancel(self, request_id: str, timeout_s: float = 2.0) -> bool:
-        """Cancels any request of this tenant. Returns False if nobody holds a request with that id."""
+        """Cancels any request of this tenant. Returns False if no process holds a request with that id."""
         try:
             answer = await self._connection.request(
                 self._names.cancel(request_id, self._tenant),
@@ -289,7 +290,7 @@ class Client:
             raise errors.request_error(errors.Code.NO_WORKER, str(error)) from error
 
     def _read(self, decoder: codec.Decoder[AnswerT], answer: Msg) -> AnswerT:
-        """Decodes an answer. Raises RequestError(internal) for one that is malformed: the caller is not to blame."""
+        """Decodes an answer. Raises RequestError(internal) if it is malformed, which is not the caller's fault."""
         try:
             return decoder.decode(answer.data, self._encoding)
         except errors.RequestError as error:
@@ -298,7 +299,7 @@ class Client:
 
 
 def _timeout_s(timeout_ms: float | None) -> float:
-    """Returns the time after which a router that was asked must be gone, since it has answered otherwise."""
+    """Returns the time after which a router that has not answered must be gone."""
     return (_DEFAULT_TIMEOUT_MS if timeout_ms is None else timeout_ms) / 1e3 + _ANSWER_S
 
 

@@ -1,7 +1,7 @@
 """Makes the request that continues a lost stream; pure.
 
-nothing has come                       the same request again
-all token ids that have come are known  the same request, with `resume_from`
+nothing has arrived                    the same request again
+all received tokens' ids are known      the same request, with `resume_from`
 otherwise, or after too many attempts  none: the stream ends with the error
 """
 
@@ -14,13 +14,13 @@ from tokenbus.protocol.wire import codec, errors, messages
 MAX_RESUBMITS = 3
 """The number of times in a row that a request is resubmitted without a new token."""
 _FINAL = (errors.Code.DEADLINE_EXCEEDED, errors.Code.REQUEST_CRASHES_ENGINE)
-"""Errors of a continued stream that say more than the loss before them."""
+"""Errors of a continued stream that are more informative than the loss before them."""
 
 
 class Continuation:
-    """Remembers a stream's request and the tokens that have come, at 4 bytes each.
+    """Remembers a stream's request and the tokens received, at 4 bytes each.
 
-    Unless `resume` is False, a request for a stream also asks for token ids. With `stream: false` no token comes before
+    Unless `resume` is False, a streaming request also asks for token ids. With `stream: false` no token arrives before
     the end, so the request can always be submitted again."""
 
     def __init__(self, request: messages.GenerateRequest, now: float, *, resume: bool) -> None:
@@ -40,7 +40,7 @@ class Continuation:
         self._token_ids = array("I")
         self._num_tokens = 0
         self._loss: errors.Error | None = None
-        """The loss because of which the stream had to be continued; None once it has a new token."""
+        """The loss that made it necessary to continue the stream; None once it has a new token."""
         self._refusal: errors.Error | None = None
         """Why the last attempt to continue it was refused."""
 
@@ -49,16 +49,16 @@ class Continuation:
 
     @property
     def is_empty(self) -> bool:
-        """True until a token has come, which a stream from the beginning could contradict."""
+        """True until a token has arrived: after that, restarting from the beginning could contradict it."""
         return not self._num_tokens
 
     @property
     def is_pending(self) -> bool:
-        """True from a resubmit that continues the stream until the next new token."""
+        """True from a continuing resubmit until the next new token."""
         return self._loss is not None
 
     def take(self, chunk: messages.Chunk) -> messages.Chunk:
-        """Notes the tokens of the stream's next chunk, and returns the chunk as the user asked for it."""
+        """Records the tokens of the stream's next chunk, and returns the chunk as the user requested it."""
         # the token ids belong to the first worker's scheme
         self._hash_scheme = self._hash_scheme or chunk.hash_scheme or None
         if chunk.tokens:
@@ -86,7 +86,7 @@ class Continuation:
         return codec.replace(again, resume_from=resume_from)
 
     def in_time(self, request: messages.GenerateRequest, now: float) -> messages.GenerateRequest | errors.Error:
-        """Returns a request of the stream with the time that is left for it, or the error if there is none."""
+        """Returns a request with the stream's remaining time, or the error if none is left."""
         if self.request.timeout_ms is None:
             return request
         remaining_ms = self.request.timeout_ms - (now - self._submitted_at) * 1e3
@@ -95,7 +95,7 @@ class Continuation:
         return codec.replace(request, timeout_ms=remaining_ms)
 
     def error_after_refusal(self, refusal: errors.Error) -> errors.Error | None:
-        """Returns the error with which the stream ends after a refused continuation; None if it may be tried again."""
+        """Returns the error that ends the stream after a refused continuation; None if it may be retried."""
         assert self.is_pending, self
         if refusal.code in _FINAL:
             return refusal
@@ -105,7 +105,7 @@ class Continuation:
     def _keep(self, token_ids: list[int]) -> None:
         try:
             self._token_ids.extend(token_ids)
-        except OverflowError:  # no vocabulary has such an id
+        except OverflowError:  # not a valid token id
             self._resume = False
 
     def _can_resume(self) -> bool:
@@ -113,7 +113,7 @@ class Continuation:
         return self._resume and self._hash_scheme is not None and len(self._token_ids) == self._num_tokens
 
     def _original_loss(self) -> errors.Error | None:
-        """Returns the loss after which the stream could not be continued, with the reason if one is known."""
+        """Returns the loss after which the stream could not be continued, with the reason if known."""
         if self._loss is None or self._refusal is None:
             return self._loss
         problem = f"{self._loss.message}; no other worker continues it: {self._refusal.message}"

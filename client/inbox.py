@@ -1,4 +1,5 @@
-"""The inbox of one client: a reply subject for each open stream, and everything that streams need of the connection."""
+"""The inbox of one client: a reply subject for each open stream, and everything that streams need from the
+connection."""
 
 import asyncio
 import contextlib
@@ -21,17 +22,17 @@ _chunks = codec.Decoder(messages.Chunk)
 
 _TICK_S = 0.1
 _MAX_PAUSE_S = 0.5
-"""A client that was blocked for longer has received nothing meanwhile, so that silence proves nothing."""
+"""A client that was blocked for longer could not receive anything meanwhile, so silence proves nothing."""
 _RESYNC_SUFFIX = "-resync"
-"""Ends the reply subject of a resync: its answer is not a chunk."""
+"""The end of a resync's reply subject: its answer is not a chunk."""
 _MAX_ORPHANS = 1_024
 _ROUTERS_RETURN_S = 5.0
-"""Routers that lost the broker when the client did are back this long after it at the latest. Until then a request for
-which nobody listens is sent again."""
+"""Routers that lost the broker when the client did are back at most this long after it. Until then a request without a
+listener is sent again."""
 
 
 class Inbox:
-    """Sends the requests of one tenant's streams and delivers what comes back; the `Transport` of these streams."""
+    """Sends the requests of one tenant's streams and delivers the replies; the `Transport` of these streams."""
 
     def __init__(
         self, connection: bus.Bus, names: subjects.Subjects, tenant: str, encoding: codec.Encoding, prefix: str = ""
@@ -41,19 +42,18 @@ class Inbox:
         self._tenant = tenant
         self._encoding = encoding
         self._is_own = bool(prefix)
-        """Whether it is the tenant's, and not the connection's."""
+        """Whether it is the tenant's rather than the connection's."""
         self._prefix = f"{prefix}.{secrets.token_hex(8)}" if prefix else connection.new_inbox()
         self._parts = PartsSender(connection, lambda token: f"{self._prefix}.part.{token}", encoding)
         self._uploads: dict[str, asyncio.Task[None]] = {}
-        """Tasks that send large requests, by the last token of their reply subjects; they are kept until something
-        comes back."""
+        """Tasks that send large requests, by the last token of their reply subjects; kept until a reply arrives."""
         self._streams: dict[str, Stream] = {}
         """Open streams, by the last token of their reply subjects."""
         self._reply_tokens: dict[Stream, str] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._orphans: TTLCache[bool] = TTLCache(ttl_s=10.0, capacity=_MAX_ORPHANS)
-        """Ids of requests that were cancelled lately, so that none is cancelled for each of its late chunks."""
+        """Ids of recently cancelled requests, so that none is cancelled again for each of its late chunks."""
         self._error: errors.Error | None = None
         """Why nothing can be received here."""
         self._ticker: asyncio.Task[None] | None = None
@@ -74,11 +74,11 @@ class Inbox:
 
     async def wait_idle(self) -> None:
         """Returns when no stream is open."""
-        while self._streams:  # one that is submitted again is not open for a moment
+        while self._streams:  # one that is being resubmitted is briefly not open
             await self._is_idle.wait()
 
     async def close(self) -> None:
-        """Cancels every open stream. The subscription ends with the connection, or by `unsubscribe` before."""
+        """Cancels every open stream. The subscription ends with the connection, or earlier by `unsubscribe`."""
         for stream in list(self._streams.values()):
             await stream.aclose()
         if self._ticker is not None:
@@ -90,8 +90,8 @@ class Inbox:
                 await self._connection.unsubscribe(self._subscription)
 
     def submit(self, stream: Stream, request: messages.GenerateRequest) -> None:
-        """Publishes a stream's request under a new reply subject. If that fails, the stream learns the reason."""
-        payload = codec.encode(request, self._encoding)  # may raise, so before the stream is registered
+        """Publishes a stream's request under a new reply subject. If that fails, the stream is told why."""
+        payload = codec.encode(request, self._encoding)  # may raise, so it comes before the stream is registered
         token = secrets.token_hex(8)
         self._streams[token] = stream
         self._reply_tokens[stream] = token
@@ -120,7 +120,7 @@ class Inbox:
             stream.refuse(errors.make_error(errors.Code.NO_WORKER, str(error)), time.monotonic())
 
     async def _upload(self, stream: Stream, message: bus.Outgoing) -> None:
-        """Sends a request in parts. If no router has it in the end, the stream learns the reason."""
+        """Sends a request in parts. If no router ends up with it, the stream is told why."""
         try:
             last = await self._parts.stage(message)
         except bus.NoRespondersError:
@@ -131,7 +131,7 @@ class Inbox:
             problem = error.error
         except TimeoutError as error:
             problem = errors.make_error(errors.Code.UPLOAD_LOST, str(error))
-        except bus.PayloadTooLargeError as error:  # it has connected to a broker that allows less
+        except bus.PayloadTooLargeError as error:  # it has reconnected to a broker that allows less
             problem = errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))
         except ConnectionError as error:
             problem = errors.make_error(errors.Code.NO_WORKER, str(error))
@@ -143,7 +143,8 @@ class Inbox:
         stream.refuse(problem, time.monotonic())
 
     async def stage(self, message: bus.Outgoing) -> bus.Outgoing:
-        """Sends all of a large message but its last part, and returns that; `PartsSender.stage` says what it raises."""
+        """Sends all parts of a large message but the last, and returns that one; `PartsSender.stage` lists the
+        errors."""
         return await self._parts.stage(message)
 
     def send_cancel(self, stream: Stream) -> None:
@@ -160,17 +161,18 @@ class Inbox:
             )
 
     def _model_of(self, stream: Stream) -> str | None:
-        """Returns the model whose workers hear of a stream directly; None if only routers may know it."""
+        """Returns the model whose workers may be addressed directly about a stream; None if only routers may know
+        it."""
         asked = self._names.parse_model(stream.subject).model
-        # a name with a colon may be that of a model with an adapter, and a chunk may have any name in it
+        # a name with a colon may mean a model with an adapter, and a chunk may contain any name
         if ":" not in asked or asked == stream.served_by:
             return asked
         return stream.served_by if asked.rpartition(":")[0] == stream.served_by else None
 
     async def request(self, message: bus.Outgoing, timeout_s: float) -> Msg:
-        """Sends a request with a single answer, and returns it; raises what `Bus.request` does.
+        """Sends a request and returns its single answer; raises what `Bus.request` does.
 
-        A router answers only into inboxes of the tenant, which the connection's own may not be."""
+        A router answers only to the tenant's inboxes, and the connection's own may not be one."""
         if not self._is_own:
             return await self._connection.request(message.subject, message.payload, timeout_s, headers=message.headers)
         answered: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
@@ -200,12 +202,12 @@ class Inbox:
                 uploading.cancel()
 
     def reconnected(self) -> None:
-        """Has every stream ask for what it may have missed."""
+        """Makes every stream request what it may have missed."""
         now = time.monotonic()
         self._for_each(lambda stream: stream.reconnected(now))
 
     def permissions_violated(self, words: str) -> None:
-        """Ends the streams whose request the broker forbids; all of them if it forbids the inbox."""
+        """Ends the streams whose requests the broker forbids, or all of them if it forbids the inbox."""
         hint = "check that tenant and inbox prefix belong to this user (--tenant, --nats-inbox)"
         error = errors.make_error(errors.Code.NO_WORKER, f"{words}: {hint}")
         forbidden = words.lower()  # nats-py reports the subject in lower case
@@ -227,7 +229,7 @@ class Inbox:
         elif token.endswith(_RESYNC_SUFFIX):
             stream.feed_resync(message.data, time.monotonic())
         elif bus.is_no_responders(message):
-            # a router has begun to receive a request in parts: it is gone, but there may be others
+            # the router that had begun to receive a request in parts is gone, but there may be others
             is_upload = self._uploads.pop(token, None) is not None
             lost = errors.make_error(errors.Code.UPLOAD_LOST, "the router that received the request is gone")
             stream.refuse(lost, time.monotonic()) if is_upload else self._refuse_unheard(stream)
@@ -236,7 +238,7 @@ class Inbox:
             stream.feed(message.data, time.monotonic())
 
     def _refuse_unheard(self, stream: Stream) -> None:
-        """Tells a stream that no router listens, unless routers may still be coming back to the broker."""
+        """Tells a stream that no router listens, unless routers may still be reconnecting to the broker."""
         now = time.monotonic()
         if now - self._connection.reconnected_at < _ROUTERS_RETURN_S:
             stream.submit_soon(now)
@@ -244,7 +246,7 @@ class Inbox:
             stream.refuse(errors.make_error(errors.Code.NO_WORKER, "no router listens on this broker"), now)
 
     def _cancel_orphan(self, message: Msg) -> None:
-        """Cancels, once, a stream that was given up and still sends chunks."""
+        """Cancels, once, an abandoned stream that still sends chunks."""
         with contextlib.suppress(errors.RequestError, ValueError, ConnectionError, bus.OutboundBufferLimitError):
             chunk = _chunks.decode(message.data, self._encoding)
             if chunk.finish_reason is None and self._orphans.get(chunk.id, time.monotonic()) is None:
@@ -265,7 +267,7 @@ class Inbox:
         for stream in list(self._streams.values()):
             try:
                 act(stream)
-            except Exception:  # outermost frame of a stream: it ends, and the others are still looked after
+            except Exception:  # outermost frame of a stream: it ends, and the others are still served
                 structlog.get_logger().exception("stream_failed", request_id=stream.request_id)
                 stream.fail(errors.make_error(errors.Code.INTERNAL))
 

@@ -1,4 +1,4 @@
-"""Reassembles a stream from its chunks: passes on what continues it, cuts off duplicates, notices gaps; pure.
+"""Reassembles a stream from its chunks: passes on new parts, cuts off duplicates, detects gaps; pure.
 
 known           |==========|
 chunk         |------|            duplicate: nothing new
@@ -14,7 +14,7 @@ from tokenbus.protocol.wire import codec, messages
 
 
 class BrokenStreamError(RuntimeError):
-    """Chunks contradict each other, so that nothing after them can be trusted."""
+    """Chunks contradict each other, so nothing after them can be trusted."""
 
 
 class Ready(NamedTuple):
@@ -24,22 +24,22 @@ class Ready(NamedTuple):
 
 
 class Duplicate(NamedTuple):
-    """The chunk has nothing new."""
+    """The chunk contains nothing new."""
 
 
 class Gap(NamedTuple):
-    """Something before the chunk is missing. The chunk was not taken: it will be published again."""
+    """Something before the chunk is missing. The chunk was not accepted: it will be published again."""
 
 
 class Reassembler:
-    """Counts the tokens and the text of one stream, over all its attempts.
+    """Counts the tokens and the text of one stream across all its attempts.
 
-    A stream that continues an earlier one begins at token `num_tokens`; its first chunk says where in the text."""
+    A stream that continues an earlier one begins at token `num_tokens`; its first chunk gives its place in the text."""
 
     def __init__(self, num_tokens: int = 0) -> None:
         self.attempt = 0
         self._worker_attempt = 0
-        """The attempt of the last chunk that a worker made."""
+        """The attempt of the last chunk from a worker."""
         self.num_tokens = num_tokens
         self.text_bytes = 0
         self._knows_text_bytes = not num_tokens
@@ -51,11 +51,11 @@ class Reassembler:
         return f"<Reassembler attempt {self.attempt}: {self.num_tokens} tokens, {self.text_bytes} bytes>"
 
     def restart_attempts(self) -> None:
-        """Prepares for a request under a new id, whose attempts are counted anew and whose stream goes on here."""
+        """Prepares for a request under a new id: its attempts are counted from 1, and its stream continues this one."""
         self.attempt = self._worker_attempt = 0
 
     def add(self, chunk: messages.Chunk) -> Ready | Duplicate | Gap:
-        """Takes a chunk if it continues the stream. Raises BrokenStreamError if it contradicts earlier ones."""
+        """Accepts a chunk if it continues the stream. Raises BrokenStreamError if it contradicts earlier ones."""
         if chunk.attempt < self.attempt:
             return Duplicate()
         if not _is_routers(chunk):
@@ -77,7 +77,8 @@ class Reassembler:
         return Ready(new)
 
     def _check_place(self, chunk: messages.Chunk) -> None:
-        """Raises BrokenStreamError if a worker starts an attempt over: it would say in other words what is known."""
+        """Raises BrokenStreamError if a worker restarts an attempt: it would generate a different text for a known
+        part."""
         is_error = chunk.finish_reason is messages.FinishReason.ERROR and not chunk.tokens
         if chunk.attempt > self._worker_attempt and chunk.offset < self.num_tokens and not is_error:
             raise BrokenStreamError(
@@ -94,11 +95,11 @@ class Reassembler:
 
     def _is_known(self, chunk: messages.Chunk) -> bool:
         ends_at = chunk.offset + chunk.tokens, chunk.text_offset + len(chunk.text.encode())
-        # A terminal is never a duplicate: the stream must end, even if all its text is known.
+        # A terminal is never a duplicate: the stream must end, even if all of its text is known.
         return chunk.finish_reason is None and ends_at[0] <= self.num_tokens and ends_at[1] <= self.text_bytes
 
     def _new_part(self, chunk: messages.Chunk) -> messages.Chunk:
-        """Cuts off what is known: chunks that are published again may be divided differently than before."""
+        """Cuts off the known part: replayed chunks may be split differently from the originals."""
         known_tokens, known_bytes = self.num_tokens - chunk.offset, self.text_bytes - chunk.text_offset
         if (known_tokens, known_bytes) == (0, 0):
             return chunk
@@ -115,13 +116,13 @@ class Reassembler:
             offset=self.num_tokens,
             tokens=chunk.tokens - known_tokens,
             text_offset=self.text_bytes,
-            text=text[known_bytes:].decode(errors="replace"),  # workers must not divide characters
+            text=text[known_bytes:].decode(errors="replace"),  # workers must not split characters
             token_ids=UNSET if chunk.token_ids is UNSET else chunk.token_ids[known_tokens:],
             logprobs=UNSET if chunk.logprobs is UNSET else chunk.logprobs[known_tokens:],
         )
 
     def _without_known_parts(self, chunk: messages.Chunk) -> messages.Chunk:
-        """Cuts off the reasoning and the tool calls that are known."""
+        """Cuts off the known parts of reasoning and tool calls."""
         reasoning, offset = chunk.reasoning or "", chunk.reasoning_offset or 0
         new = _behind(reasoning, self._reasoning_bytes - offset)
         deltas = []
@@ -143,7 +144,7 @@ class Reassembler:
 
 
 def _behind(text: str, known_bytes: int) -> str:
-    """Returns the part of a text behind its first `known_bytes` bytes."""
+    """Returns the part of a text after its first `known_bytes` bytes."""
     return text.encode()[max(0, known_bytes) :].decode(errors="replace")
 
 
@@ -152,5 +153,6 @@ def _is_empty(chunk: messages.Chunk) -> bool:
 
 
 def _is_routers(chunk: messages.Chunk) -> bool:
-    """Returns whether a router made the chunk. Its offsets mean nothing: a router does not know how far a stream is."""
+    """Returns whether a router made the chunk. Its offsets mean nothing: a router does not know how far a stream has
+    got."""
     return _is_empty(chunk) and (chunk.worker_id is None or chunk.worker_id is UNSET)

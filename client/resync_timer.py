@@ -1,9 +1,9 @@
-"""Decides when a client asks for its stream to be published again, and when it gives the stream up; pure.
+"""Decides when a client requests that its stream be published again, and when it gives up on the stream; pure.
 
 quiet --silence, gap, reconnect--> RESYNC --answer or chunk--> quiet
                                     |--1 s--> RESYNC again --1 s--> LOST
 
-An answer without a chunk after it proves little: anybody might have sent it. After several of these the stream is lost.
+An answer that no chunk follows proves little: anyone might have sent it. After several of these the stream is lost.
 """
 
 import enum
@@ -11,18 +11,18 @@ import enum
 MAX_FIRST_SILENCE_S = 3.0
 """Silence before a stream's first message after which the client sends a resync."""
 MAX_SILENCE_S = 10.0
-"""The same after the first message, and always if only a terminal is wanted."""
+"""The same after the first message, and throughout if only a terminal is wanted."""
 RESYNC_TIMEOUT_S = 1.0
-"""Whoever holds a stream answers a resync within this time."""
+"""A process that holds a stream answers a resync within this time."""
 MAX_RESYNCS = 2
-"""If so many resyncs in a row are not answered, nobody holds the stream."""
+"""If this many resyncs in a row are unanswered, no process holds the stream."""
 RESYNC_INTERVAL_S = 0.25
-"""A little longer than `limits.REPLAY_INTERVAL_S`, so that each resync is carried out."""
+"""Slightly longer than `limits.REPLAY_INTERVAL_S`, so that each resync is carried out."""
 MAX_FRUITLESS_RESYNCS = 3
-"""After so many answers in a row that no chunk has followed, whoever answers does not hold the stream: a holder sends
-at least an empty chunk every 5 s."""
+"""After this many answers in a row without a chunk, the answering process does not hold the stream: a holder sends at
+least an empty chunk every 5 s."""
 MAX_GAP_S = 10.0
-"""A gap that has not been filled after this time never will be."""
+"""A gap that is not filled within this time never will be."""
 
 
 class Action(enum.Enum):
@@ -37,32 +37,32 @@ class ResyncTimer:
     def __init__(self, now: float, *, streamed: bool) -> None:
         self._resync_at = now + (MAX_FIRST_SILENCE_S if streamed else MAX_SILENCE_S)
         self._num_resyncs = 0
-        """Resyncs that have been sent since the last sign of life."""
+        """Resyncs sent since the last sign of life."""
         self._resync_sent_at = -RESYNC_INTERVAL_S
         self._gap_since: float | None = None
         self._streamed = streamed
         self._num_fruitless = 0
-        """Resyncs that have been answered since the last chunk, while nothing was known to be missing."""
+        """Resyncs answered since the last chunk, while nothing was known to be missing."""
 
     def __repr__(self) -> str:
         return f"<ResyncTimer, {self._num_resyncs} resyncs{', gap' if self._gap_since is not None else ''}>"
 
     def chunk_received(self, now: float) -> None:
-        """Notes a chunk that continues the stream."""
+        """Records a chunk that continues the stream."""
         self._num_resyncs = self._num_fruitless = 0
         self._gap_since = None
         self._resync_at = now + MAX_SILENCE_S
 
     def gap_found(self, now: float) -> None:
-        """Notes a chunk before which something is missing."""
+        """Records a chunk that follows a gap."""
         self._num_resyncs = 0
         if self._gap_since is None:
             self._gap_since = now
-        # Every chunk after the gap calls this: they must not send a resync each.
+        # Every chunk after the gap calls this: not each of them may send a resync.
         self._resync_at = max(now, self._resync_sent_at + RESYNC_INTERVAL_S)
 
     def resync_answered(self, now: float) -> None:
-        """Notes that somebody holds the stream. Only the first answer to a resync counts."""
+        """Records that some process holds the stream. Only the first answer to a resync counts."""
         if self._num_resyncs == 0:
             return
         self._num_resyncs = 0
@@ -70,14 +70,14 @@ class ResyncTimer:
             self._resync_at = now + RESYNC_INTERVAL_S
             return
         self._resync_at = now + MAX_SILENCE_S
-        self._num_fruitless += self._streamed  # a whole answer comes when it comes
+        self._num_fruitless += self._streamed  # an unstreamed answer arrives only when complete
 
     def resync_soon(self, now: float) -> None:
-        """Brings the next resync forward, because something may have been missed."""
+        """Brings the next resync forward because something may have been missed."""
         self._resync_at = min(self._resync_at, max(now, self._resync_sent_at + RESYNC_INTERVAL_S))
 
     def extend(self, pause_s: float) -> None:
-        """Waits longer, because the client itself was blocked for so long."""
+        """Extends the wait by the time for which the client itself was blocked."""
         self._resync_at += pause_s
 
     def poll(self, now: float) -> Action:

@@ -1,4 +1,4 @@
-"""A completion as its client sees it: an async iterator of chunks that always ends with one terminal."""
+"""A completion as seen by its client: an async iterator of chunks that always ends with one terminal."""
 
 import asyncio
 import contextlib
@@ -20,12 +20,12 @@ _resyncs = codec.Decoder(messages.ResyncReply)
 
 _SUBMIT_AGAIN_S = 0.2
 MAX_UNREAD_BYTES = 4 * 1024 * 1024
-"""Bytes of chunks, as they came, that may wait for a slow reader. With more the stream ends with an error. In memory
+"""Bytes of chunks, as received, that may wait for a slow reader. Beyond that the stream ends with an error. In memory
 they take about four times as much."""
 
 
 class Transport(Protocol):
-    """Everything that a stream needs of its client."""
+    """Everything that a stream needs from its client."""
 
     def submit(self, stream: "Stream", request: messages.GenerateRequest) -> None:
         """Publishes a request under a new reply subject."""
@@ -36,19 +36,19 @@ class Transport(Protocol):
     def send_resync(self, stream: "Stream", offset: int) -> None: ...
 
     def forget(self, stream: "Stream") -> None:
-        """Stops delivering to the stream; it may be forgotten already."""
+        """Stops delivering to the stream; idempotent."""
         ...
 
 
 class Stream:
     """An async iterator of chunks. The last one is the terminal, the only one with a `finish_reason`.
 
-    Lost chunks are asked for again. A request whose worker is lost, or that nobody holds any more, is submitted again
-    under a new id, at most three times in a row without a new token. Its stream goes on behind the last token that has
-    come (`resume_from`), so that all chunks together are one text, with one count of tokens; `resume=False` switches
-    this off. `request_id` is the latest id, and each chunk has the id and the attempt under which it came: attempts are
-    counted anew for each id. If all that doesn't help, the stream ends in `worker_lost`, or in `no_worker` if there is
-    no router. Leaving an `async with` block early, or `aclose`, cancels the request."""
+    Lost chunks are requested again. A request whose worker is lost, or that no process holds any more, is resubmitted
+    under a new id, at most three times in a row without a new token. Its stream continues after the last token received
+    (`resume_from`), so that all chunks together form one text with one token count; `resume=False` disables this.
+    `request_id` is the latest id, and each chunk has the id and the attempt under which it was sent: attempts restart
+    at 1 for each id. If all that fails, the stream ends in `worker_lost`, or in `no_worker` if there is no router.
+    Leaving an `async with` block early, or `aclose`, cancels the request."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class Stream:
         self.subject = subject
         """Subject to which the request is published."""
         self.served_by: str | None = None
-        """The model whose workers have the request, once one of its chunks has said so."""
+        """The model whose workers have the request, once known from one of its chunks."""
         self._span = span
         self._first_chunk_seen = False
         self._continuation = Continuation(request, now, resume=resume)
         self._submitted = self._continuation.request
         """The request as it was last published."""
         self._submit_again_at: float | None = None
-        """When it is published again, since nobody has listened yet."""
+        """When it is published again, because it has had no listener yet."""
         self._reassembler = Reassembler(len(request.resume_from.token_ids) if request.resume_from else 0)
         self._resync_timer = ResyncTimer(now, streamed=request.is_streamed)
         self._unread: deque[tuple[messages.Chunk, int]] = deque()
@@ -86,12 +86,12 @@ class Stream:
         self._arrived = asyncio.Event()
         self._is_cancelled = False
         self.is_uploading = False
-        """Whether parts of the request are still to be sent, so that nobody can answer a resync."""
+        """Whether parts of the request are still unsent, so that no process can answer a resync."""
         self._ended = False
 
     @property
     def trace_headers(self) -> dict[str, str]:
-        """Headers for its messages, which make all spans of the request one trace."""
+        """Headers for its messages, which join all spans of the request into one trace."""
         return self._span.headers()
 
     def __repr__(self) -> str:
@@ -119,16 +119,16 @@ class Stream:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Ends the stream and cancels the request, unless it has ended. It may be called again."""
+        """Ends the stream and cancels the request, unless it has ended. Idempotent."""
         if not self._ended:
             self._finish()
             self._send_cancel()
 
     def cancel(self) -> None:
-        """Cancels the request. The stream goes on until its terminal: `cancelled`, unless another came first."""
+        """Cancels the request. The stream continues until its terminal: `cancelled`, unless another arrived first."""
         if self._ended:
             return
-        if self.is_uploading or self._submit_again_at is not None:  # nobody has the request yet
+        if self.is_uploading or self._submit_again_at is not None:  # no process has the request yet
             self._end(messages.FinishReason.CANCELLED)
         else:
             self._is_cancelled = True
@@ -154,17 +154,17 @@ class Stream:
         return answer
 
     def submit(self) -> None:
-        """Publishes the request; to be called once."""
+        """Publishes the request; call it once."""
         self._transport.submit(self, self._submitted)
 
     def submit_soon(self, now: float) -> None:
-        """Takes the news that nobody listens for the request yet: it is published again after a moment."""
+        """Handles the news that the request has no listener yet: it is published again after a moment."""
         if self._is_cancelled:
             self._end(messages.FinishReason.CANCELLED)
         self._submit_again_at = now + _SUBMIT_AGAIN_S
 
     def feed(self, payload: bytes, now: float) -> None:
-        """Takes a message that came to the stream's reply subject."""
+        """Handles a message to the stream's reply subject."""
         if self._ended:
             return
         try:
@@ -180,7 +180,7 @@ class Stream:
         self._add(chunk, len(payload), now)
 
     def feed_resync(self, payload: bytes, now: float) -> None:
-        """Takes the answer to a resync."""
+        """Handles the answer to a resync."""
         with contextlib.suppress(errors.RequestError):
             if _resyncs.decode(payload, self._encoding).found:
                 self._resync_timer.resync_answered(now)
@@ -205,22 +205,22 @@ class Stream:
                 pass
 
     def uploaded(self, now: float) -> None:
-        """Notes that nothing of the request is left to send: from now on its silence counts."""
+        """Records that the whole request has been sent: from now on silence counts."""
         self.is_uploading = False
         self._resync_timer = ResyncTimer(now, streamed=self._is_streamed)
 
     def reconnected(self, now: float) -> None:
-        """Asks for chunks that may have been lost while the client was disconnected."""
+        """Requests chunks that may have been lost while the client was disconnected."""
         self._resync_timer.resync_soon(now)
         self.tick(now)
 
     def fail_if_empty(self, error: errors.Error) -> None:
-        """Ends the stream if nothing has arrived; called for a permission error that may concern it."""
+        """Ends the stream if nothing has arrived; called on a permission error that may concern it."""
         if self._continuation.is_empty:
             self.fail(error)
 
     def refuse(self, error: errors.Error, now: float) -> None:
-        """Takes the news that the request could not be sent, or that nobody listens for it."""
+        """Handles the news that the request could not be sent, or that it has no listener."""
         final = self._error_after(error, now)
         if final is not None:
             self.fail(final)
@@ -285,15 +285,15 @@ class Stream:
             self._span.set_error(str(terminal.error.code))
 
     def _error_after(self, error: errors.Error, now: float) -> errors.Error | None:
-        """Returns the error with which the stream ends. None: it goes on, or it has been ended as cancelled."""
+        """Returns the error that ends the stream, or None if it continues or has been ended as cancelled."""
         is_lost = error.code in (errors.Code.WORKER_LOST, errors.Code.UPLOAD_LOST)
         if not is_lost and not self._continuation.is_pending:
             return error
-        if self._is_cancelled:  # nobody holds it, which is what its user wanted
+        if self._is_cancelled:  # no process holds it, which is what its user wanted
             self._end(messages.FinishReason.CANCELLED)
             return None
         if not is_lost:
-            # If it may be tried again, that happens once nobody has answered the resyncs of a first silence.
+            # If it may be retried, that happens once the resyncs of a first silence are unanswered.
             self._resync_timer = ResyncTimer(now, streamed=self._is_streamed)
             return self._continuation.error_after_refusal(error)
         again = self._continuation.request_after(error, now)
@@ -303,7 +303,7 @@ class Stream:
         return None
 
     def _resubmit(self, request: messages.GenerateRequest, now: float) -> None:
-        self._send_cancel()  # should somebody hold the old request after all, it must not run twice
+        self._send_cancel()  # should a process still hold the old request, it must not run twice
         self._reassembler.restart_attempts()
         # A new id: the holder of the old one may only have been out of reach.
         self.request_id = secrets.token_urlsafe(16)
@@ -326,7 +326,7 @@ class Stream:
         self._send_cancel()
 
     def _send_cancel(self) -> None:
-        # Where it can't be sent, the worker notices by itself that nobody subscribes to the inbox.
+        # If it can't be sent, the worker itself notices that the inbox has no subscriber.
         with contextlib.suppress(ConnectionError, OutboundBufferLimitError):
             self._transport.send_cancel(self)
 
