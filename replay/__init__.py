@@ -1,4 +1,5 @@
-"""Replays traces on fleets in virtual time: the real router core, scheduler and block pool, without broker or clock."""
+"""Replays traces on fleets in virtual time: the real router core, scheduler and block pool, without a broker or
+clock."""
 
 if __name__ != "tokenbus.replay":
     raise ImportError("import tokenbus.replay: it is no package of its own")

@@ -1,7 +1,6 @@
 """Generated workloads: shared system prompts, conversations, agents, paced sessions; Poisson arrivals or bursts.
 
-A workload is a trace that is drawn at random by a few settings, so that policies are not fitted to one recorded
-trace."""
+A workload is a trace drawn at random from a few settings, so that policies are not fitted to one recorded trace."""
 
 import itertools
 import math
@@ -14,11 +13,11 @@ from tokenbus.replay import traces
 from tokenbus.replay.traces import TracedRequest
 
 BLOCK_TOKENS = 16
-"""Common prefixes of generated prompts are multiples of this."""
+"""The lengths of common prefixes in generated prompts are multiples of this."""
 
 
 class WorkloadError(ValueError):
-    """Raised for an unknown workload or a wrong setting. The message says what is allowed."""
+    """Raised for an unknown workload or an invalid setting. The message says what is allowed."""
 
 
 class WorkloadSettings(NamedTuple):
@@ -32,7 +31,7 @@ class WorkloadSettings(NamedTuple):
     shared_tokens: int = 2_048
     """Tokens that all prompts of a group begin with."""
     groups: int = 16
-    """Different beginnings. The n-th is drawn with a weight of 1/n."""
+    """The number of distinct beginnings. The n-th is drawn with a weight of 1/n."""
     prompt_tokens: int = 256
     """Tokens that are new in each prompt."""
     output_tokens: int = 128
@@ -59,7 +58,7 @@ intervals. `unrelated`: prompts that have nothing in common."""
 
 
 def load(text: str, seed: int) -> list[TracedRequest]:
-    """Returns the requests of a trace file, if `text` is the path of one, or else of a workload, by time.
+    """Returns the requests of a trace file if `text` is the path of one, else of a workload, ordered by time.
 
     Raises TraceError, WorkloadError and OSError."""
     path = Path(text)
@@ -67,7 +66,7 @@ def load(text: str, seed: int) -> list[TracedRequest]:
 
 
 def parse(text: str) -> tuple[str, WorkloadSettings]:
-    """Parses a workload as it is given on the command line: `agents`, or with settings `agents:rate=2,fan_out=8`.
+    """Parses a workload as given on the command line: `agents`, or with settings `agents:rate=2,fan_out=8`.
 
     Raises WorkloadError."""
     name, _, settings = text.partition(":")
@@ -83,7 +82,7 @@ def parse(text: str) -> tuple[str, WorkloadSettings]:
 
 
 def generate(name: str, workload: WorkloadSettings, seed: int) -> list[TracedRequest]:
-    """Returns the requests of a workload, by time. They are the same for the same seed."""
+    """Returns the requests of a workload, ordered by time; deterministic for a seed."""
     rng = random.Random(f"{name} {seed}")
     made = _MAKERS[name](workload, rng)
     return sorted(itertools.islice(made, workload.requests), key=lambda request: request.at_s)
@@ -123,17 +122,17 @@ def _blocks(tokens: int) -> int:
 
 
 def _arrivals(rate: float, burst: float, rng: random.Random) -> Iterator[float]:
-    """Yields the times of independent arrivals, or of bursts whose sizes are drawn too."""
+    """Yields the times of independent arrivals, or of bursts of random sizes."""
     now = 0.0
     while True:
         now += rng.expovariate(rate / burst)
-        # int() takes half off on average, so the exponential part is larger by that
+        # int() takes half off on average, so the exponential part is larger by half
         size = 1 if burst <= 1 else 1 + int(rng.expovariate(1 / (burst - 0.5)))
         yield from itertools.repeat(now, size)
 
 
 def _length(mean: int, rng: random.Random) -> int:
-    """Draws a length with that mean: most are shorter, a few much longer."""
+    """Draws a length with this mean: most are shorter, a few much longer."""
     # the mean of a log-normal distribution is exp(mu + sigma^2 / 2), which is 1 here
     return max(1, min(32 * mean, round(mean * rng.lognormvariate(-0.32, 0.8))))
 
@@ -153,7 +152,8 @@ def _shared(workload: WorkloadSettings, rng: random.Random) -> Iterator[TracedRe
 
 
 def _turns(workload: WorkloadSettings, rng: random.Random, *, at_once: int = 1) -> Iterator[TracedRequest]:
-    """Yields the turns of conversations that overlap in time. Each turn's prompt continues that of the turn before."""
+    """Yields the turns of conversations that overlap in time. Each turn's prompt continues that of the previous
+    turn."""
     ids = _Ids(workload, rng)
     sessions = workload.rate / (workload.turns * at_once)
     made: list[TracedRequest] = []

@@ -13,7 +13,7 @@ from tokenbus.router.placement.policies import make_policies
 
 
 def load_requests(settings: ReplaySettings) -> list[traces.TracedRequest]:
-    """Returns the requests to be replayed, by time. Raises TraceError, WorkloadError and OSError."""
+    """Returns the requests to replay, ordered by time. Raises TraceError, WorkloadError and OSError."""
     found = generators.load(settings.trace, settings.seed)
     found = found[: settings.max_requests] if settings.max_requests else found
     longest = max(one.prompt_tokens + one.output_tokens for one in found)
@@ -35,8 +35,8 @@ def play(settings: ReplaySettings, policy: str) -> PolicyResult:
 def play_all(
     settings: ReplaySettings, policies: Sequence[str], jobs: int, prepare: Callable[[], None] | None = None
 ) -> list[PolicyResult]:
-    """Replays the trace under each policy, `jobs` at the same time, which does not change the results. Each process
-    that replays calls `prepare` first."""
+    """Replays the trace under each policy, `jobs` at a time; results don't depend on `jobs`. Each process that replays
+    calls `prepare` first."""
     if jobs == 1 or len(policies) == 1:
         return [play(settings, policy) for policy in policies]
     context = multiprocessing.get_context("spawn")

@@ -13,7 +13,7 @@ pre { white-space: pre-wrap } .plots { display: grid; grid-template-columns: rep
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """Returns a page with that title around parts that are HTML already."""
+    """Returns a page with that title around parts that are already HTML."""
     name = escape(title)
     head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
     return "\n".join([head, f"<h1>{name}</h1>", *parts, "</html>\n"])

@@ -1,4 +1,4 @@
-"""The numbers that a replay yields, which are the same for the same trace, settings and seed; pure."""
+"""The results of a replay, deterministic for a trace, settings and seed; pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -28,15 +28,15 @@ class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
     hit_rate: float
     """The share of all prompt tokens that did not have to be computed."""
     fetched_rate: float
-    """The share of all prompt tokens whose blocks came from other workers, which had them."""
+    """The share of all prompt tokens whose blocks came from other workers' caches."""
     leg_rate: float
-    """The share of all prompt tokens that one worker has computed for another."""
+    """The share of all prompt tokens that one worker computed for another."""
     predicted_rate: float
-    """The same share as the router predicted it."""
+    """The hit rate that the router predicted."""
     ttft_ms: LatencyStats
     """From a request's arrival to its first token."""
     itl_ms: LatencyStats
-    """From one token of a request to the next, over all such gaps."""
+    """From one token of a request to the next, over all gaps."""
     e2e_ms: LatencyStats
     """From a request's arrival to its last token."""
     queue_ms: LatencyStats
@@ -92,7 +92,7 @@ def _latency_stats(seconds: Iterable[float]) -> LatencyStats:
 
 
 def _itl_stats(steps: Iterable[DecodeSteps]) -> LatencyStats:
-    """Weighs each step by its sequences, since it is a gap for each of them."""
+    """Weights each step by its sequences, since it is a gap for each of them."""
     gaps: list[float] = []
     weights: list[int] = []
     for several in steps:

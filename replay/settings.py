@@ -1,16 +1,16 @@
-"""The settings of a replay, which all of its parts share."""
+"""The settings shared by all parts of a replay."""
 
 import msgspec
 
 
 class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace, and the fleet that it is replayed on."""
+    """A trace and the fleet that replays it."""
 
     trace: str
     """A trace file, or a workload as `generators.parse` takes it."""
     workers: int = 8
     prefill_workers: int = 0
-    """The number of workers among these that compute prompts for the others, which are `decode` workers then."""
+    """The number of these that compute prompts for the others, which are then `decode` workers."""
     kv_blocks: int = 3_000
     """KV blocks of each worker."""
     block_size: int = 512
@@ -28,11 +28,11 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8_192
     step_target_ms: float = 0.0
-    """The duration that chunks of prompts are sized for; with 0 they are as large as `max_num_batched_tokens`
+    """The step duration that prompt chunks are sized for; with 0 they are as large as `max_num_batched_tokens`
     allows."""
     speeds: tuple[float, ...] = (1.0,)
     """The factors by which the workers, in turn, are faster than the timing model."""
     kv_token_bytes: int = 0
-    """Bytes of a token's keys and values; with 0 the workers fetch no blocks from each other."""
+    """Bytes of a token's keys and values; with 0 workers fetch no blocks from each other."""
     transfer_mb_per_s: float = 60.0
-    """The rate at which a worker sends, and that at which it receives blocks."""
+    """The rate at which a worker sends blocks, and at which it receives them."""

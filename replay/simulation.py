@@ -1,8 +1,8 @@
 """Replays a trace on a fleet in virtual time: routers place requests, workers take steps, events travel; pure.
 
 Time jumps from one arrival to the next. In between the workers take all steps that end by then, and their events reach
-the routers `delay_s` later. Only while requests wait in a router does time go from step to step, since the end of each
-step may make room for one. Nothing but the trace, the settings and the seed decides what happens."""
+the routers `delay_s` later. Only while requests wait in a router does time advance step by step, since the end of each
+step may make room for one. The trace, the settings and the seed alone determine what happens."""
 
 import itertools
 import random
@@ -34,7 +34,7 @@ class RequestOutcome(NamedTuple):
     ended_at: float
     cached_tokens: int
     predicted_tokens: int
-    """Prompt tokens that the router predicted to be cached."""
+    """Prompt tokens predicted by the router to be cached."""
 
 
 class _Placed(NamedTuple):
@@ -44,7 +44,7 @@ class _Placed(NamedTuple):
 
 
 class _Router:
-    """The core of one router, its queue, and the events on their way to it."""
+    """The core of one router, its queue, and the events in transit to it."""
 
     def __init__(self, workers: list[VirtualWorker], policy: Policy, rng: random.Random, temperature: float) -> None:
         self._policy, self._rng = policy, rng
@@ -77,7 +77,7 @@ class _Router:
         self.waiting[key] = number, placed
 
     def place_next(self, now: float) -> tuple[int, Placement] | None:
-        """Places the next request of the queue, if there is one and some worker can take it."""
+        """Places the next queued request, if there is one and some worker can take it."""
         if not self.waiting or self.fleet.capacity(MODEL, now) is not Capacity.AVAILABLE:
             return None
         number, request = self.waiting.pop(self.queue.pop(now).key)
@@ -97,7 +97,8 @@ class Simulation:
             VirtualWorker(f"w{number:04}", settings, speed, _role_of(number, settings.prefill_workers))
             for number, speed in enumerate(speeds)
         ]
-        """Those that compute prompts for others come first, since these have to know when the prompts are computed."""
+        """Those that compute prompts for others come first, since the others need to know when their prompts are
+        computed."""
         self._numbers = {worker.worker_id: number for number, worker in enumerate(self._workers)}
         rngs = [random.Random(f"{settings.seed} {number}") for number in range(settings.routers)]
         self._routers = [_Router(self._workers, policy, rng, settings.temperature) for rng in rngs]
@@ -110,7 +111,7 @@ class Simulation:
         return f"<Simulation of {len(self._workers)} workers, {len(self.outcomes)} requests done>"
 
     def play(self, trace: list[TracedRequest]) -> list[DecodeSteps]:
-        """Serves all requests of a trace to their end; returns the steps in which sequences got further tokens."""
+        """Serves all requests of a trace to completion; returns the steps in which sequences got further tokens."""
         self._requests = trace
         for number, request in enumerate(trace):
             now = request.at_s / self._settings.speedup
@@ -138,7 +139,7 @@ class Simulation:
             router.fleet.check_integrity()
 
     def _drain_queues(self, until: float) -> None:
-        """Goes from step to step until `until`, as long as requests wait in a router."""
+        """Advances step by step to `until`, as long as requests wait in a router."""
         while any(router.waiting for router in self._routers):
             ends = [at for worker in self._workers if (at := worker.next_at) is not None]
             arrivals = [router.pending_events[0][0] for router in self._routers if router.pending_events]
@@ -150,9 +151,10 @@ class Simulation:
                 self._place_all(router, now)
 
     def _advance(self, now: float) -> None:
-        """Has the workers take all steps that end by `now`, and the routers receive the events that arrive by then."""
+        """Lets the workers take all steps that end by `now`, and delivers the events that arrive by then to the
+        routers."""
         for worker in self._workers:
-            # routers receive all events of steps until then together, so that these steps may be coalesced
+            # routers receive all events up to then together, so these steps may be coalesced
             worker.advance(now, coalesce_until=now - self._delay_s)
         events = [entry for worker in self._workers for entry in worker.events]
         events.sort(key=lambda entry: entry[0])

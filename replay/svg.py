@@ -9,18 +9,18 @@ _WIDTH, _HEIGHT = 640, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 620, 34, 260
 _LEGEND_COLUMNS = 4
 _COLOURS = ("#3b6fb6", "#d1603d", "#3f9b6c", "#8c5fb3", "#b8892b", "#4aa3b5", "#c2557f", "#7a7a7a")
-"""Colours that most people can tell apart, on dark pages too."""
+"""Colours that most people can tell apart, including on dark pages."""
 
 
 class Axis(NamedTuple):
-    """An axis. A logarithmic one leaves out values that are not above 0; a linear one begins at 0."""
+    """An axis. A logarithmic one omits values that are not above 0; a linear one begins at 0."""
 
     label: str
     is_log: bool = False
 
 
 class Series(NamedTuple):
-    """One line of a plot, or one bar in each group; then `x` is the number of the group."""
+    """One line of a plot, or one bar in each group (`x` is then the number of the group)."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -91,8 +91,7 @@ def _steps(high: float) -> tuple[float, ...]:
 
 
 def _decades(low: float, high: float) -> tuple[float, ...]:
-    """Returns powers of ten, with their multiples by 2 and 5 if there are few, from at most `low` to at least
-    `high`."""
+    """Returns powers of ten from at most `low` to at least `high`, with their multiples by 2 and 5 if there are few."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     parts = (1.0, 2.0, 5.0) if last - first <= 3 else (1.0,)
     ticks = [part * 10.0**power for power in range(first, last + 1) for part in parts]

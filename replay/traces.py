@@ -11,13 +11,13 @@ import msgspec
 from tokenbus.protocol.wire import subjects
 
 TRACE_BLOCK_TOKENS = 512
-"""Tokens of the prompt block that one id of a Mooncake trace stands for."""
+"""Tokens in the prompt block that one id of a Mooncake trace stands for."""
 MAX_REQUESTS = 1_000_000
 _ID_SPAN = 1 << 31
 
 
 class TraceError(ValueError):
-    """Raised for a trace that can't be read. The message names the line and what is wrong with it."""
+    """Raised for an unreadable trace. The message names the line and the problem."""
 
 
 class TracedRequest(NamedTuple):
@@ -27,20 +27,20 @@ class TracedRequest(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...]
-    """One id for each block of the prompt. The last block may be cut off."""
+    """One id for each block of the prompt. The last block may be partial."""
     block_tokens: int = TRACE_BLOCK_TOKENS
-    """Tokens of such a block; independent of the size of an engine's KV blocks."""
+    """Tokens per block; independent of the size of an engine's KV blocks."""
     tenant: str = subjects.DEFAULT_TENANT
     priority: int = 0
 
     def key(self, number: int) -> str:
-        """Returns what the request at that place of the trace is called by routers and workers."""
+        """Returns the key by which routers and workers know the request at that place in the trace."""
         return f"{self.tenant}:{number}"
 
     def token_ids(self, vocabulary: int) -> "array[int]":
         """Returns the prompt's token ids, all below `vocabulary`.
 
-        Each block is made of its id, written in two tokens, and filled up with ones."""
+        Each block starts with its id, written in two tokens, and is padded with ones."""
         ids = array("I")
         for hash_id in self.hash_ids:
             low, high = hash_id % (vocabulary - 1), hash_id // (vocabulary - 1)
@@ -64,7 +64,8 @@ _lines = msgspec.json.Decoder(_Line)
 
 
 def read(path: Path) -> list[TracedRequest]:
-    """Reads a trace in Mooncake's format: one JSON object per line, gzipped or not. Returns its requests by time.
+    """Reads a trace in Mooncake's format: one JSON object per line, gzipped or not. Returns its requests ordered by
+    time.
 
     Raises TraceError, and OSError for a file that can't be read."""
     requests = []

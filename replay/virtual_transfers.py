@@ -1,8 +1,8 @@
 """Moves KV blocks between the pools of workers in virtual time; pure.
 
-A worker sends blocks one after the other, and so it receives them. A transfer begins when both ends are free and takes
-as long as its bytes take; both compute meanwhile. What is to be sent is copied when the transfer is asked for, so that
-it may be evicted then."""
+A worker sends one transfer at a time, and receives one at a time. A transfer begins when both ends are free and takes
+as long as its bytes do; both compute meanwhile. The blocks are copied when the transfer is requested, so they may be
+evicted after that."""
 
 from array import array
 from typing import NamedTuple
@@ -12,23 +12,23 @@ from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 
 MAX_TRANSFERS = 2
-"""Transfers of a worker in each direction; one more is refused."""
+"""Transfers per worker in each direction; any more are refused."""
 _MAX_FETCH_S = 5.0
 _MAX_COMPUTING_SHARE = 0.5
-"""A receiver waits for at most this share of the time in which it could compute the blocks."""
+"""A receiver waits for at most this share of the time it would take to compute the blocks."""
 _MAX_SILENCE_S = 1.0
-"""It also gives up if no block comes for so long."""
+"""It also gives up if no block arrives for this long."""
 
 
 class Prefix(NamedTuple):
-    """The blocks that may be moved: those of a prompt, in its domain."""
+    """The blocks that may move: those of a prompt, in its domain."""
 
     domain: Domain
     token_ids: "array[int]"
 
 
 class Transfer(NamedTuple):
-    """Blocks on their way to a receiver, which holds the first `start` tokens of the prefix already."""
+    """Blocks in transit to a receiver that already holds the first `start` tokens of the prefix."""
 
     prefix: Prefix
     start: int
@@ -55,9 +55,9 @@ class TransferLink:
         return len(prefix.token_ids) - self._num_held(prefix)
 
     def begin(self, source: "TransferLink", prefix: Prefix, compute_s: float, now: float) -> Transfer | None:
-        """Begins to fetch what another worker holds of a prefix and this one lacks; None if nothing would come.
+        """Begins to fetch the part of a prefix that another worker holds and this one lacks; None if there is none.
 
-        `compute_s` is the time in which this worker would compute it."""
+        `compute_s` is the time this worker would take to compute it."""
         start, end = self._num_held(prefix), source._num_held(prefix)
         if end <= start or self._num_received >= MAX_TRANSFERS or source._num_sent >= MAX_TRANSFERS:
             return None
@@ -73,9 +73,9 @@ class TransferLink:
         return Transfer(prefix, start, end, now, ends_at)
 
     def begin_leg(self, source: "TransferLink", prefix: Prefix, began_at: float, now: float) -> Transfer | None:
-        """Begins to take what another worker has just computed, since `began_at`; None if there is nothing.
+        """Begins to take the blocks that another worker has just computed, since `began_at`; None if there are none.
 
-        All but the last block, which need not be full, have moved meanwhile, as far as both ends were free."""
+        All but the last block, which may be partial, have moved meanwhile, as far as both ends were free."""
         start, end = self._num_held(prefix), source._num_held(prefix)
         if end <= start:
             return None
@@ -91,27 +91,27 @@ class TransferLink:
         return Transfer(prefix, start, end, began_at, ends_at)
 
     def finish_sending(self, transfer: Transfer) -> None:
-        """Makes room for another transfer, and for other blocks than those that were given."""
+        """Makes room for another transfer, and demotes the blocks that were sent: they are evicted earlier."""
         self._num_sent -= 1
         prefix = transfer.prefix
         path = self._pool.cache.tree.known_path(prefix.domain, prefix.token_ids[: transfer.end])
         self._pool.cache.demote(path)
 
     def finish_receiving(self, transfer: Transfer) -> None:
-        """Caches the blocks that have come, if there is room for them."""
+        """Caches the blocks that have arrived, if there is room for them."""
         self._num_received -= 1
         domain, token_ids, end = transfer.prefix.domain, transfer.prefix.token_ids, transfer.end
         if not self._pool.can_allocate(domain, token_ids[: end + 1], end):
             return
         allocation = self._pool.allocate(domain, is_new=False)
         held = allocation.reuse_prefix(token_ids[: end + 1], 0)
-        # if blocks were evicted meanwhile that the others follow, the others are of no use
+        # if blocks that these follow were evicted meanwhile, these are useless
         if held >= transfer.start and allocation.allocate_blocks(end):
             allocation.cache_blocks(token_ids[:end], end)
             held = end
         self._pool.free(allocation, token_ids[:end], held)
         for block in self._pool.cache.tree.known_path(domain, token_ids[:held]):
-            block.was_used &= block.end <= transfer.start  # no sequence has had those that have just come
+            block.was_used &= block.end <= transfer.start  # no sequence has used those that have just arrived
 
     def _num_held(self, prefix: Prefix) -> int:
         path = self._pool.cache.tree.resident_path(prefix.domain, prefix.token_ids)

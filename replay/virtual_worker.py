@@ -39,11 +39,11 @@ class RequestProgress(NamedTuple):
 
 
 class DecodeSteps(NamedTuple):
-    """Consecutive steps in which each of `sequences` got a further token."""
+    """Consecutive steps in which each of `sequences` got another token."""
 
     sequences: int
     gaps_s: tuple[float, ...]
-    """The time from the token before, for each step."""
+    """The time since the previous token, for each step."""
 
 
 class VirtualWorker:
@@ -79,19 +79,19 @@ class VirtualWorker:
         self._link = TransferLink(pool, settings)
         self._keys: dict[int, str] = {}
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
-        """A heap of the ends of transfers; those of the same time go by number."""
+        """A heap of the end times of transfers; ties are broken by number."""
         self._timer_numbers = itertools.count()
         self._fetching: dict[int, int] = {}
         """Prompt tokens of the sequences that wait for blocks, by number."""
         self._legs: dict[int, Callable[[float], None]] = {}
-        """Who waits for the prompts that this worker computes for others, by the number of the sequence."""
+        """The workers waiting for the prompts that this one computes for others, by the number of the sequence."""
         self._num_awaited = 0
         """Sequences that wait for another worker to compute their prompts."""
         self._last_token_at: dict[int, float] = {}
         self.step_ends_at: float | None = None
         """When the step in progress ends; None while the worker is idle."""
         self.num_fetched_tokens = 0
-        """Tokens whose blocks came from other workers, which had them."""
+        """Tokens whose blocks came from other workers' caches."""
         self.num_leg_tokens = 0
         """Tokens that this worker has computed for others."""
         self.events: list[tuple[float, internal.Events]] = []
@@ -134,8 +134,8 @@ class VirtualWorker:
         )
 
     def submit(self, number: int, request: TracedRequest, now: float, source: "VirtualWorker | None" = None) -> None:
-        """Accepts a request of the trace, and fetches blocks from `source` first. Starts a step at once if it was idle
-        and has nothing to wait for."""
+        """Accepts a request of the trace, fetching blocks from `source` first. Starts a step at once if it was idle and
+        has nothing to wait for."""
         sequence, started = self._accept(number, request, now)
         transfer = None if source is None else self._begin_fetch(source, sequence, now)
         fetches = []
@@ -148,16 +148,16 @@ class VirtualWorker:
             self._start_step(now)
 
     def submit_with_leg(self, number: int, request: TracedRequest, now: float, source: "VirtualWorker") -> None:
-        """Accepts a request of the trace whose prompt another worker computes. That one must be advanced before this
-        one, which has to know when the blocks come."""
+        """Accepts a request of the trace whose prompt another worker computes. That worker must be advanced before this
+        one, which needs to know when the blocks arrive."""
         sequence, started = self._accept(number, request, now)
         self._num_awaited += 1
         self._publish(now, started=[started])
         source._compute_for(self._keys[number], sequence, now, lambda at: self._take_leg(source, sequence, now, at))
 
     def advance(self, now: float, coalesce_until: float) -> None:
-        """Takes all steps that end by `now`. Steps that end by `coalesce_until` are taken several at a time where they
-        are alike, with one event at the end of them."""
+        """Takes all steps that end by `now`. Identical steps that end by `coalesce_until` are taken together, with one
+        event at their end."""
         while (at := self.next_at) is not None and at <= now:
             if at == self._timer_at:
                 _, _, act = heapq.heappop(self._timers)
@@ -188,7 +188,7 @@ class VirtualWorker:
         return sequence, internal.Started(id=key, stream_no=number, attempt=1, prompt_tokens=request.prompt_tokens)
 
     def _compute_for(self, key: str, other: Sequence, now: float, on_computed: Callable[[float], None]) -> None:
-        """Computes all but the last token of another worker's prompt, and says when they are there."""
+        """Computes all but the last token of another worker's prompt, and reports when they are ready."""
         number = -1 - other.seq_no
         leg = Sequence(
             number,
@@ -303,9 +303,9 @@ class VirtualWorker:
         self.steps += [DecodeSteps(count, (gap,)) for gap, count in gaps.items()]
 
     def _skip_steps(self, now: float, until: float) -> float:
-        """Takes the next steps at once, as long as they are alike and end by `until`. Returns when the last one
+        """Takes the next steps together, as long as they are identical and end by `until`. Returns when the last one
         ends."""
-        most = self._scheduler.skippable_steps() - 1  # the last may end sequences, and is left to a real step
+        most = self._scheduler.skippable_steps() - 1  # the last may end sequences, so it is left to a real step
         if most < 1 or now >= until:
             return now
         count = self._scheduler.num_decoding
@@ -360,7 +360,7 @@ class VirtualWorker:
 
 
 def _sampled(sequence: Sequence) -> int:
-    """Returns a token that occurs in no prompt and in no other sequence's output."""
+    """Returns a token that occurs in no prompt or other sequence's output."""
     return own_token(sequence.seq_no)
 
 

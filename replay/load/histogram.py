@@ -1,4 +1,4 @@
-"""Histograms in bounded memory, however many values they count; pure."""
+"""Histograms in bounded memory, for any number of values; pure."""
 
 import math
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import msgspec
 
 _GROWTH = 1.01
-"""The ratio of neighbouring buckets, so that percentiles are right within 0.5 %."""
+"""The ratio of neighbouring buckets: percentiles are accurate to 0.5 %."""
 _SMALLEST, _LARGEST = 1e-3, 1e9
-"""Values outside are counted in the outermost buckets, so that there are at most 2,778."""
+"""Values outside this range count in the outermost buckets, so there are at most 2,778 buckets."""
 _DIGITS = 3
 
 
@@ -42,12 +42,11 @@ class Histogram:
         self.count += times
 
     def percentile(self, percent: float) -> float | None:
-        """Returns the smallest value that at least this many per cent of all values do not exceed; None without
-        values."""
+        """Returns the smallest value that at least this percentage of all values do not exceed; None without values."""
         return next((value for value, below in self.cumulative() if below * 100 >= percent - 1e-9), None)
 
     def cumulative(self) -> Iterator[tuple[float, float]]:
-        """Yields the distribution: rising values, each with the share of all values that do not exceed it."""
+        """Yields the distribution: ascending values, each with the share of all values that do not exceed it."""
         below = 0
         for bucket in sorted(self._counts):
             below += self._counts[bucket]

@@ -28,12 +28,12 @@ _REQUEST_ERRORS = {
     Code.MODEL_NOT_FOUND,
     Code.PAYLOAD_TOO_LARGE,
 }
-"""Errors that every further request would end in as well."""
+"""Errors that every further request would get as well."""
 _SHOW_EVERY_S = 0.5
 
 
 async def warm_up(client: Client, plan: Plan, workload: Workload, point: LoadPoint) -> None:
-    """Sends requests that are not counted. Raises ValueError if they are all refused because of what they ask."""
+    """Sends requests that are not counted. Raises ValueError if all of them are refused as invalid."""
     if not plan.warmup:
         return
     clients = int(point.value) if point.kind is LoadKind.CONCURRENCY else 1
@@ -49,7 +49,7 @@ async def warm_up(client: Client, plan: Plan, workload: Workload, point: LoadPoi
 async def measure(
     client: Client, plan: Plan, workload: Workload, point: LoadPoint, number: int, stats: RunStats
 ) -> None:
-    """Measures the `number`-th point of the sweep; fills `stats`."""
+    """Measures the `number`-th point of the sweep into `stats`."""
     total = plan.requests_at(point, workload)
     until = stats.began_at + plan.duration_s if plan.duration_s else math.inf
     seed = f"{plan.seed} {number}"
@@ -65,8 +65,8 @@ async def measure(
 
 
 def _common(plan: Plan) -> messages.GenerateRequest:
-    """Returns what all requests have in common. A cache salt keeps a run from hitting the prefix cache of earlier
-    ones."""
+    """Returns the fields common to all requests. A cache salt keeps a run from hitting what earlier ones have
+    cached."""
     salt = None if plan.reuse_cache else f"bench-{secrets.token_hex(8)}"
     return messages.GenerateRequest(temperature=plan.temperature, timeout_ms=plan.timeout_ms, cache_salt=salt)
 
@@ -75,7 +75,7 @@ def _common(plan: Plan) -> messages.GenerateRequest:
 async def _show_progress(
     name: str, stats: RunStats, total: int | None, duration_s: float | None
 ) -> AsyncIterator[None]:
-    """Rewrites a line on standard error while the body runs, if that is a terminal."""
+    """Updates a line on standard error while the body runs, if that is a terminal."""
 
     async def show() -> None:
         while True:

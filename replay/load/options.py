@@ -1,4 +1,4 @@
-"""The flags of `tokenbus bench`, and the plan that they describe."""
+"""The flags of `tokenbus bench`, and the plan they describe."""
 
 import argparse
 import math
@@ -19,7 +19,7 @@ TO_STANDARD_OUTPUT = Path("-")
 
 
 class Plan(NamedTuple):
-    """A sweep to be measured."""
+    """A sweep to measure."""
 
     model: str
     points: tuple[LoadPoint, ...]
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     html: Path | None
 
     def requests_at(self, point: LoadPoint, workload: Workload) -> int | None:
-        """Returns how many requests a run sends at most; None if only its duration limits them."""
+        """Returns the maximum number of requests in a run; None if only its duration limits them."""
         if workload.num_requests:
             return min(self.requests or workload.num_requests, workload.num_requests)
         if self.requests or self.duration_s:
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds all flags but those of the connection to the broker."""
+    """Adds all flags except those of the connection to the broker."""
     flag = parser.add_argument
     flag("--model", metavar="NAME", required=True, help="the served model")
     group = parser.add_argument_group("load", "one run for each number")
@@ -132,7 +132,7 @@ def _trace(text: str, seed: int) -> list[traces.TracedRequest]:
 
 
 def _check_writable(path: Path) -> None:
-    """Checks an output file in advance, so that nothing is measured in vain."""
+    """Checks in advance that an output file is writable, so that no measurement is wasted."""
     target = path if path.exists() else path.parent
     if path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
         raise ValueError(f"{path} can't be written")

@@ -13,7 +13,7 @@ from tokenbus.replay.svg import Axis, Series, bar_chart, line_chart
 _PERCENTILES = ("p50", "p90", "p99")
 _PLOTTED = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
 _MOST_RUNS = 8
-"""Runs that are drawn as lines of their own, as many as there are colours."""
+"""The number of runs drawn as separate lines: as many as there are colours."""
 _LOADS = {
     LoadKind.CONCURRENCY: "clients",
     LoadKind.RATE: "requests per second offered",
@@ -30,7 +30,7 @@ def page(report: Report, times: Sequence[Mapping[str, Histogram]]) -> str:
 
 
 def _sweep(runs: Sequence[RunResult]) -> Iterator[str]:
-    """Plots the runs over their load, if there are several."""
+    """Plots the runs by load, if there are several."""
     runs = sorted(runs, key=lambda run: run.value)
     if len(runs) < 2:
         return

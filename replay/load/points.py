@@ -1,8 +1,7 @@
-"""The points of a sweep, and when requests are due at each of them; pure.
+"""The points of a sweep, and when requests are due at each; pure.
 
-In a closed loop, which a concurrency makes, a client sends its next request when it has the answer to the last one. In
-an open loop, which a rate or a speedup makes, requests are sent at their times, whether or not earlier ones are
-answered."""
+In a closed loop (a concurrency), a client sends its next request when it has the answer to the last one. In an open
+loop (a rate or a speedup), requests are sent at their times, whether or not earlier ones have been answered."""
 
 import enum
 import random
@@ -14,7 +13,7 @@ from tokenbus.replay.load.workload import TimedRequest
 
 class LoadKind(enum.StrEnum):
     CONCURRENCY = "concurrency"
-    """Clients, each of which sends again once it has its answer."""
+    """Clients, each of which sends its next request once it has its answer."""
     RATE = "rate"
     """Requests per second."""
     SPEEDUP = "speedup"
@@ -37,7 +36,8 @@ class LoadPoint(NamedTuple):
 
 
 def poisson(rate: float, burst: int, rng: random.Random) -> Iterator[float]:
-    """Yields seconds from the start, without end: `rate` requests per second on average, always `burst` at once."""
+    """Yields arrival times in seconds from the start, endlessly: `rate` requests per second on average, always `burst`
+    at once."""
     now = 0.0
     while True:
         now += rng.expovariate(rate / burst)
@@ -48,7 +48,7 @@ def poisson(rate: float, burst: int, rng: random.Random) -> Iterator[float]:
 def schedule(
     requests: Iterator[TimedRequest], point: LoadPoint, burst: int, rng: random.Random
 ) -> Iterator[TimedRequest]:
-    """Returns the same requests with the times that an open loop sends them at."""
+    """Returns the same requests with the times at which an open loop sends them."""
     if point.kind is LoadKind.SPEEDUP:
         return (request._replace(at_s=request.at_s / point.value) for request in requests)
     times = poisson(point.value, burst, rng)

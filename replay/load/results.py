@@ -9,7 +9,7 @@ from tokenbus.replay.load.stats import RunStats
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one load point. Times are those that a client sees, from when its request was due."""
+    """The results of one load point. Times are as seen by a client, measured from when its request was due."""
 
     load: LoadKind
     value: float
@@ -20,10 +20,10 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """From the start of the run to the last chunk."""
     sent: int
     finished: int
-    """Requests that were answered without an error."""
+    """Requests answered without an error."""
     failed: int
     cancelled: int
-    """Requests that were cancelled, by somebody else or by Ctrl-C."""
+    """Requests cancelled, by another client or by Ctrl-C."""
     not_sent: int
     """Requests that were due while `--max-in-flight` others were in flight."""
     peak_in_flight: int
@@ -35,17 +35,17 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     workers: dict[str, int]
     """Ended requests by worker."""
     ttft_ms: LatencyStats
-    """Until the first token, of all requests that had one."""
+    """Time to the first token, of all requests that had one."""
     itl_ms: LatencyStats
-    """From one token to the next, over all such gaps. Tokens of one chunk share its gap."""
+    """Time from one token to the next, over all gaps. Tokens of one chunk share its gap."""
     tpot_ms: LatencyStats
     """The mean gap of each finished request, which does not depend on how tokens are grouped into chunks."""
     e2e_ms: LatencyStats
-    """Until the end, of finished requests."""
+    """Time to the end, of finished requests."""
     accept_ms: LatencyStats
-    """Until a worker accepted the request."""
+    """Time until a worker accepted the request."""
     queue_ms: LatencyStats
-    """From the accept to the first step, as the worker says."""
+    """Time from the accept to the first step, as reported by the worker."""
     late_ms: LatencyStats
     """The delay with which the benchmark itself sent the request. All other times include it."""
     requests_per_s: float
@@ -75,7 +75,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     temperature: float
     skipped: int
-    """Requests of the trace that were left out because they do not fit the model's context."""
+    """Requests of the trace that were skipped because they do not fit the model's context."""
     clipped: int
     """Requests of the trace that were clipped for the same reason."""
     runs: list[RunResult]

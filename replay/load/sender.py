@@ -27,7 +27,7 @@ class Sender:
         return self._client.generate(self._model, request), timer
 
     async def read(self, stream: Stream, timer: RequestTimer) -> errors.Error | None:
-        """Reads a stream to its end and returns the error that it ended in. Being cancelled cancels the request."""
+        """Reads a stream to its end and returns its error, if any. Cancellation cancels the request."""
         async with stream:
             async for chunk in stream:
                 timer.receive(chunk, time.monotonic())
@@ -37,7 +37,7 @@ class Sender:
 
 
 async def closed_loop(sender: Sender, requests: Iterator[TimedRequest], clients: int, until: float) -> None:
-    """Runs clients that each send the next request when they have their answer, and pause after an error."""
+    """Runs clients that each send the next request when they have an answer, and pause after an error."""
 
     async def run_client() -> None:
         for request in requests:
@@ -54,7 +54,7 @@ async def closed_loop(sender: Sender, requests: Iterator[TimedRequest], clients:
 
 
 async def open_loop(sender: Sender, requests: Iterator[TimedRequest], max_in_flight: int, until: float) -> None:
-    """Sends each request at its time. While `max_in_flight` are in flight, requests are counted as not sent."""
+    """Sends each request at its time. While `max_in_flight` are in flight, further ones are counted as not sent."""
     stats = sender.stats
     async with asyncio.TaskGroup() as group:
         for request in requests:

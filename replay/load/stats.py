@@ -1,7 +1,7 @@
-"""Counts what becomes of the requests of one run; pure: chunks and times in, numbers out.
+"""Counts the outcomes of one run's requests; pure: chunks and times in, numbers out.
 
-Times are seconds of one monotonic clock. They count from when a request was due, not from when it was sent: if a busy
-sender is late, its users wait for the sender too. Without this, an overloaded sender would hide the system's latency.
+Times are seconds of one monotonic clock. They start when a request was due, not when it was sent: if a busy sender is
+late, its users wait for the sender too. Without this, an overloaded sender would hide the system's latency.
 """
 
 from collections import Counter
@@ -11,12 +11,12 @@ from tokenbus.replay.load.histogram import Histogram
 
 TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "accept_ms", "queue_ms", "late_ms")
 _MAX_WORKERS = 1_024
-"""Workers that are counted apart; requests of all others are counted together."""
+"""Workers that are counted separately; requests of all others are counted together."""
 OTHERS = "others"
 
 
 class RunStats:
-    """Counters and histograms of one run. `start_request` returns a timer, which is given the request's chunks."""
+    """Counters and histograms of one run. `start_request` returns a timer, which receives the request's chunks."""
 
     def __init__(self, began_at: float) -> None:
         self.began_at = began_at
@@ -89,10 +89,10 @@ class RequestTimer:
         self._first_at: float | None = None
         self._last_token_at = due_at
         self._num_later_tokens = 0
-        """Tokens that came after the first chunk's."""
+        """Tokens that arrived after the first chunk's."""
 
     def receive(self, chunk: messages.Chunk, now: float) -> None:
-        """Takes in a chunk."""
+        """Records a chunk."""
         self._stats.last_at = now
         if not self._is_accepted and isinstance(chunk.worker_id, str):
             self._is_accepted = True
@@ -103,7 +103,7 @@ class RequestTimer:
             self._end(chunk, now)
 
     def _receive_tokens(self, tokens: int, now: float) -> None:
-        """Times tokens. Those of one chunk share the time since the chunk before."""
+        """Times tokens. Those of one chunk share the time since the previous chunk."""
         stats = self._stats
         stats.output_tokens += tokens
         if self._first_at is None:
@@ -126,5 +126,5 @@ class RequestTimer:
 
 
 def retry_delay_s(error: errors.Error) -> float:
-    """Returns how long a closed loop's client pauses after an error: as long as it says, within bounds."""
+    """Returns how long a closed loop's client pauses after an error: as long as the error says, within bounds."""
     return min(max((error.retry_after_ms or 0.0) / 1e3, 0.1), 1.0)

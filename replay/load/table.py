@@ -19,7 +19,7 @@ ROWS = {
 }
 _MANY_WORKERS = 16
 _LATE_MS = 20.0
-"""A sender that is later than this spoils its own measurements."""
+"""A sender later than this spoils its own measurements."""
 
 
 def run_table(run: RunResult) -> Table:

@@ -13,7 +13,7 @@ MIN_VOCABULARY = 16
 
 
 class TimedRequest(NamedTuple):
-    """A request, and when it is due, in seconds from the start."""
+    """A request and its due time in seconds from the start."""
 
     at_s: float
     request: messages.GenerateRequest
@@ -28,19 +28,19 @@ class Workload(Protocol):
         ...
 
     def fit(self, context_length: int, *, clip: bool) -> "FittedWorkload":
-        """Returns the part that fits the model's context, clipping long requests if `clip`. Raises ValueError if
-        nothing fits."""
+        """Returns the requests that fit the model's context, clipping long ones if `clip`. Raises ValueError if none
+        fit."""
         ...
 
     def generate(self, common: messages.GenerateRequest, seed: str) -> Iterator[TimedRequest]:
-        """Yields requests that extend `common`, the fields that all of them share."""
+        """Yields requests that extend `common`, the fields they all share."""
         ...
 
     def describe(self) -> str: ...
 
 
 class FittedWorkload(NamedTuple):
-    """A workload that fits the model, and how many of its requests did not fit."""
+    """A workload that fits the model, and the number of requests that did not."""
 
     workload: Workload
     skipped: int = 0
@@ -78,7 +78,7 @@ class RandomTokens(NamedTuple):
 
 
 class RepeatedText(NamedTuple):
-    """The same message again and again, through the model's chat template. The model decides where its answer ends."""
+    """The same message repeatedly, through the model's chat template. The model decides where its answer ends."""
 
     text: str
     max_tokens: int | None
@@ -99,7 +99,7 @@ class RepeatedText(NamedTuple):
 
 
 class TraceWorkload(NamedTuple):
-    """The requests of a trace in order. Prompts with a common prefix in the trace have one here."""
+    """The requests of a trace in order. Prompts that share a prefix in the trace share one here."""
 
     name: str
     requests: Sequence[TracedRequest]
