@@ -44,6 +44,7 @@ EVENTS: Schema = {
     "guardians": optional(field_types.MAP),
     "load": map_of(schemas.LOAD),
     "state": NAME,
+    "health": optional(map_of(schemas.HEALTH)),
 }
 _RUNNING: Schema = {
     "id": NAME,

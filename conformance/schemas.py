@@ -114,6 +114,21 @@ LOAD: Schema = {
     "step_age_ms": DURATION,
 }
 EPOCH = field_types.matching("[0-9]+-.+")
+DEVICE: Schema = {
+    "name": NAME,
+    "kind": NAME,
+    "total_bytes": COUNT,
+    "free_bytes": COUNT,
+    "description": optional(TEXT),
+    "layers": optional(COUNT),
+}
+HEALTH: Schema = {
+    "devices": list_of(map_of(DEVICE)),
+    "front_bytes": COUNT,
+    "engine_bytes": COUNT,
+    "uptime_s": DURATION,
+    "engine_uptime_s": DURATION,
+}
 CARD: Schema = {
     "worker_id": NAME,
     "epoch": EPOCH,
@@ -140,6 +155,7 @@ CARD: Schema = {
     "host": TEXT,
     "pids": map_of({"front": COUNT, "engine": COUNT}),
     "versions": field_types.MAP,
+    "health": optional(map_of(HEALTH)),
 }
 SERVED: Schema = {
     "model": NAME,

@@ -89,6 +89,19 @@ class KvBlockFormat(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int = 0
 
 
+class EngineDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that an engine computes on."""
+
+    name: str
+    """The name by which its memory is known: `host`, or the engine's name for it."""
+    kind: str
+    """`cpu` or `gpu`."""
+    description: str = ""
+    """The driver's words for it."""
+    layers: int | None = None
+    """The model's layers that it computes, if that is known."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a started engine."""
 
@@ -126,6 +139,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     files: dict[str, str] = {}
     """The files in which the model was found."""
+    devices: tuple[EngineDevice, ...] = ()
+    """The devices that compute it."""
     kv_bytes: int = 0
     """The device memory for the keys and values of all sequences; 0 where it is not known."""
     embeddings: messages.CardEmbeddings | None = None

@@ -2,12 +2,12 @@
 
 import argparse
 import asyncio
-import json
 import time
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -20,7 +20,7 @@ from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 _COLUMNS_BY_PRIORITY = (
     *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
-    *("copies", "kept", "fetched", "role", "step ms", "events", "expected", "indexed"),
+    *("memory", "free", "copies", "kept", "fetched", "role", "up", "step ms", "events", "expected", "indexed"),
 )
 """Columns in the order in which they are kept when the terminal is too narrow for all."""
 _GAP = 2
@@ -91,6 +91,8 @@ class Row(NamedTuple):
     """Names of its LoRA adapters."""
     kept_blocks: int = 0
     """Blocks, or checkpoints, that clients have asked to keep."""
+    health: messages.WorkerHealth | None = None
+    """Memory and uptime; None if the worker has not told yet."""
 
 
 class Rates:
@@ -146,6 +148,7 @@ def rows_of(reply: messages.ModelsReply, rates: FleetRates, now: float) -> list[
                     events=watched.events if watched else "",
                     lost_events=watched.lost_events if watched else 0,
                     adapters=tuple(one.name for one in card.adapters),
+                    health=card.health,
                 )
             )
     return rows
@@ -185,14 +188,48 @@ def _cells(row: Row) -> dict[str, str]:
         "hits": f"{row.hit_rate:.0%}",
         "events": f"{row.events} -{row.lost_events}" if row.lost_events else row.events,
         "step ms": f"{row.step_age_ms:.0f}",
+        **_health_cells(row.health),
     }
 
 
+def _health_cells(health: messages.WorkerHealth | None) -> dict[str, str]:
+    """Returns the texts about memory and uptime: what both processes take, what each device has left, and since when
+    the engine serves."""
+    if health is None:
+        return {"memory": "", "free": "", "up": ""}
+    return {
+        "memory": size_text(health.front_bytes + health.engine_bytes),
+        "free": " ".join(f"{one.name} {size_text(one.free_bytes)}" for one in health.devices),
+        "up": duration_text(health.engine_uptime_s),
+    }
+
+
+def size_text(num_bytes: int) -> str:
+    """Returns a number of bytes in the unit that suits it, such as `1.5G`."""
+    gib = num_bytes / 2**30
+    return f"{gib:.1f}G" if gib >= 1 else f"{num_bytes / 2**20:.0f}M"
+
+
+def duration_text(seconds: float) -> str:
+    """Returns a time in its two largest units, such as `3d 4h`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours}h"
+    if hours:
+        return f"{hours}h {minutes}m"
+    return f"{minutes}m {rest}s" if minutes else f"{rest}s"
+
+
 def _columns_that_fit(cells: list[dict[str, str]], width: int) -> list[str]:
-    """Returns the columns that fit, from left to right. The workers' names always do."""
+    """Returns the columns that fit, from left to right, without those of which nothing is known. The workers' names
+    always do."""
     chosen: set[str] = set()
     left = width + _GAP  # the last column needs no gap after it
     for name in _COLUMNS_BY_PRIORITY:
+        if not any(row[name] for row in cells):
+            continue
         needed = max(len(text) for text in (name, *(row[name] for row in cells))) + _GAP
         if needed <= left or not chosen:
             chosen.add(name)
@@ -264,7 +301,7 @@ async def _look(client: Client, rates: FleetRates, width: int) -> Table | str:
 def _show_once(reply: messages.ModelsReply, rates: FleetRates, *, as_json: bool) -> int:
     rows = rows_of(reply, rates, time.monotonic())
     if as_json:
-        print(json.dumps([row._asdict() for row in rows]))
+        print(msgspec.json.encode([row._asdict() for row in rows]).decode())
     else:
         width = max(_WIDTH, Console().width)
         shown = make_table(rows, reply.router or None, width) if rows else "no model is being served"
@@ -277,7 +314,7 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
     if options.json:
         print(codec.encode(reply, codec.Encoding.JSON).decode())
         return 0
-    table = Table("model", "context", "worker", "state", "engine", "running", "waiting")
+    table = Table("model", "context", "worker", "state", "engine", "running", "waiting", "memory", "free", "up")
     for served in reply.models:
         for card in sorted(served.workers or [], key=lambda card: card.worker_id):
             load = card.load or messages.Load()
@@ -290,6 +327,7 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
                 card.engine,
                 str(load.running),
                 str(load.waiting),
+                *_health_cells(card.health).values(),
             )
         if not served.workers:
             table.add_row(served.model, str(served.context_length))

@@ -254,6 +254,31 @@ _MEMORY = (
         ),
     ),
     Panel(
+        "Memory of devices, used and free",
+        "The host's is what the machine has within the limit of the container. If little of the host is free, lower "
+        "--host-cache-mib or --kv-tokens before the system kills a process; another program on the machine counts too.",
+        "bytes",
+        (
+            Query(
+                max_of(f"{_P}_device_memory_bytes", WORKER_FILTER, "worker_id, device, state"),
+                f"{_NAME} {{{{device}}}} {{{{state}}}}",
+            ),
+        ),
+    ),
+    Panel(
+        "Memory of processes",
+        "Resident memory of frontend and engine. If the engine's grows for days with the same load, restart it and "
+        "report it; weights that are mapped from a file count as far as they were read.",
+        "bytes",
+        (Query(max_of(f"{_P}_resident_bytes", WORKER_FILTER, "worker_id, process"), f"{_NAME} {{{{process}}}}"),),
+    ),
+    Panel(
+        "Uptime of processes",
+        "0 for an engine that is not there. If it falls again and again, the log says why the process has ended.",
+        "s",
+        (Query(max_of(f"{_P}_uptime_seconds", WORKER_FILTER, "worker_id, process"), f"{_NAME} {{{{process}}}}"),),
+    ),
+    Panel(
         "Logits: mean, smallest and largest",
         "Each of one row, of which one in a second is looked at. What is usual depends on the model. If it changes and "
         "the model did not, check its file, its adapters and the device.",

@@ -1,34 +1,47 @@
 """The HTTP server of the status page."""
 
 import inspect
+import os
 import socket
+import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from tokenbus.protocol.http.connection_table import ConnectionLimits
 from tokenbus.protocol.http.http_server import EmbeddedServer, ServerConfig
+from tokenbus.protocol.process import memory
 
 _LIMITS = ConnectionLimits(total=256, per_address=64)
 
 
 class StatusServer:
-    """Serves `/metrics`, `/livez` and `/readyz` on a listening socket."""
+    """Serves `/metrics`, `/livez`, `/readyz` and `/status` on a listening socket."""
 
     def __init__(
         self,
         listening: socket.socket,
         registry: CollectorRegistry,
         unready_reason: Callable[[], str | Awaitable[str]],
+        describe: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`unready_reason` returns an empty string while the process is ready."""
+        """`unready_reason` returns an empty string while the process is ready, `describe` what else `/status` says."""
         self._registry = registry
         self._unready_reason = unready_reason
-        routes = [Route("/metrics", self._metrics), Route("/livez", self._livez), Route("/readyz", self._readyz)]
+        self._describe = describe
+        self._began_at = time.monotonic()
+        pages = {
+            "/metrics": self._metrics,
+            "/livez": self._livez,
+            "/readyz": self._readyz,
+            "/status": self._status,
+        }
+        routes = [Route(path, page) for path, page in pages.items()]
         self._server = EmbeddedServer(ServerConfig(Starlette(routes=routes), _LIMITS))
         self._socket = listening
         self.port: int = listening.getsockname()[1]
@@ -49,10 +62,24 @@ class StatusServer:
     async def _livez(self, _: Request) -> Response:
         return PlainTextResponse("ok\n")
 
-    async def _readyz(self, _: Request) -> Response:
+    async def _status(self, _: Request) -> Response:
+        reason = await self._reason()
+        status = {
+            "ready": not reason,
+            "reason": reason,
+            "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - self._began_at, 1),
+            "resident_bytes": memory.resident_bytes(),
+            **self._describe(),
+        }
+        return JSONResponse(status)
+
+    async def _reason(self) -> str:
         reason = self._unready_reason()
-        if inspect.isawaitable(reason):
-            reason = await reason
+        return await reason if inspect.isawaitable(reason) else reason
+
+    async def _readyz(self, _: Request) -> Response:
+        reason = await self._reason()
         return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
 
 

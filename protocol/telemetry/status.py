@@ -1,9 +1,10 @@
-"""The status page of every server process: `/metrics`, `/livez` and `/readyz` over HTTP."""
+"""The status page of every server process: `/metrics`, `/livez`, `/readyz` and `/status` over HTTP."""
 
 import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -12,6 +13,8 @@ from tokenbus.protocol import tasks
 
 ReadinessCheck = Callable[[], str | Awaitable[str]]
 """Returns why a process is not ready, or an empty string if it is."""
+Describe = Callable[[], dict[str, Any]]
+"""Returns what `/status` says of a process, besides what it says of each, in values that JSON has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Settings:
 
 @contextlib.asynccontextmanager
 async def serving(
-    settings: Settings, registry: CollectorRegistry, unready_reason: ReadinessCheck
+    settings: Settings, registry: CollectorRegistry, unready_reason: ReadinessCheck, describe: Describe = dict
 ) -> AsyncIterator[None]:
     """Serves the status page while the block runs. Raises ValueError if no port is free, or `fd` is not a socket."""
     if not settings.ports and settings.fd is None:
@@ -40,7 +43,7 @@ async def serving(
         listening = status_server.bind(settings.host, settings.ports)
     else:
         listening = status_server.inherit(settings.fd)
-    server = status_server.StatusServer(listening, registry, unready_reason)
+    server = status_server.StatusServer(listening, registry, unready_reason, describe)
     structlog.get_logger().info("status_page", port=server.port)
     task = tasks.awaited(server.run())
     try:

@@ -47,6 +47,39 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Time since the step in progress began; 0 while idle."""
 
 
+class DeviceHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A device of a worker: its memory, and what it computes."""
+
+    name: str
+    """The engine's name for it, such as `CUDA0`; `host` for the memory of the machine, within what the worker's
+    container may take."""
+    kind: str
+    """`cpu` or `gpu`."""
+    total_bytes: int
+    """Its memory."""
+    free_bytes: int
+    """The part that could be allocated now; memory of cached files counts as free."""
+    description: str = ""
+    """The words of its driver for it, such as a product name."""
+    layers: int | None = None
+    """The model's layers that it computes; absent where that is not known."""
+
+
+class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory and uptime of a worker and of the devices that it uses."""
+
+    devices: list[DeviceHealth]
+    """The host first, then the others that its engine computes on."""
+    front_bytes: int
+    """Resident memory of its frontend."""
+    engine_bytes: int
+    """Resident memory of its engine's process, which it may share with other workers; 0 while there is none."""
+    uptime_s: float
+    """Seconds since its frontend has started."""
+    engine_uptime_s: float
+    """Seconds since its engine serves; 0 while there is none."""
+
+
 class Pids(msgspec.Struct, frozen=True, kw_only=True):
     """Operating-system process ids of a worker's two processes."""
 
@@ -199,6 +232,8 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     then, and it takes no requests. Before it was first loaded, it has no features, and its numbers are estimates."""
     load: Load | None = None
     """Its load; only in a `models` reply."""
+    health: WorkerHealth | None = None
+    """Its memory and uptime, at most a few seconds old; only in a `models` reply."""
     watched: WorkerTracking | None = None
     """The answering router's view of it; only in a `models` reply."""
 

@@ -22,6 +22,9 @@ from tokenbus.router.placement.policies import Policy
 _BOOKING_TTL_S = 5.0
 """A booking that no event has confirmed by then is dropped: its request was lost on the way."""
 
+_MAX_DEVICES = 64
+"""A worker that says it has more is not believed."""
+
 
 class Fleet(WorkerRegistry):
     """Everything that one router knows about its workers."""
@@ -46,6 +49,8 @@ class Fleet(WorkerRegistry):
             self.stats.refused_messages += 1
             return FleetUpdate()
         worker.load, worker.state, worker.has_no_responders = events.load, events.state, False
+        if events.health is not None and len(events.health.devices) <= _MAX_DEVICES:
+            worker.health = events.health
         worker.last_seen_at, worker.lease_expired = now, False  # inlined: this is the hottest path
         ready = worker.log.receive(events)
         self._apply(worker, ready, now)

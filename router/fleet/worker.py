@@ -51,6 +51,7 @@ class Worker:
         self.incarnation = incarnation_key(card.address, card.epoch)
         self.state = card.state
         self.load = messages.Load()
+        self.health: messages.WorkerHealth | None = None
         self.last_seen_at = now
         self.lease_expired = False
         """It was silent for too long: it gets nothing more, and its requests are being recovered."""
@@ -157,7 +158,7 @@ class Worker:
             booked=len(self.bookings),
             ejected=self.ejection.is_ejected(now),
         )
-        return codec.replace(self.card, state=self.state, load=self.load, watched=watched)
+        return codec.replace(self.card, state=self.state, load=self.load, health=self.health, watched=watched)
 
     def row_values(self) -> WorkerRow:
         """Returns its row of the worker table, as far as its own messages and its bookings determine it."""

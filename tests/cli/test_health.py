@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -24,6 +26,16 @@ async def process(reason: str) -> AsyncIterator[str]:
     with structlog.testing.capture_logs() as logs:
         async with status.serving(status.Settings(ports=range(1)), CollectorRegistry(), lambda: reason):
             yield str(logs[0]["port"])
+
+
+async def test_a_process_says_of_itself_how_it_is() -> None:
+    async with process("no worker is known") as port:
+        status_code, text = await asyncio.to_thread(health._get, int(port), "/status")
+    said = json.loads(text)
+    assert status_code == b"200"
+    assert (said["ready"], said["reason"], said["pid"]) == (False, "no worker is known", os.getpid())
+    assert said["resident_bytes"] > 1 << 20
+    assert 0 <= said["uptime_s"] < 60
 
 
 async def test_a_process_that_does_its_work_is_healthy() -> None:

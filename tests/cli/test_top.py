@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from tokenbus.cli.commands.top import Rates, Row, make_table
+from tokenbus.cli.commands.top import Rates, Row, duration_text, make_table
 from tokenbus.protocol.wire import messages
 
 
@@ -118,3 +118,28 @@ def test_large_requests_are_told_of_while_there_are_any(uploads: int, lines: lis
     )
     caption = str(make_table(rows(), router).caption)
     assert [line for line in caption.splitlines() if "parts" in line] == lines
+
+
+def test_memory_and_uptime_are_shown_of_workers_that_tell_them() -> None:
+    host = messages.DeviceHealth(name="host", kind="cpu", total_bytes=8 << 30, free_bytes=3 << 29)
+    gpu = messages.DeviceHealth(name="CUDA0", kind="gpu", total_bytes=80 << 30, free_bytes=700 << 20, layers=24)
+    health = messages.WorkerHealth(
+        devices=[host, gpu], front_bytes=100 << 20, engine_bytes=2 << 30, uptime_s=9e5, engine_uptime_s=7_500.0
+    )
+    silent, telling, last = rows()
+    some = [silent, telling._replace(health=health), last]
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(make_table(some, width=200))
+    head, first, second, *_ = captured.get().splitlines()
+    assert [name in head.split() for name in ("memory", "free", "up")] == [True] * 3
+    assert "2.1G" not in first
+    for text in ("2.1G", "host 1.5G CUDA0 700M", "2h 5m"):
+        assert text in second
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.9, "1m 0s"), (61, "1m 1s"), (3_600, "1h 0m"), (90_000, "1d 1h")]
+)
+def test_a_time_is_said_in_its_two_largest_units(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text

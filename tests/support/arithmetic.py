@@ -15,6 +15,7 @@ from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
+from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
@@ -227,6 +228,9 @@ class ArithmeticRunner:
 
     def encode(self, text: str) -> list[int]:
         return Sums(self.config).tokenize(text)
+
+    def device_memory(self) -> list[DeviceMemory]:
+        return []
 
     def close(self) -> None:
         self.closed = True

@@ -63,6 +63,8 @@ class Announcer:
         self._engine: contract.Engine | None = None
         self.adapters: Callable[[], list[messages.CardAdapter]] = list
         """Returns the adapters that the card is to show."""
+        self.health: messages.WorkerHealth | None = None
+        """Memory and uptime when they were last read."""
         self._published_at = 0.0
         self.is_muted = False
         """Nothing is published: the old epoch is over and the new one has no connection yet."""
@@ -149,6 +151,11 @@ class Announcer:
     def num_held(self, hashes: Sequence[int]) -> int:
         """Returns how many of a prompt's blocks are cached here, up to the first one that is not."""
         return self._published_blocks.num_leading(hashes)
+
+    def health_read(self, health: messages.WorkerHealth) -> None:
+        """Puts memory and uptime into the next event."""
+        self.health = health
+        self._log.health_read(health)
 
     def blocks_fetched(self, fetched: internal.Fetched) -> None:
         """Puts the end of a fetch into the next event."""

@@ -45,6 +45,7 @@ class EventLog:
         self._taken: list[str] = []
         self._stranded: list[str] = []
         self._guardians: dict[int, str] = {}
+        self._health: messages.WorkerHealth | None = None
         self._fetches: list[internal.Fetched] = []
         self._legs: list[str] = []
 
@@ -75,6 +76,9 @@ class EventLog:
     def requests_stranded(self, keys: list[str]) -> None:
         self._stranded = keys
 
+    def health_read(self, health: messages.WorkerHealth) -> None:
+        self._health = health
+
     def blocks_fetched(self, fetched: internal.Fetched) -> None:
         self._fetches.append(fetched)
 
@@ -98,6 +102,7 @@ class EventLog:
             or self._guardians
             or self._fetches
             or self._legs
+            or self._health
             or self._is_cleared
         )
 
@@ -134,6 +139,7 @@ class EventLog:
         stored = itertools.islice(self._stored.items(), _HASHES_PER_ENTRY - len(removed))
         return codec.replace(
             entry,
+            health=self._health,
             cleared=self._is_cleared,
             removed=removed,
             stored=list(to_runs((parent, name) for name, parent in stored)),
@@ -164,7 +170,7 @@ class EventLog:
         self.next_seq = entries[-1].seq + 1
         if self._has_only_tokens:
             return
-        self._is_cleared = False
+        self._is_cleared, self._health = False, None
         del self._removed[: len(first.removed)]
         for run in first.stored:
             for name in run.hashes:

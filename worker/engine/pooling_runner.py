@@ -6,6 +6,7 @@ from collections.abc import Sequence as Listing
 from tokenbus.protocol.wire import internal
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
+from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
 from tokenbus.worker.engine.runner import Adapters, Copies, Embedder, Reranker
@@ -19,6 +20,7 @@ class PoolingRunner:
         self,
         config: contract.EngineConfig,
         tokenizer: ModelTokenizer,
+        device_memory: Callable[[], list[DeviceMemory]],
         close: Callable[[], None],
         *,
         embedder: Embedder | None = None,
@@ -37,6 +39,7 @@ class PoolingRunner:
         self.logits = None
         self.canary: Listing[int] = ()
         self.adapters: Adapters | None = None
+        self._device_memory = device_memory
         self._close = close
 
     def __repr__(self) -> str:
@@ -59,6 +62,9 @@ class PoolingRunner:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
+
+    def device_memory(self) -> list[DeviceMemory]:
+        return self._device_memory()
 
     def close(self) -> None:
         self._close()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
+from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
@@ -228,6 +229,10 @@ class Runner(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a part of an output. Only an engine that keeps to constraints needs it."""
+        ...
+
+    def device_memory(self) -> list[DeviceMemory]:
+        """Returns the memory of its devices besides the host. May be called from other threads."""
         ...
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.worker import contract, engine_output, engine_request
 from tokenbus.worker.chat_format.answer_reader import AnswerReader
 from tokenbus.worker.chat_format.chat_rules import ChatRules
+from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client import admission, sequences
@@ -52,7 +53,9 @@ class EngineClient(asyncio.Protocol):
         self._bundle: bytes | None = None
         self._chat_rules: ChatRules | None = None
         self._frame_decoder = ipc.FrameDecoder()
-        self._sequences = OpenSequences(lambda number: self._send(ipc.Abort(number)))
+        self._sequences = OpenSequences(
+            lambda number: self._send(ipc.Abort(number)), lambda *seen: self.listener.prompt_progress(*seen)
+        )
         self._ending: set[Generation] = set()
         """Generations that the tokens of their requests complete, until their sinks are told."""
         self._tokenizing: PendingCalls[list[int]] = PendingCalls()
@@ -61,6 +64,8 @@ class EngineClient(asyncio.Protocol):
         self._exporting: PendingCalls[ipc.ExportedBlocks] = PendingCalls()
         self._prefill_speed = PrefillSpeed()
         self._load = messages.Load()
+        self.device_memory: list[DeviceMemory] = []
+        """The memory of its devices besides the host, as it was when it was last read."""
         self._recovered: list[tuple[int, int]] = []
         self._watchdog = StepWatchdog(time.monotonic())
         self._idle = Idle()
@@ -201,6 +206,10 @@ class EngineClient(asyncio.Protocol):
     def unload_adapter(self, digest: str) -> None:
         self._adapters.unload(digest)
 
+    def read_memory(self) -> None:
+        """Has `device_memory` brought up to date."""
+        self._send_if_alive(ipc.ReadMemory())
+
     def clear_cache(self) -> None:
         self._send_if_alive(ipc.ClearCache())
 
@@ -330,6 +339,8 @@ class EngineClient(asyncio.Protocol):
                 self._adapters.loaded(loaded)
             case ipc.ExportedBlocks(call_id) as exported:
                 self._exporting.resolve(call_id, exported)
+            case ipc.MemoryRead(found):
+                self.device_memory = found
             case ipc.BlocksRefused(count):
                 self.listener.blocks_refused(count)
             case ipc.PoolingBatch(call_ids):

@@ -120,9 +120,10 @@ class Generation:
             self.started_at = now
 
     def progress(self, processed_tokens: int, cached_tokens: int) -> bool:
-        """Hands out how far the prompt is computed, if that has changed; returns whether the sink failed."""
+        """Hands out how far the prompt is computed, if that has changed and its client wants to know; returns whether
+        the sink failed."""
         # steps may report the same progress again, which is no news
-        if processed_tokens == self._processed_tokens:
+        if processed_tokens == self._processed_tokens or not self.request.return_progress:
             return False
         self._processed_tokens = processed_tokens
         seen = messages.Progress(

@@ -35,6 +35,9 @@ class EngineListener:
     def blocks_refused(self, count: int) -> None:
         """So many fetched blocks were not cached, because one of them can't be used."""
 
+    def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
+        """The engine has computed so much of a request's prompt, of which some was cached."""
+
     def token_interval(self, seconds: float, count: int) -> None:
         """`count` requests got a token, each `seconds` after its previous one."""
 

@@ -12,6 +12,9 @@ from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client.crash_attribution import MAX_CRASHES, CrashAttribution
 from tokenbus.worker.engine_client.generation import Generation
 
+_LONG_PROMPT_TOKENS = 1_024
+"""The engine tells how far such a prompt is, also if its client does not want to know."""
+
 
 def add_command(number: int, generation: Generation) -> bytes:
     """Returns the command that gives an engine a generation, which may have tokens of an engine that died."""
@@ -23,7 +26,7 @@ def add_command(number: int, generation: Generation) -> bytes:
             request.sampling,
             (request.tenant, request.cache_salt) if request.cache_prompt else None,
             request.priority,
-            request.return_progress,
+            request.return_progress or len(request.token_ids) >= _LONG_PROMPT_TOKENS,
             num_sampled=len(generation.sampled),
             isolated=generation.crashes > 0,
             constraint=request.constraint,
@@ -37,10 +40,16 @@ def add_command(number: int, generation: Generation) -> bytes:
 
 
 class OpenSequences:
-    """Generations by sequence number. Numbers are never reused. `abort` tells the engine to end a sequence."""
+    """Generations by sequence number. Numbers are never reused. `abort` tells the engine to end a sequence, and
+    `on_progress` gets a request's key and how many tokens of its prompt are computed and were cached."""
 
-    def __init__(self, abort: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        abort: Callable[[int], None],
+        on_progress: Callable[[str, int, int], None] = lambda key, computed_tokens, cached_tokens: None,
+    ) -> None:
         self._abort = abort
+        self._on_progress = on_progress
         self._generations: dict[int, Generation] = {}
         self._key_to_number: dict[str, int] = {}
         self._held: dict[int, bytes] = {}
@@ -141,7 +150,10 @@ class OpenSequences:
         """Hands out how far prompts are computed."""
         for one in progress:
             generation = self._generations.get(one.seq_no)
-            failed = generation is not None and generation.progress(one.computed_tokens, one.cached_tokens)
+            if generation is None:
+                continue
+            self._on_progress(generation.request.key, one.computed_tokens, one.cached_tokens)
+            failed = generation.progress(one.computed_tokens, one.cached_tokens)
             if failed and one.seq_no in self._generations:  # else its sink has aborted it
                 self._release(one.seq_no)
 

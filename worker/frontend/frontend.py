@@ -96,6 +96,11 @@ class Frontend:
         return self._has_engine and not (self._is_draining or self._announcer.is_loadable or self._announcer.is_muted)
 
     @property
+    def shown_state(self) -> str:
+        """The worker's state as people see it."""
+        return "loadable" if self._announcer.is_loadable else str(self._announcer.state)
+
+    @property
     def has_engine(self) -> bool:
         """Whether an engine serves."""
         return self._has_engine
@@ -172,6 +177,14 @@ class Frontend:
         if self.on_want is not None and not self._is_draining:
             return self.on_want()
         return internal.ControlReply(ok=True, progress=float(self._has_engine))
+
+    def health_read(self, health: messages.WorkerHealth) -> None:
+        """Tells routers of the worker's memory and uptime with the next event."""
+        self._announcer.health_read(health)
+
+    def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
+        """The engine has computed so much of a request's prompt."""
+        self._streams.prompt_progress(key, computed_tokens, cached_tokens)
 
     def step_done(self) -> None:
         """Publishes a step's chunks. Called when every sink has received its outputs."""

@@ -68,6 +68,18 @@ class WorkerMetrics(MetricFamilies):
         self.kv_bytes = gauge("kv_bytes", "Device memory for keys and values, in bytes; 0 if unknown.")
         self.kv_used_bytes = gauge("kv_used_bytes", "The part of it that running requests use, in bytes.")
         self.kv_total_blocks = gauge("kv_total_blocks", "Blocks of the device's KV memory.")
+        self.device_memory = gauge(
+            "device_memory_bytes",
+            "Memory of a device, used or free, in bytes. `host` is the machine, within what its container may take.",
+            "device",
+            "state",
+        )
+        self.resident = gauge(
+            "resident_bytes", "Resident memory of the worker's processes, `front` and `engine`, in bytes.", "process"
+        )
+        self.uptime = gauge(
+            "uptime_seconds", "Time since a process has started; 0 for an engine that is not there.", "process"
+        )
         self.step_age = gauge("step_age_seconds", "Time since the step in progress began; 0 while idle.")
         self.cache_queries = counter("prefix_cache_queries_tokens", "Prompt tokens that were looked up in the cache.")
         self.cache_hits = counter("prefix_cache_hits_tokens", "Prompt tokens that were found in the cache.")
@@ -373,6 +385,17 @@ class ReplicaMetrics:
         metrics.unguarded.labels(*who).set(num_unguarded)
         metrics.adapters.labels(*who).set(num_adapters)
         metrics.kv_leases.labels(*who).set(num_leases)
+
+    def update_health(self, health: messages.WorkerHealth) -> None:
+        """Sets the gauges of memory and uptime."""
+        metrics, who = self._metrics, self._own_labels
+        for device in health.devices:
+            metrics.device_memory.labels(*who, device.name, "used").set(device.total_bytes - device.free_bytes)
+            metrics.device_memory.labels(*who, device.name, "free").set(device.free_bytes)
+        metrics.resident.labels(*who, "front").set(health.front_bytes)
+        metrics.resident.labels(*who, "engine").set(health.engine_bytes)
+        metrics.uptime.labels(*who, "front").set(health.uptime_s)
+        metrics.uptime.labels(*who, "engine").set(health.engine_uptime_s)
 
     def set_loading(self, *, is_loading: bool) -> None:
         """Sets whether an engine is being started."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import structlog
@@ -31,6 +31,7 @@ from tokenbus.worker.frontend import host_memory
 from tokenbus.worker.frontend.adapter_folder import AdapterFolder
 from tokenbus.worker.frontend.adapter_settings import split_tenants
 from tokenbus.worker.frontend.frontend import Frontend
+from tokenbus.worker.frontend.health import HealthMonitor
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
 from tokenbus.worker.frontend.settings import OnProgress, ServedModel, WorkerSettings
 
@@ -92,6 +93,7 @@ class Replica(EngineListener):
         self._memory_fd: int | None = None
         self._metrics = ReplicaMetrics(metrics, model.served_name, worker_id)
         self._tracer = tracer
+        self._health = HealthMonitor()
         self._config: contract.EngineConfig | None = None
         self._supervisor: Supervisor | None = None
         self._logged_at = time.monotonic()
@@ -174,6 +176,19 @@ class Replica(EngineListener):
         """Whether an engine is being started."""
         return self.frontend is not None and not self.frontend.has_engine
 
+    def describe(self) -> dict[str, Any]:
+        """Returns its state, load and health, in values that JSON has."""
+        engine = self._supervisor.engine if self._supervisor is not None else None
+        load = engine.load() if engine is not None else None
+        return {
+            "worker_id": self.worker_id,
+            "model": self.served_name,
+            "state": self.frontend.shown_state if self.frontend is not None else "connecting",
+            "reason": self.unready_reason,
+            "load": msgspec.to_builtins(load),
+            "health": msgspec.to_builtins(self._health.latest),
+        }
+
     def update_gauges(self) -> None:
         """Updates the replica's gauges for a scrape."""
         self._metrics.set_loading(is_loading=self.is_loading)
@@ -188,6 +203,7 @@ class Replica(EngineListener):
                 num_adapters=len(self.frontend.adapters),
                 num_leases=self.frontend.num_leases,
             )
+        self._metrics.update_health(self._health.latest)
 
     def loading(self, fraction: float) -> None:
         """Logs the progress of a long load every few seconds."""
@@ -202,6 +218,8 @@ class Replica(EngineListener):
         if self._config is not None:
             self._metrics.engine_restarted()
         self._config = config
+        if self._supervisor is not None and self._supervisor.engine is not None:
+            self._health.engine_started(self._supervisor.engine, config)
         if self._host_cache_file and not config.host_kv_blocks:
             self._log.warning("host_cache_unused", path=self._host_cache_file)
         self._engine = successor_settings(self._engine, config)
@@ -228,6 +246,7 @@ class Replica(EngineListener):
     def engine_died(self) -> None:
         """Announces that there is no engine for now."""
         assert self.frontend is not None
+        self._health.engine_died()
         self.frontend.engine_died()
 
     def step_computed(self, stats: ipc.StepStats) -> None:
@@ -245,6 +264,11 @@ class Replica(EngineListener):
     def blocks_refused(self, count: int) -> None:
         """Counts fetched blocks that could not be used."""
         self._metrics.blocks_refused(count)
+
+    def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
+        """Logs a prompt that takes long."""
+        assert self.frontend is not None
+        self.frontend.prompt_progress(key, computed_tokens, cached_tokens)
 
     def token_interval(self, seconds: float, count: int) -> None:
         """Counts intervals between tokens."""
@@ -272,8 +296,11 @@ class Replica(EngineListener):
 
     def _tick(self, now: float, gap_s: float) -> None:
         assert self._supervisor is not None
+        assert self.frontend is not None
         self._supervisor.tick(now, gap_s)
         engine = self._supervisor.engine
+        if self._health.tick(now, engine):
+            self.frontend.health_read(self._health.latest)
         if engine is not None and self._config is not None:
             self._metrics.count_load(engine.load())
 

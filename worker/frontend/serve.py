@@ -73,7 +73,7 @@ class Worker:
         """Runs until every replica is drained. Raises what `serve` raises."""
         async with (
             tracing.exporting(self._settings.otlp_traces_endpoint, "worker", self._name) as self._tracer,
-            status.serving(self._settings.status_page, self._page().registry, self._unready_reason),
+            status.serving(self._settings.status_page, self._page().registry, self._unready_reason, self._describe),
         ):
             await self._serve()
 
@@ -114,6 +114,10 @@ class Worker:
         if not self._replicas or self._is_draining:
             return "no replica accepts requests"
         return next(filter(None, (replica.unready_reason for replica in self._replicas)), "")
+
+    def _describe(self) -> dict[str, Any]:
+        """Returns what the status page says of the replicas."""
+        return {"workers": [replica.describe() for replica in self._replicas]}
 
     def drain(self) -> None:
         """Drains every replica."""

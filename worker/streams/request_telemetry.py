@@ -10,6 +10,7 @@ from tokenbus.protocol.telemetry.long_waits import LongWaits, WaitLog
 from tokenbus.protocol.wire import errors, messages, subjects
 from tokenbus.worker import engine_request
 from tokenbus.worker.frontend.metrics import ReplicaMetrics
+from tokenbus.worker.streams.long_prompt import LongPrompt
 from tokenbus.worker.streams.stream import Stream
 
 
@@ -27,7 +28,14 @@ class RequestTelemetry:
     def __repr__(self) -> str:
         return f"<RequestTelemetry of {self._worker_id}>"
 
-    def started(self, stream: Stream, request: engine_request.EngineRequest, headers: tracing.Headers) -> None:
+    def started(
+        self,
+        stream: Stream,
+        request: engine_request.EngineRequest,
+        headers: tracing.Headers,
+        load: messages.Load,
+        health: messages.WorkerHealth | None,
+    ) -> None:
         """A stream starts, with a span below that of the router that dispatched it, if `headers` name one."""
         attributes: tracing.Attributes = {
             tracing.MODEL: self._model,
@@ -50,6 +58,28 @@ class RequestTelemetry:
             max_reasoning_tokens=stream.max_reasoning_tokens,
             resumed_tokens=len(request.resumed.token_ids) if request.resumed else None,
             constraint=constraint.kind if constraint is not None else None,
+            sampling=_sampling(request),
+            free_blocks=load.free_blocks,
+            free_mib={one.name: one.free_bytes >> 20 for one in health.devices} if health is not None else None,
+        )
+
+    def prompt_progress(self, stream: Stream, computed_tokens: int, cached_tokens: int, now: float) -> None:
+        """The engine has computed so much of a prompt, of which some was cached. One that takes long is logged after
+        two seconds, again each time that has doubled, and when it is done."""
+        if stream.long_prompt is None:
+            stream.long_prompt = LongPrompt(computed_tokens, now)
+        num_tokens, long = stream.num_prompt_tokens, stream.long_prompt
+        if not long.is_due(now, is_computed=computed_tokens >= num_tokens):
+            return
+        self._log.info(
+            "prompt_computing",
+            request_id=stream.key,
+            worker_id=self._worker_id,
+            prompt_tokens=num_tokens,
+            computed_tokens=computed_tokens,
+            cached_tokens=cached_tokens,
+            tokens_per_s=round(long.tokens_per_s(computed_tokens, now), 1),
+            duration_ms=round(long.seconds(now) * 1e3),
         )
         asked = stream.run.params.reasoning
         if asked is not None and asked.max_tokens is not None and stream.max_reasoning_tokens is None:
@@ -156,6 +186,28 @@ class RequestTelemetry:
         )
         if stream.span.is_recording:
             _end_span(stream.span, stream.began_at, terminal)
+
+
+def _sampling(request: engine_request.EngineRequest) -> dict[str, float]:
+    """Returns the values by which tokens are chosen, without those that change nothing and without any text."""
+    asked = request.sampling
+    always = {
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k,
+        "min_p": asked.min_p,
+        "seed": asked.seed,
+    }
+    others = {
+        "repetition_penalty": asked.repetition_penalty if asked.repetition_penalty != 1 else 0,
+        "presence_penalty": asked.presence_penalty,
+        "frequency_penalty": asked.frequency_penalty,
+        "min_tokens": asked.min_tokens,
+        "logit_biases": len(asked.logit_bias),
+        "stop_strings": len(request.stop),
+        "ignore_eos": asked.ignore_eos,
+    }
+    return always | {name: value for name, value in others.items() if value}
 
 
 def has_failed(terminal: messages.Chunk) -> bool:

@@ -14,6 +14,7 @@ from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.worker import engine_output
 from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.streams import packed_logprobs
+from tokenbus.worker.streams.long_prompt import LongPrompt
 from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
 
 _NO_TIMINGS = messages.Timings(queue_ms=0.0, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=0.0)
@@ -48,7 +49,7 @@ class Stream:
         self.stranded_at = 0.0
         self.offered_at = 0.0
         """When it was last offered to a router."""
-        self._prompt_tokens = len(run.token_ids) // 4
+        self.num_prompt_tokens = len(run.token_ids) // 4
         self.is_streamed = run.params.is_streamed
         """Whether the client wants chunks before the terminal."""
         self.key = run.request_id
@@ -71,6 +72,8 @@ class Stream:
         self.began_at = now - (run.resume_from.elapsed_ms / 1e3 if run.resume_from else 0.0)
         """When the first worker accepted the request."""
         self.span = tracing.NOOP_SPAN
+        self.long_prompt: LongPrompt | None = None
+        """Decides when to log how far its prompt is, once that is known."""
         self.slow = backoff.BackoffTimer(backoff.FIRST_S)
         """Decides when to log again that the request waits for its first token."""
         self.last_chunk_at = now
@@ -253,7 +256,7 @@ class Stream:
         )
 
     def _usage(self, completion_tokens: int) -> messages.Usage:
-        prompt = self._prompt_tokens
+        prompt = self.num_prompt_tokens
         return messages.Usage(
             prompt_tokens=prompt,
             completion_tokens=completion_tokens,

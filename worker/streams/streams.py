@@ -240,6 +240,11 @@ class Streams:
         """Ignores earlier no-responders notices: after a reconnect, clients may still be reconnecting too."""
         self._liveness.reconnected(time.monotonic())
 
+    def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
+        """Logs how far a prompt is that takes long."""
+        if (stream := self._streams.get(key)) is not None:
+            self._telemetry.prompt_progress(stream, computed_tokens, cached_tokens, time.monotonic())
+
     def tick(self) -> None:
         """Shows that silent streams are alive, logs long waits, probes clients that seem gone, and forgets what is too
         old."""
@@ -317,7 +322,7 @@ class Streams:
             expired = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
             loop = asyncio.get_running_loop()
             self._timers[stream.key] = loop.call_later(run.remaining_ms / 1e3, self.cancel, stream.key, expired)
-        self._telemetry.started(stream, request, headers)
+        self._telemetry.started(stream, request, headers, self._load(), announcer.health)
         self._announcer.request_started(
             internal.Started(
                 id=stream.key,

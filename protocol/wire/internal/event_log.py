@@ -74,6 +74,8 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Load after this event."""
     state: public.WorkerState
     """State after this event."""
+    health: public.WorkerHealth | None = None
+    """Memory and uptime, in one entry every five seconds."""
     cleared: bool = False
     """Whether all earlier blocks are gone, because a new engine has started."""
     removed: list[int] = []

@@ -55,8 +55,21 @@ CARD = messages.Card(
     pids=messages.Pids(front=101, engine=102),
     versions={"tokenbus": "0.1.0"},
 )
+HEALTH = messages.WorkerHealth(
+    devices=[
+        messages.DeviceHealth(name="host", kind="cpu", total_bytes=1 << 34, free_bytes=1 << 33),
+        messages.DeviceHealth(
+            name="CUDA0", kind="gpu", total_bytes=1 << 36, free_bytes=5, description="NVIDIA H100", layers=24
+        ),
+    ],
+    front_bytes=81_920_000,
+    engine_bytes=4_294_967_296,
+    uptime_s=86_400.5,
+    engine_uptime_s=60.0,
+)
 FULL_CARD = codec.replace(
     CARD,
+    health=HEALTH,
     kv_block_size=16,
     total_kv_blocks=4_096,
     host_kv_blocks=65_536,
@@ -521,6 +534,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             seq=18_446_744_073_709_551_615,
             load=LOAD,
             state=messages.WorkerState.DRAINING,
+            health=HEALTH,
             cleared=True,
             removed=[HASHES[0]],
             stored=[internal.BlockRun(parent=HASHES[2], hashes=HASHES)],

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.router.builders import DRAINING, LOAD_OF_3, at, card, events, expired, fleet_of, known, named, part
-from tokenbus.protocol.wire import internal, messages
+from tokenbus.protocol.wire import codec, internal, messages
 from tokenbus.router.fleet.updates import FleetUpdate
 
 
@@ -123,3 +123,19 @@ def test_events_count_only_for_the_workers_own_model() -> None:
     fleet.apply_events("other", events("theirs", seq=1, finished=("default:r",)), 0.0)
     assert fleet.owner_of("default:r", "demo") is owner
     fleet.check_integrity()
+
+
+def health(num_devices: int, uptime_s: float = 1.0) -> messages.WorkerHealth:
+    device = messages.DeviceHealth(name="host", kind="cpu", total_bytes=2, free_bytes=1)
+    return messages.WorkerHealth(
+        devices=[device] * num_devices, front_bytes=1, engine_bytes=2, uptime_s=uptime_s, engine_uptime_s=0.0
+    )
+
+
+def test_a_worker_s_health_is_what_it_said_last_and_stays_until_it_says_more() -> None:
+    fleet = fleet_of(codec.replace(card(), health=health(1)))
+    seen = []
+    for seq, said in enumerate((None, health(2), None, health(1, uptime_s=6.0), health(65))):
+        fleet.apply_events("demo", codec.replace(events(seq=seq), health=said), 0.0)
+        seen.append(fleet.card_view(known(fleet), 0.0).health)
+    assert seen == [None, health(2), health(2), health(1, uptime_s=6.0), health(1, uptime_s=6.0)]

@@ -366,3 +366,19 @@ def test_the_card_has_the_digest_of_the_chat_format() -> None:
     assert digest(None) is None
     assert digest(ChatFormat(calls=calls)) == digest(ChatFormat(calls=calls))
     assert digest(ChatFormat(calls=calls)) != digest(ChatFormat(calls=calls, turn_open="x"))
+
+
+def health(uptime_s: float) -> messages.WorkerHealth:
+    return messages.WorkerHealth(devices=[], front_bytes=1, engine_bytes=2, uptime_s=uptime_s, engine_uptime_s=0.0)
+
+
+def test_health_is_in_one_event_and_waits_for_one_that_leaves() -> None:
+    harness = Harness()
+    harness.announcer.health_read(health(1.0))
+    assert [one.health for one in (*harness.publish(), *harness.publish())] == [health(1.0), None]
+    harness.bus.is_busy = True
+    harness.announcer.health_read(health(2.0))
+    assert harness.publish() == []
+    harness.announcer.health_read(health(3.0))
+    harness.bus.is_busy = False
+    assert [one.health for one in (*harness.publish(), *harness.publish())] == [health(3.0), None]

@@ -38,9 +38,18 @@ def made(
 class Recording:
     """A generation with everything its sink was told, checked against the contract on the way."""
 
-    def __init__(self, *stop: str, max_tokens: int = 100, min_tokens: int = 0, logprobs: int | None = None) -> None:
+    def __init__(
+        self,
+        *stop: str,
+        max_tokens: int = 100,
+        min_tokens: int = 0,
+        logprobs: int | None = None,
+        return_progress: bool = False,
+    ) -> None:
         sampling = engine_request.Sampling(max_tokens=max_tokens, min_tokens=min_tokens, logprobs=logprobs)
-        request = engine_request.EngineRequest(key="default:g", token_ids=[1, 2, 3], sampling=sampling, stop=stop)
+        request = engine_request.EngineRequest(
+            key="default:g", token_ids=[1, 2, 3], sampling=sampling, stop=stop, return_progress=return_progress
+        )
         self.outputs: list[engine_output.Output] = []
         sink = StreamValidator(request, self.outputs.append)
         self.generation = Generation(request, sink, PIECES, accepted_at=10.0)
@@ -203,7 +212,7 @@ def test_log_probabilities_come_with_their_token_however_it_ends() -> None:
 
 
 def test_progress_is_handed_out_only_when_it_changes() -> None:
-    recording = Recording()
+    recording = Recording(return_progress=True)
     for processed in (0, 0, 2, 2):
         recording.generation.progress(processed, 1)
     assert [output.progress for output in recording.outputs] == [
@@ -332,3 +341,9 @@ def test_a_constraint_that_is_given_up_is_an_error_that_names_its_field() -> Non
     error = recording.terminal.error
     assert error is not None
     assert (error.code, error.param) == (errors.Code.INVALID_REQUEST, "regex")
+
+
+def test_progress_is_handed_out_only_to_who_wants_to_know() -> None:
+    recording = Recording()
+    recording.generation.progress(2, 1)
+    assert recording.outputs == []

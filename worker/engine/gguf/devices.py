@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 from llama_cpp import _ggml
 
-from tokenbus.worker.engine.device_memory import DeviceMemory
+from tokenbus.worker.contract import EngineDevice
+from tokenbus.worker.engine.device_memory import HOST, DeviceMemory
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
 NONE = "none"
@@ -18,6 +20,8 @@ _ggml.libggml.ggml_backend_dev_get.restype = ctypes.c_void_p
 _ggml.libggml.ggml_backend_dev_name.argtypes = [ctypes.c_void_p]
 _ggml.libggml.ggml_backend_dev_name.restype = ctypes.c_char_p
 _ggml.libggml.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
+_ggml.libggml.ggml_backend_dev_description.argtypes = [ctypes.c_void_p]
+_ggml.libggml.ggml_backend_dev_description.restype = ctypes.c_char_p
 _ggml.libggml.ggml_backend_dev_memory.argtypes = [
     ctypes.c_void_p,
     ctypes.POINTER(ctypes.c_size_t),
@@ -45,6 +49,29 @@ def all_devices() -> dict[str, int]:
     lib = _ggml.libggml
     found = [lib.ggml_backend_dev_get(number) for number in range(lib.ggml_backend_dev_count())]
     return {lib.ggml_backend_dev_name(one).decode(): one for one in found if lib.ggml_backend_dev_type(one) != _CPU}
+
+
+def used(settings: EngineSettings) -> dict[str, int]:
+    """Returns the addresses of the devices besides the CPU that compute a model with these settings."""
+    there = all_devices() if settings.gpu_layers else {}
+    if settings.devices:
+        there = {name: address for name, address in there.items() if name in settings.devices}
+    if settings.split_mode == "none" and there:
+        name = [*there][min(settings.main_gpu, len(there) - 1)]
+        return {name: there[name]}
+    return there
+
+
+def describe(there: dict[str, int], num_layers: int, settings: EngineSettings) -> tuple[EngineDevice, ...]:
+    """Returns all devices that compute a model. Which of several GPUs has how many layers is not known."""
+    wanted = settings.gpu_layers
+    on_gpus = 0 if not there else num_layers if wanted < 0 else min(wanted, num_layers)
+    found = [EngineDevice(name=HOST, kind="cpu", layers=num_layers - on_gpus)] if on_gpus < num_layers else []
+    for name, address in there.items():
+        words = _ggml.libggml.ggml_backend_dev_description(address).decode(errors="replace")
+        layers = on_gpus if len(there) == 1 else None
+        found.append(EngineDevice(name=name, kind="gpu", description=words, layers=layers))
+    return tuple(found)
 
 
 def memory(there: dict[str, int]) -> list[DeviceMemory]:

@@ -12,6 +12,7 @@ import llama_cpp
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker import contract
+from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.gguf import backend, context, devices, metadata, settings_resolution
 from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.lora.adapters import ContextAdapters, LoadedAdapter
@@ -76,6 +77,8 @@ class GgufModel:
         self.chat_format = chat_formats.infer(self.tokenizer.rules)
         self._adapters: LoadedModels[LoadedAdapter] = LoadedModels()
         self._held = in_use.hold(files.weights)
+        self._devices = devices.used(settings)
+        """The addresses of the devices that compute it besides the CPU, by name."""
 
     def __repr__(self) -> str:
         return f"<GgufModel {self.files.weights}>"
@@ -101,7 +104,12 @@ class GgufModel:
             versions={"llama_cpp_python": llama_cpp.__version__},
             pid=os.getpid(),
             files=self.files.to_paths(),
+            devices=devices.describe(self._devices, int(llama.llama_model_n_layer(self.handle)), settings),
         )
+
+    def device_memory(self) -> list[DeviceMemory]:
+        """Returns the memory of the devices that compute it besides the CPU."""
+        return devices.memory(self._devices)
 
     def adapters_of(self, context: llama.llama_context_p) -> ContextAdapters:
         """Returns the adapters of a context, which has none yet."""

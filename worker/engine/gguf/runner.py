@@ -13,6 +13,7 @@ from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine import poison
 from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
+from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.draws import Matrix
 from tokenbus.worker.engine.gguf import backend, context, devices, kv_memory, probe, settings_resolution
 from tokenbus.worker.engine.gguf.batch import Batch
@@ -208,6 +209,9 @@ class GgufRunner:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
+
+    def device_memory(self) -> list[DeviceMemory]:
+        return self._model.device_memory()
 
     def close(self) -> None:
         self._free()

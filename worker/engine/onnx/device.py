@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import onnxruntime
 
+from tokenbus.worker.contract import EngineDevice
 from tokenbus.worker.engine import device_memory
-from tokenbus.worker.engine.device_memory import DeviceMemory
+from tokenbus.worker.engine.device_memory import HOST, DeviceMemory
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
@@ -39,6 +40,13 @@ def choose(settings: EngineSettings) -> Device:
     if wanted == "cuda" and why_not:
         raise ModelError(f"--provider cuda: {why_not}; pass --provider cpu, or auto to have it chosen")
     return Device("cpu") if why_not else Device("cuda", number)
+
+
+def describe(device: Device) -> EngineDevice:
+    """Returns a device as cards show it."""
+    if device.kind == "cpu":
+        return EngineDevice(name=HOST, kind="cpu")
+    return EngineDevice(name=f"{device.kind}:{device.number}", kind="gpu")
 
 
 def memory(device: Device) -> DeviceMemory | None:

@@ -94,7 +94,9 @@ def make_runner(model: OnnxModel, settings: EngineSettings, release: Callable[[]
     longest = min(settings.context_length or trained, trained)
     embedder = OnnxEmbedder(model, settings, max_input_tokens=longest)
     size = CacheSize(block_size=longest, context_length=longest, max_num_seqs=1, num_rows=1)
-    return PoolingRunner(model.describe(settings, size, (), embedder), model.tokenizer, release, embedder=embedder)
+    return PoolingRunner(
+        model.describe(settings, size, (), embedder), model.tokenizer, model.device_memory, release, embedder=embedder
+    )
 
 
 def pool_states(states: Array, lengths: Array, mode: str) -> Array:

@@ -11,9 +11,10 @@ import structlog
 import xxhash
 
 from tokenbus.worker import contract
+from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.models import chat_formats, generation_config
 from tokenbus.worker.engine.models.model_files import ModelFiles, source_name
-from tokenbus.worker.engine.onnx import model_config
+from tokenbus.worker.engine.onnx import device, model_config
 from tokenbus.worker.engine.onnx.device import Device
 from tokenbus.worker.engine.onnx.graphs import external_data, graph, graph_edits
 from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
@@ -100,10 +101,16 @@ class OnnxModel:
             versions={"onnxruntime": onnxruntime.__version__},
             pid=os.getpid(),
             files=self.files.to_paths(),
+            devices=(device.describe(self.device),),
             kv_bytes=size.num_rows * size.context_length * self.bytes_per_token,
             embeddings=None if embedder is None else embedder.describe(),
             chat_format=self.chat_format,
         )
+
+    def device_memory(self) -> list[DeviceMemory]:
+        """Returns the memory of its GPU, if it has one."""
+        found = device.memory(self.device) if self.device.kind != "cpu" else None
+        return [] if found is None else [found]
 
     def close(self) -> None:
         """Frees the session's memory, which onnxruntime does when the last reference to it goes."""

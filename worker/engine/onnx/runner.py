@@ -11,6 +11,7 @@ from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine import poison
 from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
+from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.identity import kv_identity
@@ -144,6 +145,9 @@ class OnnxRunner:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
+
+    def device_memory(self) -> list[DeviceMemory]:
+        return self._model.device_memory()
 
     def close(self) -> None:
         if self._adapters is not None:

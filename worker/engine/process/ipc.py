@@ -14,6 +14,7 @@ import msgspec
 
 from tokenbus.protocol.wire import block_hash, errors, internal, messages
 from tokenbus.worker import contract, engine_output, engine_request
+from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.kv.retention import CacheHint
 from tokenbus.worker.engine.logits_summary import LogitsSummary
@@ -140,6 +141,10 @@ class PutBlocks(Message, frozen=True):
     blocks: list[bytes]
 
 
+class ReadMemory(Message, frozen=True):
+    """Frontend to engine: say how much memory of the devices is free, with a `MemoryRead`."""
+
+
 class OpenReplica(Message, frozen=True):
     """Frontend to engine process, with a socket beside it: run a replica that is served over that socket."""
 
@@ -174,6 +179,7 @@ Command = (
     | UnloadAdapter
     | ExportBlocks
     | PutBlocks
+    | ReadMemory
 )
 
 
@@ -335,6 +341,12 @@ class BlocksRefused(Message, frozen=True):
     num_blocks: int
 
 
+class MemoryRead(Message, frozen=True):
+    """Engine to frontend: the memory of its devices besides the host."""
+
+    devices: list[DeviceMemory]
+
+
 class PoolingBatch(Message, frozen=True):
     """Engine to frontend: inputs of these calls are computed from now on, and no step; without any, no longer."""
 
@@ -364,6 +376,7 @@ Report = (
     | AdapterResult
     | ExportedBlocks
     | BlocksRefused
+    | MemoryRead
     | PoolingBatch
     | PoolResult
 )

@@ -104,6 +104,8 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None
                     _end_loop_on_error(
                         inputs.submit(_prepare, runner, command, time.monotonic(), aborted, inbox, send), inbox
                     )
+                case ipc.ReadMemory():
+                    send(ipc.MemoryRead(runner.device_memory()))
                 case ipc.LoadAdapter():
                     _end_loop_on_error(inputs.submit(_load_adapter, runner, command, send), inbox)
                 case ipc.AbortPooling(call_id):

@@ -12,6 +12,7 @@ from tokenbus.protocol.wire import errors, internal, validation
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
+from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload
@@ -118,6 +119,9 @@ class SimRunner:
     def encode(self, text: str) -> list[int]:
         """Returns a token for each byte."""
         return [1 + byte for byte in text.encode()]
+
+    def device_memory(self) -> list[DeviceMemory]:
+        return []
 
     def close(self) -> None:
         """Does nothing: there is no memory to free."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.support.arithmetic import make_config
 from tokenbus.protocol.wire import block_hash, errors, internal, messages
 from tokenbus.worker import contract, engine_output, engine_request
+from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -75,6 +76,7 @@ COMMANDS: list[ipc.Command] = [
             messages=[messages.ChatMessage(role="user", content="hi")], chat_template_kwargs={"a": [1, {"b": None}]}
         ),
     ),
+    ipc.ReadMemory(),
 ]
 REPORTS: list[ipc.Report] = [
     ipc.Loading(0.25),
@@ -102,6 +104,8 @@ REPORTS: list[ipc.Report] = [
     ipc.ConstraintCompiled(9, 0.25, errors.make_error(errors.Code.INVALID_REQUEST, "regex: (", param="regex")),
     ipc.ExportedBlocks(5, 2, [b"\0block"]),
     ipc.BlocksRefused(2),
+    ipc.MemoryRead([DeviceMemory("CUDA0", 1 << 36, 5)]),
+    ipc.MemoryRead([]),
     ipc.PoolingBatch([3, 4]),
     ipc.PoolingBatch([]),
     ipc.PoolResult(3, b"\x00" * 8, 2, None),

@@ -144,11 +144,11 @@ def make_runner(model: GgufModel, settings: EngineSettings, release: Callable[[]
     if model.pooling is PoolingType.RANK:
         reranker = GgufReranker(model, resolved)
         config = model.describe(resolved, reranker.max_input_tokens, ("rerank",))
-        return PoolingRunner(config, model.tokenizer, _close(reranker, release), reranker=reranker)
+        return PoolingRunner(config, model.tokenizer, model.device_memory, _close(reranker, release), reranker=reranker)
     embedder = GgufEmbedder(model, resolved)
     described = model.describe(resolved, embedder.max_input_tokens, ("embed",))
     config = codec.replace(described, embeddings=embedder.describe())
-    return PoolingRunner(config, model.tokenizer, _close(embedder, release), embedder=embedder)
+    return PoolingRunner(config, model.tokenizer, model.device_memory, _close(embedder, release), embedder=embedder)
 
 
 def _close(pooler: GgufPooler, release: Callable[[], None]) -> Callable[[], None]:
