@@ -10,6 +10,7 @@ import msgspec
 from tokenbus.client import Stream
 from tokenbus.client.answer import Answer
 from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire.reasoning import EFFORTS
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -40,7 +41,7 @@ def add_thinking_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens of reasoning after which it is closed and the answer continues",
     )
-    parser.add_argument("--effort", metavar="LEVEL", help="how long to reason: none, minimal, low, medium, high, xhigh")
+    parser.add_argument("--effort", choices=EFFORTS, help="how long to reason, where no budget says so")
 
 
 def form_fields(options: argparse.Namespace) -> dict[str, Any]:

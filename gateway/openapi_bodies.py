@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tokenbus.gateway.openai import sampling_fields
+from tokenbus.gateway.openai import reasoning_fields, sampling_fields
 from tokenbus.protocol.wire import internal, limits, messages, params
 
 Json = dict[str, Any]
@@ -16,6 +16,7 @@ _RANGES = (
         "top_logprobs": params.Range(0, limits.MAX_LOGPROBS),
         "max_completion_tokens": params.Range(1, limits.MAX_TOKENS),
     }
+    | dict.fromkeys(reasoning_fields.BUDGETS, reasoning_fields.ALLOWED)
 )
 """The ranges of numbers, by the names that the wire and the endpoints have in common."""
 

@@ -12,7 +12,7 @@ from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import chat_response
-from tokenbus.gateway.openai.reasoning_fields import ReasoningWishes, RequestedReasoning
+from tokenbus.gateway.openai.reasoning_fields import ReasoningWishes, RequestedReasoning, read_wishes
 from tokenbus.gateway.openai.sampling_fields import SamplingFields
 from tokenbus.protocol.wire import codec, errors, validation
 from tokenbus.protocol.wire import messages as wire
@@ -44,11 +44,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     thinking_budget_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Not OpenAI's, but what it is on the wire."""
-
-    @property
-    def wishes(self) -> ReasoningWishes:
-        """The wishes for the model's reasoning."""
-        return ReasoningWishes(self, self.reasoning_effort)
 
 
 _decoder = codec.Decoder(ChatRequest)
@@ -100,8 +95,9 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_mode
     chat = _decoder.decode(body, codec.Encoding.JSON)
     model = checked_model(chat.model, default_model)
     _check(chat)
-    request = _to_wire(chat, conversation.session_of(headers), request_id)
-    names = _names_of(chat, request)
+    wishes = read_wishes(chat, chat.reasoning_effort)
+    request = _to_wire(chat, wishes, conversation.session_of(headers), request_id)
+    names = _names_of(chat, wishes, request)
     with http_errors.renaming(names.of):
         validation.check_request(request)
     return ParsedChatRequest(
@@ -114,8 +110,8 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_mode
     )
 
 
-def _names_of(chat: ChatRequest, request: wire.GenerateRequest) -> FieldNames:
-    renamed = chat.renamed | dict(chat.wishes.names)
+def _names_of(chat: ChatRequest, wishes: ReasoningWishes, request: wire.GenerateRequest) -> FieldNames:
+    renamed = chat.renamed | wishes.names
     if chat.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
     if chat.top_logprobs is not None:
@@ -132,7 +128,7 @@ def _check(chat: ChatRequest) -> None:
     chat.check_answers()
 
 
-def _to_wire(chat: ChatRequest, session: str | None, request_id: str) -> wire.GenerateRequest:
+def _to_wire(chat: ChatRequest, wishes: ReasoningWishes, session: str | None, request_id: str) -> wire.GenerateRequest:
     common = chat.to_wire(session)
     if chat.max_completion_tokens is not None:
         common["max_tokens"] = chat.max_completion_tokens
@@ -143,8 +139,8 @@ def _to_wire(chat: ChatRequest, session: str | None, request_id: str) -> wire.Ge
         tools=chat.tools,
         tool_choice=chat.tool_choice,
         parallel_tool_calls=chat.parallel_tool_calls,
-        reasoning=chat.wishes.options,
-        chat_template_kwargs=chat.wishes.template_arguments,
+        reasoning=wishes.options,
+        chat_template_kwargs=wishes.template_arguments,
         **common,
     )
 

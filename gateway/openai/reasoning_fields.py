@@ -3,16 +3,19 @@
 Only `thinking_token_budget` is refused for models whose reasoning can't be closed, as vLLM does. The other names are
 hints, as they are to the servers that they come from."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from tokenbus.protocol.wire import errors, limits, reasoning
 from tokenbus.protocol.wire import messages as wire
-from tokenbus.protocol.wire import reasoning
+from tokenbus.protocol.wire.params import Range
 
-_BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
+BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
+"""The names of `reasoning.max_tokens` in vLLM and llama-server."""
 _UNLIMITED = -1
+ALLOWED = Range(_UNLIMITED, limits.MAX_TOKENS)
+"""The budgets under these names."""
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,39 +58,34 @@ class AsksForReasoning(Protocol):
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
 
 
-class ReasoningWishes:
-    """Holds what one body asks for."""
+class ReasoningWishes(NamedTuple):
+    """The same as the wire has it."""
 
-    def __init__(self, body: AsksForReasoning, effort: str | None = None) -> None:
-        """`effort` is the one that has a field of its own, which comes first."""
-        asked, self._given = body.reasoning or RequestedReasoning(), body.chat_template_kwargs
-        self._names = {} if effort is None else {"reasoning.effort": "reasoning_effort"}
-        self._effort = effort or ("none" if asked.enabled is False else asked.effort)
-        self._budget, self._is_hint = asked.max_tokens, True
-        name = next((name for name in _BUDGETS if getattr(body, name) is not None), None)
-        if self._budget is None and name is not None:
-            budget: int = getattr(body, name)
-            self._budget = None if budget == _UNLIMITED else budget
-            self._is_hint = name != _BUDGETS[0]
-            self._names["reasoning.max_tokens"] = name
+    options: wire.ReasoningOptions | None
+    template_arguments: dict[str, Any] | None
+    """Variables for the chat template."""
+    names: dict[str, str]
+    """The names that fields of the wire have in the body, where they are others."""
 
-    def __repr__(self) -> str:
-        return f"<ReasoningWishes {self.options!r}>"
 
-    @property
-    def options(self) -> wire.ReasoningOptions | None:
-        """The same as the wire has it."""
-        if self._effort is None and self._budget is None:
-            return None
-        is_hint = self._budget is not None and self._is_hint
-        return wire.ReasoningOptions(effort=self._effort, max_tokens=self._budget, optional=is_hint or None)
+def read_wishes(body: AsksForReasoning, effort: str | None = None) -> ReasoningWishes:
+    """Returns what a body asks for; an `effort` of a field of its own comes first.
 
-    @property
-    def template_arguments(self) -> dict[str, Any] | None:
-        """The variables for the chat template."""
-        return reasoning.template_arguments(self._effort, self._given)
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        """The names that fields of the wire have in this body, where they are others."""
-        return self._names
+    Raises RequestError for a budget that no server takes."""
+    asked = body.reasoning or RequestedReasoning()
+    names = {} if effort is None else {"reasoning.effort": "reasoning_effort"}
+    effort = effort or ("none" if asked.enabled is False else asked.effort)
+    budget, is_hint = asked.max_tokens, True
+    given = [(name, value) for name in BUDGETS if (value := getattr(body, name)) is not None]
+    for name, value in given:
+        if not ALLOWED.contains(value):
+            raise errors.invalid_field(name, f"must be {ALLOWED}, got {value}")
+    if budget is None and given:
+        name, value = given[0]
+        budget, is_hint = None if value == _UNLIMITED else value, name != BUDGETS[0]
+        names["reasoning.max_tokens"] = name
+    options = None
+    if effort is not None or budget is not None:
+        is_optional = True if budget is not None and is_hint else None
+        options = wire.ReasoningOptions(effort=effort, max_tokens=budget, optional=is_optional)
+    return ReasoningWishes(options, reasoning.template_arguments(effort, body.chat_template_kwargs), names)

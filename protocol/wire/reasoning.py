@@ -9,11 +9,13 @@ _OFF = ("none", "minimal")
 """Efforts that ask for no reasoning."""
 _SHARES = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
 """The share of `max_tokens` that may be reasoning, by effort."""
+EFFORTS = tuple(_SHARES)
+"""The efforts that mean the same for all models. Templates may know others."""
 
 
 def template_arguments(effort: str | None, given: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Returns the variables for the chat template that an effort means; those that were `given` prevail."""
-    if effort is None:
+    if not effort:
         return None if given is None else dict(given)
     meant: dict[str, Any] = {"enable_thinking": effort not in _OFF}
     if effort not in _OFF:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tokenbus.gateway.openai.reasoning_fields import ReasoningWishes, RequestedReasoning
+from tokenbus.gateway.openai.reasoning_fields import RequestedReasoning
 from tokenbus.gateway.openai.sampling_fields import CommonFields
 from tokenbus.protocol.wire import messages as wire
 
@@ -80,11 +80,6 @@ class ResponsesBody(CommonFields, frozen=True, kw_only=True):
     thinking_budget_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, as on the wire."""
-
-    @property
-    def wishes(self) -> ReasoningWishes:
-        """The wishes for the model's reasoning."""
-        return ReasoningWishes(self)
 
     @property
     def items(self) -> list[InputItem]:

@@ -10,6 +10,7 @@ from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.gateway.openai.reasoning_fields import ReasoningWishes, read_wishes
 from tokenbus.gateway.openai.responses import response
 from tokenbus.gateway.openai.responses.body import ResponsesBody
 from tokenbus.gateway.openai.responses.events import ResponseEncoder
@@ -80,8 +81,9 @@ def parse(
     tools, items = OfferedTools(body.offered, body.tool_choice), conversation_of(body)
     messages = conversation.normalized(items.messages)
     paths = items.paths[len(items.messages) - len(messages) :]  # without those of system messages that were joined
-    names = FieldNames(paths, tools.paths, body.renamed | dict(body.wishes.names))
-    request = _to_wire(body, messages, tools, conversation.session_of(headers), request_id)
+    wishes = read_wishes(body)
+    names = FieldNames(paths, tools.paths, body.renamed | wishes.names)
+    request = _to_wire(body, messages, tools, wishes, conversation.session_of(headers), request_id)
     with http_errors.renaming(names.of):
         validation.check_request(request)
     return ParsedResponsesRequest(model=model, request=request, body=body, tools=tools, names=names)
@@ -100,7 +102,12 @@ def _check(body: ResponsesBody) -> None:
 
 
 def _to_wire(
-    body: ResponsesBody, messages: list[wire.ChatMessage], tools: OfferedTools, session: str | None, request_id: str
+    body: ResponsesBody,
+    messages: list[wire.ChatMessage],
+    tools: OfferedTools,
+    wishes: ReasoningWishes,
+    session: str | None,
+    request_id: str,
 ) -> wire.GenerateRequest:
     wants_logprobs = bool(body.top_logprobs) or _WITH_LOGPROBS in (body.include or [])
     return wire.GenerateRequest(
@@ -112,7 +119,7 @@ def _to_wire(
         tools=tools.functions or None,
         tool_choice=tools.choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        reasoning=body.wishes.options,
-        chat_template_kwargs=body.wishes.template_arguments,
+        reasoning=wishes.options,
+        chat_template_kwargs=wishes.template_arguments,
         **body.to_wire(session),
     )
