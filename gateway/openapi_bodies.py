@@ -14,7 +14,7 @@ _RANGES = (
     | {
         "n": params.Range(1, sampling_fields.MAX_CHOICES),
         "top_logprobs": params.Range(0, limits.MAX_LOGPROBS),
-        "max_completion_tokens": params.Range(1, limits.MAX_TOKENS),
+        "max_completion_tokens": params.COUNT,
     }
     | dict.fromkeys(reasoning_fields.BUDGETS, reasoning_fields.ALLOWED)
 )

@@ -48,7 +48,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"n": 129}),
     ("/v1/chat/completions", {"temperature": -0.1}),
     ("/v1/chat/completions", {"top_p": 0}),
-    ("/v1/chat/completions", {"max_completion_tokens": 0}),
+    ("/v1/chat/completions", {"max_completion_tokens": -1}),
     ("/v1/chat/completions", {"top_logprobs": 21, "logprobs": True}),
     ("/v1/chat/completions", {"stop": 5}),
     ("/v1/chat/completions", {"thinking_budget_tokens": -2}),
