@@ -44,6 +44,16 @@ _TINY = {
 }
 _LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+_DELTA_NETS = {
+    "num_hidden_layers": 5,  # the fourth attends
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "tie_word_embeddings": False,
+}
+_SHARED_EXPERT = {"shared_expert_intermediate_size": 64, "tie_word_embeddings": False}
 _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", {"tie_word_embeddings": True}),
     "Llama, llama3 scaling": (
@@ -69,6 +79,9 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "Qwen3": ("Qwen3Config", {"head_dim": 64}),
     "Qwen3-MoE": ("Qwen3MoeConfig", {"head_dim": 32} | _EXPERTS),
+    "Qwen3-Next": ("Qwen3NextConfig", _DELTA_NETS | _EXPERTS | _SHARED_EXPERT),
+    "Qwen3.5": ("Qwen3_5TextConfig", _DELTA_NETS),
+    "Qwen3.5-MoE": ("Qwen3_5MoeTextConfig", _DELTA_NETS | _EXPERTS | _SHARED_EXPERT),
 }
 
 

@@ -6,12 +6,20 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.models.convert.config import CONVERTER, ModelConfig
+from tokenbus.worker.models.convert import gated_delta
+from tokenbus.worker.models.convert.config import CONVERTER, ModelConfig, check_delta_nets, refused
+from tokenbus.worker.models.convert.expected import Change, ExpectedTensor, Order, rotated_rows
 from tokenbus.worker.models.convert.safetensors import Tensor
 
 _UNUSED = re.compile(r".*\.rotary_emb\.inv_freq")
 """Tensors of older files that follow from the configuration."""
+_BESIDE = re.compile(r"mtp\..*|model\.visual\..*")
+"""Tensors of Qwen3-Next and Qwen3.5 that predict several tokens at once, or see images: text is served without them."""
+_LANGUAGE_MODEL = "model.language_model."
+_FIRST_STACK = "model.layers.0.mlp.experts.gate_up_proj"
 _MAX_NAMED = 3
 
 
@@ -25,6 +33,10 @@ class Architecture(NamedTuple):
     norms_heads: bool = False
     """Whether queries and keys are normed."""
     has_experts: bool = False
+    has_delta_nets: bool = False
+    """Whether three of four layers have a gated delta net instead of attention."""
+    fuses_projections: bool = False
+    """Whether the projections of these lie in one tensor."""
 
 
 ARCHITECTURES = {
@@ -33,6 +45,11 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture("qwen2"),
     "Qwen3ForCausalLM": Architecture("qwen3", norms_heads=True),
     "Qwen3MoeForCausalLM": Architecture("qwen3moe", norms_heads=True, has_experts=True),
+    "Qwen3NextForCausalLM": Architecture("qwen3next", has_experts=True, has_delta_nets=True, fuses_projections=True),
+    "Qwen3_5ForCausalLM": Architecture("qwen35", has_delta_nets=True),
+    "Qwen3_5ForConditionalGeneration": Architecture("qwen35", has_delta_nets=True),
+    "Qwen3_5MoeForCausalLM": Architecture("qwen35moe", has_experts=True, has_delta_nets=True),
+    "Qwen3_5MoeForConditionalGeneration": Architecture("qwen35moe", has_experts=True, has_delta_nets=True),
 }
 
 
@@ -43,23 +60,15 @@ class PlannedTensor(NamedTuple):
     shape: tuple[int, ...]
     sources: tuple[Tensor, ...]
     """The tensors that lie in it one behind the other."""
-    rotated_heads: int = 0
-    """The heads whose rows are put in the order in which llama.cpp rotates them; 0 keeps their order."""
+    rows: Order | None = None
+    """The rows that are taken of each source; None for all in their order."""
+    columns: Order | None = None
+    change: Change = Change.NONE
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it may be quantized. The gates of experts choose, so they stay exact."""
-        return len(self.shape) > 1 and not self.name.endswith("ffn_gate_inp.weight")
-
-
-class _Expected(NamedTuple):
-    """A tensor that an architecture has, with `{e}` for the number of an expert."""
-
-    source: str
-    name: str
-    shape: tuple[int, ...]
-    heads: int = 0
-    is_needed: bool = True
+        """Whether it may be quantized. The gates of experts choose, and convolutions are small, so they stay exact."""
+        return len(self.shape) > 1 and not self.name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight"))
 
 
 def architecture_of(config: ModelConfig, where: Path) -> Architecture:
@@ -73,9 +82,14 @@ def architecture_of(config: ModelConfig, where: Path) -> Architecture:
 
 
 def _checked(architecture: Architecture, config: ModelConfig, where: Path) -> Architecture:
+    if architecture.has_delta_nets:
+        check_delta_nets(config, where)
+    elif config.rotary_size != config.head_size:
+        raise refused(where, "rotations of parts of heads")
     if not architecture.has_experts:
         return architecture
-    is_plain = config.norm_topk_prob and config.decoder_sparse_step == 1 and not config.mlp_only_layers
+    norms = config.norm_topk_prob is not False if architecture.has_delta_nets else bool(config.norm_topk_prob)
+    is_plain = norms and config.decoder_sparse_step == 1 and not config.mlp_only_layers
     if not is_plain or not 0 < config.num_experts_per_tok <= config.expert_count:
         raise ModelError(f"{where}: its experts are not used as llama.cpp does it; use {CONVERTER}")
     return architecture
@@ -86,80 +100,143 @@ def plan(
 ) -> list[PlannedTensor]:
     """Returns the tensors to write, in the order of the layers. Raises ModelError if some are missing or unknown."""
     left = {name: tensor for name, tensor in tensors.items() if not _UNUSED.fullmatch(name)}
+    if architecture.has_delta_nets:
+        left = {_plain_name(name): tensor for name, tensor in left.items() if not _BESIDE.fullmatch(name)}
     if config.tie_word_embeddings:
         left.pop("lm_head.weight", None)
-    planned = [
-        found
-        for expected in _expected(architecture, config)
-        if (found := _take(expected, architecture, config, left, where)) is not None
-    ]
+    planned: list[PlannedTensor] = []
+    used: set[str] = set()
+    for expected in _expected(architecture, config, has_stacks=_FIRST_STACK in left):
+        names = _names_of(expected, config, left, where)
+        if names:
+            used.update(names)
+            planned.append(_plan(expected, names, left, where))
+    left = {name: tensor for name, tensor in left.items() if name not in used}
     if left:
-        names = ", ".join(sorted(left)[:_MAX_NAMED])
+        some = ", ".join(sorted(left)[:_MAX_NAMED])
         raise ModelError(
-            f"{where}: {len(left)} tensors are unknown here, such as {names}; use {CONVERTER} and pass --model its file"
+            f"{where}: {len(left)} tensors are unknown here, such as {some}; use {CONVERTER} and pass --model its file"
         )
     return planned
 
 
-def _take(
-    expected: _Expected, architecture: Architecture, config: ModelConfig, left: dict[str, Tensor], where: Path
-) -> PlannedTensor | None:
-    """Takes the sources of a tensor out of those that are left."""
+def _plain_name(name: str) -> str:
+    """Returns the name of a tensor in a model that reads text alone."""
+    return f"model.{name.removeprefix(_LANGUAGE_MODEL)}" if name.startswith(_LANGUAGE_MODEL) else name
+
+
+def _names_of(expected: ExpectedTensor, config: ModelConfig, tensors: dict[str, Tensor], where: Path) -> list[str]:
+    """Returns the names of the sources of a tensor; none if it is not there and need not be."""
     count = config.expert_count if "{e}" in expected.source else 1
     names = [expected.source.replace("{e}", str(number)) for number in range(count)]
-    missing = [name for name in names if name not in left]
+    missing = [name for name in names if name not in tensors]
     if missing and (expected.is_needed or len(missing) < count):
         raise ModelError(f"{where}: the tensor {missing[0]} is missing; fetch the whole repository")
-    if missing:
-        return None
-    sources = tuple(left.pop(name) for name in names)
-    one_shape = expected.shape[1:] if "{e}" in expected.source else expected.shape
-    for name, source in zip(names, sources, strict=True):
-        if source.shape != one_shape:
-            shapes = f"{name} has the shape {list(source.shape)}, by its config.json it is {list(one_shape)}"
+    return [] if missing else names
+
+
+def _plan(expected: ExpectedTensor, names: list[str], tensors: dict[str, Tensor], where: Path) -> PlannedTensor:
+    """Raises ModelError if a source has another shape than the configuration says."""
+    shape = expected.source_shape or (expected.shape[1:] if "{e}" in expected.source else expected.shape)
+    for name in names:
+        if tensors[name].shape != shape:
+            shapes = f"{name} has the shape {list(tensors[name].shape)}, by its config.json it is {list(shape)}"
             raise ModelError(f"{where}: {shapes}: they are of two models; fetch both from one place")
-    heads = expected.heads if architecture.rotates_neighbours else 0
-    return PlannedTensor(expected.name, expected.shape, sources, heads)
+    sources = tuple(tensors[name] for name in names)
+    return PlannedTensor(expected.name, expected.shape, sources, expected.rows, expected.columns, expected.change)
 
 
-def _expected(architecture: Architecture, config: ModelConfig) -> list[_Expected]:
+def _expected(architecture: Architecture, config: ModelConfig, *, has_stacks: bool) -> list[ExpectedTensor]:
+    """Returns the tensors of a model, in the order of the layers. `has_stacks`: its experts lie in one tensor."""
     width, vocab = config.hidden_size, config.vocab_size
     layers = [
-        _Expected(f"model.layers.{number}.{one.source}", f"blk.{number}.{one.name}", *one[2:])
+        one._replace(source=f"model.layers.{number}.{one.source}", name=f"blk.{number}.{one.name}")
         for number in range(config.num_hidden_layers)
-        for one in (*_attention(architecture, config), *_feed_forward(architecture, config))
+        for one in (
+            *_attention(architecture, config, number),
+            *_feed_forward(architecture, config, has_stacks=has_stacks),
+        )
     ]
     return [
-        _Expected("model.embed_tokens.weight", "token_embd.weight", (vocab, width)),
+        ExpectedTensor("model.embed_tokens.weight", "token_embd.weight", (vocab, width)),
         *layers,
-        _Expected("model.norm.weight", "output_norm.weight", (width,)),
-        _Expected("lm_head.weight", "output.weight", (vocab, width), is_needed=config.tie_word_embeddings is False),
+        _norm(architecture, "model.norm.weight", "output_norm.weight", width),
+        ExpectedTensor(
+            "lm_head.weight", "output.weight", (vocab, width), is_needed=config.tie_word_embeddings is False
+        ),
     ]
 
 
-def _attention(architecture: Architecture, config: ModelConfig) -> list[_Expected]:
+def _norm(architecture: Architecture, source: str, name: str, size: int) -> ExpectedTensor:
+    return (
+        gated_delta.norm(source, name, size) if architecture.has_delta_nets else ExpectedTensor(source, name, (size,))
+    )
+
+
+def _attention(architecture: Architecture, config: ModelConfig, layer: int) -> list[ExpectedTensor]:
     width, size, heads, kv_heads = config.hidden_size, config.head_size, config.num_attention_heads, config.kv_heads
-    found = [_Expected("input_layernorm.weight", "attn_norm.weight", (width,))]
-    for letter, count, rotated in (("q", heads, heads), ("k", kv_heads, kv_heads), ("v", kv_heads, 0)):
+    found = [_norm(architecture, "input_layernorm.weight", "attn_norm.weight", width)]
+    if architecture.has_delta_nets and gated_delta.has_attention(config, layer):
+        return found + gated_delta.attention(config)
+    if architecture.has_delta_nets:
+        return found + gated_delta.delta_net(config, is_fused=architecture.fuses_projections)
+    for letter, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
         source, name, rows = f"self_attn.{letter}_proj", f"attn_{letter}", count * size
-        found.append(_Expected(f"{source}.weight", f"{name}.weight", (rows, width), rotated))
-        found.append(_Expected(f"{source}.bias", f"{name}.bias", (rows,), rotated, is_needed=False))
-    found.append(_Expected("self_attn.o_proj.weight", "attn_output.weight", (width, heads * size)))
+        order = rotated_rows(rows, count) if architecture.rotates_neighbours and letter != "v" else None
+        found.append(ExpectedTensor(f"{source}.weight", f"{name}.weight", (rows, width), rows=order))
+        found.append(ExpectedTensor(f"{source}.bias", f"{name}.bias", (rows,), is_needed=False, rows=order))
+    found.append(ExpectedTensor("self_attn.o_proj.weight", "attn_output.weight", (width, heads * size)))
     if architecture.norms_heads:
-        found += [_Expected(f"self_attn.{one}_norm.weight", f"attn_{one}_norm.weight", (size,)) for one in "qk"]
+        found += [ExpectedTensor(f"self_attn.{one}_norm.weight", f"attn_{one}_norm.weight", (size,)) for one in "qk"]
     return found
 
 
-def _feed_forward(architecture: Architecture, config: ModelConfig) -> list[_Expected]:
-    width, inner, experts = config.hidden_size, config.intermediate_size, config.expert_count
-    found = [_Expected("post_attention_layernorm.weight", "ffn_norm.weight", (width,))]
+def _feed_forward(architecture: Architecture, config: ModelConfig, *, has_stacks: bool) -> list[ExpectedTensor]:
+    name = "post_attention_norm.weight" if architecture.has_delta_nets else "ffn_norm.weight"
+    found = [_norm(architecture, "post_attention_layernorm.weight", name, config.hidden_size)]
     if not architecture.has_experts:
-        shapes = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
-        return found + [_Expected(f"mlp.{k}_proj.weight", f"ffn_{k}.weight", shape) for k, shape in shapes.items()]
-    inner = config.moe_intermediate_size
-    found.append(_Expected("mlp.gate.weight", "ffn_gate_inp.weight", (experts, width)))
-    stacks = {"gate": (experts, inner, width), "up": (experts, inner, width), "down": (experts, width, inner)}
-    return found + [
-        _Expected(f"mlp.experts.{{e}}.{kind}_proj.weight", f"ffn_{kind}_exps.weight", shape)
-        for kind, shape in stacks.items()
+        return found + _perceptron("mlp", "", config.intermediate_size, config)
+    found.append(ExpectedTensor("mlp.gate.weight", "ffn_gate_inp.weight", (config.expert_count, config.hidden_size)))
+    if architecture.has_delta_nets:
+        found += _perceptron("mlp.shared_expert", "_shexp", config.shared_expert_intermediate_size, config)
+        gate, shape = "mlp.shared_expert_gate.weight", (1, config.hidden_size)
+        found.append(ExpectedTensor(gate, "ffn_gate_inp_shexp.weight", shape[1:], source_shape=shape))
+    return found + (_stacked_experts(config) if has_stacks else _single_experts(config))
+
+
+def _perceptron(source: str, suffix: str, inner: int, config: ModelConfig) -> list[ExpectedTensor]:
+    width = config.hidden_size
+    shapes = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    return [
+        ExpectedTensor(f"{source}.{kind}_proj.weight", f"ffn_{kind}{suffix}.weight", shape)
+        for kind, shape in shapes.items()
+    ]
+
+
+def _single_experts(config: ModelConfig) -> list[ExpectedTensor]:
+    width, inner, experts = config.hidden_size, config.moe_intermediate_size, config.expert_count
+    shapes = {"gate": (experts, inner, width), "up": (experts, inner, width), "down": (experts, width, inner)}
+    return [
+        ExpectedTensor(f"mlp.experts.{{e}}.{kind}_proj.weight", f"ffn_{kind}_exps.weight", shape)
+        for kind, shape in shapes.items()
+    ]
+
+
+def _stacked_experts(config: ModelConfig) -> list[ExpectedTensor]:
+    """Returns the experts of a layer where they lie in one tensor, the gate of each before its other projection."""
+    width, inner, experts = config.hidden_size, config.moe_intermediate_size, config.expert_count
+    both = np.arange(experts * 2 * inner).reshape(experts, 2, inner)
+    shape = (experts, 2 * inner, width)
+    return [
+        *(
+            ExpectedTensor(
+                "mlp.experts.gate_up_proj",
+                f"ffn_{kind}_exps.weight",
+                (experts, inner, width),
+                source_shape=shape,
+                rows=both[:, place].reshape(-1),
+            )
+            for place, kind in enumerate(("gate", "up"))
+        ),
+        ExpectedTensor("mlp.experts.down_proj", "ffn_down_exps.weight", (experts, width, inner)),
     ]

@@ -56,9 +56,19 @@ class ModelConfig(config_json.Sizes, frozen=True):
     num_local_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
-    norm_topk_prob: bool = False
+    norm_topk_prob: bool | None = None
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] = []
+    shared_expert_intermediate_size: int = 0
+    partial_rotary_factor: float | None = None
+    linear_conv_kernel_dim: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    full_attention_interval: int = 4
+    layer_types: list[str] = []
+    attn_output_gate: bool = True
     tie_word_embeddings: bool | None = None
     bos_token_id: int | list[int] | None = None
 
@@ -74,6 +84,16 @@ class ModelConfig(config_json.Sizes, frozen=True):
     @property
     def rope_base(self) -> float:
         return self.rope.rope_theta or self.rope_theta or 10_000.0
+
+    @property
+    def has_delta_nets(self) -> bool:
+        return self.linear_num_value_heads > 0
+
+    @property
+    def rotary_size(self) -> int:
+        """The numbers of a head that are rotated."""
+        share = self.rope.partial_rotary_factor or self.partial_rotary_factor
+        return int(self.head_size * (share or (0.25 if self.has_delta_nets else 1.0)))
 
     @property
     def context_length(self) -> int:
@@ -99,18 +119,45 @@ def read(path: Path | None, where: Path) -> ModelConfig:
 def _check_exact(config: ModelConfig, path: Path) -> None:
     rope, heads = config.rope, config.num_attention_heads
     if config.hidden_act not in ("silu", "swish"):
-        raise _refused(path, f"hidden_act {config.hidden_act}")
+        raise refused(path, f"hidden_act {config.hidden_act}")
     if rope.kind not in _SCALINGS:
-        raise _refused(path, f"rope scaling {rope.kind}")
+        raise refused(path, f"rope scaling {rope.kind}")
     if rope.kind == "yarn" and rope.has_own_factors:
-        raise _refused(path, "yarn scaling with attention factors")
-    if (rope.partial_rotary_factor or 1.0) != 1.0:
-        raise _refused(path, "rotations of parts of heads")
+        raise refused(path, "yarn scaling with attention factors")
     if heads % config.kv_heads or config.head_size % 2 or config.head_size < 2:
         raise ModelError(
             f"{path}: {heads} heads of {config.head_size} over {config.kv_heads} make no model; correct it"
         )
 
 
-def _refused(path: Path, what: str) -> ModelError:
+def check_delta_nets(config: ModelConfig, where: Path) -> None:
+    """Raises ModelError for a model with gated delta nets that llama.cpp computes in another way."""
+    interval = config.full_attention_interval
+    for name in ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads"):
+        if getattr(config, f"linear_{name}") < 1:
+            raise ModelError(
+                f"{where}: linear_{name} must be at least 1, got {getattr(config, f'linear_{name}')}; correct it"
+            )
+    if config.linear_num_value_heads % config.linear_num_key_heads:
+        heads = f"{config.linear_num_value_heads} linear value heads over {config.linear_num_key_heads} key heads"
+        raise ModelError(f"{where}: {heads} make no model; correct it")
+    if interval < 1:
+        raise ModelError(f"{where}: full_attention_interval must be at least 1, got {interval}; correct it")
+    kinds = [
+        "full_attention" if not (n + 1) % interval else "linear_attention" for n in range(config.num_hidden_layers)
+    ]
+    if config.layer_types and config.layer_types != kinds:
+        raise refused(where, f"layers that do not attend every {interval}th time")
+    if config.linear_key_head_dim != config.linear_value_head_dim:
+        raise refused(where, "linear value heads of another size than their key heads")
+    if config.rope.kind != "default":
+        raise refused(where, f"rope scaling {config.rope.kind} of a model with linear attention")
+    if not config.attn_output_gate:
+        raise refused(where, "attention without a gate")
+    if config.rotary_size < 2 or config.rotary_size % 2:
+        raise refused(where, f"rotations of {config.rotary_size} numbers of a head")
+
+
+def refused(path: Path, what: str) -> ModelError:
+    """Returns the error of a model that could not be converted exactly."""
     return ModelError(f"{path}: {what} is not converted here; use {CONVERTER} and pass --model its output")

@@ -13,6 +13,7 @@ from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.models.convert import safetensors
 from tokenbus.worker.models.convert.architectures import Architecture, PlannedTensor
 from tokenbus.worker.models.convert.config import ModelConfig
+from tokenbus.worker.models.convert.expected import Change
 from tokenbus.worker.models.convert.safetensors import Tensor
 from tokenbus.worker.models.convert.vocabulary import Vocabulary
 
@@ -79,7 +80,7 @@ def _add_config(writer: gguf.GGUFWriter, architecture: Architecture, config: Mod
     writer.add_key_length(config.head_size)
     writer.add_value_length(config.head_size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_size)
+    writer.add_rope_dimension_count(config.rotary_size)
     writer.add_rope_freq_base(config.rope_base)
     writer.add_vocab_size(config.vocab_size)
     rope = config.rope
@@ -92,6 +93,24 @@ def _add_config(writer: gguf.GGUFWriter, architecture: Architecture, config: Mod
         writer.add_expert_count(config.expert_count)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if architecture.has_delta_nets:
+        _add_delta_nets(writer, architecture, config)
+
+
+def _add_delta_nets(writer: gguf.GGUFWriter, architecture: Architecture, config: ModelConfig) -> None:
+    writer.add_full_attention_interval(config.full_attention_interval)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+    if architecture.has_experts:
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if not architecture.fuses_projections:
+        # A token of a text has the same place in all three dimensions. llama.cpp takes them in turns for the pairs of
+        # a head, and a pair that no dimension has would not rotate at all.
+        pairs = config.rotary_size // 2
+        writer.add_rope_dimension_sections([*(len(range(first, pairs, 3)) for first in range(3)), 0])
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary, config: ModelConfig) -> None:
@@ -131,22 +150,17 @@ def _rope_factors(config: ModelConfig) -> Array | None:
 def _chunks(tensor: PlannedTensor, kind: str) -> Iterator[Array]:
     for source in tensor.sources:
         rows = source.rows()
-        order = _rotated_order(rows.shape[0], tensor.rotated_heads) if tensor.rotated_heads else None
+        order = tensor.rows
         step = max(1, _CHUNK_VALUES // rows.shape[1])
-        for start in range(0, rows.shape[0], step):
+        for start in range(0, rows.shape[0] if order is None else len(order), step):
             chunk = rows[start : start + step] if order is None else rows[order[start : start + step]]
-            yield _encode(chunk, source, kind)
+            yield _encode(chunk if tensor.columns is None else chunk[:, tensor.columns], source, kind, tensor.change)
 
 
-def _rotated_order(num_rows: int, heads: int) -> Array:
-    """Returns the rows of each head with the partners of a rotation, which lay half a head apart, side by side."""
-    return np.arange(num_rows).reshape(heads, 2, num_rows // heads // 2).swapaxes(1, 2).reshape(-1)
-
-
-def _encode(rows: Array, source: Tensor, kind: str) -> Array:
-    if source.dtype.lower() == kind:
+def _encode(rows: Array, source: Tensor, kind: str, change: Change) -> Array:
+    if source.dtype.lower() == kind and change is Change.NONE:
         return rows
-    floats = safetensors.to_float32(rows, source.dtype)
+    floats = _changed(safetensors.to_float32(rows, source.dtype), change)
     if kind == "f32":
         return floats
     if kind == "bf16":
@@ -157,6 +171,16 @@ def _encode(rows: Array, source: Tensor, kind: str) -> Array:
             return floats.astype(np.float16)
     except FloatingPointError as error:
         raise ModelError(f"{source.path}: has values too large for f16; pass --quantize bf16 or q8_0") from error
+
+
+def _changed(values: Array, change: Change) -> Array:
+    match change:
+        case Change.ADD_ONE:
+            return values + np.float32(1)
+        case Change.NEGATIVE_EXP:
+            return -np.exp(values)
+        case Change.NONE:
+            return values
 
 
 def _pad(file: BinaryIO) -> None:

@@ -67,7 +67,7 @@ def convert(job: Job) -> None:
         gguf_file.write(output, job.name, job.kind, architecture, shape, words, planned, _Progress(0, 1))
         return
     plain = output.with_suffix(".plain")
-    kind = tensors["model.embed_tokens.weight"].dtype.lower()  # llama.cpp reads what was published, bit by bit
+    kind = planned[0].sources[0].dtype.lower()  # llama.cpp reads what was published, bit by bit
     try:
         gguf_file.write(plain, job.name, kind, architecture, shape, words, planned, _Progress(0, 0.5))
         from tokenbus.worker.models.convert import quantize  # llama.cpp takes a while to load
