@@ -204,6 +204,19 @@ def _health_cells(health: messages.WorkerHealth | None) -> dict[str, str]:
     }
 
 
+def health_text(health: messages.WorkerHealth) -> str:
+    """Says what a worker's processes take, what its devices are and have left, and how long it is up."""
+    devices = []
+    for device in health.devices:
+        layers = f"{device.layers} layers" if device.layers is not None else ""
+        about = ", ".join(filter(None, (device.description, layers)))
+        left = f"{size_text(device.free_bytes)} of {size_text(device.total_bytes)} free"
+        devices.append(f"{device.name}{about and f' ({about})'} {left}")
+    engine = f", engine for {duration_text(health.engine_uptime_s)}" if health.engine_uptime_s else ", no engine"
+    taken = f"takes {size_text(health.front_bytes + health.engine_bytes)}"
+    return "; ".join([taken, *devices, f"up for {duration_text(health.uptime_s)}{engine}"])
+
+
 def size_text(num_bytes: int) -> str:
     """Returns a number of bytes in the unit that suits it, such as `1.5G`."""
     gib = num_bytes / 2**30
@@ -314,7 +327,7 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
     if options.json:
         print(codec.encode(reply, codec.Encoding.JSON).decode())
         return 0
-    table = Table("model", "context", "worker", "state", "engine", "running", "waiting", "memory", "free", "up")
+    table = Table("model", "context", "worker", "state", "engine", "running", "waiting")
     for served in reply.models:
         for card in sorted(served.workers or [], key=lambda card: card.worker_id):
             load = card.load or messages.Load()
@@ -327,7 +340,6 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
                 card.engine,
                 str(load.running),
                 str(load.waiting),
-                *_health_cells(card.health).values(),
             )
         if not served.workers:
             table.add_row(served.model, str(served.context_length))
@@ -337,6 +349,10 @@ async def _models(options: argparse.Namespace, client: Client) -> int:
         made = {str(card.embeddings) for card in served.workers or [] if card.embeddings is not None}
         for text in sorted(made):
             print(f"embeddings of {served.model}: {text}")
+    for served in reply.models:
+        for card in sorted(served.workers or [], key=lambda card: card.worker_id):
+            if card.health is not None:
+                print(f"{card.worker_id}: {health_text(card.health)}")
     for refused in reply.router.refused_cards if reply.router else []:
         print(f"refused: {refused.worker_id} of {refused.model}: {refused.reason}")
     return 0

@@ -3,8 +3,8 @@
 import pytest
 from rich.console import Console
 
-from tokenbus.cli.commands.top import Rates, Row, duration_text, make_table
-from tokenbus.protocol.wire import messages
+from tokenbus.cli.commands.top import Rates, Row, duration_text, health_text, make_table
+from tokenbus.protocol.wire import codec, messages
 
 
 def test_a_rate_is_what_was_generated_between_two_looks() -> None:
@@ -136,6 +136,21 @@ def test_memory_and_uptime_are_shown_of_workers_that_tell_them() -> None:
     assert "2.1G" not in first
     for text in ("2.1G", "host 1.5G CUDA0 700M", "2h 5m"):
         assert text in second
+
+
+def test_a_worker_s_health_is_said_in_one_line() -> None:
+    gpu = messages.DeviceHealth(
+        name="CUDA0", kind="gpu", total_bytes=80 << 30, free_bytes=7 << 30, description="NVIDIA H100", layers=24
+    )
+    host = messages.DeviceHealth(name="host", kind="cpu", total_bytes=8 << 30, free_bytes=3 << 29)
+    health = messages.WorkerHealth(
+        devices=[host, gpu], front_bytes=100 << 20, engine_bytes=0, uptime_s=75.0, engine_uptime_s=0.0
+    )
+    assert health_text(health) == (
+        "takes 100M; host 1.5G of 8.0G free; CUDA0 (NVIDIA H100, 24 layers) 7.0G of 80.0G free; "
+        "up for 1m 15s, no engine"
+    )
+    assert health_text(codec.replace(health, engine_uptime_s=5.0)).endswith("up for 1m 15s, engine for 5s")
 
 
 @pytest.mark.parametrize(

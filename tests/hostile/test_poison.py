@@ -68,3 +68,7 @@ async def test_requests_that_overflow_end_alone_whoever_runs_beside_them_or_come
         for text, whole in zip(await answers(client, later), alone, strict=True):
             assert whole.startswith(text) or layout in INEXACT
     await until_idle(client)
+    seen = [line["logits"] for line in system.log("w") if line["event"] == "step_poisoned"]
+    logits = [one for one in seen if isinstance(one, dict)]
+    assert logits  # where only keys and values were looked at, there are none
+    assert all(one["nan"] + one["pos_inf"] > 0 for one in logits)
