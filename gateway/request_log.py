@@ -99,6 +99,7 @@ class RequestLog:
             resubmitted_as=self._resubmitted_as,
             status=status,
             finish_reason=reason,
+            stopped_by=terminal.stopped_by or None if terminal else None,
             code=str(error.code) if error else self._code,
             disconnect=disconnect,
             worker_id=terminal.worker_id or None if terminal else None,

@@ -1,7 +1,7 @@
 """The devices on which llama.cpp can compute besides the CPU, by the names that it gives them, such as `CUDA0`."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llama_cpp import _ggml
 
@@ -13,7 +13,9 @@ from tokenbus.worker.engine.runner import ModelError
 NONE = "none"
 """Stands for no device: all is computed on the CPU."""
 _CPU = 0
-"""GGML_BACKEND_DEVICE_TYPE_CPU in ggml-backend.h."""
+"""GGML_BACKEND_DEVICE_TYPE_CPU in ggml-backend.h, and the next two."""
+_GPU = 1
+_INTEGRATED_GPU = 2
 _ggml.libggml.ggml_backend_dev_count.restype = ctypes.c_size_t
 _ggml.libggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
 _ggml.libggml.ggml_backend_dev_get.restype = ctypes.c_void_p
@@ -51,27 +53,45 @@ def all_devices() -> dict[str, int]:
     return {lib.ggml_backend_dev_name(one).decode(): one for one in found if lib.ggml_backend_dev_type(one) != _CPU}
 
 
-def used(settings: EngineSettings) -> dict[str, int]:
-    """Returns the addresses of the devices besides the CPU that compute a model with these settings."""
-    there = all_devices() if settings.gpu_layers else {}
-    if settings.devices:
-        there = {name: address for name, address in there.items() if name in settings.devices}
-    if settings.split_mode == "none" and there:
-        name = [*there][min(settings.main_gpu, len(there) - 1)]
-        return {name: there[name]}
-    return there
+def gpus() -> dict[str, int]:
+    """Returns the addresses of the GPUs by their names: llama.cpp uses integrated ones where there are no others."""
+    lib = _ggml.libggml
+    there = all_devices()
+    discrete, integrated = (
+        {name: address for name, address in there.items() if lib.ggml_backend_dev_type(address) == kind}
+        for kind in (_GPU, _INTEGRATED_GPU)
+    )
+    return discrete or integrated
 
 
-def describe(there: dict[str, int], num_layers: int, settings: EngineSettings) -> tuple[EngineDevice, ...]:
-    """Returns all devices that compute a model. Which of several GPUs has how many layers is not known."""
+def computing(there: dict[str, int], settings: EngineSettings) -> dict[str, int]:
+    """Returns those of the GPUs that compute a model with these settings."""
+    chosen = {name: there[name] for name in (settings.devices or there) if name in there}
+    if not settings.gpu_layers or not chosen:
+        return {}
+    if settings.split_mode == "none":
+        main = [*chosen][min(settings.main_gpu, len(chosen) - 1)]
+        return {main: chosen[main]}
+    return chosen
+
+
+def description(address: int) -> str:
+    """Returns the words of a device's driver for it."""
+    words: bytes = _ggml.libggml.ggml_backend_dev_description(address)
+    return words.decode(errors="replace")
+
+
+def describe(computing: Mapping[str, str], num_layers: int, settings: EngineSettings) -> tuple[EngineDevice, ...]:
+    """Returns all devices that compute a model, given the descriptions of its GPUs by name. Which of several GPUs has
+    how many layers is not known."""
     wanted = settings.gpu_layers
-    on_gpus = 0 if not there else num_layers if wanted < 0 else min(wanted, num_layers)
-    found = [EngineDevice(name=HOST, kind="cpu", layers=num_layers - on_gpus)] if on_gpus < num_layers else []
-    for name, address in there.items():
-        words = _ggml.libggml.ggml_backend_dev_description(address).decode(errors="replace")
-        layers = on_gpus if len(there) == 1 else None
-        found.append(EngineDevice(name=name, kind="gpu", description=words, layers=layers))
-    return tuple(found)
+    on_gpus = 0 if not computing else num_layers if wanted < 0 else min(wanted, num_layers)
+    host = EngineDevice(name=HOST, kind="cpu", layers=num_layers - on_gpus)
+    layers = on_gpus if len(computing) == 1 else None
+    return (
+        *([host] if on_gpus < num_layers else []),
+        *(EngineDevice(name=name, kind="gpu", description=words, layers=layers) for name, words in computing.items()),
+    )
 
 
 def memory(there: dict[str, int]) -> list[DeviceMemory]:

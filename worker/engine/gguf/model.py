@@ -77,8 +77,8 @@ class GgufModel:
         self.chat_format = chat_formats.infer(self.tokenizer.rules)
         self._adapters: LoadedModels[LoadedAdapter] = LoadedModels()
         self._held = in_use.hold(files.weights)
-        self._devices = devices.used(settings)
-        """The addresses of the devices that compute it besides the CPU, by name."""
+        self._gpus = devices.computing(devices.gpus(), settings)
+        """The addresses of the GPUs that compute it, by name."""
 
     def __repr__(self) -> str:
         return f"<GgufModel {self.files.weights}>"
@@ -104,12 +104,16 @@ class GgufModel:
             versions={"llama_cpp_python": llama_cpp.__version__},
             pid=os.getpid(),
             files=self.files.to_paths(),
-            devices=devices.describe(self._devices, int(llama.llama_model_n_layer(self.handle)), settings),
+            devices=devices.describe(
+                {name: devices.description(address) for name, address in self._gpus.items()},
+                int(llama.llama_model_n_layer(self.handle)),
+                settings,
+            ),
         )
 
     def device_memory(self) -> list[DeviceMemory]:
-        """Returns the memory of the devices that compute it besides the CPU."""
-        return devices.memory(self._devices)
+        """Returns the memory of the GPUs that compute it."""
+        return devices.memory(self._gpus)
 
     def adapters_of(self, context: llama.llama_context_p) -> ContextAdapters:
         """Returns the adapters of a context, which has none yet."""

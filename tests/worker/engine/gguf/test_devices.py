@@ -1,6 +1,7 @@
 """Devices are chosen by llama.cpp's names for them, and a wrong name is answered with the right ones."""
 
 import contextlib
+from typing import Any
 
 import pytest
 
@@ -82,3 +83,39 @@ def test_on_a_machine_with_fewer_than_two_gpus_a_tensor_split_is_refused_before_
         pytest.skip("there are several")
     with pytest.raises(ModelError, match="--split-mode tensor needs two GPUs or more"):
         gguf_runner(EngineSettings(model=str(MODEL_PATH), split_mode="tensor", context_length=64, kv_tokens=64))
+
+
+@pytest.mark.parametrize(
+    ("asked", "computing"),
+    [
+        ({}, ["CUDA0", "CUDA1"]),
+        ({"devices": ("CUDA1",)}, ["CUDA1"]),
+        ({"devices": ("CUDA1", "CUDA0"), "split_mode": "none", "main_gpu": 0}, ["CUDA1"]),
+        ({"split_mode": "none", "main_gpu": 1}, ["CUDA1"]),
+        ({"devices": (devices.NONE,)}, []),
+        ({"gpu_layers": 0}, []),
+        ({"devices": ("BLAS",)}, []),
+    ],
+)
+def test_the_gpus_that_compute_a_model_are_those_that_the_settings_name(
+    asked: dict[str, Any], computing: list[str]
+) -> None:
+    assert list(devices.computing(THERE, EngineSettings(model="m", **asked))) == computing
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gpu_layers", "layers"),
+    [
+        ([], -1, [("host", 24)]),
+        (["CUDA0"], -1, [("CUDA0", 24)]),
+        (["CUDA0"], 99, [("CUDA0", 24)]),
+        (["CUDA0"], 10, [("host", 14), ("CUDA0", 10)]),
+        (["CUDA0", "CUDA1"], 10, [("host", 14), ("CUDA0", None), ("CUDA1", None)]),
+    ],
+)
+def test_layers_are_told_where_it_is_known_which_device_has_how_many(
+    gpus: list[str], gpu_layers: int, layers: list[tuple[str, int | None]]
+) -> None:
+    found = devices.describe(dict.fromkeys(gpus, "a GPU"), 24, EngineSettings(model="m", gpu_layers=gpu_layers))
+    assert [(one.name, one.layers) for one in found] == layers
+    assert [one.description for one in found if one.kind == "gpu"] == ["a GPU"] * len(gpus)
