@@ -11,7 +11,8 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
 5. `abort` ends a request with `cancelled` at once, and its lane and memory are free within a step. Aborting a request
    that is unknown or has ended does nothing.
 6. Equal requests with equal seeds give equal outputs alone; those that run together do not affect each other.
-7. An engine can hold as many requests and tokens at the same time as its `EngineConfig` advertises.
+7. An engine can hold as many requests and tokens at the same time as its `EngineConfig` advertises, unless it shares
+   KV memory with others: then as many as `load()` says, and one at least.
 8. After the last terminal nothing is held: `load()` shows zero running and waiting requests and used blocks. Later
    requests of the same tenant and salt can use what is cached: `usage.cached_tokens` counts the prompt tokens that were
    not computed, no answer depends on them, and a request with `cache_prompt` false neither uses nor leaves any.
@@ -143,6 +144,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The devices that compute it."""
     kv_bytes: int = 0
     """The device memory for the keys and values of all sequences; 0 where it is not known."""
+    kv_lane_bytes: int = 0
+    """The part of it that a lane takes, if lanes are lent to other replicas of the process and `kv_bytes` is the most
+    that it may hold; 0 if its memory is fixed."""
     embeddings: messages.CardEmbeddings | None = None
     """The embeddings that the engine makes, if it makes any."""
     end_token_ids: tuple[int, ...] = ()

@@ -2,7 +2,9 @@
 
 import ctypes
 import functools
+import mmap
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,3 +34,18 @@ def _trim() -> Callable[[int], object]:
     except (OSError, AttributeError):  # not glibc
         return lambda pad: None
     return trim
+
+
+def release_pages(address: int, num_bytes: int) -> None:
+    """Returns whole pages of a range to the operating system; they are zero when they are read again.
+
+    Does nothing on systems other than Linux, whose pages may stay as they are."""
+    first = -(-address // _PAGE_BYTES) * _PAGE_BYTES
+    end = (address + num_bytes) // _PAGE_BYTES * _PAGE_BYTES
+    if sys.platform == "linux" and first < end:
+        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

@@ -45,6 +45,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Those of these tokens that were cached and did not have to be computed."""
     step_age_ms: float = 0.0
     """Time since the step in progress began; 0 while idle."""
+    max_running: int = 0
+    """Requests that can have a lane now, if the worker shares KV memory with others; 0: as many as its card says."""
+    kv_pool_bytes: int = 0
+    """KV memory that it holds now of what it shares with others. 0 if it shares none."""
 
 
 class DeviceHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

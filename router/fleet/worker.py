@@ -169,7 +169,8 @@ class Worker:
             prefill_tokens += sum([one.prefill_tokens for one in bookings.values()])
             used_blocks += sum([one.blocks for one in bookings.values()])
             expected_blocks += sum([one.expected_blocks for one in bookings.values()])
-        block_size, total_blocks, most = card.kv_block_size or 0, card.total_kv_blocks or 0, card.max_num_seqs
+        block_size, total_blocks = card.kv_block_size or 0, card.total_kv_blocks or 0
+        most = min(card.max_num_seqs, load.max_running or card.max_num_seqs)
         requests = load.running + load.waiting + len(bookings)
         return WorkerRow(
             self.state is messages.WorkerState.READY

@@ -7,6 +7,7 @@ from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.scheduling.lanes import LaneShare
 from tokenbus.worker.engine.scheduling.plan import StepPlan, StepResult
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
@@ -33,6 +34,7 @@ class ExecutedScheduler:
         max_cached_blocks: int | None = None,
         max_step_tokens: int = 999,
         make_runner: type[ArithmeticRunner] = ArithmeticRunner,
+        lane_share: LaneShare | None = None,
     ) -> None:
         config = make_config(
             kv_block_size=4, total_kv_blocks=total_blocks, host_kv_blocks=host_blocks, max_num_batched_tokens=999
@@ -45,6 +47,7 @@ class ExecutedScheduler:
             max_step_tokens=max_step_tokens,
             max_cached_blocks=max_cached_blocks,
             expected_tokens=expected_tokens,
+            lane_share=lane_share,
         )
         self.sequences: dict[int, Sequence] = {}
         self.ends: dict[int, EngineFinishReason] = {}
@@ -85,6 +88,8 @@ class ExecutedScheduler:
         for sequence in plan.started:
             self.runner.add_sequence(sequence.seq_no, sequence.sampling)
         self.runner.apply(plan.kv_ops)
+        if self.scheduler.borrowed_lanes is not None:
+            self.scheduler.borrowed_lanes.give_back()
         return plan
 
     def reclaim_memory(self) -> StepResult | None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker import contract, engine_request
@@ -168,6 +168,15 @@ class Copies(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class LaneLender(Protocol):
+    """A runner whose lanes can be lent to other replicas, if its configuration has a `kv_lane_bytes`."""
+
+    def release_lanes(self) -> None:
+        """Gives the memory of lanes that hold nothing back to the system."""
+        ...
 
 
 class Runner(Protocol):

@@ -377,6 +377,8 @@ class EngineClient(asyncio.Protocol):
         if report.stats is not None:
             self._prefill_speed.observe(num_computed, report.stats.seconds)
             self.listener.step_computed(report.stats)
+        if report.kv_pool is not None:
+            self.listener.kv_pool_changed(report.kv_pool)
         if report.removed or report.stored:
             self.on_kv_events(report.removed, report.stored)
         self._sequences.start(report.started, now)

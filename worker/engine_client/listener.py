@@ -26,6 +26,9 @@ class EngineListener:
     def step_computed(self, stats: ipc.StepStats) -> None:
         """A step computed something."""
 
+    def kv_pool_changed(self, stats: ipc.KvPoolStats) -> None:
+        """The engine has this part of a KV pool now."""
+
     def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
         """A constraint was compiled, or could not be."""
 

@@ -80,6 +80,18 @@ class WorkerMetrics(MetricFamilies):
         self.uptime = gauge(
             "uptime_seconds", "Time since a process has started; 0 for an engine that is not there.", "process"
         )
+        self.kv_pool = gauge(
+            "kv_pool_bytes",
+            "KV memory of a worker that shares it with others of its process: held now; its share, which is what it "
+            "holds if all want all they can get; its cap, the most it may hold; the budget of all.",
+            "part",
+        )
+        self.kv_reclaimed = counter(
+            "kv_reclaimed_bytes",
+            "KV memory that was given up for other workers of the process, by what it held: idle prefixes, or "
+            "preempted sequences.",
+            "kind",
+        )
         self.step_age = gauge("step_age_seconds", "Time since the step in progress began; 0 while idle.")
         self.cache_queries = counter("prefix_cache_queries_tokens", "Prompt tokens that were looked up in the cache.")
         self.cache_hits = counter("prefix_cache_hits_tokens", "Prompt tokens that were found in the cache.")
@@ -248,6 +260,8 @@ class ReplicaMetrics:
         self._logits = {stat: metrics.logits.labels(*own, stat) for stat in ("mean", "smallest", "largest")}
         self._non_finite_logits = [metrics.non_finite_logits.labels(*own, kind) for kind in ("nan", "inf", "-inf")]
         self._last_load = messages.Load()
+        self._reclaimed = {"idle": 0, "preempted": 0}
+        """The bytes of a KV pool that the engine has given up, as it said last."""
         self.failures_in_a_row = 0
         """The requests that have failed here since the last one that did not."""
         self._load_counters = [
@@ -308,6 +322,21 @@ class ReplicaMetrics:
         for child, name in self._step_counters:
             if count := getattr(stats, name):
                 child.inc(count)
+
+    def kv_pool_changed(self, stats: ipc.KvPoolStats) -> dict[str, int]:
+        """Sets what an engine holds of a KV pool; returns the bytes that it has given up since the last call."""
+        for part in ("held", "share", "cap", "budget"):
+            self._metrics.kv_pool.labels(*self._own_labels, part).set(getattr(stats, part))
+        now = {"idle": stats.reclaimed_idle, "preempted": stats.reclaimed_used}
+        before, self._reclaimed = self._reclaimed, now
+        reclaimed = {}
+        for kind, total in now.items():
+            # less than before: a new engine has counted from 0
+            added = total - before[kind] if total >= before[kind] else total
+            self._metrics.kv_reclaimed.labels(*self._own_labels, kind).inc(added)
+            if added:
+                reclaimed[kind] = added
+        return reclaimed
 
     def blocks_refused(self, count: int) -> None:
         """So many fetched blocks were not cached."""

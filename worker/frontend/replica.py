@@ -44,7 +44,8 @@ def successor_settings(settings: EngineSettings, config: contract.EngineConfig) 
     """Returns the settings for the engine that replaces one with this configuration.
 
     It loads the same files, and has the sizes that the first one has found: streams that are as long as the context
-    continue there. What the memory left then, or a budget in bytes allowed, does not count a second time."""
+    continue there. What the memory left then, or a budget in bytes allowed, does not count a second time; memory of a
+    pool that can't be lent is reserved again."""
     settings = msgspec.structs.replace(settings, files=config.files)
     if not config.kv_tokens:
         return settings
@@ -55,6 +56,7 @@ def successor_settings(settings: EngineSettings, config: contract.EngineConfig) 
         kv_block_size=config.kv_block_size,
         max_num_seqs=config.max_num_seqs,
         kv_limit_bytes=0,
+        kv_reserved_bytes=config.kv_bytes if settings.kv_pool_bytes and not config.kv_lane_bytes else 0,
     )
 
 
@@ -252,6 +254,11 @@ class Replica(EngineListener):
     def step_computed(self, stats: ipc.StepStats) -> None:
         """Counts a step."""
         self._metrics.observe_step(stats)
+
+    def kv_pool_changed(self, stats: ipc.KvPoolStats) -> None:
+        """Shows the engine's part of the KV pool, and logs and counts what it has given up for other replicas."""
+        if reclaimed := self._metrics.kv_pool_changed(stats):
+            self._log.info("kv_reclaimed", held_bytes=stats.held, **reclaimed)
 
     def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
         """Observes how long a constraint took, and counts it if it was refused."""

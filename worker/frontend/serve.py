@@ -29,7 +29,11 @@ from tokenbus.worker.on_demand.replica import OnDemandReplica
 _MAX_REPLICAS = 64
 _MAX_MODEL_CHARS = 4_096
 _PROGRESS_INTERVAL_S = 0.5
-_NOT_LOADABLE = {"model", "files", "engine", "scheduler", "onnx", "kv_limit_bytes"}
+_NOT_LOADABLE = {"model", "files", "engine", "scheduler", "onnx"} | {
+    "kv_limit_bytes",
+    "kv_pool_bytes",
+    "kv_reserved_bytes",
+}
 """Engine settings that a `load` message can't set by name."""
 
 
@@ -50,6 +54,8 @@ class Worker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
+        self._kv_budget_bytes = settings.kv_budget_bytes
+        """That of the engine process: another setting does not change it any more."""
         self._process = EngineProcess(settings.log.variables())
         self._metrics = WorkerMetrics()
         self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
@@ -206,7 +212,9 @@ class Worker:
             own = OnDemandReplica(self._settings, model, worker_id, self._metrics, self._tracer, file)
             self._on_demand.add(own)
             return self._start(own)
-        engine = msgspec.structs.replace(model.engine, kv_limit_bytes=self._kv_share_bytes(coming))
+        engine = msgspec.structs.replace(
+            model.engine, kv_limit_bytes=self._kv_share_bytes(coming), kv_pool_bytes=self._kv_budget_bytes
+        )
         return self._start(
             Replica(self._settings, model, worker_id, engine, self._process, self._metrics, self._tracer, file)
         )
@@ -220,11 +228,16 @@ class Worker:
         return replica
 
     def _kv_share_bytes(self, coming: int) -> int:
-        """Returns the bytes of KV memory for the next replica; 0 is no limit."""
-        if not self._settings.kv_budget_bytes:
+        """Returns the bytes of KV memory for the next replica if it can't lend any; 0 is no limit.
+
+        Those that lend theirs have an equal share too, and keep a lane in any case."""
+        if not self._kv_budget_bytes:
             return 0
-        held = sum(replica.started.result().kv_bytes for replica in self._replicas if replica.started.done())
-        return max(1, (self._settings.kv_budget_bytes - held) // coming)
+        configs = [replica.started.result() for replica in self._replicas if replica.started.done()]
+        lenders = [one for one in configs if one.kv_lane_bytes]
+        left = self._kv_budget_bytes - sum(one.kv_bytes for one in configs if not one.kv_lane_bytes)
+        beside = left - sum(one.kv_lane_bytes for one in lenders)
+        return max(1, min(left // (coming + len(lenders)), beside // coming))
 
     async def _wait_started(self, replica: Replica, note: Callable[[float], None] = lambda share: None) -> None:
         """Waits until a replica serves or has ended. Raises what ended it."""

@@ -23,6 +23,8 @@ class LaneMap:
 
     def __init__(self, num_lanes: int, ops: OpQueue) -> None:
         self._num_lanes = num_lanes
+        self.limit = num_lanes
+        """The lanes that may be taken at the same time, running and idle ones together."""
         self._ops = ops
         self._free = list(reversed(range(num_lanes)))
         self._ends: dict[int, Block] = {}
@@ -35,7 +37,16 @@ class LaneMap:
 
     @property
     def has_free(self) -> bool:
-        return bool(self._free)
+        return self.num_taken < self.limit
+
+    @property
+    def num_taken(self) -> int:
+        """Lanes that are running or idle."""
+        return self._num_lanes - len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._ends)
 
     def take(self) -> int:
         """Takes an empty lane for a sequence."""

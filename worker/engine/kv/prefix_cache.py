@@ -163,18 +163,26 @@ class PrefixCache:
             alone.append(parent)
         self._put_first(reversed(alone))
 
+    @property
+    def has_lane(self) -> bool:
+        """Whether there is a lane that is free, or idle."""
+        return self.lanes.has_free or self.lanes.num_idle > 0
+
     def take_lane(self) -> int:
         """Takes an empty lane; where there is none, the idle lane with the first block to be evicted is emptied."""
         if not self.lanes.has_free:
-            # The first block to be evicted ends an idle lane. Evicting the path up to where it joins another lane frees
-            # that lane.
-            block = self._evictable.first
-            while not self.lanes.has_free:
-                parent = block.parent
-                self._evict(block)
-                assert parent is not None
-                block = parent
+            self.empty_idle_lane()
         return self.lanes.take()
+
+    def empty_idle_lane(self) -> None:
+        """Empties the idle lane with the first block to be evicted; there must be one."""
+        # That block ends an idle lane. Evicting the path up to where it joins another lane frees that lane.
+        block, num_taken = self._evictable.first, self.lanes.num_taken
+        while self.lanes.num_taken == num_taken:
+            parent = block.parent
+            self._evict(block)
+            assert parent is not None
+            block = parent
 
     def trim(self, max_evictable: int) -> None:
         """Evicts the first blocks of the order, those beyond `max_evictable`, as far as there is time to copy them."""

@@ -8,6 +8,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
+from tokenbus.protocol.process import memory
 from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, Device
 from tokenbus.worker.engine.onnx.graphs.graph import KvTensor
@@ -30,6 +31,10 @@ class RowMemory(Protocol):
         """Overwrites the tokens of a row from `start` on."""
         ...
 
+    def release(self, row: int) -> None:
+        """Gives a row's memory back to the system, which is zero when it is used again."""
+        ...
+
     def view(self, row: int) -> Array:
         """Returns a row's memory, which must be in the host's."""
         ...
@@ -50,6 +55,9 @@ class HostRows:
 
     def erase(self, row: int, start: int) -> None:
         self.array[row, :, start:] = 0
+
+    def release(self, row: int) -> None:
+        memory.release_pages(self.address(row), self.array.strides[0])
 
     def view(self, row: int) -> Array:
         tokens: Array = self.array[row]
@@ -80,6 +88,9 @@ class DeviceRows:
 
     def erase(self, row: int, start: int) -> None:
         pass  # GroupQueryAttention reads no token after a row's length, and no row but its own
+
+    def release(self, row: int) -> None:
+        raise AssertionError("rows in a GPU's memory are not lent")
 
     def view(self, row: int) -> Array:
         raise AssertionError("the rows are in a GPU's memory, of which nothing is copied to the host")

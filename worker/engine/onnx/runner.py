@@ -7,6 +7,7 @@ from collections.abc import Sequence as Listing
 import onnxruntime
 import structlog
 
+from tokenbus.protocol.process import memory
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine import poison
@@ -64,6 +65,13 @@ def load(settings: EngineSettings, progress: Callable[[float], None], models: Lo
         raise
 
 
+def lends_lanes(settings: EngineSettings) -> bool:
+    """Whether a replica with these settings can lend its lanes, whose memory the system takes only as it is used.
+
+    A GPU's is one piece, which can't shrink while graphs are bound to it. Raises ModelError."""
+    return device.choose(settings).kind == "cpu"
+
+
 class OnnxRunner:
     """The cache of one replica over a loaded model that generates. `release` is called once the model isn't needed.
 
@@ -80,7 +88,8 @@ class OnnxRunner:
         self.bundle: bytes | None = self._tokenizer.bundle
         self._min_free_bytes = settings.onnx.min_free_mib << 20
         free_bytes = device.free_bytes(model.device)
-        limits = settings_resolution.CacheLimits(_trained(model), model.bytes_per_token, free_bytes)
+        pool_bytes = settings.kv_pool_bytes if model.device.kind == "cpu" else 0
+        limits = settings_resolution.CacheLimits(_trained(model), model.bytes_per_token, free_bytes, pool_bytes)
         size = settings_resolution.size_cache(settings, model.generation_config, limits)
         self.num_lanes = size.num_rows
         self.canary: Listing[int] = probe.canary(self._tokenizer.size)
@@ -111,6 +120,7 @@ class OnnxRunner:
             host_kv_blocks=0 if self.copies is None else self.copies.layout.num_slots,
             writes_through=settings.host_cache_policy != "write-back",
             idle_blocks_cost=False,
+            kv_lane_bytes=size.context_length * model.bytes_per_token if pool_bytes else 0,
             missing=self._missing,
         )
 
@@ -128,6 +138,10 @@ class OnnxRunner:
             host_moves.apply(self._lanes.resolve(kv_ops), self._cache, self.copies)
         except InsufficientMemoryError as error:  # some of the changes are done, and it is unknown which
             raise DeviceError(str(error)) from error
+
+    def release_lanes(self) -> None:
+        if self._cache.release_lanes():
+            memory.trim_heap()
 
     def step(self, plan: StepPlan) -> list[Outcome]:
         if self._takes_adapters is not self._model.takes_adapters:  # the session of these bindings was replaced
@@ -152,6 +166,7 @@ class OnnxRunner:
     def close(self) -> None:
         if self._adapters is not None:
             self._adapters.close()
+        del self._cache
         self._release()
 
     def _outcomes(self, parts: list[ScheduledTokens]) -> dict[int, Outcome]:

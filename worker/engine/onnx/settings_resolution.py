@@ -52,6 +52,8 @@ class CacheLimits(NamedTuple):
     bytes_per_token: int
     free_bytes: int | None
     """The free memory of the device; None if the system doesn't say."""
+    pool_bytes: int = 0
+    """The memory of which the cache may borrow all; 0 if it keeps to a limit of its own."""
 
 
 def validate(settings: EngineSettings) -> None:
@@ -62,6 +64,11 @@ def validate(settings: EngineSettings) -> None:
             raise ModelError(f"--{name.replace('_', '-')} is for --engine gguf; remove it")
     require(common_rules(settings, max_num_seqs=_MAX_ROWS))
     require(_rules(settings))
+    if len(settings.devices) > 1:
+        raise ModelError(
+            f"--devices {','.join(settings.devices)}: onnxruntime runs a graph on one device; for one replica on each "
+            f"pass --replicas {len(settings.devices)} {' '.join(f'--devices {name}' for name in settings.devices)}"
+        )
     if settings.devices and (settings.onnx.provider, settings.onnx.device_id) != (_PROVIDERS[0], 0):
         raise ModelError("--devices says what --provider and --device-id say; pass only one of these")
 
@@ -70,9 +77,7 @@ def _rules(settings: EngineSettings) -> Iterator[Rule]:
     onnx, context, kv = settings.onnx, settings.context_length, settings.kv_tokens
     yield Rule("--provider", onnx.provider, onnx.provider in _PROVIDERS, f"one of {', '.join(_PROVIDERS)}")
     devices = settings.devices
-    yield Rule(
-        "--devices", ",".join(devices), all(map(named, devices)) and len(devices) < 2, "one of cpu, cuda:0, cuda:1, ..."
-    )
+    yield Rule("--devices", ",".join(devices), all(map(named, devices)), "one of cpu, cuda:0, cuda:1, ...")
     pooling, modes = settings.pooling, CHOICES["pooling"]
     yield Rule("--pooling", pooling, pooling in modes, f"one of {', '.join(modes)}")
     yield Rule("--device-id", onnx.device_id, onnx.device_id >= 0, "0 or more")
@@ -130,9 +135,8 @@ def _rows_that_fit(settings: EngineSettings, limits: CacheLimits, context: int) 
     allowed = [(_MAX_ROWS, "")]
     if settings.kv_tokens:
         allowed.append((settings.kv_tokens // context, f"--kv-tokens {settings.kv_tokens} are"))
-    if settings.kv_limit_bytes:
-        rows = settings.kv_limit_bytes // row_bytes
-        allowed.append((rows, f"the {settings.kv_limit_bytes} bytes of --kv-budget are"))
+    if budget := limits.pool_bytes or settings.kv_limit_bytes:
+        allowed.append((budget // row_bytes, f"the {budget} bytes of --kv-budget are"))
     elif not settings.kv_tokens and limits.free_bytes is not None:
         rows = limits.free_bytes // row_bytes
         # One row is allowed as long as it fits at all.

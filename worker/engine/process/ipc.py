@@ -280,6 +280,21 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """The logits that were seen to be NaN, infinity and, in rows with any of these, minus infinity."""
 
 
+class KvPoolStats(msgspec.Struct, frozen=True, array_like=True):
+    """The part that a replica has of the KV memory which all of the process share, in bytes."""
+
+    budget: int
+    held: int
+    share: int
+    """The part that it would hold if every replica wanted all it can get; what it holds beyond it is borrowed."""
+    cap: int
+    """The most that it may ever hold."""
+    reclaimed_idle: int
+    """The memory of cached prefixes that it has given up for other replicas since it started."""
+    reclaimed_used: int
+    """The memory of sequences that it has preempted for other replicas since it started."""
+
+
 class ConstraintStarted(Message, frozen=True):
     """Engine to frontend: the engine process itself begins to compile the constraint of a sequence."""
 
@@ -309,6 +324,8 @@ class StepReport(Message, frozen=True):
     """New cached blocks: the hash of the block before each, and its own."""
     stats: StepStats | None = None
     """None where nothing was computed."""
+    kv_pool: KvPoolStats | None = None
+    """None where it shares no KV memory."""
 
 
 class TokenizeResult(Message, frozen=True):

@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
+from typing import NamedTuple
 
 import structlog
 
@@ -25,6 +26,7 @@ from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.process.step_timer import StepTimer
 from tokenbus.worker.engine.runner import DeviceError, Runner
+from tokenbus.worker.engine.scheduling.lanes import LaneShare
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget, TransferBudget
@@ -34,6 +36,11 @@ _MATCHER_POLL_S = 0.01
 
 _EXPORT_S = 0.005
 """The time between two steps for blocks that other workers fetch; at least one request for some is served."""
+
+
+class LanesChanged(NamedTuple):
+    """The KV pool may lend other lanes than it said."""
+
 
 Inbox = queue.SimpleQueue[
     ipc.Add
@@ -47,6 +54,7 @@ Inbox = queue.SimpleQueue[
     | PoolingJob
     | CompileStarted
     | CompiledConstraint
+    | LanesChanged
     | BaseException
     | None
 ]
@@ -67,6 +75,7 @@ class StepLoop:
         scheduler_settings: SchedulerSettings | None = None,
         step_gate: StepGate | None = None,
         *,
+        lane_share: LaneShare | None = None,
         debug: bool = False,
     ) -> None:
         self._runner = runner
@@ -74,7 +83,7 @@ class StepLoop:
         self._report = report
         settings = scheduler_settings or SchedulerSettings()
         pool = scheduler_setup.make_pool(runner, settings)
-        self._scheduler = scheduler_setup.make_scheduler(runner, pool, settings)
+        self._scheduler = scheduler_setup.make_scheduler(runner, pool, settings, lane_share)
         self._memory_check = MemoryCheck(runner, pool, report)
         self._copies = runner.copies
         if self._copies is not None:
@@ -190,6 +199,8 @@ class StepLoop:
                     self._unload_adapters()
                 case ipc.ClearCache():
                     self._clear_cache()
+                case LanesChanged():
+                    self._ask_for_lanes()
         return results
 
     @property
@@ -197,6 +208,10 @@ class StepLoop:
         scheduler = self._scheduler
         has_blocks_to_move = scheduler.has_unsaved_blocks or self._block_transfers.has_work
         return scheduler.has_work or has_blocks_to_move or self._pooling.has_work
+
+    def _ask_for_lanes(self) -> None:
+        assert self._scheduler.borrowed_lanes is not None
+        self._scheduler.borrowed_lanes.ask_again()
 
     def _clear_cache(self) -> None:
         """Drops what no sequence uses, and leaves nothing of it in host memory."""
@@ -316,6 +331,8 @@ class StepLoop:
             self._transfer_budget.observe(plan.kv_ops, time.monotonic() - began)
         if self._copies is not None:
             self._copies.seal(plan.labels)
+        if self._scheduler.borrowed_lanes is not None:
+            self._scheduler.borrowed_lanes.give_back()
         return [self._scheduler.finish(sequence, EngineFinishReason.FAILED) for sequence in failed]
 
     def _add_to_runner(self, sequence: Sequence) -> bool:
@@ -403,6 +420,17 @@ class StepLoop:
         progress = [ipc.PromptProgress(one.seq_no, one.num_computed, one.num_cached) for one in watched]
         removed, stored = self._scheduler.take_kv_events()
         pairs = [(new.parent, new.hash) for new in stored]
-        self._report(ipc.StepReport([], outputs, self._scheduler.load(), progress, removed, pairs, stats))
+        load, kv_pool = self._scheduler.load(), self._kv_pool_stats()
+        self._report(ipc.StepReport([], outputs, load, progress, removed, pairs, stats, kv_pool))
         if not self._scheduler.has_work:
             self._check_when_idle()
+
+    def _kv_pool_stats(self) -> ipc.KvPoolStats | None:
+        lanes = self._scheduler.borrowed_lanes
+        if lanes is None:
+            return None
+        lane_bytes = self._runner.config.kv_lane_bytes
+        reclaimed = (lanes.reclaimed_idle * lane_bytes, lanes.reclaimed_used * lane_bytes)
+        budget, held, share, cap, _ = lanes.usage()
+        return ipc.KvPoolStats(budget, held, share, cap, *reclaimed)
+

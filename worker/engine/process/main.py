@@ -13,16 +13,18 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from typing import NamedTuple
 
 import structlog
 
 from tokenbus.protocol.process import parent
 from tokenbus.protocol.telemetry import logs
 from tokenbus.worker.engine.process import ipc, replica
+from tokenbus.worker.engine.process.kv_pool import FixedKv, KvPool, KvShare
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
-from tokenbus.worker.engine.runner import DeviceError, ModelError, Runner
+from tokenbus.worker.engine.runner import DeviceError, LaneLender, ModelError, Runner
 
 EXIT_DEVICE_FAILED = 3
 """The exit status that tells the frontend that the device is at fault, and not a model."""
@@ -32,6 +34,18 @@ _FINGERPRINT = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 Load = Callable[[EngineSettings, Callable[[float], None]], Runner]
 """Makes a replica's runner, and calls its second argument with the fraction that is loaded. Raises ModelError."""
+
+
+class Loader(NamedTuple):
+    """The way to load the models of one engine."""
+
+    load: Load
+    lends_lanes: Callable[[EngineSettings], bool] = lambda settings: False
+    """Whether a replica with these settings can lend its KV memory. Raises ModelError."""
+
+
+FindLoader = Callable[[EngineSettings], Loader]
+"""Raises ModelError."""
 OnExit = Callable[[str], None]
 """Is called with the reason why the process is about to end."""
 
@@ -39,11 +53,12 @@ OnExit = Callable[[str], None]
 class ReplicaServer:
     """The replicas of one process, which ends with the last of them and when the device fails."""
 
-    def __init__(self, control: socket.socket, make_load: Callable[[OnExit], Load]) -> None:
+    def __init__(self, control: socket.socket, make_find: Callable[[OnExit], FindLoader]) -> None:
         self._control = control
-        self._load = make_load(self._report_exit)
+        self._find_loader = make_find(self._report_exit)
         self._loading = threading.Lock()
         self._step_gate = StepGate()
+        self._kv_pool = KvPool()
         self._lock = threading.Lock()
         self._num_replicas = 0
 
@@ -61,10 +76,26 @@ class ReplicaServer:
     def _serve(self, opened: ipc.OpenReplica, sock: socket.socket, memory_fd: int | None) -> None:
         """Runs a replica; the outermost frame of its thread."""
         settings = opened.settings
+        kv_memory: FixedKv | KvShare | None = None
 
         def load(progress: Callable[[float], None]) -> Runner:
+            nonlocal kv_memory
             with self._loading:  # one at a time: shared weights are read once, and an error is the right model's
-                return self._load(settings, progress)
+                loader = self._find_loader(settings)
+                if not settings.kv_pool_bytes or loader.lends_lanes(settings):
+                    return loader.load(settings, progress)
+                kv_memory = fixed = self._kv_pool.reserve(settings)
+                runner = loader.load(settings, progress)
+                fixed.resize(runner.config.kv_bytes)
+                return runner
+
+        def join_pool(runner: Runner, wake: Callable[[], None]) -> KvShare | None:
+            nonlocal kv_memory
+            if not runner.config.kv_lane_bytes:
+                return None
+            assert isinstance(runner, LaneLender), runner
+            kv_memory = share = self._kv_pool.join(settings, runner.config, runner, wake)
+            return share
 
         try:
             with contextlib.suppress(ConnectionError):  # the frontend has closed this replica's socket
@@ -77,7 +108,10 @@ class ReplicaServer:
                     self._step_gate,
                     debug=settings.debug,
                     memory_fd=memory_fd,
+                    join_pool=join_pool,
                 )
+            if kv_memory is not None:
+                kv_memory.leave()
             sock.close()
             with self._lock:
                 self._num_replicas -= 1
@@ -98,38 +132,38 @@ class ReplicaServer:
             self._control.sendall(ipc.encode(ipc.ExitReason(reason.strip()[:_MAX_EXIT_REASON_CHARS])))
 
 
-def _sim_loader(on_exit: OnExit) -> Load:
+def _sim_loader(on_exit: OnExit) -> Loader:
     from tokenbus.worker.engine.sim.runner import SimRunner
 
-    return lambda settings, _: SimRunner(settings)
+    return Loader(lambda settings, _: SimRunner(settings))
 
 
-def _gguf_loader(on_exit: OnExit) -> Load:
+def _gguf_loader(on_exit: OnExit) -> Loader:
     from tokenbus.worker.engine.gguf import backend
     from tokenbus.worker.engine.gguf.model import GgufModel
     from tokenbus.worker.engine.gguf.runner import load
 
     backend.on_abort(on_exit)
     models: LoadedModels[GgufModel] = LoadedModels()
-    return lambda settings, progress: load(settings, progress, models)
+    return Loader(lambda settings, progress: load(settings, progress, models))
 
 
-def _onnx_loader(on_exit: OnExit) -> Load:
+def _onnx_loader(on_exit: OnExit) -> Loader:
     from tokenbus.worker.engine.onnx.model import OnnxModel
-    from tokenbus.worker.engine.onnx.runner import load
+    from tokenbus.worker.engine.onnx.runner import lends_lanes, load
 
     models: LoadedModels[OnnxModel] = LoadedModels()
-    return lambda settings, progress: load(settings, progress, models)
+    return Loader(lambda settings, progress: load(settings, progress, models), lends_lanes)
 
 
-_LOADERS: dict[str, Callable[[OnExit], Load]] = {"gguf": _gguf_loader, "onnx": _onnx_loader, "sim": _sim_loader}
+_LOADERS: dict[str, Callable[[OnExit], Loader]] = {"gguf": _gguf_loader, "onnx": _onnx_loader, "sim": _sim_loader}
 
 
-def _make_load(on_exit: OnExit) -> Load:
-    """Loads models of every engine; an engine's library is imported when the first model needs it."""
-    loads: dict[str, Load] = {}
+def _make_find(on_exit: OnExit) -> FindLoader:
+    """Finds the loader of every engine, whose library is imported when the first model needs it."""
+    loaders: dict[str, Loader] = {}
 
-    def load(settings: EngineSettings, progress: Callable[[float], None]) -> Runner:
+    def find_loader(settings: EngineSettings) -> Loader:
         if settings.fingerprint and not _FINGERPRINT.fullmatch(settings.fingerprint):
             raise ModelError(f"--fingerprint must be 1 to 64 of A-Z a-z 0-9 . _ -, got {settings.fingerprint!r}")
         engine = settings.engine
@@ -139,20 +173,20 @@ def _make_load(on_exit: OnExit) -> Load:
             engine = "onnx" if layout.is_onnx_model(settings.model) else "gguf"
         if engine not in _LOADERS:
             raise ModelError(f"--engine must be one of auto, {', '.join(_LOADERS)}, got {engine}")
-        if engine not in loads:
+        if engine not in loaders:
             try:
-                loads[engine] = _LOADERS[engine](on_exit)
+                loaders[engine] = _LOADERS[engine](on_exit)
             except (ImportError, OSError, RuntimeError) as error:  # llama_cpp raises the last one for its library
                 raise ModelError(f"the {engine} engine is not installed, or not completely: {error}") from error
-        return loads[engine](settings, progress)
+        return loaders[engine]
 
-    return load
+    return find_loader
 
 
 def main() -> None:
     parent.die_with_parent()  # a process that stands still would not notice that its socket is closed
     logs.configure("engine")
-    ReplicaServer(socket.socket(fileno=int(sys.argv[1])), _make_load).run()
+    ReplicaServer(socket.socket(fileno=int(sys.argv[1])), _make_find).run()
     os._exit(0)  # at once, even in the middle of a step: nobody listens any more
 
 

@@ -16,10 +16,11 @@ from tokenbus.protocol.wire import block_hash, codec, errors
 from tokenbus.worker.engine import pooling
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.process import ipc, scheduler_setup
-from tokenbus.worker.engine.process.loop import Inbox, StepLoop
+from tokenbus.worker.engine.process.loop import Inbox, LanesChanged, StepLoop
 from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.runner import ModelError, Runner
+from tokenbus.worker.engine.scheduling.lanes import LaneShare
 
 _TOKENIZE_GRACE_S = 5.0
 """The time that a replica waits, when it ends, for the text that is being tokenized."""
@@ -36,9 +37,11 @@ def serve(
     *,
     debug: bool = False,
     memory_fd: int | None = None,
+    join_pool: Callable[[Runner, Callable[[], None]], LaneShare | None] = lambda runner, wake: None,
 ) -> None:
     """Loads a runner, reports it, and steps until the socket's other end closes. `memory_fd` is a file for copies of
-    blocks, in which those of an earlier engine may be.
+    blocks, in which those of an earlier engine may be. `join_pool` returns the runner's share of a KV pool, if it has
+    one, which calls a function when the loop should ask it again.
 
     A model that can't be loaded is reported to the frontend. Raises DeviceError when the device fails, and any
     unexpected exception of any of its threads."""
@@ -48,24 +51,27 @@ def serve(
         with lock:
             sock.sendall(ipc.encode(report))
 
+    inbox: Inbox = queue.SimpleQueue()
     runner: Runner | None = None
     try:
         runner = load(lambda fraction: send(ipc.Loading(fraction)))
         scheduler_setup.check(runner.config, scheduler_settings or SchedulerSettings())
         _open_copies(runner, memory_fd)
+        lane_share = join_pool(runner, lambda: inbox.put(LanesChanged()))
     except ModelError as error:
         if runner is not None:
             runner.close()
         send(ipc.LoadFailed(str(error)))
         return
-    inbox: Inbox = queue.SimpleQueue()
     reader = threading.Thread(target=_read, args=(sock, runner, inbox, send), name="commands", daemon=True)
     reader.start()
     config = codec.replace(runner.config, end_token_ids=tuple(sorted(runner.end_token_ids)))
     for ability, reason in config.missing.items():
         structlog.get_logger().warning("ability_missing", ability=ability, reason=reason)
     try:
-        loop = StepLoop(runner, inbox, send, step_target_s, scheduler_settings, step_gate, debug=debug)
+        loop = StepLoop(
+            runner, inbox, send, step_target_s, scheduler_settings, step_gate, lane_share=lane_share, debug=debug
+        )
         recovery = Recovery() if runner.copies is None else runner.copies.recovery
         send(ipc.Ready(config, runner.token_bytes, runner.bundle, recovery, loop.take_recovered()))
         loop.run()

@@ -5,6 +5,7 @@ from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.retention import RetentionLimits
 from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.runner import ModelError, Runner
+from tokenbus.worker.engine.scheduling.lanes import LaneShare
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 
 _CACHED_TOKENS = 256
@@ -52,8 +53,10 @@ def _min_prefix_tokens(config: contract.EngineConfig, settings: SchedulerSetting
     return min(_SHORT_TOKENS, config.context_length // 4) if has_few else 0
 
 
-def make_scheduler(runner: Runner, pool: BlockPool, settings: SchedulerSettings) -> Scheduler:
-    """Returns a scheduler over a pool of the runner's KV memory."""
+def make_scheduler(
+    runner: Runner, pool: BlockPool, settings: SchedulerSettings, lane_share: LaneShare | None
+) -> Scheduler:
+    """Returns a scheduler over a pool of the runner's KV memory, of which it has only a share if there is one."""
     config = runner.config
     max_cached_blocks = settings.max_cached_blocks
     if max_cached_blocks is None and config.host_kv_blocks and config.idle_blocks_cost:
@@ -65,4 +68,5 @@ def make_scheduler(runner: Runner, pool: BlockPool, settings: SchedulerSettings)
         priority_s=settings.priority_s,
         max_cached_blocks=max_cached_blocks,
         expected_tokens=settings.expected_tokens,
+        lane_share=lane_share,
     )

@@ -120,6 +120,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     The KV memory for it is apart from `kv_tokens`."""
     kv_limit_bytes: int = 0
     """A limit to the device's memory for KV; 0 sets none besides the other settings."""
+    kv_pool_bytes: int = 0
+    """The KV memory that all replicas of the process share. A replica whose lanes can be lent may take all of it while
+    the others don't need it; one with fixed memory keeps to `kv_limit_bytes`. 0: there is no pool."""
+    kv_reserved_bytes: int = 0
+    """The fixed KV memory that the engine before this one had of the pool; 0 if there was none."""
     debug: bool = False
     """Whether an idle engine checks every cached block."""
     host_cache_mib: int = -1

@@ -17,6 +17,9 @@ priority, can preempt it again:
 Nor does it wait until the memory is full: where answers turn out so much longer that those that run are expected to use
 more than twice the memory, the last are preempted at once. Many rows beside a full memory are slower than few beside
 each other, and those that are preempted late have filled memory for nothing.
+
+Where replicas lend each other lanes (lanes.py), each step begins with those that this one may hold. If there are fewer
+than before, idle lanes are emptied first, and then the last sequences are preempted.
 """
 
 import bisect
@@ -32,6 +35,7 @@ from tokenbus.worker.engine.kv.retention import SessionKey
 from tokenbus.worker.engine.scheduling.counters import Counters
 from tokenbus.worker.engine.scheduling.distinct_prompts import distinct_prompts
 from tokenbus.worker.engine.scheduling.expectation import Expectation
+from tokenbus.worker.engine.scheduling.lanes import BorrowedLanes, LaneShare
 from tokenbus.worker.engine.scheduling.load import expected_of_running, make_load
 from tokenbus.worker.engine.scheduling.plan import (
     Outcome,
@@ -51,7 +55,8 @@ class Scheduler:
 
     One step of priority is worth `priority_s` seconds of waiting. At most `max_cached_blocks` blocks that no sequence
     uses stay on the device. A step has at most `max_step_tokens` tokens. An answer is expected to have
-    `expected_tokens`; 0 learns it from those that have ended."""
+    `expected_tokens`; 0 learns it from those that have ended. With a `lane_share` it holds only the lanes that it is
+    lent."""
 
     def __init__(
         self,
@@ -62,6 +67,7 @@ class Scheduler:
         priority_s: float = 1.0,
         max_cached_blocks: int | None = None,
         expected_tokens: int = 0,
+        lane_share: LaneShare | None = None,
     ) -> None:
         assert 0 < max_num_seqs < max_step_tokens, (max_num_seqs, max_step_tokens)
         self._pool = pool
@@ -80,12 +86,15 @@ class Scheduler:
         """Those that were preempted since the last plan."""
         self._under_pressure = False
         """The device had less room than the pool counts: none is started until one has ended."""
+        self.borrowed_lanes = None if lane_share is None else BorrowedLanes(lane_share, self._cache)
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, {self._pool!r}>"
 
     @property
     def has_work(self) -> bool:
+        if self.borrowed_lanes is not None and not self._running:
+            return self.borrowed_lanes.has_changed or (bool(self._waiting) and not self.borrowed_lanes.are_awaited)
         return bool(self._running or self._waiting)
 
     @property
@@ -125,6 +134,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Takes a sequence, which must fit the pool when it is empty."""
         assert self._pool.can_ever_allocate(sequence.max_num_tokens), sequence
+        if self.borrowed_lanes is not None:
+            self.borrowed_lanes.are_awaited = False  # it wants one more
         bisect.insort(self._waiting, sequence, key=self._priority_key)
 
     def abort(self, seq_no: int) -> StepResult | None:
@@ -158,6 +169,7 @@ class Scheduler:
         self._cache.host.set_limits(offloads=transfer_blocks, onloads=transfer_blocks)
         self._expectation.observe((*self._running, *self._waiting))
         self._preempt_excess()
+        self._give_up_lanes()
         started = self._start_waiting()
         for sequence in self._running:
             if not sequence.is_decoding:
@@ -244,7 +256,8 @@ class Scheduler:
         return self._pool.take_kv_events()
 
     def load(self) -> messages.Load:
-        return make_load(self._running, self._waiting, self._pool, self._expectation, self._counters)
+        load = make_load(self._running, self._waiting, self._pool, self._expectation, self._counters)
+        return load if self.borrowed_lanes is None else self.borrowed_lanes.add_to(load, self._max_num_seqs)
 
     def check_counts(self) -> None:
         """Asserts the invariants that cost little to check, however much is cached."""
@@ -317,6 +330,18 @@ class Scheduler:
         while len(self._running) > 1 and self._expected() > total:
             self._preempt(self._running[-1])
 
+    def _give_up_lanes(self) -> None:
+        """Gives up lanes that are wanted elsewhere: idle ones, then those of the last sequences."""
+        if self.borrowed_lanes is None:
+            return
+        can_start = not (self._under_pressure and self._running)
+        wanted = min(len(self._waiting), self._max_num_seqs - len(self._running)) if can_start else 0
+        excess = self.borrowed_lanes.request(len(self._running), wanted)
+        for _ in range(self.borrowed_lanes.empty_idle(excess)):
+            self._preempt(next(one for one in reversed(self._running) if not one.isolated))
+            self.borrowed_lanes.empty_preempted()
+        self.borrowed_lanes.are_awaited = not self._running and not self._cache.has_lane
+
     def _expected(self) -> int:
         return expected_of_running(self._running, self._cache, self._expectation)
 
@@ -343,7 +368,7 @@ class Scheduler:
             return started
         while self._waiting and len(self._running) < self._max_num_seqs:
             first = self._waiting[0]
-            if not self._has_room_for(first):
+            if not self._cache.has_lane or not self._has_room_for(first):
                 break
             del self._waiting[0]
             is_new = not (first.preemptions or first.num_sampled)

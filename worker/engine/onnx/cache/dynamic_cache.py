@@ -30,6 +30,8 @@ class DynamicCache:
         self._max_paddings = max_paddings if allow_gaps else 0
         self._allow_gaps = allow_gaps
         self._batches: dict[int, Batch] = {}
+        self._has_freed = False
+        """Whether a batch was left since `release_lanes` was called."""
 
     def __repr__(self) -> str:
         return f"<DynamicCache {set(self._batches.values())}>"
@@ -84,6 +86,13 @@ class DynamicCache:
         positions = np.arange(part.start, part.start + part.num_tokens)[None]
         return self._run(self._batch_of([part.lane]), ids, positions, adapters, wants_logits=wants_logits)
 
+    def release_lanes(self) -> bool:
+        for batch in set(self._batches.values()):
+            if LEFT in batch.lanes:
+                self._pack([lane for lane in batch.lanes if lane != LEFT])
+        has_freed, self._has_freed = self._has_freed, False
+        return has_freed
+
     def drop_bindings(self) -> None:
         for batch in self._batches.values():
             batch.binding = None
@@ -134,6 +143,7 @@ class DynamicCache:
 
     def _remove(self, lanes: list[int]) -> None:
         """Takes lanes out of their batches. A batch that is half empty then is packed again."""
+        self._has_freed = True
         left = {batch for lane in lanes if (batch := self._batches.pop(lane, None)) is not None}
         for batch in left:
             batch.lanes = [LEFT if lane in lanes else lane for lane in batch.lanes]

@@ -55,6 +55,10 @@ class KvCache(Protocol):
         """Computes a part of any length. Returns its last logits, of (1, vocabulary), or (0, vocabulary)."""
         ...
 
+    def release_lanes(self) -> bool:
+        """Frees the memory of lanes that hold no token. Returns whether the heap may keep some of it."""
+        ...
+
     def drop_bindings(self) -> None:
         """Drops all bindings, which keep alive what they bind: matrices of adapters, and their session."""
         ...

@@ -29,6 +29,8 @@ class StaticCache:
         self._lanes = lanes
         self._rows = RowTable(len(lanes.lengths), lanes.lengths)
         self._bindings: dict[tuple[int, int], Binding] = {}
+        self._written: set[int] = set()
+        """Rows that may take memory."""
 
     def __repr__(self) -> str:
         return f"<StaticCache {self._lanes!r} {self._rows!r}>"
@@ -54,6 +56,7 @@ class StaticCache:
 
     def load(self, lane: int, data: bytes | bytearray, start: int, end: int) -> None:
         row = self._rows.row_of(lane)
+        self._written.add(row)
         for memory, saved in zip(self._memory, saved_tokens.unpack(self._graph_runner.graph.kv, data), strict=True):
             memory.view(row)[:, start:end] = saved[:, : end - start]
 
@@ -77,9 +80,11 @@ class StaticCache:
     def prompt(self, part: ScheduledTokens, *, wants_logits: bool, adapters: AdapterInputs = NO_ADAPTERS) -> Array:
         if not part.start:
             self._rows.claim_first_free_row(part.lane)
+        row = self._rows.row_of(part.lane)
+        self._written.add(row)
         columns = np.arange(part.start + part.num_tokens)[None]
         return self._graph_runner.run(
-            self._binding(self._rows.row_of(part.lane), 1),
+            self._binding(row, 1),
             np.array(part.token_ids, np.int64)[None],
             np.ones_like(columns),
             columns[:, part.start :],
@@ -88,10 +93,19 @@ class StaticCache:
             adapters=adapters,
         )
 
+    def release_lanes(self) -> bool:
+        held = {self._rows.row_of(lane) for lane, length in enumerate(self._lanes.lengths) if length}
+        for row in self._written - held:
+            for memory in self._memory:
+                memory.release(row)
+        self._written &= held
+        return False
+
     def drop_bindings(self) -> None:
         self._bindings.clear()
 
     def _copy(self, source: int, target: int, start: int, end: int) -> None:
+        self._written.add(target)
         for memory in self._memory:
             memory.copy(source, target, start, end)
 

@@ -1,0 +1,141 @@
+"""The KV pool of an engine process: one budget of memory for the keys and values of all its replicas.
+
+A replica's step loop asks before each step how many lanes it may hold, and says after the step's KV ops how many it
+holds. A replica that has nothing to compute is woken when it may hold more lanes, or has to give some back.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from tokenbus.worker import contract
+from tokenbus.worker.engine.kv.ledger import KvLedger, KvUsage, OvercommitError
+from tokenbus.worker.engine.models.model_files import source_name
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.runner import LaneLender, ModelError
+
+_RECLAIM_S = 60.0
+"""The time for which fixed memory waits until other replicas have given theirs back: many of their steps."""
+
+
+class KvPool:
+    """Safe to use from any thread. Its budget is that of the first replica: a worker has one budget for all."""
+
+    def __init__(self, reclaim_s: float = _RECLAIM_S) -> None:
+        self._reclaim_s = reclaim_s
+        self._changed = threading.Condition()
+        self._ledger: KvLedger | None = None
+        self._wakes: dict[int, Callable[[], None]] = {}
+
+    def __repr__(self) -> str:
+        return f"<KvPool {self._ledger!r}>"
+
+    def reserve(self, settings: EngineSettings) -> "FixedKv":
+        """Takes a replica's fixed memory out of the pool, and returns once no other replica holds it.
+
+        Raises ModelError if the pool is too small, or if the others don't give the memory back."""
+        name, num_bytes = source_name(settings.model), settings.kv_reserved_bytes or settings.kv_limit_bytes
+        with self._changed:
+            ledger = self._opened(settings.kv_pool_bytes)
+            try:
+                number = ledger.reserve(name, num_bytes)
+            except OvercommitError as error:
+                raise ModelError(str(error)) from error
+            self._wake_others(ledger, number)
+            if not self._changed.wait_for(lambda: not ledger.is_overdrawn, self._reclaim_s):
+                ledger.leave(number)
+                self._wake_others(ledger, number)
+                raise ModelError(
+                    f"--kv-budget: other models have not given {num_bytes} bytes back within {self._reclaim_s:g} s; "
+                    f"load {name} again when they are less busy"
+                )
+        return FixedKv(self, number)
+
+    def join(
+        self, settings: EngineSettings, config: contract.EngineConfig, lender: LaneLender, wake: Callable[[], None]
+    ) -> "KvShare":
+        """Adds a replica whose lanes can be lent. `wake` is called, on any thread, when it should ask again.
+
+        Raises ModelError if the pool is too small for one more lane."""
+        num_lanes = config.kv_bytes // config.kv_lane_bytes
+        with self._changed:
+            try:
+                ledger = self._opened(settings.kv_pool_bytes)
+                number = ledger.join(source_name(settings.model), config.kv_lane_bytes, num_lanes)
+            except OvercommitError as error:
+                raise ModelError(str(error)) from error
+            self._wakes[number] = wake
+        return KvShare(self, number, lender)
+
+    def leave(self, number: int) -> None:
+        """Removes a replica that has freed its memory."""
+        with self.turn(number) as ledger:
+            self._wakes.pop(number, None)
+            ledger.leave(number)
+
+    @contextlib.contextmanager
+    def turn(self, number: int) -> Iterator[KvLedger]:
+        """Lets a replica read and change the ledger, and then wakes the others that are concerned."""
+        with self._changed:
+            assert self._ledger is not None
+            yield self._ledger
+            self._wake_others(self._ledger, number)
+
+    def _opened(self, budget_bytes: int) -> KvLedger:
+        if self._ledger is None:
+            self._ledger = KvLedger(budget_bytes)
+        return self._ledger
+
+    def _wake_others(self, ledger: KvLedger, caller: int) -> None:
+        self._changed.notify_all()
+        for number in ledger.take_woken(caller):
+            self._wakes[number]()
+
+
+class FixedKv:
+    """The memory of a replica that can't lend any."""
+
+    def __init__(self, pool: KvPool, number: int) -> None:
+        self._pool = pool
+        self._number = number
+
+    def __repr__(self) -> str:
+        return f"<FixedKv {self._number} in {self._pool!r}>"
+
+    def resize(self, num_bytes: int) -> None:
+        """Corrects what was reserved to what the loaded model has taken."""
+        with self._pool.turn(self._number) as ledger:
+            ledger.resize(self._number, num_bytes)
+
+    def leave(self) -> None:
+        self._pool.leave(self._number)
+
+
+class KvShare:
+    """The lanes that a replica has of a pool."""
+
+    def __init__(self, pool: KvPool, number: int, lender: LaneLender) -> None:
+        self._pool = pool
+        self._number = number
+        self._lender = lender
+
+    def __repr__(self) -> str:
+        return f"<KvShare {self._number} of {self._pool!r}>"
+
+    def request(self, used: int, idle: int, wanted: int) -> int:
+        """Says which lanes the replica holds and how many more it wants; returns how many it may hold."""
+        with self._pool.turn(self._number) as ledger:
+            return ledger.request(self._number, used, idle, wanted)
+
+    def give_back(self, lanes: int) -> None:
+        """Frees the memory of all lanes but these, which the replica holds, and says so."""
+        self._lender.release_lanes()
+        with self._pool.turn(self._number) as ledger:
+            ledger.give_back(self._number, lanes)
+
+    def usage(self) -> KvUsage:
+        with self._pool.turn(self._number) as ledger:
+            return ledger.usage(self._number)
+
+    def leave(self) -> None:
+        self._pool.leave(self._number)
