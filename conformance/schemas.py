@@ -112,6 +112,8 @@ LOAD: Schema = {
     "kept_blocks": optional(COUNT),
     "fetched_blocks": optional(COUNT),
     "step_age_ms": DURATION,
+    "max_running": optional(COUNT),
+    "kv_pool_bytes": optional(COUNT),
 }
 EPOCH = field_types.matching("[0-9]+-.+")
 DEVICE: Schema = {

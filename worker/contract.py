@@ -145,8 +145,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int = 0
     """The device memory for the keys and values of all sequences; 0 where it is not known."""
     kv_lane_bytes: int = 0
-    """The part of it that a lane takes, if lanes are lent to other replicas of the process and `kv_bytes` is the most
-    that it may hold; 0 if its memory is fixed."""
+    """The part of it that a lane takes, if lanes can be lent to other replicas of the process, so that `kv_bytes` is
+    the most that it may hold; 0 if its memory is fixed."""
     embeddings: messages.CardEmbeddings | None = None
     """The embeddings that the engine makes, if it makes any."""
     end_token_ids: tuple[int, ...] = ()

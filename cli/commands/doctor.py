@@ -196,6 +196,9 @@ async def check_engine(model: str) -> AsyncIterator[Finding]:
     yield Finding("ok", f"an engine can serve it: {config.engine_version}, context of {config.context_length} tokens")
     if config.embeddings is not None:
         yield Finding("ok", f"it makes embeddings: {config.embeddings}")
+    if config.kv_lane_bytes:
+        lane = memory_need.mib(config.kv_lane_bytes)
+        yield Finding("ok", f"it can share --kv-budget with others as they need it, in lanes of {lane}")
     for ability, reason in config.missing.items():
         yield Finding("note", f"it has no {ability.replace('_', ' ')}: {reason}")
     if "generate" in config.features:

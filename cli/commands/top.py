@@ -20,7 +20,8 @@ from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 _COLUMNS_BY_PRIORITY = (
     *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
-    *("memory", "free", "copies", "kept", "fetched", "role", "up", "step ms", "events", "expected", "indexed"),
+    *("memory", "free", "copies", "kept", "fetched", "KV held", "role", "up", "step ms", "events", "expected"),
+    "indexed",
 )
 """Columns in the order in which they are kept when the terminal is too narrow for all."""
 _GAP = 2
@@ -93,6 +94,10 @@ class Row(NamedTuple):
     """Blocks, or checkpoints, that clients have asked to keep."""
     health: messages.WorkerHealth | None = None
     """Memory and uptime; None if the worker has not told yet."""
+    max_running: int = 0
+    """Requests that can run now, if it shares KV memory with other workers; else 0."""
+    kv_pool_bytes: int = 0
+    """The bytes that it holds of that memory."""
 
 
 class Rates:
@@ -149,6 +154,8 @@ def rows_of(reply: messages.ModelsReply, rates: FleetRates, now: float) -> list[
                     lost_events=watched.lost_events if watched else 0,
                     adapters=tuple(one.name for one in card.adapters),
                     health=card.health,
+                    max_running=load.max_running,
+                    kv_pool_bytes=load.kv_pool_bytes,
                 )
             )
     return rows
@@ -174,11 +181,12 @@ def _cells(row: Row) -> dict[str, str]:
         "model": row.model,
         "state": row.state,
         "role": row.role,
-        "run": f"{row.running}/{row.max_num_seqs}",
+        "run": f"{row.running}/{row.max_running or row.max_num_seqs}",
         "wait": str(row.waiting),
         "prefill": str(row.queued_prefill_tokens),
         "tok/s": f"{row.tokens_per_s:.0f}",
         "KV used": f"{row.used_blocks}/{row.total_blocks}",
+        "KV held": size_text(row.kv_pool_bytes) if row.max_running else "",
         "expected": str(row.expected_blocks),
         "cached": str(row.cached_blocks),
         "copies": str(row.host_blocks),

@@ -169,6 +169,25 @@ _MEMORY = (
         ),
     ),
     Panel(
+        "KV memory that workers of one process share",
+        "What a worker holds now, its share if all want all they can get, and its cap; what it holds beyond the share "
+        "is borrowed. If all hold their shares and requests wait, raise --kv-budget.",
+        "bytes",
+        (
+            Query(
+                sum_of(f"{_P}_kv_pool_bytes", f'{WORKER_FILTER},part!="budget"', "worker_id, part"),
+                f"{_NAME} {{{{part}}}}",
+            ),
+        ),
+    ),
+    Panel(
+        "KV memory reclaimed for other workers of the process",
+        "Bytes per second, of idle prefixes and of preempted sequences. If sequences are preempted all the time, the "
+        "models are busy at the same time: raise --kv-budget.",
+        "Bps",
+        (Query(rate(f"{_P}_kv_reclaimed_bytes_total", WORKER_FILTER, "worker_id, kind"), f"{_NAME} {{{{kind}}}}"),),
+    ),
+    Panel(
         "KV blocks fetched from other workers and given to them",
         "Bytes per second. If blocks are fetched all the time, the routers spread requests that share prefixes: see "
         "their dashboard for the policy.",

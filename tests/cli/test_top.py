@@ -75,6 +75,18 @@ def test_a_narrow_terminal_shows_the_columns_that_matter_most_and_all_of_them() 
     assert shown(8)[:2] == ["worker", "worker-0"]
 
 
+def test_workers_that_share_kv_memory_show_what_they_hold_and_how_many_requests_they_can_run() -> None:
+    sharing = rows()[0]._replace(max_running=8, kv_pool_bytes=24 << 20)
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(make_table([sharing, rows()[1]], None, 200))
+    head, first, second, *_ = captured.get().splitlines()
+    assert "KV held" in head
+    assert first.split()[4] == "3/8"
+    assert first[head.index("KV held") :].split()[0] == "24M"
+    assert second[head.index("KV held") :][:7].strip() == ""
+
+
 def test_no_width_cuts_a_cell() -> None:
     for width in range(10, 160):
         assert not any("…" in line for line in shown(width)[:4]), width

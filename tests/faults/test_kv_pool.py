@@ -54,7 +54,7 @@ async def test_a_busy_model_uses_an_idle_ones_memory_and_gives_it_back_when_that
     preempted = [line for line in system.log("worker") if line["event"] == "sequence_preempted"]
     assert len(preempted) >= 1
     reclaimed = [line for line in system.log("worker") if line["event"] == "kv_reclaimed"]
-    assert sum(line.get("preempted", 0) for line in reclaimed) == len(preempted) * 2 * MIB
+    assert sum(line.get("preempted_bytes", 0) for line in reclaimed) == len(preempted) * 2 * MIB
 
 
 async def test_both_models_go_on_when_their_engine_is_killed_while_one_has_borrowed(system: System) -> None:

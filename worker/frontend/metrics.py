@@ -260,8 +260,8 @@ class ReplicaMetrics:
         self._logits = {stat: metrics.logits.labels(*own, stat) for stat in ("mean", "smallest", "largest")}
         self._non_finite_logits = [metrics.non_finite_logits.labels(*own, kind) for kind in ("nan", "inf", "-inf")]
         self._last_load = messages.Load()
-        self._reclaimed = {"idle": 0, "preempted": 0}
-        """The bytes of a KV pool that the engine has given up, as it said last."""
+        self._reclaimed = (0, 0)
+        """The bytes of a KV pool that the engine has given up, of idle prefixes and of sequences, as it said last."""
         self.failures_in_a_row = 0
         """The requests that have failed here since the last one that did not."""
         self._load_counters = [
@@ -323,20 +323,18 @@ class ReplicaMetrics:
             if count := getattr(stats, name):
                 child.inc(count)
 
-    def kv_pool_changed(self, stats: ipc.KvPoolStats) -> dict[str, int]:
-        """Sets what an engine holds of a KV pool; returns the bytes that it has given up since the last call."""
+    def kv_pool_changed(self, stats: ipc.KvPoolStats) -> tuple[int, int]:
+        """Sets what an engine holds of a KV pool; returns the bytes of idle prefixes and of preempted sequences that it
+        has given up since the last call."""
         for part in ("held", "share", "cap", "budget"):
             self._metrics.kv_pool.labels(*self._own_labels, part).set(getattr(stats, part))
-        now = {"idle": stats.reclaimed_idle, "preempted": stats.reclaimed_used}
-        before, self._reclaimed = self._reclaimed, now
-        reclaimed = {}
-        for kind, total in now.items():
-            # less than before: a new engine has counted from 0
-            added = total - before[kind] if total >= before[kind] else total
-            self._metrics.kv_reclaimed.labels(*self._own_labels, kind).inc(added)
-            if added:
-                reclaimed[kind] = added
-        return reclaimed
+        now, before = (stats.reclaimed_idle, stats.reclaimed_used), self._reclaimed
+        self._reclaimed = now
+        # less than before: a new engine has counted from 0
+        idle, preempted = (new - old if new >= old else new for new, old in zip(now, before, strict=True))
+        self._metrics.kv_reclaimed.labels(*self._own_labels, "idle").inc(idle)
+        self._metrics.kv_reclaimed.labels(*self._own_labels, "preempted").inc(preempted)
+        return idle, preempted
 
     def blocks_refused(self, count: int) -> None:
         """So many fetched blocks were not cached."""

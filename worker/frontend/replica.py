@@ -257,8 +257,9 @@ class Replica(EngineListener):
 
     def kv_pool_changed(self, stats: ipc.KvPoolStats) -> None:
         """Shows the engine's part of the KV pool, and logs and counts what it has given up for other replicas."""
-        if reclaimed := self._metrics.kv_pool_changed(stats):
-            self._log.info("kv_reclaimed", held_bytes=stats.held, **reclaimed)
+        idle, preempted = self._metrics.kv_pool_changed(stats)
+        if idle or preempted:
+            self._log.info("kv_reclaimed", held_bytes=stats.held, idle_bytes=idle, preempted_bytes=preempted)
 
     def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
         """Observes how long a constraint took, and counts it if it was refused."""

@@ -120,7 +120,7 @@ class OnnxRunner:
             host_kv_blocks=0 if self.copies is None else self.copies.layout.num_slots,
             writes_through=settings.host_cache_policy != "write-back",
             idle_blocks_cost=False,
-            kv_lane_bytes=size.context_length * model.bytes_per_token if pool_bytes else 0,
+            kv_lane_bytes=size.context_length * model.bytes_per_token if model.device.kind == "cpu" else 0,
             missing=self._missing,
         )
 

@@ -433,4 +433,3 @@ class StepLoop:
         reclaimed = (lanes.reclaimed_idle * lane_bytes, lanes.reclaimed_used * lane_bytes)
         budget, held, share, cap, _ = lanes.usage()
         return ipc.KvPoolStats(budget, held, share, cap, *reclaimed)
-

@@ -91,7 +91,7 @@ class ReplicaServer:
 
         def join_pool(runner: Runner, wake: Callable[[], None]) -> KvShare | None:
             nonlocal kv_memory
-            if not runner.config.kv_lane_bytes:
+            if not settings.kv_pool_bytes or not runner.config.kv_lane_bytes:
                 return None
             assert isinstance(runner, LaneLender), runner
             kv_memory = share = self._kv_pool.join(settings, runner.config, runner, wake)

@@ -110,6 +110,11 @@ class Lender:
             self.step()
         return [list(one.token_ids[one.num_prompt :]) for one in self.sequences]
 
+    def close(self) -> None:
+        self.runner.close()
+        assert self.runner.copies is not None
+        self.runner.copies.close()
+
     @property
     def kv_bytes(self) -> int:
         """Returns the memory that keys and values really take."""
@@ -148,3 +153,5 @@ def test_lanes_that_are_reclaimed_give_their_memory_back_and_change_no_answer(ki
             if model.scheduler.has_work or model.scheduler.borrowed_lanes is not None:
                 model.step()
     assert busy.run() == other.run() == expected
+    for model in (alone, busy, other):
+        model.close()
