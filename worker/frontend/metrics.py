@@ -82,14 +82,12 @@ class WorkerMetrics(MetricFamilies):
         )
         self.kv_pool = gauge(
             "kv_pool_bytes",
-            "KV memory of a worker that shares it with others of its process: held now; its share, which is what it "
-            "holds if all want all they can get; its cap, the most it may hold; the budget of all.",
+            "Of KV memory that workers of a process share: held now, own share, cap, budget of all.",
             "part",
         )
         self.kv_reclaimed = counter(
             "kv_reclaimed_bytes",
-            "KV memory that was given up for other workers of the process, by what it held: idle prefixes, or "
-            "preempted sequences.",
+            "KV memory given up for other workers, of idle prefixes or preempted sequences.",
             "kind",
         )
         self.step_age = gauge("step_age_seconds", "Time since the step in progress began; 0 while idle.")
@@ -260,8 +258,6 @@ class ReplicaMetrics:
         self._logits = {stat: metrics.logits.labels(*own, stat) for stat in ("mean", "smallest", "largest")}
         self._non_finite_logits = [metrics.non_finite_logits.labels(*own, kind) for kind in ("nan", "inf", "-inf")]
         self._last_load = messages.Load()
-        self._reclaimed = (0, 0)
-        """The bytes of a KV pool that the engine has given up, of idle prefixes and of sequences, as it said last."""
         self.failures_in_a_row = 0
         """The requests that have failed here since the last one that did not."""
         self._load_counters = [
@@ -323,18 +319,12 @@ class ReplicaMetrics:
             if count := getattr(stats, name):
                 child.inc(count)
 
-    def kv_pool_changed(self, stats: ipc.KvPoolStats) -> tuple[int, int]:
-        """Sets what an engine holds of a KV pool; returns the bytes of idle prefixes and of preempted sequences that it
-        has given up since the last call."""
+    def kv_pool_changed(self, stats: ipc.KvPoolStats) -> None:
+        """Sets what an engine holds of a KV pool, and counts what it has given up."""
         for part in ("held", "share", "cap", "budget"):
             self._metrics.kv_pool.labels(*self._own_labels, part).set(getattr(stats, part))
-        now, before = (stats.reclaimed_idle, stats.reclaimed_used), self._reclaimed
-        self._reclaimed = now
-        # less than before: a new engine has counted from 0
-        idle, preempted = (new - old if new >= old else new for new, old in zip(now, before, strict=True))
-        self._metrics.kv_reclaimed.labels(*self._own_labels, "idle").inc(idle)
-        self._metrics.kv_reclaimed.labels(*self._own_labels, "preempted").inc(preempted)
-        return idle, preempted
+        for kind, count in (("idle", stats.reclaimed_idle), ("preempted", stats.reclaimed_used)):
+            self._metrics.kv_reclaimed.labels(*self._own_labels, kind).inc(count)
 
     def blocks_refused(self, count: int) -> None:
         """So many fetched blocks were not cached."""

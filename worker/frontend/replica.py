@@ -257,7 +257,8 @@ class Replica(EngineListener):
 
     def kv_pool_changed(self, stats: ipc.KvPoolStats) -> None:
         """Shows the engine's part of the KV pool, and logs and counts what it has given up for other replicas."""
-        idle, preempted = self._metrics.kv_pool_changed(stats)
+        self._metrics.kv_pool_changed(stats)
+        idle, preempted = stats.reclaimed_idle, stats.reclaimed_used
         if idle or preempted:
             self._log.info("kv_reclaimed", held_bytes=stats.held, idle_bytes=idle, preempted_bytes=preempted)
 

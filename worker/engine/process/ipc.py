@@ -290,9 +290,9 @@ class KvPoolStats(msgspec.Struct, frozen=True, array_like=True):
     cap: int
     """The most that it may ever hold."""
     reclaimed_idle: int
-    """The memory of cached prefixes that it has given up for other replicas since it started."""
+    """The memory of cached prefixes that it has given up for other replicas since the last report."""
     reclaimed_used: int
-    """The memory of sequences that it has preempted for other replicas since it started."""
+    """The memory of sequences that it has preempted for other replicas since the last report."""
 
 
 class ConstraintStarted(Message, frozen=True):

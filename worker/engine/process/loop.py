@@ -430,6 +430,6 @@ class StepLoop:
         if lanes is None:
             return None
         lane_bytes = self._runner.config.kv_lane_bytes
-        reclaimed = (lanes.reclaimed_idle * lane_bytes, lanes.reclaimed_used * lane_bytes)
         budget, held, share, cap, _ = lanes.usage()
-        return ipc.KvPoolStats(budget, held, share, cap, *reclaimed)
+        idle, used = lanes.take_reclaimed()
+        return ipc.KvPoolStats(budget, held, share, cap, idle * lane_bytes, used * lane_bytes)

@@ -34,10 +34,8 @@ class BorrowedLanes:
         """The lanes that were taken, and those of them that were idle, when the pool was told last."""
         self.are_awaited = False
         """Sequences wait and none runs, since there is no lane for any: there is nothing to do until the pool calls."""
-        self.reclaimed_idle = 0
-        """Idle lanes that were emptied for other replicas, in all."""
-        self.reclaimed_used = 0
-        """Lanes of sequences that were preempted for other replicas, in all."""
+        self._reclaimed_idle = self._reclaimed_used = 0
+        """Lanes that were emptied for other replicas since `take_reclaimed`."""
 
     def __repr__(self) -> str:
         return f"<BorrowedLanes of {self._share!r}>"
@@ -63,19 +61,26 @@ class BorrowedLanes:
         emptied = min(count, self._cache.lanes.num_idle)
         for _ in range(emptied):
             self._cache.empty_idle_lane()
-        self.reclaimed_idle += emptied
+        self._reclaimed_idle += emptied
         return count - emptied
 
     def empty_preempted(self) -> None:
         """Empties the lane of a sequence that was preempted, if what it computed is cached there."""
         if self._cache.lanes.num_idle:
             self._cache.empty_idle_lane()
-        self.reclaimed_used += 1
+        self._reclaimed_used += 1
 
     def give_back(self) -> None:
         """Gives the memory of all emptied lanes back."""
         self._share.give_back(self._cache.lanes.num_taken)
         self._told = self._held
+
+    def take_reclaimed(self) -> tuple[int, int]:
+        """Returns the idle lanes, and those of preempted sequences, that were emptied for other replicas since the last
+        call."""
+        reclaimed = (self._reclaimed_idle, self._reclaimed_used)
+        self._reclaimed_idle = self._reclaimed_used = 0
+        return reclaimed
 
     def usage(self) -> KvUsage:
         return self._share.usage()

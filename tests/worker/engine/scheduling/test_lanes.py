@@ -103,7 +103,7 @@ def test_idle_lanes_go_first_those_of_the_model_itself_too() -> None:
     assert pair.busy.scheduler.counts.preemptions == 0
     lanes = pair.other.scheduler.borrowed_lanes
     assert lanes is not None
-    assert (lanes.reclaimed_idle, lanes.reclaimed_used) == (1, 0)
+    assert lanes.take_reclaimed() == (1, 0)
     again = pair.other.add(2, "finished")
     pair.settle()
     assert again.num_cached == 7, "the prefix was copied to host memory and comes back"
