@@ -81,14 +81,10 @@ class WorkerMetrics(MetricFamilies):
             "uptime_seconds", "Time since a process has started; 0 for an engine that is not there.", "process"
         )
         self.kv_pool = gauge(
-            "kv_pool_bytes",
-            "Of KV memory that workers of a process share: held now, own share, cap, budget of all.",
-            "part",
+            "kv_pool_bytes", "KV memory that workers of a process share: held, share, cap, and budget of all.", "part"
         )
         self.kv_reclaimed = counter(
-            "kv_reclaimed_bytes",
-            "KV memory given up for other workers, of idle prefixes or preempted sequences.",
-            "kind",
+            "kv_reclaimed_bytes", "KV memory given up for other workers: idle or of preempted sequences.", "kind"
         )
         self.step_age = gauge("step_age_seconds", "Time since the step in progress began; 0 while idle.")
         self.cache_queries = counter("prefix_cache_queries_tokens", "Prompt tokens that were looked up in the cache.")
