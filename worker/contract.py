@@ -131,7 +131,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool
     missing: dict[str, str] = {}
     """Abilities that other models have on this engine and this one does not, each with the reason: `prefix_cache`,
-    `kv_exchange`, `recovery` (of copies, by the next engine), `batches`, `embeddings`, `router_tokenizing`."""
+    `kv_exchange`, `recovery` (of copies, by the next engine), `batches`, `embeddings`, `router_tokenizing`,
+    `reasoning_budget`."""
     vocab_size: int
     features: tuple[str, ...]
     defaults: SamplingParams

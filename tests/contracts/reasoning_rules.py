@@ -110,10 +110,31 @@ async def closes_reasoning_in_front_of_a_constraint(engine: contract.Engine, con
     await settled(engine)
 
 
+async def ends_at_limits_and_stops_within_what_closes_reasoning(
+    engine: contract.Engine, config: contract.EngineConfig
+) -> None:
+    if not closes_reasoning(config):
+        return
+    asked = reasoning(config, 3, message="That is enough.", max_tokens=24)
+    whole = await run(engine, asked)
+    for most in range(1, len(whole.token_ids)):
+        sampling = msgspec.structs.replace(asked.sampling, max_tokens=most)
+        cut = await run(engine, msgspec.structs.replace(asked, key=new_key(), sampling=sampling))
+        assert (cut.token_ids, cut.outputs[-1].finish_reason) == (whole.token_ids[:most], "length")
+    stopped = await run(engine, msgspec.structs.replace(asked, key=new_key(), stop=("is en",)))
+    assert stopped.outputs[-1].stop_match == "is en"
+    assert "".join(output.reasoning for output in stopped.outputs).endswith("That ")
+    assert stopped.text == ""
+    assert stopped.outputs[-1].usage is not None
+    assert stopped.outputs[-1].usage.completion_tokens == len(stopped.token_ids) < len(whole.token_ids)
+    await settled(engine)
+
+
 RULES = (
     closes_reasoning_after_its_tokens,
     ends_reasoning_with_a_message,
     continues_after_any_token_of_closed_reasoning,
     closes_reasoning_the_same_with_log_probabilities,
     closes_reasoning_in_front_of_a_constraint,
+    ends_at_limits_and_stops_within_what_closes_reasoning,
 )

@@ -551,6 +551,11 @@ class ForcesTheMarkerWithoutLogprobs(OfADemo):
         sink(replace(output, logprobs=[] if output.reasoning == "" else output.logprobs))
 
 
+class OverlooksStopsInClosedReasoning(OfADemo):
+    def request(self, request):  # type: ignore[no-untyped-def]
+        return request if request.reasoning_limit is None else replace(request, stop=())
+
+
 class ReasonsUpToTheConstraint(OfADemo):
     def request(self, request):  # type: ignore[no-untyped-def]
         return request if request.constraint is None else replace(request, reasoning_limit=None)
@@ -633,6 +638,7 @@ BROKEN = {
     ForgetsTheMessage: reasoning_rules.ends_reasoning_with_a_message,
     CountsReasoningFromWhereItResumes: reasoning_rules.continues_after_any_token_of_closed_reasoning,
     ForcesTheMarkerWithoutLogprobs: reasoning_rules.closes_reasoning_the_same_with_log_probabilities,
+    OverlooksStopsInClosedReasoning: reasoning_rules.ends_at_limits_and_stops_within_what_closes_reasoning,
     ReasonsUpToTheConstraint: reasoning_rules.closes_reasoning_in_front_of_a_constraint,
     LeavesStreamsOpenAtCleanup: stream_rules.ends_every_stream_at_cleanup,
 }

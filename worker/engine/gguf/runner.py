@@ -11,6 +11,7 @@ from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker import contract, engine_request
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
 from tokenbus.worker.engine import poison
 from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 from tokenbus.worker.engine.device_memory import DeviceMemory
@@ -99,8 +100,7 @@ class GgufRunner:
         self.embedder: Embedder | None = None
         self._embedder: CausalEmbedder | None = None
         self.reranker: Reranker | None = None
-        model_tokens = ModelTokens(self.token_bytes, self.end_token_ids, self.encode)
-        self.reasoning_closer = reasoning.closer_of(model.chat_format, model_tokens)
+        self.reasoning_closer: ReasoningCloser | None = None
         try:
             self._open(settings)
         except BaseException:
@@ -251,6 +251,8 @@ class GgufRunner:
         sizes = _checkpoint_sizes(settings, capabilities, missing)
         if self.bundle is None:
             missing["router_tokenizing"] = "no tokenizer made from its files agrees with llama.cpp's on all probes"
+        model_tokens = ModelTokens(self.token_bytes, self.end_token_ids, self.encode)
+        self.reasoning_closer = reasoning.closer_of(self._model.chat_format, model_tokens, missing)
         exchanged = capabilities.state_format if self.copies is not None else None
         offered = features.with_sampler(
             chat=self._tokenizer.supports_chat,

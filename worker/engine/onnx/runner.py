@@ -101,7 +101,7 @@ class OnnxRunner:
         self.embedder = self._make_embedder(settings, size)
         self.reranker: Reranker | None = None
         model_tokens = ModelTokens(self.token_bytes, self.end_token_ids, self.encode)
-        self.reasoning_closer = reasoning.closer_of(model.chat_format, model_tokens)
+        self.reasoning_closer = reasoning.closer_of(model.chat_format, model_tokens, self._missing)
         self._takes_adapters = model.takes_adapters
         self._adapters = ReplicaAdapters(model, self._cache.drop_bindings) if model.projections else None
         self.adapters: Adapters | None = self._adapters
