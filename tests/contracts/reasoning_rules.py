@@ -3,6 +3,7 @@
 import msgspec
 
 from tests.contracts.driving import new_key, prompt, request, run, settled, start
+from tests.support.engines import Recorder
 from tokenbus.protocol.wire import messages
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.chat_format.grammar.answer import reasoning_grammar
@@ -29,6 +30,16 @@ def reasoning(
     lively = {"max_tokens": 60, "temperature": 1.0, "seed": number, "logit_bias": never}
     asked = request(prompt(config, number), **(lively | sampling))  # type: ignore[arg-type]
     return msgspec.structs.replace(asked, parsing=parsing, reasoning_limit=limit)
+
+
+async def check_every_prefix(engine: contract.Engine, asked: engine_request.EngineRequest) -> Recorder:
+    """Continues an answer after each of its tokens but the last; returns the undisturbed one."""
+    whole = await run(engine, asked)
+    for count in range(1, len(whole.token_ids)):
+        given = engine_request.ResumedCompletion(token_ids=whole.token_ids[:count])
+        again = await run(engine, msgspec.structs.replace(asked, key=new_key(), resumed=given))
+        assert (again.token_ids, again.text) == (whole.token_ids, whole.text), count
+    return whole
 
 
 async def closes_reasoning_after_its_tokens(engine: contract.Engine, config: contract.EngineConfig) -> None:
@@ -64,11 +75,7 @@ async def continues_after_any_token_of_closed_reasoning(engine: contract.Engine,
     if not closes_reasoning(config):
         return
     asked = reasoning(config, 5, message="Enough.", max_tokens=24)
-    whole = await run(engine, asked)
-    for count in range(1, len(whole.token_ids)):
-        given = engine_request.ResumedCompletion(token_ids=whole.token_ids[:count])
-        again = await run(engine, msgspec.structs.replace(asked, key=new_key(), resumed=given))
-        assert (again.token_ids, again.text) == (whole.token_ids, whole.text), count
+    await check_every_prefix(engine, asked)
     await settled(engine)
 
 
@@ -99,14 +106,10 @@ async def closes_reasoning_in_front_of_a_constraint(engine: contract.Engine, con
     )
     asked = reasoning(config, 6, ignore_eos=False, max_tokens=24)
     asked = msgspec.structs.replace(asked, constraint=constraint)
-    whole = await run(engine, asked)
+    whole = await check_every_prefix(engine, asked)
     assert whole.outputs[-1].finish_reason is messages.FinishReason.STOP
     assert len(whole.text) == 4
     assert whole.text[:3].isdigit()
-    for count in range(1, len(whole.token_ids)):
-        given = engine_request.ResumedCompletion(token_ids=whole.token_ids[:count])
-        again = await run(engine, msgspec.structs.replace(asked, key=new_key(), resumed=given))
-        assert (again.token_ids, again.text) == (whole.token_ids, whole.text), count
     await settled(engine)
 
 

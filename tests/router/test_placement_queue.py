@@ -390,13 +390,11 @@ async def test_a_request_with_a_budget_waits_for_a_worker_that_can_close_reasoni
     first = testbed.place_with_budget("a")
     await settle()
     assert len(testbed.queue) == 1
-    overtaking = await testbed.place("b")
-    assert isinstance(overtaking, Placement)
-    assert overtaking.worker.card.worker_id == "w2"
-    testbed.report(messages.Load(running=8))
+    testbed.set_features("w2", "generate", "reasoning_budget")
+    testbed.queue.place_waiting(asyncio.get_running_loop().time())
     placed = await first
     assert isinstance(placed, Placement)
-    assert placed.worker.card.worker_id == "w1"
+    assert placed.worker.card.worker_id == "w2"
 
 
 async def test_a_budget_that_is_a_hint_asks_for_no_particular_worker() -> None:

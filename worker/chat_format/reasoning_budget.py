@@ -62,13 +62,17 @@ class ReasoningCloser:
         return f"<ReasoningCloser {self._marker!r}>"
 
     def tokens(self, message: str = "", *, behind: str = "") -> list[int]:
-        """Returns the tokens that close reasoning whose text ends with `behind`. A message is a paragraph of its own
-        before the marker."""
-        text = f"\n\n{message}{self._marker}" if message else self._marker
+        """Returns the tokens that close reasoning whose text ends with `behind`.
+
+        A message is a paragraph of its own before the marker, and has the marker itself only by mistake."""
+        message = message.strip().removesuffix(self._marker.strip()).rstrip()
+        found = list(self._encode(f"\n\n{message}")) if message else []
+        marker = self._marker
         if self._edge and not message and behind.endswith(self._edge):
-            text = text[len(self._edge) :]
-        pieces = self.rules.rules.alphabet.split(text)
-        return [token for one in pieces for token in ([one] if isinstance(one, int) else self._encode(one))]
+            marker = marker[len(self._edge) :]
+        for piece in self.rules.rules.alphabet.split(marker):
+            found += [piece] if isinstance(piece, int) else self._encode(piece)
+        return found
 
     def can_close(self, end_token_ids: Collection[int]) -> bool:
         """Returns whether the tokens do close reasoning, and none of them ends the answer."""

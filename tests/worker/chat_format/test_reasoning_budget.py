@@ -109,6 +109,14 @@ def test_a_message_is_a_paragraph_before_the_marker_unless_there_was_no_reasonin
     assert write_text(HERMES, HERMES.budget(0, prompt="<think>\n", message="Time is up."), "a") == "\n</think>\n\na"
 
 
+def test_a_message_that_has_the_marker_too_closes_reasoning_once() -> None:
+    for message in ("Time is up.\n</think>\n\n", " Time is up.</think>"):
+        budget = HERMES.budget(2, prompt="<think>\n", message=message)
+        assert write_text(HERMES, budget, "abc") == "ab\n\nTime is up.\n</think>\n\nc"
+    inside = write(HERMES.budget(2, prompt="<think>\n", message="No </think> here."), HERMES.tokens("abc"))
+    assert inside.tokens.count(CLOSE) == 1
+
+
 def test_a_call_that_ends_the_reasoning_is_not_interrupted() -> None:
     vocabulary = ReasoningVocabulary(KNOWN["qwen-tags"])
     call = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"

@@ -7,8 +7,9 @@ from tokenbus.worker.engine.constraints.vocabulary import ModelTokens, PartEncod
 
 
 def closer_of(chat_format: ChatFormat | None, model: ModelTokens, missing: dict[str, str]) -> ReasoningCloser | None:
-    """Returns what closes the reasoning of a model's answers, or None where nothing does, which is noted in `missing` if
-    the model reasons."""
+    """Returns what closes the reasoning of a model's answers, or None where nothing does.
+
+    Then `missing` says why, if the model reasons."""
     if chat_format is None or not chat_format.reasons:
         return None
     parts = PartEncoder(model)
