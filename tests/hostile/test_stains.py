@@ -15,9 +15,9 @@ ATTACKS = 2
 
 
 def innocent(number: int, max_tokens: int) -> Message:
-    text = f"{number} days ago the fox asked the owl about {number}"
-    token_ids = [1 + byte for byte in text.encode()]  # so that no request waits for an engine to tokenize it
-    return {"token_ids": token_ids, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    """Returns a request that an engine has to tokenize, since routers don't know the simulator's tokens."""
+    prompt = f"{number} days ago the fox asked the owl about {number}"
+    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
 
 
 async def texts(client: RawClient, requests: list[Message]) -> list[str]:

@@ -18,6 +18,9 @@ _WORKERS_PER_ROUND = 3
 _MAX_ROUNDS = 3
 """Rounds in which all workers fail although some say that they are ready."""
 
+_UNREACHED = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST)
+"""A worker has no engine, or lost it before it could answer: all that is asked here may be asked again."""
+
 ResultT = TypeVar("ResultT")
 
 
@@ -40,9 +43,9 @@ class WorkerRounds:
     ) -> ResultT:
         """Returns the first result of `attempt`, which gets a few workers at a time, those of `workers` first.
 
-        Passes over workers that can't be reached, which `attempt` reports by RequestError(no_worker), and waits for
-        them while they may come back. Goes on to other workers after any other error that is retryable. Raises
-        RequestError if nothing is left to try."""
+        Passes over workers that can't be reached, which `attempt` reports by RequestError(no_worker or worker_lost),
+        and waits for them while they may come back. Goes on to other workers after any other error that is retryable.
+        Raises RequestError if nothing is left to try."""
         rounds, asked = 0, set[str]()
         while True:
             asked |= {worker.card.worker_id for worker in workers[:_WORKERS_PER_ROUND]}
@@ -51,7 +54,7 @@ class WorkerRounds:
             except errors.RequestError as error:
                 if not error.error.retryable or is_cancelled():
                     raise
-                was_answered = error.error.code is not errors.Code.NO_WORKER
+                was_answered = error.error.code not in _UNREACHED
                 able = self._fleet.eligible_workers(model, time.monotonic())
                 others = [worker for worker in able if worker.card.worker_id not in asked]
                 if others and (was_answered or any(worker.has_no_responders for worker in workers)):
