@@ -1,4 +1,4 @@
-"""Acts as a router towards the first worker of the model."""
+"""Acts as a router towards the model's first worker."""
 
 import struct
 

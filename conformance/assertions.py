@@ -1,9 +1,9 @@
-"""The result of a check: it returns if its rule holds, and raises if the rule is broken or can't be checked."""
+"""The outcome of a check: it returns if its rule holds, and raises if the rule is broken or can't be checked."""
 
 from typing import Any
 
 Message = dict[str, Any]
-"""A decoded message, about which nothing is known yet."""
+"""A decoded message, not validated yet."""
 
 
 class BrokenError(Exception):
@@ -21,6 +21,6 @@ def expect(holds: bool, seen: str) -> None:
 
 
 def shorten(value: object) -> str:
-    """Returns a value as text for a report, on one line and cut after 160 characters."""
+    """Returns a value as text for a report: one line, truncated at 160 characters."""
     text = repr(value)
     return text if len(text) <= 160 else text[:157] + "..."

@@ -36,13 +36,13 @@ class Exchange:
     def __init__(self, inbox: str, *, msgpack: bool, request_id: str | None = None) -> None:
         self.inbox = inbox
         self.request_id = request_id
-        """The request's id, if it was sent with one."""
+        """The request's id, if it has one."""
         self.received: list[Received] = []
         self._msgpack = msgpack
         self._messages: list[Message] = []
         self._fault: BrokenError | None = None
         self.num_tokens = 0
-        """Sampled tokens in all messages, counting replayed ones again."""
+        """Sampled tokens in all messages, including replayed ones."""
         self.is_ended = False
         """Whether a terminal has arrived."""
         self._changed = asyncio.Event()
@@ -59,7 +59,7 @@ class Exchange:
 
     @property
     def pairs(self) -> list[tuple[Received, Message]]:
-        """Each message as it arrived and decoded."""
+        """Each message, both as received and decoded."""
         return list(zip(self.received, self.messages, strict=True))
 
     @property
@@ -67,7 +67,7 @@ class Exchange:
         return "".join(str(message.get("text")) for message in self.messages)
 
     def take(self, received: Received) -> None:
-        """Adds a message. Never raises, since the loop that reads the connection calls it."""
+        """Adds a message. Never raises, since the connection's read loop calls it."""
         self.received.append(received)
         try:
             if received.is_no_responders:
@@ -87,7 +87,7 @@ class Exchange:
         """Waits until a condition holds. Raises BrokenError naming what did not arrive in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                # Clearing before waiting can't miss a message: nothing else runs between the two.
+                # Clearing before waiting can't lose a message: nothing else runs in between.
                 while not holds():
                     if self._fault is not None:
                         raise self._fault
@@ -102,7 +102,7 @@ class Exchange:
         return self.messages[0]
 
     async def parts(self, what: str) -> list[Message]:
-        """Waits for all parts of a reply that comes in parts."""
+        """Waits for all parts of a multi-part reply."""
         first = await self.first(what)
         await self.until(lambda: len(self.received) >= first.get("parts", 1), f"every part of {what}")
         return self.messages
@@ -121,7 +121,7 @@ class Exchange:
 
 
 async def any_tokens(exchanges: Sequence[Exchange], count: int) -> None:
-    """Waits until `count` tokens or the terminal have arrived at one of the exchanges."""
+    """Waits until `count` tokens or the terminal have arrived on one of the exchanges."""
     waits = [tasks.awaited(exchange.tokens(count)) for exchange in exchanges]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -61,7 +61,7 @@ def matching(pattern: str) -> FieldType:
 
 
 def map_of(schema: Schema) -> FieldType:
-    """Returns the type of maps that follow a schema. For a whole message use `check`, which names the wrong field."""
+    """Returns the type of maps that follow a schema. For whole messages use `check`, which names the wrong field."""
 
     def holds(value: object) -> bool:
         return isinstance(value, dict) and all(kind.holds(value.get(name)) for name, kind in schema.items())
@@ -70,7 +70,7 @@ def map_of(schema: Schema) -> FieldType:
 
 
 def check(message: object, schema: Schema, where: str) -> None:
-    """Raises BrokenError naming the first field of a wrong type. Fields that the schema lacks may hold anything."""
+    """Raises BrokenError naming the first field of a wrong type. Fields not in the schema may hold anything."""
     if not isinstance(message, dict):
         raise BrokenError(f"{where} is {shorten(message)}, not a map")
     for name, kind in schema.items():

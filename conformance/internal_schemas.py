@@ -1,4 +1,4 @@
-"""The schemas of messages between routers and workers, written from docs/wire.md like those of clients."""
+"""The schemas of messages between routers and workers, written from docs/wire.md like those of clients' messages."""
 
 from tokenbus.conformance import field_types, schemas
 from tokenbus.conformance.field_types import (

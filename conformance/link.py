@@ -1,4 +1,4 @@
-"""The raw connection to the broker: publishes, receives in order, and records what permissions forbid."""
+"""The raw connection to the broker: publishes, receives in order, and records permission violations."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ class Received:
     """One message as it arrived."""
 
     order: int
-    """Its number among all messages of the connection. NATS keeps the order of what one process publishes."""
+    """Its number among all messages of the connection. NATS keeps the order of one process's messages."""
     at: float
     subject: str
     data: bytes
@@ -30,7 +30,7 @@ class Received:
 
     @property
     def is_no_responders(self) -> bool:
-        """Whether this is the broker's reply that nobody subscribes to the subject."""
+        """Whether this is the broker's reply that the subject has no subscribers."""
         return not self.data and self.headers.get("Status") == "503"
 
 
@@ -38,7 +38,7 @@ Callback = Callable[[Received], None]
 
 
 class _Client(handshake.HandshakeClient):
-    """Hands messages over while they are read. nats-py's own callbacks keep the order only within a subscription."""
+    """Passes messages on as they are read. nats-py's own callbacks keep the order only within a subscription."""
 
     def __init__(self, settings: connection.Settings) -> None:
         super().__init__(settings)
@@ -55,13 +55,13 @@ class _Client(handshake.HandshakeClient):
 
 
 class Link:
-    """The one connection that all rules share."""
+    """The single connection shared by all rules."""
 
     def __init__(self, client: _Client) -> None:
         self._client = client
         self._denials: list[str] = []
         self._denied = asyncio.Event()
-        """Set and cleared at once whenever the broker denies something, to wake those who wait."""
+        """Set and cleared at once whenever the broker denies something, to wake the waiters."""
 
     def __repr__(self) -> str:
         return f"<Link {'up' if self._client.is_connected else 'down'}, {len(self._denials)} denials>"
@@ -94,7 +94,7 @@ class Link:
         return self._client.new_inbox()
 
     async def subscribe(self, subject: str, take: Callback) -> Subscription:
-        # nats-py has no public way to tell which subscription a raw message belongs to.
+        # nats-py has no public way to find a raw message's subscription.
         subscription = await self._client.subscribe(subject, cb=_nothing)
         self._client.callbacks[subscription._id] = take
         return subscription
@@ -113,12 +113,12 @@ class Link:
 
     async def flush(self) -> None:
         """Waits until the broker has processed everything sent before."""
-        # nats-py's reader ends when a PONG comes for a flush that was cancelled
+        # nats-py's reader ends when a PONG arrives for a cancelled flush
         await asyncio.shield(self._client.flush())
 
     def denied_reason(self, subjects: set[str]) -> str | None:
         """Returns the broker's error text if it has denied one of these subjects."""
-        # The broker's text is `permissions violation for publish to "subject"`, which nats-py lowers.
+        # The broker's text is `permissions violation for publish to "subject"`, which nats-py converts to lower case.
         lowered = [subject.lower() for subject in subjects]
         for refusal in self._denials:
             if any(f'"{subject}"' in refusal for subject in lowered):
@@ -126,7 +126,7 @@ class Link:
         return None
 
     async def wait_denied(self, subjects: set[str]) -> None:
-        """Waits until the broker denies one of these subjects. The set may grow meanwhile."""
+        """Waits until the broker denies one of these subjects. The set may grow in the meantime."""
         while self.denied_reason(subjects) is None:
             await self._denied.wait()
 
@@ -141,4 +141,4 @@ class Link:
 
 
 async def _nothing(message: Msg) -> None:
-    """Does nothing: `_build_message` has handed the message over already."""
+    """Does nothing: `_build_message` has already passed the message on."""

@@ -1,4 +1,4 @@
-"""The raw client of one rule: sends requests, collects the replies, and cleans up after itself."""
+"""A rule's raw client: sends requests, collects the replies, and cleans up after itself."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ from tokenbus.protocol.wire import subjects
 MSGPACK = "application/msgpack"
 PROMPT = "Once upon a time"
 _LONG_TOKENS = 2_000
-"""Length of a stream that must run for seconds, even on a fast engine."""
+"""The length of a stream that must run for seconds, even on a fast engine."""
 _ROOM_FOR_PROMPT = 64
 """Tokens of the context left for the prompt."""
 
@@ -31,7 +31,7 @@ class Target(NamedTuple):
     worker_ids: tuple[str, ...]
     max_request_bytes: int
     max_upload_bytes: int
-    """0 if the reply names none."""
+    """0 if the reply gives none."""
     adapters: tuple[str, ...] = ()
     """Names of LoRA adapters that are loaded for this tenant."""
 
@@ -46,7 +46,7 @@ class Probe:
         self.inbox_prefix = inbox_prefix
         self.target = target
         self.used_subjects: set[str] = set()
-        """All subjects published or subscribed to, to tell whether permissions got in the way."""
+        """All subjects published or subscribed to, to detect interfering permissions."""
         self._nonce = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._subscriptions: dict[str, Subscription] = {}
@@ -109,7 +109,7 @@ class Probe:
         return max(1, min(_LONG_TOKENS, self.target.context_length - _ROOM_FOR_PROMPT))
 
     def long_request(self, **fields: object) -> Message:
-        """Returns a request with an id whose stream runs for a long time."""
+        """Returns a request with an id and a long-running stream."""
         return {"id": self.new_id(), **short_request(self.long_tokens), **fields}
 
     async def live(self, *, inbox: str | None = None, tenant: str | None = None, **fields: object) -> Exchange:
@@ -136,7 +136,7 @@ class Probe:
         return await exchange.first(f"a reply on {subject}")
 
     async def is_answered(self, subject: str, body: bytes | Message = b"", within_s: float = 0.6) -> bool:
-        """Returns whether anybody but the broker replies to a message."""
+        """Returns whether anyone other than the broker replies to a message."""
         exchange = await self.send(body, subject=subject)
         await asyncio.sleep(within_s)
         return any(not received.is_no_responders for received in exchange.received)
@@ -172,7 +172,7 @@ class Probe:
         await exchange.terminal()
 
     async def close(self) -> None:
-        """Cancels the streams that still run, and unsubscribes from everything."""
+        """Cancels the running streams, and unsubscribes from everything."""
         for subject, exchange in self._started:
             if not exchange.is_ended:
                 await self.link.publish(subject, b"")

@@ -1,4 +1,4 @@
-"""The outcomes of rules, as lines of text or JSON."""
+"""The outcomes of rules, as text or JSON."""
 
 import enum
 import json
@@ -14,7 +14,7 @@ class Verdict(enum.StrEnum):
 
 
 class Outcome(NamedTuple):
-    """The result of one rule and its reason."""
+    """The verdict on one rule and its reason."""
 
     rule: str
     verdict: Verdict

@@ -1,4 +1,4 @@
-"""Runs the rules: some alone, the others a few at a time, each with its own client and a time limit."""
+"""Runs the rules: some alone, others a few at a time, each with its own client and time limit."""
 
 import asyncio
 import contextlib
@@ -14,11 +14,11 @@ from tokenbus.conformance.rules.registry import Rule
 from tokenbus.protocol import tasks
 
 _CONCURRENCY = 6
-"""Rules that run at the same time."""
+"""Rules that run concurrently."""
 
 
 async def run_all(rules: Sequence[Rule], make_probe: Callable[[], Probe], timeout_s: float) -> AsyncIterator[Outcome]:
-    """Yields the outcomes in the order of the rules, each as soon as it and those before it are known."""
+    """Yields the outcomes in the order of the rules, each as soon as it and all before it are known."""
     exclusive: dict[str, Outcome] = {}
     for rule in rules:
         if rule.exclusive:
@@ -42,7 +42,7 @@ async def run_all(rules: Sequence[Rule], make_probe: Callable[[], Probe], timeou
 async def run_one(rule: Rule, probe: Probe, timeout_s: float) -> Outcome:
     """Runs one rule. Never raises: a check that fails in any way counts as a broken rule."""
     began = time.monotonic()
-    # Both run at the same time: a rule whose messages the broker denies would only end by its time limit.
+    # Both run concurrently: a rule whose messages the broker denies would end only at its time limit.
     judging = tasks.awaited(_judge(rule, probe, timeout_s))
     refusal = tasks.awaited(probe.link.wait_denied(probe.used_subjects))
     try:
@@ -51,7 +51,7 @@ async def run_one(rule: Rule, probe: Probe, timeout_s: float) -> Outcome:
         judging.cancel()
         refusal.cancel()
         await asyncio.wait((judging, refusal))
-    if denial := probe.link.denied_reason(probe.used_subjects):  # denied subjects make rules seem to hold
+    if denial := probe.link.denied_reason(probe.used_subjects):  # denied subjects can make rules seem to hold
         verdict, reason = Verdict.SKIPPED, f"denied by the broker: {denial}"
     else:
         verdict, reason = judging.result()
@@ -70,6 +70,6 @@ async def _judge(rule: Rule, probe: Probe, timeout_s: float) -> tuple[Verdict, s
         return Verdict.SKIPPED, str(error)
     except TimeoutError:
         return Verdict.BROKEN, f"no result within {timeout_s:g} s"
-    except Exception as error:  # outermost frame of a rule: messages of any shape may make its check fail
+    except Exception as error:  # outermost frame of a rule: malformed messages may make its check raise anything
         return Verdict.BROKEN, f"{type(error).__name__}: {error}"
     return Verdict.OK, ""

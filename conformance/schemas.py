@@ -35,7 +35,7 @@ ERRORS: dict[str, tuple[int, bool]] = {
     "upload_lost": (503, True),
     "internal": (500, True),
 }
-"""HTTP status and `retryable` of each error code. A copy on purpose: it checks the project's own table too."""
+"""HTTP status and `retryable` of each error code. Deliberately a copy: it checks the project's own table too."""
 
 REQUEST_ID = field_types.matching("[A-Za-z0-9_-]{1,128}")
 
@@ -52,7 +52,8 @@ CHUNK: Schema = {
 """The fields of every message of a stream."""
 
 ORIGIN: Schema = {"worker_id": optional(NAME), "model": NAME, "created": POSITIVE}
-"""Further fields of the head of each attempt, of empty chunks and of the terminal. A router's have no worker."""
+"""Further fields of the head of each attempt, of empty chunks and of the terminal. Those from a router have no
+worker."""
 
 USAGE: Schema = {
     "prompt_tokens": COUNT,

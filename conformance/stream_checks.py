@@ -7,7 +7,7 @@ from tokenbus.conformance.assertions import BrokenError, Message, expect, shorte
 
 
 def current(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages a client uses: none whose attempt is lower than one before."""
+    """Returns the messages that a client uses: none whose attempt is lower than an earlier one's."""
     kept: list[Message] = []
     highest = 0
     for message in messages:
@@ -36,7 +36,7 @@ def _check_head(messages: Sequence[Message]) -> None:
 
 
 def _without_router_s(messages: Sequence[Message]) -> list[Message]:
-    """Leaves out the empty chunks with which a router says that it holds a request."""
+    """Leaves out the empty chunks by which a router says that it holds a request."""
     return [
         message
         for message in messages
@@ -112,7 +112,7 @@ def check_numbers(messages: Sequence[Message]) -> None:
 
 
 def _check_delta(delta: object, arguments: dict[int, int]) -> None:
-    """Checks more of a tool call, and adds it to the bytes of arguments that each call has."""
+    """Checks a tool-call delta, and adds it to the bytes of arguments that each call has."""
     field_types.check(delta, schemas.TOOL_CALL, "a tool call")
     assert isinstance(delta, dict)
     index = delta["index"]
@@ -145,13 +145,13 @@ def check_usage(messages: Sequence[Message]) -> None:
 
 
 def check_timings(terminal: Message) -> None:
-    """Checks that all five timings are there and none exceeds the total."""
+    """Checks that all five timings are present and none exceeds the total."""
     timings = terminal.get("timings")
     field_types.check(timings, schemas.TIMINGS, "the terminal's timings")
     assert isinstance(timings, dict)
     for name, value in timings.items():
         if name in schemas.TIMINGS:
-            # Each is rounded on its own.
+            # Each is rounded separately.
             expect(value <= timings["total_ms"] + 1, f"{name} {value} exceeds total_ms {timings['total_ms']}")
 
 
@@ -182,9 +182,9 @@ def check_token_ids(messages: Sequence[Message]) -> None:
 
 def check_refusal(messages: Sequence[Message], *codes: str, param: str | None = None) -> Message:
     """Checks for a lone error terminal with zero offsets and one of these codes; returns its error. A router's empty
-    chunks may come before it.
+    chunks may precede it.
 
-    `param` is the field at fault. The error's own param may name a part of it."""
+    `param` is the field at fault; the error's own param may name a part of it."""
     messages = _without_router_s(messages) or messages
     expect(len(messages) == 1, f"{len(messages)} messages instead of a refusal: {shorten(messages[0])}")
     (refusal,) = messages

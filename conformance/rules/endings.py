@@ -1,4 +1,4 @@
-"""Rules of streams that end early: by a cancel, a deadline, or a client that is gone."""
+"""Rules of streams that end early: by a cancel, a deadline, or the loss of the client."""
 
 import asyncio
 import time
@@ -13,13 +13,13 @@ _TIMEOUT_MS = 250
 _SLACK_MS = 10_000
 """Slack for busy machines. A stream that ignored its deadline would take longer."""
 _CHECK_AFTER_S = (4.5, 9.0)
-"""Seconds before the first look, and before a second one if a stream still runs. A worker needs two of them to probe a
-client that seems gone; the rest is slack for busy machines."""
+"""Seconds before the first look, and before a second one if a stream is still running. A worker needs two of them to
+probe a client that seems gone; the rest is slack for busy machines."""
 _NUM_REQUESTS = 12
-"""Requests sent at once: enough that none is finished before its client is missed."""
+"""Requests sent at once: enough that none finishes before its client is missed."""
 _STARTED_TOKENS = 16
-"""Tokens of the fastest stream, by which time all streams that the worker has room for have begun. The others wait for
-them, and which ones those are depends on the routers, not on the order of sending."""
+"""Tokens of the fastest stream: by then all streams that the worker has room for have begun. The others wait, and which
+ones those are depends on the routers, not on the order of sending."""
 
 
 async def cancelled(probe: Probe) -> None:
@@ -38,7 +38,7 @@ async def cancelled(probe: Probe) -> None:
 async def cancelled_without_reply(probe: Probe) -> None:
     """A cancel works without a reply subject."""
     live = await probe.live(stream=False)
-    await asyncio.sleep(0.2)  # it sends nothing before its end, so there is no chunk to wait for
+    await asyncio.sleep(0.2)  # nothing is sent before its end, so there is no chunk to wait for
     await probe.cancel(live)
     reason = live.messages[-1]["finish_reason"]
     expect(reason == "cancelled", f"the stream ends with {reason}")
@@ -90,7 +90,7 @@ async def client_gone(probe: Probe) -> None:
     live = [answer for answer in asked if answer.num_tokens]
     expect(bool(live), "no stream has begun")
     await asyncio.gather(*(probe.stop_listening(answer) for answer in live))
-    # The waiting ones would only start when a gone client's request has ended, and hide how long that took.
+    # The waiting ones would start only when a lost client's request has ended, and hide how long that took.
     await asyncio.gather(*(probe.cancel(answer) for answer in asked if answer not in live))
     reasons = await _wait_abandoned_ended(probe, live)
     if set(reasons) == {"length"}:
@@ -102,10 +102,11 @@ async def client_gone(probe: Probe) -> None:
 
 
 async def _wait_abandoned_ended(probe: Probe, live: Sequence[Exchange]) -> list[str]:
-    """Waits for streams without a listener to end; returns their finish reasons, `running` for those that do not."""
+    """Waits for streams without a listener to end; returns their finish reasons, or `running` for those that do not
+    end."""
     reasons: list[str] = []
     for wait_s in _CHECK_AFTER_S:
-        await asyncio.sleep(wait_s)  # looking means listening again, so it must not be done too early
+        await asyncio.sleep(wait_s)  # looking means listening again, so it must not happen too early
         reasons = await asyncio.gather(*(_abandoned_finish_reason(probe, answer) for answer in live))
         if "running" not in reasons:
             break

@@ -1,4 +1,4 @@
-"""Rules of optional features: a model supports one as the contract says, or refuses it as unsupported."""
+"""Rules of optional features: a model supports each as the contract says, or refuses it as unsupported."""
 
 import json
 import re
@@ -130,7 +130,7 @@ async def reasoning(probe: Probe) -> None:
 
 
 async def constrained(probe: Probe) -> None:
-    """The answer to a request with response_format, regex, choice or grammar is what that accepts."""
+    """The answer to a request with response_format, regex, choice or grammar conforms to it."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     for fields, accepted in (
         ({"response_format": _json_schema(schema)}, r'\{"a": [12]\}'),

@@ -11,7 +11,7 @@ from tokenbus.conformance.probe import MSGPACK, Probe, short_request
 
 
 class FieldLimits(NamedTuple):
-    """Values of one field: the outermost allowed ones and the first ones beyond them."""
+    """Values of one field: the outermost allowed ones and the first ones beyond."""
 
     field: str
     accepted: tuple[object, ...]
@@ -124,7 +124,7 @@ async def parts_that_do_not_follow(probe: Probe) -> None:
     for begin, end, code in ((5, 15, "invalid_request"), (10, 101, "invalid_request"), (11, 20, "upload_lost")):
         upload = await _announce(probe, 100)
         await _part(probe, upload, bytes(10), "Tokenbus-Offset", 0)
-        for expected in (code, "upload_lost"):  # the second time nothing is known of the upload any more
+        for expected in (code, "upload_lost"):  # the second time the upload is no longer known
             refused = await _part(probe, upload, bytes(end - begin), "Tokenbus-Offset", begin)
             stream_checks.check_refusal([refused], expected)
 

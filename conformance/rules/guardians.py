@@ -11,12 +11,12 @@ from tokenbus.conformance.probe import Probe
 from tokenbus.protocol.wire import subjects
 
 _MIN_CHECK_S, _MAX_CHECK_S = 0.4, 2.5
-"""A worker asks once a second, and on a busy machine a little sooner or later."""
+"""A worker asks once a second, slightly sooner or later on a busy machine."""
 
 
 async def checked(probe: Probe) -> None:
-    """A worker asks the router that has placed a stream about once a second whether it guards it, and offers it to
-    nobody while that router listens."""
+    """About once a second a worker asks the router that placed a stream whether it guards it, and offers it to no other
+    while that router listens."""
     router_id, key = _own_router(probe)
     checks = await probe.listen(probe.names.router(router_id), msgpack=True)
     offers = await probe.listen(_offers_of_worker(probe), msgpack=True)
@@ -32,7 +32,7 @@ async def checked(probe: Probe) -> None:
 
 
 async def silent(probe: Probe) -> None:
-    """A stream whose router has answered a check and then answers no more, though it listens, is offered to the
+    """A stream whose router has answered a check and then stops answering, though it listens, is offered to the
     others."""
     router_id, key = _own_router(probe)
     model, worker_id = probe.target.model, probe.require_workers()[0]
@@ -49,7 +49,7 @@ async def silent(probe: Probe) -> None:
 
 async def offered(probe: Probe) -> None:
     """A stream whose router does not listen is offered to the other routers, with its prompt and its tokens; the log
-    names the one that accepts, and the stream goes on."""
+    names the one that accepts, and the stream continues."""
     router_id, key = _own_router(probe)
     model, worker_id = probe.target.model, probe.require_workers()[0]
     events = await probe.listen(probe.names.events(model, worker_id), msgpack=True)
@@ -72,8 +72,7 @@ async def offered(probe: Probe) -> None:
 
 
 async def unguarded(probe: Probe) -> None:
-    """A router answers each check with those of the keys that it does not guard, and with none if it guards all of
-    them."""
+    """A router answers each check with those keys that it does not guard, or none if it guards all of them."""
     live, router_id = await _live(probe)
     key = subjects.request_key(probe.tenant, str(live.request_id))
     reply = probe.names.unguarded(probe.target.model, worker_id=probe.new_id(), router_id=router_id)
@@ -89,7 +88,7 @@ async def unguarded(probe: Probe) -> None:
 
 
 async def handed_on(probe: Probe) -> None:
-    """A request that another router hands over is accepted by one, placed under a higher attempt, and answered."""
+    """A request handed over by another router is accepted by one, placed under a higher attempt, and answered."""
     router_id, key = _own_router(probe)
     client = await probe.listen(probe.link.new_inbox(), msgpack=False)
     run = {
@@ -114,7 +113,7 @@ async def handed_on(probe: Probe) -> None:
 
 
 async def take(probe: Probe) -> None:
-    """take of a stream at a worker that does not leave is refused, and the stream goes on."""
+    """take of a stream from a worker that is not leaving is refused, and the stream continues."""
     live, router_id = await _live(probe)
     key = subjects.request_key(probe.tenant, str(live.request_id))
     body = {"request_id": key, "attempt": live.messages[-1]["attempt"], "known_tokens": 0, "router_id": router_id}
@@ -127,14 +126,14 @@ async def take(probe: Probe) -> None:
 
 
 def check_guardian_check(received: Received, check: Message, key: str, reply: str) -> None:
-    """Checks what a worker asks the guardian of its only stream with such a key."""
+    """Checks what a worker asks the guardian of its only stream with that key."""
     field_types.check(check, internal_schemas.GUARD_CHECK, "a check")
     expect(check["request_ids"] == [key], f"a check of {check['request_ids']}, and the router has placed {key} there")
     expect(received.reply == reply, f"a check with reply subject {received.reply!r} instead of {reply}")
 
 
 def check_offer(guard: Message, router_id: str, stream_no: int) -> None:
-    """Checks what a worker offers of a stream that this router has placed there."""
+    """Checks a worker's offer of a stream that this router has placed there."""
     field_types.check(guard, internal_schemas.GUARD, "an offer")
     run = guard["run"]
     expect(guard.get("stream_no") == stream_no, f"stream {stream_no} was offered as {guard.get('stream_no')}")
@@ -153,7 +152,7 @@ def _own_router(probe: Probe) -> tuple[str, str]:
 
 
 async def _place(probe: Probe, key: str, router_id: str) -> Exchange:
-    """Starts a long stream like a router of that name, and waits for its first tokens."""
+    """Starts a long stream as a router of that name, and waits for its first tokens."""
     reply, stream = await acting_router.run(
         probe, attempt=1, key=key, router_id=router_id, max_tokens=probe.long_tokens
     )
@@ -163,7 +162,7 @@ async def _place(probe: Probe, key: str, router_id: str) -> Exchange:
 
 
 async def _live(probe: Probe) -> tuple[Exchange, str]:
-    """Starts a long stream like a client; returns it, and the router that has placed it."""
+    """Starts a long stream as a client; returns it, and the router that placed it."""
     worker_id = probe.require_workers()[0]
     events = await probe.listen(probe.names.events(probe.target.model, worker_id), msgpack=True)
     await probe.link.flush()
@@ -192,6 +191,6 @@ def _started(key: str, events: Exchange) -> list[Message]:
 
 
 def _guardians(stream_no: int, events: Exchange) -> list[str]:
-    """Returns those whom the log names as guardians of a stream."""
+    """Returns the guardians of a stream that the log names."""
     named = [entry.get("guardians") or {} for entry in events.messages]
     return [guardians[stream_no] for guardians in named if stream_no in guardians]

@@ -73,7 +73,7 @@ async def duplicate_same_inbox(probe: Probe) -> None:
 async def reply_not_inbox(probe: Probe) -> None:
     """Nothing is ever published to a reply subject that is not an inbox."""
     nonce = probe.new_id()
-    # Subjects to listen on, and the reply subjects that would publish there: another subject, one that only begins
+    # Subjects to listen on, and the reply subjects that would publish there: another subject, one that merely begins
     # like an inbox, and an inbox with a wildcard.
     strange = {
         f"{nonce}.victim": f"{nonce}.victim",
@@ -98,7 +98,7 @@ async def no_reply_subject(probe: Probe) -> None:
     request_id = probe.new_id()
     body = b'{"id": "%s", "prompt": "x", "max_tokens": 500, "ignore_eos": true}' % request_id.encode()
     await probe.publish(probe.subject, body)
-    await asyncio.sleep(0.1)  # time for it to reach a worker, if it does
+    await asyncio.sleep(0.1)  # time to reach a worker, if it does
     expect(not await probe.is_answered(probe.cancel_subject(request_id)), "it runs: somebody answers its cancel")
 
 

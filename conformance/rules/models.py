@@ -85,7 +85,7 @@ async def cache_hint_invalid(probe: Probe) -> None:
 
 
 async def embed(probe: Probe) -> None:
-    """embed is answered once, with embeddings or with an error, under the request's id."""
+    """embed is answered once, with embeddings or an error, under the request's id."""
     request_id = probe.new_id()
     subject = probe.names.embed(probe.target.model, probe.tenant)
     exchange = await probe.send({"id": request_id, "input": ["one", "two"]}, subject=subject)
@@ -103,7 +103,7 @@ async def embed_invalid(probe: Probe) -> None:
 
 
 async def embed_cancelled(probe: Probe) -> None:
-    """A cancel that is answered ends its embed with the error cancelled; one that comes too late is not answered."""
+    """A cancel that is answered ends its embed with the error cancelled; one that arrives too late is not answered."""
     request_id = probe.new_id()
     subject = probe.names.embed(probe.target.model, probe.tenant)
     exchange = await probe.send({"id": request_id, "input": ["one"] * 16}, subject=subject)
@@ -167,7 +167,7 @@ async def _only_reply(probe: Probe, subject: str, request_id: str, **fields: obj
 
 
 def check_tokens(reply: Message, request_id: str) -> None:
-    """Checks the reply to a tokenize request for all that it may have."""
+    """Checks every field that the reply to a tokenize request may have."""
     field_types.check(reply, schemas.TOKENS, "the reply")
     expect(reply["id"] == request_id, f"the id is {shorten(reply['id'])}")
     expect(len(reply["token_ids"]) == reply["count"], f"{len(reply['token_ids'])} ids, and the count {reply['count']}")
@@ -181,7 +181,7 @@ def check_text(reply: Message, request_id: str, text: str) -> None:
 
 
 async def rerank(probe: Probe) -> None:
-    """rerank is answered once, with results or with an error, under the request's id."""
+    """rerank is answered once, with results or an error, under the request's id."""
     request_id = probe.new_id()
     subject = probe.names.rerank(probe.target.model, probe.tenant)
     body = {"id": request_id, "query": "one", "documents": ["one", "two"], "top_n": 1}

@@ -13,12 +13,12 @@ _SETTLE_S = 0.5
 
 
 async def live_stream(probe: Probe) -> None:
-    """Resync of a running stream publishes exactly its chunks from that token on again, and the stream continues."""
+    """Resync of a running stream republishes exactly its chunks from that token on, and the stream continues."""
     live = await probe.live()
     await live.tokens(12)
     since, until = _some_offset(live.messages), live.num_tokens
     await _resync(probe, live, since)
-    # Only the last messages are searched, since splitting all of them for every new one would be quadratic.
+    # Only the last messages are searched: splitting all of them for every new one would be quadratic.
     await live.until(lambda: bool(split_replayed(live.messages[-400:]).replayed), "a replayed message", 5.0)
     await probe.cancel(live)
     await asyncio.sleep(_SETTLE_S)
@@ -29,7 +29,7 @@ async def live_stream(probe: Probe) -> None:
 
 
 async def ended_stream(probe: Probe) -> None:
-    """Resync of an ended stream publishes its chunks from that token on and the same terminal again."""
+    """Resync of an ended stream republishes its chunks from that token on and the same terminal."""
     ended = await probe.short(16, id=probe.new_id())
     since = _some_offset(ended.messages)
     until = ended.num_tokens
@@ -48,7 +48,7 @@ async def not_streamed(probe: Probe) -> None:
 
 
 async def with_model(probe: Probe) -> None:
-    """A resync and a cancel that name tenant, id and model are each answered once, by whoever holds the request."""
+    """A resync and a cancel that name tenant, id and model are each answered once, by the holder of the request."""
     live = await probe.live()
     assert live.request_id is not None
     for subject_of, answer in ((probe.names.resync, {"found": True}), (probe.names.cancel, {"cancelled": True})):
@@ -67,7 +67,7 @@ async def unknown(probe: Probe) -> None:
 
 
 async def odd_offset(probe: Probe) -> None:
-    """A resync with an offset that is no number of tokens is answered with an error, and nothing is published again."""
+    """A resync with an offset that is not a number of tokens is answered with an error, and nothing is republished."""
     ended = await probe.short(4, id=probe.new_id())
     before = len(ended.received)
     for offset in (-1, "x", None):
@@ -88,7 +88,7 @@ async def without_reply(probe: Probe) -> None:
 
 
 async def rate_limited(probe: Probe) -> None:
-    """A stream is published again at most once every 200 ms, and a later resync is served again."""
+    """A stream is republished at most once every 200 ms, and a later resync is served again."""
     ended = await probe.short(4, id=probe.new_id())
     for _ in range(3):
         await probe.send({"offset": 0}, subject=probe.resync_subject(str(ended.request_id)))
@@ -118,14 +118,14 @@ def _expect_terminals(exchange: Exchange, count: int) -> None:
 
 
 class SplitStream(NamedTuple):
-    """The messages of one stream in order of arrival, those sent for the first time and those sent again."""
+    """The messages of one stream in order of arrival, split into original and replayed ones."""
 
     first: list[Message]
     replayed: list[Message]
 
 
 def split_replayed(messages: Sequence[Message]) -> SplitStream:
-    """Splits a stream. A message is a replayed one if its tokens came before, or if it is a second terminal."""
+    """Splits a stream. A message is replayed if its tokens came before, or if it is a second terminal."""
     split = SplitStream([], [])
     num_seen = 0
     has_ended = False

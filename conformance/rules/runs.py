@@ -30,7 +30,7 @@ async def wrong_epoch(probe: Probe) -> None:
 
 
 async def dropped(probe: Probe) -> None:
-    """drop of an unknown attempt succeeds; runs of it and of lower attempts are refused then, higher ones are not."""
+    """drop of an unknown attempt succeeds; runs of it and of lower attempts are then refused, higher ones are not."""
     key = subjects.request_key(probe.tenant, probe.new_id())
     reply = await _drop(probe, key, 2)
     expect(reply.get("ok") is True, f"the drop got {reply}")
@@ -54,7 +54,7 @@ async def drop_after_first_token(probe: Probe) -> None:
 
 
 async def stopped(probe: Probe) -> None:
-    """A stop ends a stream with what was generated: its terminal has finish_reason length, usage and stopped_by
+    """A stop ends a stream with the text generated so far: its terminal has finish_reason length, usage and stopped_by
     operator."""
     live = await probe.live(routing={"worker_id": probe.require_workers()[0]})
     reply = await _stop(probe, subjects.request_key(probe.tenant, str(live.request_id)))
@@ -68,7 +68,7 @@ async def stopped(probe: Probe) -> None:
 
 
 async def stop_unknown(probe: Probe) -> None:
-    """A stop of a request that a worker does not run, or that names none, is refused with invalid_request and the field
+    """A stop that names a request the worker does not run, or none, is refused with invalid_request and the field
     request_id."""
     for key in (subjects.request_key(probe.tenant, probe.new_id()), "no key", None):
         reply = await _stop(probe, key)

@@ -1,4 +1,5 @@
-"""Rules of sampling: lengths, stops, seeds. They run alone, since a batch of other sequences may change the numbers."""
+"""Rules of sampling: lengths, stops, seeds. They run alone, since batching with other sequences may change the
+numbers."""
 
 from tokenbus.conformance import stream_checks
 from tokenbus.conformance.assertions import Message, SkippedError, expect, shorten
@@ -52,7 +53,7 @@ async def stop_string(probe: Probe) -> None:
     """A stop string ends the text before it, is never sent, and is reported in stop_match."""
     whole = (await probe.short(32)).text
     stop = _middle(whole)
-    for wanted in (stop, [stop], ["\x00never", stop]):  # a text, a list, and a list whose first text never comes
+    for wanted in (stop, [stop], ["\x00never", stop]):  # a text, a list, and a list whose first text never occurs
         answer = await probe.short(32, stop=wanted)
         terminal = answer.messages[-1]
         seen = (terminal.get("finish_reason"), terminal.get("stop_match"))
@@ -75,7 +76,7 @@ async def stop_token(probe: Probe) -> None:
 async def min_tokens(probe: Probe) -> None:
     """A stream does not stop before min_tokens."""
     token_ids = await _token_ids(probe)
-    least = token_ids.index(_first_new(token_ids)) + 3  # without min_tokens it would stop three tokens earlier
+    least = token_ids.index(_first_new(token_ids)) + 3  # without min_tokens the stream would stop three tokens earlier
     fields = {"stop_token_ids": [_first_new(token_ids)], "ignore_eos": False, "min_tokens": least}
     terminal = (await probe.short(least + 8, **fields)).messages[-1]
     seen = terminal["usage"]["completion_tokens"]
@@ -117,7 +118,7 @@ def _middle(text: str) -> str:
 
 
 def _pinned(probe: Probe) -> Message:
-    """Returns fields that pin requests to one worker, since a seed need not repeat across builds."""
+    """Returns fields that pin requests to one worker, since a seed is not reproducible across builds."""
     workers = probe.target.worker_ids
     return {"routing": {"worker_id": workers[0]}} if workers else {}
 

@@ -31,7 +31,7 @@ async def fields_of_errors(probe: Probe) -> None:
 
 async def numbers(probe: Probe) -> None:
     """offset counts sampled tokens and text_offset counts UTF-8 bytes, both without gaps."""
-    wild = await probe.short(64, temperature=3.0, seed=1)  # rare tokens: multi-byte characters and fragments of them
+    wild = await probe.short(64, temperature=3.0, seed=1)  # rare tokens: multi-byte characters and fragments
     for answer in (await probe.short(), wild):
         stream_checks.check_numbers(answer.messages)
 

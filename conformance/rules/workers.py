@@ -14,9 +14,9 @@ from tokenbus.protocol.wire import block_hash, subjects
 _WATCH_S = 2.0
 _HEARTBEAT_S = 0.25
 _JITTER = 3
-"""Heartbeats that may arrive too late to be counted on a busy machine."""
+"""Heartbeats that may arrive too late to count on a busy machine."""
 _MIN_EVENTS = int(_WATCH_S / _HEARTBEAT_S) - _JITTER
-"""Fewest events of a worker in one watch."""
+"""The fewest events of a worker in one watch."""
 _WATCHES = 3
 """Attempts to see enough events, since other work on the machine may delay them."""
 
@@ -89,12 +89,12 @@ async def epochs(probe: Probe) -> None:
 
 
 async def events_of_a_request(probe: Probe) -> None:
-    """A request is reported as started, then each token in an entry before its chunk, which is sealed behind the chunk,
+    """A request is reported as started, then each token in an entry before its chunk, which is sealed after the chunk,
     and as finished after its terminal."""
     probe.require_workers()
     events = await probe.listen(probe.names.all_events, msgpack=True)
     seals = await probe.listen(probe.names.all_seals, msgpack=True)
-    await asyncio.sleep(2 * _HEARTBEAT_S)  # a subscription that works receives heartbeats
+    await asyncio.sleep(2 * _HEARTBEAT_S)  # a working subscription receives heartbeats
     expect(bool(events.received), "no events arrived")
     answer = await probe.ask(short_request(16, id=probe.new_id(), return_token_ids=True))
     key = subjects.request_key(probe.tenant, str(answer.request_id))
@@ -103,7 +103,7 @@ async def events_of_a_request(probe: Probe) -> None:
 
 
 async def snapshot(probe: Probe) -> None:
-    """A snapshot's parts are of one instant, come in order with the events, and list the running request."""
+    """A snapshot's parts describe one instant, arrive in order with the events, and list the running request."""
     worker_id = probe.require_workers()[0]
     events = await probe.listen(probe.names.events(probe.target.model, worker_id), msgpack=True)
     live = await probe.live(routing={"worker_id": worker_id})
@@ -151,7 +151,7 @@ def check_request_events(
 def _tokens_of(
     key: str, started: Message, events: Sequence[tuple[Received, Message]]
 ) -> list[tuple[int, Message, int]]:
-    """Returns the tokens of a request, each with the arrival of its entry, and the entry."""
+    """Returns the tokens of a request, each with its entry and that entry's arrival."""
     number = next(entry["stream_no"] for entry in started["started"] if entry["id"] == key)
     tokens = []
     for received, entry in events:
@@ -166,9 +166,9 @@ def _tokens_of(
 def _check_tokens(
     tokens: Sequence[tuple[int, Message, int]], sealed: Sequence[tuple[int, int]], answer: Exchange
 ) -> None:
-    """Checks that each chunk's tokens are in entries before it, and that these are sealed behind it.
+    """Checks that each chunk's tokens are in entries before it, and that these are sealed after it.
 
-    `sealed` are pairs of arrival order and the last entry that is sealed by then."""
+    `sealed` holds pairs of arrival order and the last entry sealed by then."""
     for received, chunk in answer.pairs:
         for at, token_id in enumerate(chunk.get("token_ids") or [], start=chunk["offset"]):
             expect(at < len(tokens), f"token {at} of the answer is in no entry")
@@ -176,7 +176,7 @@ def _check_tokens(
             expect(known == token_id, f"token {at} is {token_id}, and {known} in the event log")
             expect(order < received.order, f"token {at} came before the entry that has it")
             is_sealed = any(place > received.order and seq >= entry["seq"] for place, seq in sealed)
-            expect(is_sealed, f"entry {entry['seq']} was not sealed behind its chunks")
+            expect(is_sealed, f"entry {entry['seq']} was not sealed after its chunks")
     expect(
         len(tokens) == answer.messages[-1]["usage"]["completion_tokens"], "the event log has other tokens than chunks"
     )
@@ -212,7 +212,7 @@ def check_snapshot(parts: Sequence[Message], key: str) -> None:
 def check_snapshot_order(order: int, seq: int, events: Sequence[tuple[int, int]]) -> None:
     """Checks that a snapshot taken after event `seq` arrives between that event and the next.
 
-    `events` are pairs of arrival order and seq."""
+    `events` holds pairs of arrival order and seq."""
     expect(bool(events), "no events arrived")
     late = [number for place, number in events if place < order and number > seq]
     early = [number for place, number in events if place > order and number <= seq]

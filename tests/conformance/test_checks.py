@@ -314,7 +314,7 @@ def test_an_entry_is_sealed_behind_its_chunks(sealed_at: int, is_sealed: bool) -
     if is_sealed:
         check_request_events("t:r", events, seals, answered())
         return
-    with pytest.raises(BrokenError, match="entry 35 was not sealed behind its chunks"):
+    with pytest.raises(BrokenError, match="entry 35 was not sealed after its chunks"):
         check_request_events("t:r", events, seals, answered())
 
 
