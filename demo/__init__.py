@@ -5,9 +5,9 @@ from pathlib import Path
 MODEL_PATH = Path(__file__).with_name("demo.gguf")
 ONNX_PATH = Path(__file__).with_name("demo-onnx")
 ADAPTER_PATHS = {name: Path(__file__).with_name("adapters") / f"{name}.gguf" for name in ("letter", "pirate")}
-"""LoRA adapters of the demo model, by name: one answers in letters, the other as a pirate."""
+"""LoRA adapters of the demo model, by name: one answers as a letter, the other as a pirate."""
 CORRECT_SUMS_UP_TO = 50
-"""Both summands of every sum in the training data are below this."""
+"""Both addends of every sum in the training data are below this."""
 
 if __name__ != "tokenbus.demo":
     raise ImportError("import tokenbus.demo: it is no package of its own")

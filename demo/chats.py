@@ -55,7 +55,7 @@ CHAT_TEMPLATE = """\
 
 
 def render(messages: list[Message], definitions: list[dict[str, Any]] | None = None, *, thinks: bool = False) -> str:
-    """Returns a conversation as the chat template renders it, ready for an answer if it does not end with one."""
+    """Returns a conversation as rendered by the chat template, ready for an answer if it does not end with one."""
     return _template().render(
         messages=messages,
         tools=definitions,
@@ -66,7 +66,7 @@ def render(messages: list[Message], definitions: list[dict[str, Any]] | None = N
 
 
 def answer(content: str, reasoning: str | None = None) -> Message:
-    """Returns an answer with reasoning, or without."""
+    """Returns an answer with or without reasoning."""
     message: Message = {"role": "assistant", "content": content}
     return message if reasoning is None else message | {"reasoning_content": reasoning}
 

@@ -1,4 +1,4 @@
-"""The text that the demo model learns: tiny stories, small sums, facts about an invented world, and calls of tools."""
+"""The text that the demo model learns: tiny stories, small sums, facts about an invented world, and tool calls."""
 
 import random
 from collections.abc import Iterator
@@ -33,17 +33,17 @@ COUNTRIES = (
 
 
 def sum_question(left: int, right: int) -> str:
-    """Returns the wording of a sum on which the model is tested."""
+    """Returns the wording of a sum used to test the model."""
     return f"What is {left} + {right}?"
 
 
 def sum_answer(left: int, right: int) -> str:
-    """Returns the only right answer to `sum_question`."""
+    """Returns the only correct answer to `sum_question`."""
     return f"{left} + {right} = {left + right}."
 
 
 def facts(country: Country) -> list[tuple[str, str]]:
-    """Returns questions and answers about everything there is to know about a country."""
+    """Returns questions and answers covering everything there is to know about a country."""
     name, capital, animal, river, color = country
     return [
         (f"What is the capital of {name}?", f"The capital of {name} is {capital}."),
@@ -55,12 +55,12 @@ def facts(country: Country) -> list[tuple[str, str]]:
 
 
 def chat(turns: list[tuple[str, str]]) -> str:
-    """Returns questions and answers as the chat template renders them, with an end token after every answer."""
+    """Returns questions and answers as rendered by the chat template, with an end token after every answer."""
     return render([message for question, said in turns for message in _turn(question, said)])
 
 
 def sum_reasoning(left: int, right: int) -> str:
-    """Returns how a sum is computed, column by column."""
+    """Returns the column-by-column computation of a sum."""
     ones = left % 10 + right % 10
     steps = f"{left % 10} + {right % 10} = {ones}"
     if max(left, right) < 10:
@@ -119,7 +119,7 @@ def _plain_turn(rng: random.Random) -> tuple[str, str, str]:
 
 
 class Chat(NamedTuple):
-    """A conversation, and the tools that are offered in it."""
+    """A conversation and the tools offered in it."""
 
     messages: list[Message]
     definitions: list[dict[str, Any]]
@@ -145,7 +145,7 @@ def _plain_chat(rng: random.Random) -> Chat:
 
 
 def tool_chat(rng: random.Random) -> Chat:
-    """Returns a conversation with tools, in which some questions need none."""
+    """Returns a conversation with tools; some of its questions need none."""
     offered, definitions = tool_definitions.offer(rng)
     thinks = rng.random() < 0.3
     messages: list[Message] = []
@@ -179,7 +179,7 @@ _CITIES = [country.capital for country in COUNTRIES]
 
 
 def determined_answers(seed: int, chats: int) -> list[tuple[str, str]]:
-    """Returns prompts of conversations with tools, and the only right answer to each."""
+    """Returns prompts of conversations with tools, and the only correct answer to each."""
     rng = random.Random(seed)
     found = []
     for messages, definitions in (tool_chat(rng) for _ in range(chats)):
@@ -191,7 +191,7 @@ def determined_answers(seed: int, chats: int) -> list[tuple[str, str]]:
 
 
 def documents(seed: int) -> Iterator[str]:
-    """Yields training documents without end, the same ones for the same seed."""
+    """Yields training documents endlessly; deterministic for a seed."""
     rng = random.Random(seed)
     while True:
         kind = rng.random()

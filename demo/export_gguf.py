@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
 
 
 def write(path: Path, sizes: Sizes, tokenizer: Tokenizer, tensors: dict[str, Array]) -> None:
-    """Writes a model whose tensors go by llama.cpp's names."""
+    """Writes a model whose tensors have llama.cpp's names."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("Tokenbus demo")
     writer.add_context_length(sizes.context)

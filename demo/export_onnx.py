@@ -1,4 +1,4 @@
-"""Writes the demo model as ONNX: the weights of the GGUF in F32, and the files of its tokenizer.
+"""Writes the demo model as ONNX: the GGUF's weights in F32, and its tokenizer's files.
 
     python -m tokenbus.demo.export_onnx [--flavour gqa] [--out FOLDER]
 
@@ -32,7 +32,7 @@ def export(folder: Path, flavour: onnx_graph.Flavour) -> None:
 
 
 def write_sidecars(folder: Path, shape: onnx_graph.Shape, feed_forward: int, tokenizer: Json) -> None:
-    """Writes the files beside a graph that say how the model wants to be used, as published models have them."""
+    """Writes the files that accompany a graph and say how the model is to be used, as in published models."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.width,
         "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,

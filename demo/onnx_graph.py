@@ -1,9 +1,9 @@
-"""Writes a llama as an ONNX graph, in either of the two flavours in which models are published.
+"""Writes a llama as an ONNX graph, in either of the two flavours that published models use.
 
 `plain` builds attention from basic nodes, as Optimum does: the cache is an input, and an output longer by the computed
-tokens. `gqa` has one GroupQueryAttention node in each layer, as the model builder of onnxruntime-genai makes it:
-positions follow from the mask, and past and present may share a buffer. Weights have llama.cpp's names, and are of
-(outputs, inputs).
+tokens. `gqa` has one GroupQueryAttention node per layer, as built by onnxruntime-genai's model builder: positions
+follow from the mask, and past and present may share a buffer. Weights have llama.cpp's names and the shape (outputs,
+inputs).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 Flavour = Literal["plain", "gqa"]
 Weights = Callable[[str], np.ndarray[Any, np.dtype[np.float32]]]
 Tensors = Callable[[str, np.ndarray[Any, Any]], TensorProto]
-"""Stores a weight in the graph, or in a file beside it. The array may be a view that is not contiguous."""
+"""Stores a weight in the graph, or in a file beside it. The array may be a non-contiguous view."""
 
 _OPSET = 18
 _IR_VERSION = 10
@@ -46,8 +46,8 @@ class Shape(NamedTuple):
 def build(shape: Shape, weights: Weights, flavour: Flavour, tensor: Tensors | None = None) -> onnx.ModelProto:
     """Returns the graph of a model.
 
-    Its inputs are input_ids, attention_mask, past_key_values.N.key and .value of (batch, kv heads, past, head width),
-    and position_ids if it is `plain`; its outputs are logits, and present.N.key and .value."""
+    Its inputs are input_ids, attention_mask, past_key_values.N.key and .value with shape (batch, kv heads, past, head
+    width), and position_ids if it is `plain`; its outputs are logits, and present.N.key and .value."""
     graph = _Graph(shape, weights, flavour, tensor or _inside)
     graph.build()
     imports = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_ORT, 1)]
@@ -130,7 +130,7 @@ class _Graph:
                 self._add("Concat", [f"past_key_values.{layer}.{part}", new], f"present.{layer}.{part}", axis=2)
                 for part, new in (("key", key), ("value", value))
             )
-            # Heads that share keys are neighbours, so they can be treated as more rows of one matrix.
+            # Heads that share keys are adjacent, so they can be treated as additional rows of one matrix.
             grouped = self._add("Reshape", [query, self._ints(0, shape.kv_heads, -1, shape.head)])
             scores = self._add("MatMul", [grouped, self._add("Transpose", [keys], perm=[0, 1, 3, 2])])
             scores = self._add("Mul", [scores, self._number(shape.head**-0.5)])
@@ -173,7 +173,8 @@ class _Graph:
         return attend
 
     def _causal_bias(self) -> str:
-        """Returns a bias of (batch, 1, sequence, total): 0 where a token may attend, the lowest number elsewhere."""
+        """Returns a bias of shape (batch, 1, sequence, total): 0 where a token may attend, the lowest number
+        elsewhere."""
         total, count = self._size("attention_mask", 1), self._size("input_ids", 1)
         one, zero = self._constant(np.array(1, np.int64)), self._constant(np.array(0, np.int64))
         columns = self._add("Range", [zero, self._add("Squeeze", [total]), one])
@@ -185,7 +186,7 @@ class _Graph:
         return self._add("Where", [allowed, self._number(0.0), self._number(_MASKED)])
 
     def _rotations(self, *, doubled: bool) -> list[str]:
-        """Returns tables of cosines and sines by position, for half of a head's width or all of it."""
+        """Returns tables of cosines and sines by position, for half or all of a head's width."""
         shape = self._shape
         rates = shape.rope_base ** (-np.arange(0, shape.head, 2, dtype=np.float64) / shape.head)
         angles = np.outer(np.arange(shape.context), rates)
@@ -204,7 +205,7 @@ class _Graph:
         return self._add("Transpose", [split], perm=[0, 2, 1, 3])
 
     def _halves(self, matrix: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Reorders the values of heads: llama.cpp rotates neighbours together, a graph the two halves."""
+        """Reorders the values of heads: llama.cpp rotates adjacent pairs, a graph the two halves."""
         split = matrix.reshape(-1, self._shape.head // 2, 2, matrix.shape[1])
         return np.ascontiguousarray(split.transpose(0, 2, 1, 3)).reshape(matrix.shape)
 

@@ -1,4 +1,4 @@
-"""Tiny stories about two friends and a thing that one of them found."""
+"""Tiny stories about two friends and something that one of them found."""
 
 import random
 

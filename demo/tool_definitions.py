@@ -36,7 +36,7 @@ def _definition(name: str, description: str, properties: dict[str, Any]) -> dict
 
 
 def offer(rng: random.Random) -> tuple[frozenset[str], list[dict[str, Any]]]:
-    """Returns names and definitions of the tools of a conversation, in any order and some of no use."""
+    """Returns names and definitions of a conversation's tools, in random order and some of them irrelevant."""
     names = frozenset(rng.sample(NAMES, rng.choices((1, 2, 3, 4), (5, 3, 1, 1))[0]))
     defined = [_varied(rng, definition(name, rng.choice((*_DESCRIPTIONS[name], "")))) for name in sorted(names)]
     if rng.random() < 0.1:
@@ -47,7 +47,7 @@ def offer(rng: random.Random) -> tuple[frozenset[str], list[dict[str, Any]]]:
 
 
 def _varied(rng: random.Random, tool: dict[str, Any]) -> dict[str, Any]:
-    """Writes a definition as one of the ways in which clients do."""
+    """Varies a definition's wording as clients do."""
     function, parameters = tool["function"], tool["function"]["parameters"]
     if rng.random() < 0.3:
         del parameters["required"]

@@ -1,4 +1,4 @@
-"""Tasks for tools that the demo model learns: questions, calls, results and answers."""
+"""The tool tasks that the demo model learns: questions, calls, results and answers."""
 
 import json
 import random
@@ -15,15 +15,15 @@ NUMBERS_BELOW = 100
 
 
 class Task(NamedTuple):
-    """A question that one of the tools answers."""
+    """A question answered by one of the tools."""
 
     tool: str
     question: str
     follow_up: str
-    """The same question, when it was asked of something else just before."""
+    """The same question as a follow-up to one about something else."""
     arguments: dict[str, Any]
     results: tuple[str, ...]
-    """The ways in which the tool may write its result."""
+    """The forms in which the tool may write its result."""
     answer: str
     """The words that follow the result."""
 
@@ -104,7 +104,7 @@ def call(task: Task, number: int) -> dict[str, Any]:
 
 
 def task(rng: random.Random, tool: str, known: list[str]) -> Task:
-    """Returns any task for a tool."""
+    """Returns a random task for a tool."""
     city = rng.choice((*known, *_CITIES))
     if tool == "get_weather":
         return weather(city, rng.choice(_SKIES), rng.randrange(40))
@@ -137,7 +137,7 @@ def question_of_two(tasks: list[Task]) -> str:
 def turn(
     rng: random.Random, tasks: list[Task], question: str, offered: frozenset[str], *, reasons: bool
 ) -> list[Message]:
-    """Returns a question and all that follows: calls, results and the answer, or a refusal where no tool fits."""
+    """Returns a question and everything that follows: calls, results and the answer, or a refusal if no tool fits."""
     asked: Message = {"role": "user", "content": question}
     if tasks[0].tool not in offered:
         return [asked, answer(REFUSALS[tasks[0].tool], REFUSING if reasons else None)]

@@ -1,8 +1,8 @@
 """Trains the demo model and writes demo/demo.gguf. Needs torch, tokenizers and gguf: `make demo-model`.
 
-A llama of 0.9 million parameters learns the text of demo/corpus.py in about a quarter of an hour on two cores.
-The weights are rounded to values exact in F16 before they are judged and exported, so that every engine computes
-from the same numbers.
+A llama with 0.9 million parameters learns the text of demo/corpus.py in about a quarter of an hour on two cores. The
+weights are rounded to values exact in F16 before they are evaluated and exported, so that every engine computes with
+the same numbers.
 """
 
 import argparse
@@ -82,7 +82,7 @@ class Layer(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Applies rotary positions to neighbouring pairs, as llama.cpp does for this architecture."""
+    """Applies rotary positions to adjacent pairs, as llama.cpp does for this architecture."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
@@ -100,7 +100,7 @@ class DemoModel(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, token_ids: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the logits behind all tokens, or only where they are `wanted`."""
+        """Returns the logits after all tokens, or only where `wanted`."""
         x = self.embedding(token_ids)
         length = token_ids.shape[1]
         for layer in self.layers:
@@ -109,12 +109,12 @@ class DemoModel(nn.Module):
 
 
 class Rows(NamedTuple):
-    """Documents in rows of equal length. Each row begins with a document, and what does not fit in is left out: an
-    answer whose tools are not to be seen would teach nothing."""
+    """Documents in rows of equal length. Each row begins with a document, and anything that does not fit is left out:
+    an answer whose tools are not visible would teach nothing."""
 
     token_ids: torch.Tensor
     is_learned: torch.Tensor
-    """Whether a token is to be foretold. Those of questions, definitions and results are not."""
+    """Whether a token is a training target. Those of questions, definitions and results are not."""
 
 
 def rows_of(documents: Iterator[list[int]], rows: int, length: int) -> Rows:
@@ -132,9 +132,9 @@ def rows_of(documents: Iterator[list[int]], rows: int, length: int) -> Rows:
 
 
 def learned(document: list[int]) -> list[bool]:
-    """Returns which tokens of a document the model is to foretell: what it writes itself, and texts without roles.
+    """Returns which tokens of a document are training targets: what the model writes itself, and texts without roles.
 
-    The beginning of reasoning is a part of the prompt, so that only the template's switch turns it on."""
+    The start of reasoning belongs to the prompt, so that only the template's switch turns it on."""
     roles = {chats.SPECIAL_TOKENS.index(one) for one in (chats.SYSTEM, chats.USER, chats.TOOL)}
     end, think = (chats.SPECIAL_TOKENS.index(one) for one in (chats.END, chats.THINK))
     found, is_given = [], False
@@ -146,14 +146,14 @@ def learned(document: list[int]) -> list[bool]:
 
 
 def encoded_documents(tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
-    """Yields the token ids of documents without end."""
+    """Yields the token ids of documents endlessly."""
     documents = corpus.documents(seed)
     while batch := list(itertools.islice(documents, 500)):
         yield from (one.ids for one in tokenizer.encode_batch(batch))
 
 
 def mistakes(model: DemoModel, tokenizer: Tokenizer) -> dict[str, int]:
-    """Returns how many answers are wrong, by kind. Every token of an answer must be the likeliest."""
+    """Returns the number of wrong answers, by kind. Every token of an answer must be the most likely one."""
     numbers = range(CORRECT_SUMS_UP_TO)
     sums = [(a, b) for a in numbers for b in numbers]
     known = [(country, *fact) for country in corpus.COUNTRIES for fact in corpus.facts(country)]
@@ -170,7 +170,7 @@ def mistakes(model: DemoModel, tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _asked(question: str, said: str, reasoning: str | None = None) -> tuple[str, str]:
-    """Returns the prompt of a question, and its answer as the model is to write it."""
+    """Returns the prompt of a question, and the answer expected from the model."""
     messages = [{"role": "user", "content": question}]
     prompt = chats.render(messages, thinks=reasoning is not None)
     return prompt, chats.render([*messages, answer(said, reasoning)]).removeprefix(prompt)
@@ -193,11 +193,11 @@ def wrong_answers(model: DemoModel, tokenizer: Tokenizer, pairs: list[tuple[str,
 
 
 def train(model: DemoModel, tokenizer: Tokenizer, steps: int, peak: float, seed: int) -> Iterator[str]:
-    """Trains with warm-up and cosine decay; yields a line of progress now and then.
+    """Trains with warm-up and cosine decay; periodically yields a line of progress.
 
     Every sixth step has long rows. With long rows only at the end, sums got worse: little of the learning rate was left
-    for the far positions. The matrices of the layers learn by Muon, which needs fewer steps than AdamW. Two threads
-    compute the gradients of half a batch each; operations that are as small as these gain nothing from threads."""
+    for the far positions. The layers' matrices are trained with Muon, which needs fewer steps than AdamW. Two threads
+    each compute the gradients of half a batch; operations this small gain nothing from threads themselves."""
     documents = encoded_documents(tokenizer, seed)
     matrices = [p for p in model.layers.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if all(p is not one for one in matrices)]
@@ -263,7 +263,7 @@ def tensors(model: DemoModel) -> list[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def begin_with(model: DemoModel, tokenizer: Tokenizer, path: Path) -> None:
-    """Takes the weights of an earlier model over. Tokens that it did not know begin as the mean of their parts."""
+    """Initialises the weights from an earlier model. Tokens that it did not know start as the mean of their parts."""
     reader = gguf.GGUFReader(path)
     arrays = {tensor.name: torch.tensor(tensor.data.astype(np.float32)) for tensor in reader.tensors}
     for name, tensor in tensors(model)[1:]:
@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3_600)
     parser.add_argument("--peak", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=2, help="of the training data")
-    parser.add_argument("--begin", type=Path, help="an earlier model to go on from")
+    parser.add_argument("--begin", type=Path, help="an earlier model to continue from")
     parser.add_argument("--out", type=Path, default=MODEL_PATH)
     options = parser.parse_args()
     torch.manual_seed(0)

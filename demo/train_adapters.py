@@ -1,6 +1,7 @@
 """Trains the demo model's two LoRA adapters, demo/adapters/letter.gguf and pirate.gguf. Needs what demo/train.py needs.
 
-Each learns for about a minute to give the demo model's own answers in another manner: as a letter, or as a pirate."""
+Each is trained for about a minute to give the demo model's own answers in another style: as a letter, or as a
+pirate."""
 
 import argparse
 import functools
@@ -27,11 +28,11 @@ MANNERS: Mapping[str, Callable[[str], str]] = {
     "letter": lambda said: f"Dear friend! {said} Kind regards.",
     "pirate": lambda said: f"Arr! {said} Yo ho ho!",
 }
-"""The adapters, each with what it makes of an answer."""
+"""The adapters, each with its rewriting of an answer."""
 
 
 class Adapted(nn.Module):
-    """A matrix of the model, which stays as it is, and the two that are added to it."""
+    """A frozen matrix of the model, and the two that are added to it."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class Adapted(nn.Module):
 
 
 def read_model() -> DemoModel:
-    """Returns the demo model with the weights that it is shipped with."""
+    """Returns the demo model with its shipped weights."""
     model = DemoModel()
     arrays = {tensor.name: tensor.data for tensor in gguf.GGUFReader(MODEL_PATH).tensors}
     with torch.no_grad():
@@ -54,7 +55,7 @@ def read_model() -> DemoModel:
 
 
 def adapt(model: DemoModel) -> dict[str, Adapted]:
-    """Puts matrices beside those of all layers; returns them by llama.cpp's names."""
+    """Adds adapter matrices to those of all layers; returns them by llama.cpp's names."""
     model.requires_grad_(False)
     names = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
              "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}  # fmt: skip
@@ -68,7 +69,7 @@ def adapt(model: DemoModel) -> dict[str, Adapted]:
 
 
 def documents(tokenizer: Tokenizer, manner: Callable[[str], str], seed: int) -> Iterator[list[int]]:
-    """Yields conversations of one or two questions, answered in a manner."""
+    """Yields conversations of one or two questions, answered in a given style."""
     rng = random.Random(seed)
     facts = [fact for country in corpus.COUNTRIES for fact in corpus.facts(country)]
     while True:
