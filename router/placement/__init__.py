@@ -1,3 +1,3 @@
-"""Chooses a worker for each request: which prefixes the workers of a model hold, what each would cost, and policies.
+"""Chooses a worker for each request: the prefixes that a model's workers hold, the cost at each worker, and policies.
 
 Pure."""

@@ -1,4 +1,4 @@
-"""Which LoRA adapters a model's workers have for a tenant, by name and by digest; pure."""
+"""The LoRA adapters that a model's workers have for a tenant, by name and by digest; pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,8 +17,8 @@ def visible(card: messages.Card, tenant: str) -> dict[str, str]:
 def resolve(cards: Iterable[messages.Card], lora: Sequence[messages.Lora], tenant: str) -> tuple[Adapter, ...]:
     """Returns the adapters that a request names, as most of the model's workers have them.
 
-    Raises RequestError(model_not_found) for a name that no worker has for this tenant, whether or not one has it for
-    another, and RequestError(unsupported) if no worker can have any."""
+    Raises RequestError(model_not_found) for a name that no worker has for this tenant, even if one has it for another,
+    and RequestError(unsupported) if no worker supports adapters."""
     names = [one.name for one in lora]
     found: Counter[tuple[str, ...]] = Counter()
     known: set[str] = set()
@@ -31,14 +31,14 @@ def resolve(cards: Iterable[messages.Card], lora: Sequence[messages.Lora], tenan
             found[tuple(digests[name] for name in names)] += 1
     if not found:
         raise _not_found(names, known, is_served=is_served)
-    # The smallest of equals, so that all routers choose the same.
+    # The smallest of equals, so that all routers make the same choice.
     digests_of_most = min(found, key=lambda digests: (-found[digests], digests))
     return combined(zip(digests_of_most, (one.scale for one in lora), strict=True))
 
 
 def combined(adapters: Iterable[tuple[str, float]]) -> tuple[Adapter, ...]:
-    """Returns digests with scales in the form in which requests with the same effect have the same: sorted, the scales
-    of equal weights added up, and none that does nothing."""
+    """Returns digests with scales in canonical form, so that requests with the same effect compare equal: sorted, with
+    the scales of equal weights added up and scales of zero left out."""
     scales: dict[str, float] = {}
     for digest, scale in adapters:
         scales[digest] = scales.get(digest, 0.0) + scale
@@ -46,7 +46,7 @@ def combined(adapters: Iterable[tuple[str, float]]) -> tuple[Adapter, ...]:
 
 
 def has_all(card: messages.Card, adapters: Iterable[Adapter], tenant: str) -> bool:
-    """Whether a worker has adapters for a tenant."""
+    """Whether a worker has these adapters for a tenant."""
     if not card.adapters:
         return not any(True for _ in adapters)
     digests = set(visible(card, tenant).values())

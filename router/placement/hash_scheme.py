@@ -6,7 +6,7 @@ from tokenbus.protocol.wire import block_hash, messages
 
 
 class HashScheme(NamedTuple):
-    """Determines a model's block hashes; the same for all of its workers that have blocks."""
+    """Determines a model's block hashes; shared by all of its workers that have blocks."""
 
     fingerprint: str
     block_size: int
@@ -23,7 +23,7 @@ class HashScheme(NamedTuple):
 
 
 def hash_scheme_of(card: messages.Card) -> HashScheme | None:
-    """Returns a worker's hash scheme; None if it has no blocks or hashes them in a way that is unknown here."""
+    """Returns a worker's hash scheme; None if it has no blocks or hashes them in a way unknown here."""
     kind, _, fingerprint = card.hash_scheme.partition(":")
     if kind != block_hash.SCHEME or not card.kv_block_size:
         return None

@@ -1,13 +1,13 @@
-"""Finds what a worker could fetch of a prompt's KV blocks from another worker instead of computing it; pure.
+"""Finds which of a prompt's KV blocks a worker could fetch from another worker instead of computing them; pure.
 
 Workers with the same KV identity form a group: each can read the blocks of all others. The one that holds most of a
-prompt is the *holder* for all others of its group:
+prompt is the *holder* for the rest of its group:
 
     prompt         |-- block --|-- block --|-- block --|-- block --|-- rest --|
     holder         |===============================================|
     this worker    |===========|<----------- fetchable ----------->|<-compute->
 
-A worker that already takes part in as many transfers as it may is passed over, in either role."""
+A worker that already takes part in its maximum number of transfers is passed over, in either role."""
 
 import itertools
 import math
@@ -26,29 +26,29 @@ MIN_FETCH_TOKENS = 128
 MAX_FETCH_COST = 0.5
 """Fetching must take less than this share of the time that computing takes."""
 MAX_TRANSFERS = 2
-"""Transfers that a worker has at most in each direction."""
+"""The most transfers of a worker in each direction."""
 _TRANSFER_TTL_S = 5.0
-"""A worker fetches no longer than this."""
+"""A transfer counts for at most this long."""
 _PROBE_INTERVAL_S = 60.0
-"""Where fetching seems too slow, one fetch is tried in this time: only fetches tell how fast blocks move, and a worker
-gives up after half of the time that computing would take."""
+"""Where fetching seems too slow, one fetch is tried per interval: only fetches reveal how fast blocks move, and a
+worker gives up after half the time that computing would take."""
 _MIN_PREFILL_S = 1e-12
 _NO_GROUP = -1
 
 
 class Holder(NamedTuple):
-    """The worker of a group that holds most of a prompt and can give it."""
+    """The worker of a group that holds most of a prompt and can serve it."""
 
     row: int
     overlap_blocks: int
 
 
 class FetchOffer(NamedTuple):
-    """The tokens that each candidate could fetch of one prompt, and from where."""
+    """The tokens of one prompt that each candidate could fetch, and from where."""
 
     fetchable: Fetchable
     probed: Floats
-    """Tokens that a candidate might fetch only to find out how fast that is."""
+    """Tokens that a candidate might fetch only to measure the rate."""
     groups: Rows
     """The group of each candidate."""
     holders: dict[int, Holder]
@@ -72,13 +72,13 @@ class _Transfer(NamedTuple):
 
 
 class KvExchange:
-    """The workers of one model that can read each other's blocks, by row, and the transfers between them."""
+    """The groups of a model's workers that can read each other's blocks, by row, and the transfers between them."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         """The number of each group, by its KV identity."""
         self._members: dict[int, int] = {}
-        """The rows of each group, a bit for each."""
+        """The rows of each group, one bit each."""
         self._token_bytes: dict[int, int] = {}
         self._group_of = np.full(1, _NO_GROUP)
         self._next_number = itertools.count()
@@ -87,13 +87,13 @@ class KvExchange:
         self._received: Counter[int] = Counter()
         self._probed_at = -math.inf
         self.is_possible = False
-        """Whether any worker could fetch from another one."""
+        """Whether any worker could fetch from another."""
 
     def __repr__(self) -> str:
         return f"<KvExchange {len(self._members)} groups, {len(self._transfers)} transfers>"
 
     def set_worker(self, row: int, identity: str, token_bytes: int) -> None:
-        """Notes what a worker's card says; without an identity it exchanges nothing."""
+        """Records what a worker's card says; without an identity it exchanges nothing."""
         while row >= len(self._group_of):
             self._group_of = np.concatenate([self._group_of, np.full_like(self._group_of, _NO_GROUP)])
         self._leave_group(row)
@@ -124,8 +124,8 @@ class KvExchange:
     ) -> FetchOffer | None:
         """Returns what the candidates in `rows` could fetch, or None if there is nothing.
 
-        `levels` say which workers hold how much of the prompt, `prefill_s` in which time each row computes a token (0
-        if unknown), and `can_give` whether a row's worker can be asked."""
+        `levels` says which workers hold how much of the prompt, `prefill_s` how long each row takes to compute a token
+        (0 if unknown), and `can_give` whether a row's worker can be asked."""
         while self._transfers and self._transfers[0].until <= now:
             self._remove(self._transfers[0])
         holders = self._find_holders(levels, can_give)
@@ -149,24 +149,24 @@ class KvExchange:
         return FetchOffer(fetchable, probed, groups, holders) if extra.any() else None
 
     def givers_of(self, receiver: int, rows: Rows) -> Rows:
-        """Returns those of some rows whose blocks a worker can read."""
+        """Filters rows to those whose blocks a worker can read."""
         group = self._group_of[receiver]
         givers: Rows = rows[(self._group_of[rows] == group) & (group != _NO_GROUP) & (rows != receiver)]
         return givers
 
     def move_s(self, row: int, num_tokens: float, mb_per_s: float) -> float:
-        """Returns the time in which so many tokens of a row move."""
+        """Returns the time it takes to move that many tokens of a row."""
         return num_tokens * self._token_bytes[int(self._group_of[row])] / max(mb_per_s, 1e-6) / 1e6
 
     def begin(self, holder: int, receiver: int, now: float) -> None:
-        """Notes that one worker is about to fetch from another one."""
-        self._probed_at = now  # any fetch tells how fast blocks move
+        """Records that one worker is about to fetch from another."""
+        self._probed_at = now  # any fetch reveals how fast blocks move
         self._transfers.append(_Transfer(now + _TRANSFER_TTL_S, holder, receiver))
         self._given[holder] += 1
         self._received[receiver] += 1
 
     def end(self, holder: int, receiver: int) -> None:
-        """Notes that a fetch has ended, whichever router has asked for it."""
+        """Records that a fetch has ended, whichever router requested it."""
         found = next((one for one in self._transfers if (one.holder, one.receiver) == (holder, receiver)), None)
         if found is not None:
             self._remove(found)

@@ -1,13 +1,13 @@
 """Decides whether another worker computes a prompt for the one that gets the request; pure.
 
-That is called a *leg*: the worker of the request fetches the blocks while the other one goes on, and samples. It pays
-where it brings the first token earlier, or spares the streams that run where the request goes:
+That is called a *leg*: the worker of the request fetches the blocks while the other computes them, and then samples. A
+leg pays if the first token comes earlier, or if it spares the streams running at the request's worker:
 
     own worker     |-- queued there --|---- missing tokens ----|* first token
     its streams    .....................|  all of them slower  |.....
     another one    |-- queued --|-- missing there --|-- move --|* first token
 
-All times are estimates, and nothing but time depends on them: whatever becomes of a leg, its prompt is computed."""
+All times are estimates, and only time depends on them: even if a leg fails, its prompt is computed."""
 
 from typing import NamedTuple
 
@@ -17,30 +17,30 @@ from tokenbus.protocol.wire.messages import WorkerRole
 from tokenbus.router.placement.worker_table import Floats, Rows
 
 MIN_LEG_TOKENS = 512
-"""Shorter prompts are computed where they are answered, unless a router is told another number."""
+"""Shorter prompts are computed where they are answered; a router setting overrides this."""
 _MIN_MISSING_SHARE = 0.5
-"""Where most of a prompt is cached already, the rest is computed there."""
+"""Where most of a prompt is already cached, the rest is computed there."""
 _STREAM_WEIGHT = 0.25
-"""A running stream is delayed by so much of the time for which a prompt is computed beside it."""
+"""A running stream is delayed by this share of the time that a prompt is computed beside it."""
 _DECODE_PATIENCE = 2.0
-"""A decode worker computes a long prompt itself only where another one would take so many times as long."""
+"""A decode worker computes a long prompt itself only if another would take this many times as long."""
 _UNKNOWN_TOKEN_S = 0.01
-"""The time to compute a token before any worker has shown one: that of a slow CPU, so that none waits too short."""
+"""The time to compute a token before any has been observed: a slow CPU's, so that no wait is too short."""
 
 
 class PrefillState(NamedTuple):
     """The work of all workers of a model, by row, before the first token of a prompt."""
 
     missing_tokens: Floats
-    """Tokens of the prompt that each does not have."""
+    """Tokens of the prompt that each lacks."""
     queued_tokens: Floats
-    """Tokens of other prompts that each has to compute."""
+    """Tokens of other prompts that each has yet to compute."""
     token_s: Floats
-    """The time in which each computes a token; 0 if unknown."""
+    """Seconds that each takes to compute a token; 0 if unknown."""
 
 
 class Prefill(NamedTuple):
-    """The same of one worker."""
+    """The same for one worker."""
 
     missing_tokens: float
     queued_tokens: float
@@ -48,7 +48,7 @@ class Prefill(NamedTuple):
 
     @property
     def compute_s(self) -> float:
-        """The time for the prompt alone."""
+        """The time to compute this prompt alone."""
         return self.missing_tokens * self.token_s
 
     @property
@@ -62,17 +62,17 @@ class LegChoice(NamedTuple):
 
     row: int
     seconds: float
-    """The time after which its blocks should be there."""
+    """The time until its blocks should be available."""
 
 
 def is_long(prompt_tokens: float, missing_tokens: float, min_tokens: int) -> bool:
-    """Whether so much of a prompt is missing that a leg may pay; with a `min_tokens` of 0 it never does."""
+    """Whether enough of a prompt is missing for a leg to pay; with a `min_tokens` of 0 it never does."""
     return 0 < min_tokens <= missing_tokens and missing_tokens >= _MIN_MISSING_SHARE * prompt_tokens
 
 
 def pays(own: Prefill, num_streams: int, role: WorkerRole, leg_s: float) -> bool:
-    """Whether a leg that takes `leg_s` is better than that a worker of this role, which has `num_streams` requests,
-    computes a prompt itself."""
+    """Whether a leg that takes `leg_s` beats having a worker of this role, with `num_streams` requests, compute the
+    prompt itself."""
     delayed_s = own.compute_s * num_streams * _STREAM_WEIGHT
     patience = _DECODE_PATIENCE if role is WorkerRole.DECODE else 1.0
     return leg_s < patience * own.first_token_s + delayed_s
@@ -81,9 +81,9 @@ def pays(own: Prefill, num_streams: int, role: WorkerRole, leg_s: float) -> bool
 def choose(
     state: PrefillState, rows: Rows, own: Prefill, num_streams: int, role: WorkerRole, move_s: float
 ) -> LegChoice | None:
-    """Returns the one of the workers in `rows`, at least one, that would compute a prompt first, if that pays.
+    """Returns the worker in `rows` (at least one) that would finish computing a prompt first, if that pays.
 
-    `own` is what the worker of the request would do itself, and `move_s` the time for what it lacks to move there."""
+    `own` is what the worker of the request would compute itself, and `move_s` the time to move what it lacks there."""
     token_s = np.where(state.token_s > 0, state.token_s, _UNKNOWN_TOKEN_S)
     seconds: Floats = (state.queued_tokens[rows] + state.missing_tokens[rows]) * token_s[rows]
     first = int(seconds.argmin())

@@ -1,8 +1,8 @@
 """The workers of one model: what they hold, how busy they are, and the choice among them; pure.
 
 Each worker has a row: a bit of that number in the prefix index and a column entry in the worker table. A choice is a
-few operations over whole columns: which rows are eligible, how many leading blocks of the prompt each holds or is about
-to hold, the policy's costs, the lowest cost. The request is booked in the same step, so that requests that arrive
+few operations over whole columns: which rows are eligible, how many leading blocks of the prompt each holds or will
+soon hold, the policy's costs, the lowest cost. The request is booked in the same step, so that requests that arrive
 together see each other."""
 
 import itertools
@@ -35,17 +35,17 @@ from tokenbus.router.placement.worker_table import Floats, Rows, WorkerTable, is
 
 _SAMPLE_SIZE = 8
 _DEFAULT_ANSWER_TOKENS = 256
-"""The tokens that a completion is expected to have where no worker says."""
+"""The expected tokens of a completion if no worker reports any."""
 _BLOCK_SIZE = WorkerRow._fields.index("block_size")
-"""The first column that policies see; those before it only decide who is eligible."""
+"""The first column that policies see; those before it only decide which workers are eligible."""
 _SESSION_TTL_S = 600.0
 _MAX_SESSIONS = 65_536
 _MAX_BLOCKS = 1 << 22
-"""Blocks that are believed of one worker, whatever its card says."""
+"""The most blocks believed of one worker, whatever its card says."""
 
 
 class ModelWorkers:
-    """Answers for one model which worker should get a request, and keeps what that takes up to date."""
+    """Decides for one model which worker should get a request, and maintains the state this requires."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
@@ -56,10 +56,11 @@ class ModelWorkers:
         self._exchange = KvExchange()
         self._transfer_rate = TransferRate()
         self._prefill_s = np.zeros(0)
-        """Seconds in which each row computes a prompt token, those of the fastest where unknown; 0 if all are."""
+        """Seconds that each row takes to compute a prompt token; the fastest row's where unknown, 0 if all are
+        unknown."""
         self._num_chosen = 0
         self._ejected_until = 0.0
-        """No worker is ejected from then on."""
+        """From this time on no worker is ejected."""
         self._sessions: TTLCache[str] = TTLCache(_SESSION_TTL_S, _MAX_SESSIONS)
         """The worker that got each session's last request."""
 
@@ -87,7 +88,7 @@ class ModelWorkers:
         self._drop_row(worker)
 
     def update_card(self, worker: Worker) -> None:
-        """Takes over what has changed with a worker's card."""
+        """Applies the changes in a worker's card."""
         card = worker.card
         self._index.update_worker(worker.row, _max_blocks(card), has_checkpoints=card.kv_checkpoints)
         self._exchange.set_worker(worker.row, worker.card.kv_identity, worker.card.kv_token_bytes)
@@ -102,18 +103,18 @@ class ModelWorkers:
 
     @property
     def hash_scheme(self) -> HashScheme | None:
-        """The hash scheme of the workers' blocks; None if none of them has any."""
+        """The hash scheme of the workers' blocks; None if none has any."""
         return self._hash_scheme_without(None)
 
     def refresh(self, worker: Worker) -> None:
-        """Updates a worker's row of the table; to be called whenever its state, load or bookings have changed."""
+        """Updates a worker's row of the table; call it whenever its state, load or bookings have changed."""
         self._table.update(worker.row, worker.row_values())
 
     def apply(self, worker: Worker, events: internal.Events, now: float) -> None:
-        """Applies an entry of a worker's event log: its blocks, its load, and how fast it has worked."""
+        """Applies an entry of a worker's event log: its blocks, load and speed."""
         if events.cleared:
             self._reset_row(worker)
-        if events.removed:  # before `stored`: a worker evicts blocks to make room for others
+        if events.removed:  # before `stored`: a worker evicts blocks to make room for new ones
             self._index.remove(worker.row, events.removed)
         for run in events.stored:
             self._index.store(worker.row, run.hashes)
@@ -136,7 +137,7 @@ class ModelWorkers:
         self.refresh(worker)
 
     def replace_blocks(self, worker: Worker, runs: Sequence[internal.BlockRun]) -> None:
-        """Replaces all blocks of a worker by those of a snapshot, and forgets predictions and recent work with them."""
+        """Replaces all blocks of a worker with a snapshot's, and discards its predictions and recent work."""
         self._reset_row(worker)
         for run in runs:
             self._index.store(worker.row, run.hashes)
@@ -201,7 +202,7 @@ class ModelWorkers:
         fetch_blocks: int = 0,
         leg_worker_id: str = "",
     ) -> None:
-        """Counts a request as a worker's load, and predicts that the worker will hold its blocks."""
+        """Counts a request towards a worker's load, and predicts that the worker will hold its blocks."""
         size = worker.card.kv_block_size or 0
         prefill_tokens = max(0, request.num_tokens - overlap_blocks * size)
         worker.bookings[request.key] = Booking(
@@ -216,12 +217,12 @@ class ModelWorkers:
         self._table.mark_chosen(worker.row, self._num_chosen)
         if request.session:
             self._sessions.put(request.session, worker.card.worker_id, now)
-        if not worker.reports_no_blocks:  # else no event would ever confirm it
+        if not worker.reports_no_blocks:  # otherwise no event would ever confirm it
             self._predictions.add(worker.row, request.hashes, overlap_blocks, now)
         self.refresh(worker)
 
     def unbook(self, worker: Worker, key: str) -> None:
-        """Takes back a booking, if there is one, and that of its leg."""
+        """Removes a booking, if there is one, and that of its leg."""
         booking = worker.bookings.pop(key, None)
         if booking is None:
             return
@@ -231,7 +232,7 @@ class ModelWorkers:
             self.refresh(leg_worker)
 
     def capacity(self, now: float, options: PlacementOptions | None = None) -> Capacity:
-        """Returns whether a request that is placed now would start soon."""
+        """Returns whether a request placed now would start soon."""
         rows = self._table.eligible(now)
         allows = options.allows if options is not None and options.restricts else None
         if allows is not None:
@@ -244,7 +245,7 @@ class ModelWorkers:
         return Capacity.AVAILABLE if self._table.has_capacity(rows) else Capacity.BUSY
 
     def expected_answer_tokens(self, max_tokens: int | None) -> int:
-        """Returns how many tokens a completion with that limit is expected to have, by what others have used lately."""
+        """Returns the expected tokens of a completion with that limit, judging by recent ones."""
         expected = int(self._table.column("expected_answer_tokens").max()) or _DEFAULT_ANSWER_TOKENS
         return expected if max_tokens is None else min(max_tokens, expected)
 
@@ -262,7 +263,7 @@ class ModelWorkers:
         return int(self._table.column("context_length").max())
 
     def sweep(self, now: float) -> None:
-        """Forgets some outdated state, and compares the workers' speeds. It must be called a few times a second."""
+        """Discards some outdated state, and compares the workers' speeds. Must be called a few times a second."""
         self._predictions.expire(now)
         self._index.sweep()
         self._sessions.expire(now)
@@ -283,7 +284,7 @@ class ModelWorkers:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the prefix index."""
+        """The number of blocks in the prefix index."""
         return len(self._index)
 
     def num_blocks_of(self, worker: Worker) -> int:
@@ -305,7 +306,7 @@ class ModelWorkers:
         assert sum(worker is not None for worker in self._by_row) == len(self._workers)
 
     def _judge(self, worker: Worker, events: internal.Events, now: float) -> None:
-        """Ejects a worker whose requests fail one after another, but never more than half of the workers."""
+        """Ejects a worker whose requests keep failing, but never more than half of the workers."""
         failed = set(events.failed)
         for key in events.finished:
             if key not in failed:
@@ -319,7 +320,7 @@ class ModelWorkers:
         return self._table.without_ejected(rows, now) if now < self._ejected_until else rows
 
     def _overlap_blocks(self, hashes: Sequence[int], levels: Sequence[MatchLevel], now: float) -> Floats:
-        """Returns for each row how many leading blocks are there, or predicted to be there soon."""
+        """Returns, for each row, how many leading blocks it holds or is predicted to hold soon."""
         self._predictions.expire(now)
         overlap = np.zeros(len(self._by_row))
         if hashes:
@@ -346,8 +347,8 @@ class ModelWorkers:
         fetch_blocks: int,
         options: PlacementOptions,
     ) -> legs.LegChoice | None:
-        """Returns which of the workers in `rows` should compute a prompt for the one that gets the request, if any.
-        That one is expected to fetch `fetch_blocks` otherwise."""
+        """Returns which of the workers in `rows`, if any, should compute a prompt for the one that gets the request,
+        which would otherwise be expected to fetch `fetch_blocks`."""
         role, size = worker.card.role, worker.card.kv_block_size or 0
         own_missing = request.num_tokens - (float(overlap[worker.row]) + fetch_blocks) * size
         if role is messages.WorkerRole.PREFILL:
@@ -367,7 +368,8 @@ class ModelWorkers:
         return legs.choose(state, rows, own, worker.num_requests, role, move_s)
 
     def _book_leg(self, worker: Worker, request: PlacementRequest, overlap_blocks: int, now: float) -> None:
-        """Counts a prompt as the load of the worker that computes it for another one, which will cache its blocks."""
+        """Counts a prompt towards the load of the worker that computes it for another, and that will cache its
+        blocks."""
         size = worker.card.kv_block_size or 0
         missing_tokens = request.num_tokens - overlap_blocks * size
         num_blocks, num_missing = -(-request.num_tokens // size), -(-missing_tokens // size)
@@ -383,14 +385,14 @@ class ModelWorkers:
         return worker is not None and worker.can_give_blocks
 
     def _hash_scheme_without(self, worker_id: str | None) -> HashScheme | None:
-        """Returns the hash scheme of the workers other than that one. They all have the same, so the first will do."""
+        """Returns the hash scheme of the workers other than that one. All have the same, so the first one will do."""
         for worker in self._workers.values():
             if worker.card.worker_id != worker_id and (scheme := hash_scheme_of(worker.card)) is not None:
                 return scheme
         return None
 
     def _reset_row(self, worker: Worker) -> None:
-        """Forgets all blocks of a worker by giving it another row, which is quicker than a scan of the index."""
+        """Discards all blocks of a worker by giving it another row, which is faster than scanning the index."""
         self._drop_row(worker)
         self.add_worker(worker)
 

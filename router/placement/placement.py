@@ -1,4 +1,4 @@
-"""The requests to placement, its answers, and the explanation of a choice; pure."""
+"""Placement's requests and answers, and the explanation of a choice; pure."""
 
 import enum
 import math
@@ -23,9 +23,9 @@ class PlacementRequest(NamedTuple):
     hashes: Sequence[int] = ()
     """The hashes of the prompt's full blocks; empty for a request that must not use the prefix cache."""
     session: str = ""
-    """The session that it belongs to, as its client says."""
+    """The session it belongs to, according to its client."""
     answer_tokens: int = 0
-    """Tokens that its completion is expected to have."""
+    """The expected tokens of its completion."""
 
 
 class PlacementOptions(NamedTuple):
@@ -36,7 +36,7 @@ class PlacementOptions(NamedTuple):
     exclude: Collection[str] = ()
     """Workers that may not be chosen, by their ids."""
     temperature: float = 0.0
-    """0 takes the lowest cost. Above 0, workers with higher costs are drawn too."""
+    """0 takes the lowest cost. Above 0, workers with higher costs may be drawn too."""
     explain: bool = False
     """Whether to report all candidates with their costs."""
     hash_scheme: str = ""
@@ -48,11 +48,11 @@ class PlacementOptions(NamedTuple):
     feature: str = ""
     """A feature that a chosen worker must have, and that not all of the model's workers may have; none if empty."""
     min_leg_tokens: int = MIN_LEG_TOKENS
-    """Missing tokens from which on another worker may compute a prompt; 0: none ever does."""
+    """The number of missing tokens from which another worker may compute a prompt; 0 means never."""
 
     @property
     def restricts(self) -> bool:
-        """Whether there may be workers that these options don't allow."""
+        """Whether these options may exclude workers."""
         return self.only is not None or bool(self.exclude or self.hash_scheme or self.adapters or self.feature)
 
     def allows(self, card: messages.Card) -> bool:
@@ -66,7 +66,7 @@ class PlacementOptions(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The chosen worker, where the request has been booked."""
+    """The chosen worker, at which the request has been booked."""
 
     worker: Worker
     policy: str
@@ -76,9 +76,9 @@ class Placement(NamedTuple):
     fetch_from: Worker | None = None
     """The worker from which the chosen one should fetch blocks instead of computing them."""
     fetch_blocks: int = 0
-    """The blocks behind the overlap that are expected to come from there."""
+    """The number of blocks after the overlap expected from there."""
     leg_s: float = 0.0
-    """If above 0, that worker computes the prompt in a leg, which is expected to take so long."""
+    """If above 0, that worker computes the prompt in a leg, which is expected to take this long."""
 
     @property
     def has_leg(self) -> bool:
@@ -92,12 +92,12 @@ class Placement(NamedTuple):
 
     @property
     def fetch_tokens(self) -> int:
-        """Tokens that it is expected to fetch of those that another worker holds."""
+        """Tokens that it is expected to fetch from another worker's blocks."""
         return 0 if self.has_leg else self.fetch_blocks * (self.worker.card.kv_block_size or 0)
 
 
 class NoWorker(NamedTuple):
-    """No worker may be chosen."""
+    """No worker can be chosen."""
 
 
 class Capacity(enum.Enum):
@@ -105,9 +105,9 @@ class Capacity(enum.Enum):
 
     AVAILABLE = enum.auto()
     BUSY = enum.auto()
-    """Not now: all of them have as many requests as they can take, or are about to come back."""
+    """Not now: all of them are full, or about to come back."""
     NO_WORKERS = enum.auto()
-    """None of them can, nor will."""
+    """None can, now or later."""
 
 
 def explain(
@@ -122,8 +122,8 @@ def explain(
     has_leg: bool,
 ) -> messages.RoutingReport:
     """Reports what was known about each candidate. `workers`, the columns of `view`, `costs` and `fetched_tokens` are
-    in the same order; `holder` is the worker that the chosen one fetches from, if any, and that computes the prompt in
-    a leg."""
+    in the same order; `holder` is the worker, if any, from which the chosen one fetches, and which computes the prompt
+    in a leg."""
     candidates = []
     for number, worker in enumerate(workers):
         block_size = max(1.0, float(view.block_size[number]))

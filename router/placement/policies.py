@@ -10,53 +10,53 @@ from tokenbus.router.placement.worker_table import Floats
 
 
 class Fetchable(NamedTuple):
-    """Tokens behind each candidate's overlap that it could fetch from another worker instead of computing them."""
+    """Tokens after each candidate's overlap that it could fetch from another worker instead of computing them."""
 
     tokens: Floats
-    """0 where there are few, or where computing them takes hardly longer."""
+    """0 where there are few, or computing them would take hardly longer."""
     cost: Floats
-    """The time to fetch a token compared with the time to compute one."""
+    """The time to fetch a token relative to the time to compute one."""
 
 
 class View(NamedTuple):
-    """The candidates as a policy sees them: in each array one entry per candidate. A policy must not change them."""
+    """The candidates as a policy sees them: one entry per candidate in each array. A policy must not modify them."""
 
     prompt_tokens: int
     overlap_tokens: Floats
-    """Leading tokens of the prompt whose KV cache it holds, or is predicted to hold soon."""
+    """Leading tokens of the prompt that are in its KV cache, or are predicted to be soon."""
     session: Floats | None
     """1 for the worker that got the session's last request, else 0; None if there is no such worker."""
     fetchable: Fetchable | None
-    """The tokens that the candidates could fetch from other workers; None if there are none."""
+    """Tokens that the candidates could fetch from other workers; None if there are none."""
     block_size: Floats
     """Tokens of a KV block; 0 if it has no blocks."""
     prefill_tokens: Floats
-    """Prompt tokens that it has to compute before this prompt's."""
+    """Prompt tokens that it must compute before this prompt's."""
     used_blocks: Floats
     """KV blocks of its running sequences."""
     total_blocks: Floats
     requests: Floats
-    """Requests that are running, waiting or just placed there."""
+    """Requests running, waiting or just placed there."""
     max_num_seqs: Floats
     max_requests: Floats
-    """With this many requests it gets no more: another one would only wait there."""
+    """With this many requests it gets no more: another would only wait there."""
     waiting_requests: Floats
-    """Requests that would wait there with this one, this one included."""
+    """Requests that would wait there, including this one."""
     free_tokens: Floats
-    """Tokens that fit its KV cache beside those that its requests are expected to have in the end. Negative if these
+    """Tokens that would still fit its KV cache once its requests have their expected final lengths. Negative if those
     are too many; infinite if it has no blocks."""
     prefill_slowdown: Floats
-    """Its time per prompt token compared with the fastest worker's: a power of 2."""
+    """Its time per prompt token relative to the fastest worker's: a power of 2."""
     decode_slowdown: Floats
     """The same for the tokens of streams."""
     utilization: Floats
-    """Its recent work compared with the most it has ever done: 0 when idle, near 1 at its most."""
+    """Its recent work relative to the most it has ever done: 0 when idle, near 1 at its peak."""
     last_chosen: Floats
-    """Larger the later it was chosen last; 0 if never."""
+    """Larger the more recently it was chosen; 0 if never."""
 
 
 class Policy(Protocol):
-    """Orders candidates by cost. The lowest wins, and ties are drawn. A policy keeps nothing between two calls."""
+    """Orders candidates by cost. The lowest wins, with ties broken at random. A policy keeps no state between calls."""
 
     name: str
 
@@ -66,23 +66,23 @@ class Policy(Protocol):
 
 
 _MAX_REQUEST_SHARE = 0.2
-"""Another request counts for at most this share of the prompt; else short prompts would never return to their
+"""Another request counts for at most this share of the prompt; otherwise short prompts would never return to their
 prefix."""
 
 
 class KvAware:
     """The cost is the work that a request causes at a worker, in prompt tokens to be computed:
 
-    - its own uncached tokens, and a part of the prompt tokens queued before it: waiting a little is better than
-      computing and keeping the same prefix twice;
-    - uncached tokens that it can fetch count less, but most of what they would otherwise: they too are kept twice then,
-      and push out something else;
-    - for each request there a fixed number, since each slows every step;
-    - a larger number for each request that would have to wait, and if the KV cache has no room;
+    - its own uncached tokens, and part of the prompt tokens queued before it: a short wait is better than computing and
+      keeping the same prefix twice;
+    - uncached tokens that it can fetch count for less, but still for most: they too are then kept twice, and evict
+      something else;
+    - a fixed number for each request there, since each slows every step;
+    - a larger number for each request that would have to wait, and for a full KV cache;
     - the worker's utilization, which spreads requests that arrive one by one.
 
-    Slower workers cost more, and the worker of the session's last request a little less. docs/decisions/0027 says where
-    the default weights come from."""
+    Slower workers cost more, and the worker of the session's last request a little less. docs/decisions/0027 explains
+    the default weights."""
 
     name = "kv"
 
@@ -119,7 +119,7 @@ class KvAware:
 
 
 class LeastLoaded:
-    """Prefers the worker with the fewest requests, as a share of what it can run at once."""
+    """Prefers the worker with the fewest requests relative to what it can run at once."""
 
     name = "least_loaded"
 
@@ -129,7 +129,7 @@ class LeastLoaded:
 
 
 class RoundRobin:
-    """Prefers the worker that was chosen the longest time ago."""
+    """Prefers the least recently chosen worker."""
 
     name = "round_robin"
 
@@ -138,7 +138,7 @@ class RoundRobin:
 
 
 class Random:
-    """Prefers none: every choice is a tie."""
+    """Has no preference: every choice is a tie."""
 
     name = "random"
 
@@ -149,11 +149,11 @@ class Random:
 POLICIES = ("kv", "least_loaded", "round_robin", "random")
 
 ENTRY_POINTS = "tokenbus.policies"
-"""The entry point group in which installed packages name classes of their own policies."""
+"""The entry point group in which installed packages register their own policy classes."""
 
 
 def make_policies() -> dict[str, Policy]:
-    """Returns one instance of each policy by name: the built-in ones, and those of installed packages."""
+    """Returns one instance of each policy by name: built-in ones and those of installed packages."""
     policies: list[Policy] = [KvAware(), LeastLoaded(), RoundRobin(), Random()]
     own = {policy.name: policy for policy in policies}
     foreign = {point.name: point.load()() for point in metadata.entry_points(group=ENTRY_POINTS)}
@@ -161,7 +161,8 @@ def make_policies() -> dict[str, Policy]:
 
 
 def draw(costs: Floats, rng: random.Random, temperature: float = 0.0) -> int:
-    """Returns the index of the lowest cost. Ties are drawn, so that no candidate is favoured by its position.
+    """Returns the index of the lowest cost. Ties are broken at random, so that no candidate is favoured by its
+    position.
 
     With a temperature above 0 every candidate may be drawn, with a probability proportional to exp(-cost /
     temperature), where costs are measured in units of the difference between the highest and the lowest."""
@@ -170,5 +171,5 @@ def draw(costs: Floats, rng: random.Random, temperature: float = 0.0) -> int:
     if temperature > 0.0 and (spread := float(costs.max() - lowest)) > 0.0:
         weights = np.exp(-(costs - lowest) / (spread * temperature))
         return rng.choices(range(len(costs)), weights.tolist())[0]
-    best = (costs == lowest).nonzero()[0]  # mostly one: costs are sums of many numbers
+    best = (costs == lowest).nonzero()[0]  # usually one: costs are sums of many numbers
     return int(first if len(best) == 1 else best[rng.randrange(len(best))])

@@ -1,7 +1,7 @@
-"""Predicts where the blocks of just placed requests will be, until the workers' own events report them; pure.
+"""Predicts where the blocks of newly placed requests will be, until the workers' own events report them; pure.
 
 Without this, requests with a common prefix that arrive together would be spread over all workers, since none of them
-holds it yet. Predictions are kept apart from the prefix index because they must end by themselves."""
+holds it yet. Predictions are kept apart from the prefix index because they must expire."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from typing import NamedTuple
 from tokenbus.router.placement.prefix_index import MatchLevel
 
 PREDICTION_TTL_S = 5.0
-"""A prediction lasts this long."""
+"""The lifetime of a prediction."""
 MAX_BLOCKS = 1 << 18
-"""Blocks of all predictions together; beyond that the oldest prediction is forgotten."""
+"""Blocks of all predictions together; beyond that the oldest prediction is discarded."""
 
 
 class _Prediction(NamedTuple):
     until: float
     row: int
     start: int
-    """Leading blocks that the worker held already."""
+    """Leading blocks that the worker already held."""
     hashes: Sequence[int]
     """The hashes of the whole prompt."""
 
@@ -27,8 +27,8 @@ class _Prediction(NamedTuple):
 class Predictions:
     """Recently placed prompts, by the rows of their workers.
 
-    A prediction is found by its first block that the worker did not hold yet. Since hashes are chained, bisection then
-    finds how many blocks another prompt has in common with it."""
+    A prediction is found by its first block not yet held by the worker. Since hashes are chained, bisection then finds
+    how many blocks another prompt has in common with it."""
 
     def __init__(self) -> None:
         self._by_first: dict[int, list[_Prediction]] = {}
@@ -44,8 +44,8 @@ class Predictions:
         return len(self._queue)
 
     def add(self, row: int, hashes: Sequence[int], overlap_blocks: int, now: float) -> None:
-        """Predicts that a worker will hold these blocks, of which it has, or is predicted to have, the first
-        `overlap_blocks`."""
+        """Predicts that a worker will hold these blocks, the first `overlap_blocks` of which it holds or is predicted
+        to hold."""
         if overlap_blocks >= len(hashes):
             return
         prediction = _Prediction(now + PREDICTION_TTL_S, row, overlap_blocks, hashes)
@@ -57,13 +57,13 @@ class Predictions:
             self._forget(self._queue.popleft())
 
     def expire(self, now: float) -> None:
-        """Forgets old predictions."""
+        """Discards old predictions."""
         while self._queue and self._queue[0].until <= now:
             self._forget(self._queue.popleft())
 
     def match(self, hashes: Sequence[int], levels: Sequence[MatchLevel]) -> dict[int, int]:
-        """Returns by row how many leading blocks of a prompt each worker will hold, for those workers that will hold
-        more than the `levels` of the prefix index say."""
+        """Returns, by row, how many leading blocks of a prompt each worker will hold, for workers that will hold more
+        than the prefix index's `levels` say."""
         reached: dict[int, int] = {}
         for start in self._starts:
             if start >= len(hashes):
@@ -75,14 +75,14 @@ class Predictions:
         return reached
 
     def remove_worker(self, row: int) -> None:
-        """Forgets all predictions for a worker that is gone."""
+        """Discards all predictions for a removed worker."""
         gone = [one for one in self._queue if one.row == row]
         self._queue = deque(one for one in self._queue if one.row != row)
         for one in gone:
             self._forget(one)
 
     def check_integrity(self) -> None:
-        """Asserts that all three tables describe the same predictions."""
+        """Asserts that the three tables describe the same predictions."""
         assert sorted(map(id, self._queue)) == sorted(id(one) for found in self._by_first.values() for one in found)
         assert all(one.hashes[one.start] == first for first, found in self._by_first.items() for one in found)
         assert sum(self._starts.values()) == len(self._queue)
@@ -105,7 +105,7 @@ def _common(one: Sequence[int], other: Sequence[int], low: int) -> int:
     """Returns how many leading blocks two prompts have in common, given that it is at least `low + 1`."""
     high = min(len(one), len(other))
     low += 1
-    if one[high - 1] == other[high - 1]:  # the whole of the shorter one, which is the usual case
+    if one[high - 1] == other[high - 1]:  # the whole shorter one: the usual case
         return high
     while high - low > 1:
         middle = (low + high) // 2

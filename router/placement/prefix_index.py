@@ -1,16 +1,16 @@
-"""The prefix index: knows which workers of a model hold which KV blocks, by the blocks' hashes; pure.
+"""The prefix index: which workers of a model hold which KV blocks, by block hash; pure.
 
 One dictionary maps each block hash to an integer in which every worker has a bit. A worker that holds a block holds all
-blocks before it, since hashes are chained and workers evict leaves first. So the holders only become fewer along a
-prompt, and the depth at which each of them stops is found with a few lookups, however many workers there are:
+blocks before it, since hashes are chained and workers evict leaves first. So the set of holders only shrinks along a
+prompt, and a few lookups find the depth at which each of them stops, regardless of the number of workers:
 
     block      1     2     3     4     5     6
     holders   ABC   ABC   AC    AC    A     -       A holds 5 blocks, C 4, B 2
 
-Where a worker breaks that rule it is only found less often.
+A worker that breaks this rule is merely matched less often.
 
-Workers with checkpoints hold single blocks, at whose ends they can go on, and none of those before. They are found by
-lookups from the last block of the prompt up."""
+Workers with checkpoints hold single blocks, at whose ends they can continue, and none of those before. They are found
+by lookups from the last block of the prompt backwards."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,11 +21,11 @@ import numpy as np
 from tokenbus.router.placement.worker_table import Floats
 
 _SWEEP_BLOCKS = 4_096
-"""Blocks that one call of `sweep` checks, which takes about a millisecond."""
+"""Blocks checked by one call of `sweep`, which takes about a millisecond."""
 
 
 class MatchLevel(NamedTuple):
-    """The workers that hold exactly this many of a prompt's leading blocks."""
+    """The workers that hold exactly this many leading blocks of a prompt."""
 
     overlap_blocks: int
     worker_bits: int
@@ -33,7 +33,7 @@ class MatchLevel(NamedTuple):
     def write_to(self, overlap: Floats) -> None:
         """Writes the overlap into the rows of these workers."""
         bits = self.worker_bits
-        if bits & (bits - 1) == 0:  # a single worker, as most often
+        if bits & (bits - 1) == 0:  # a single worker: the usual case
             overlap[bits.bit_length() - 1] = self.overlap_blocks
             return
         data = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), np.uint8)
@@ -46,19 +46,19 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
         self._single_bits: dict[int, int] = {}
-        """Each worker's bit as one shared object: most blocks have a single holder, and an integer takes 32 bytes."""
+        """Each worker's bit as a shared object: most blocks have a single holder, and an integer takes 32 bytes."""
         self._num_blocks: dict[int, int] = {}
         self._max_blocks: dict[int, int] = {}
         self._checkpoint_bits = 0
         """Bits of workers that hold single blocks."""
         self._removed_bits = 0
-        """Bits of removed workers whose blocks the next sweep will forget."""
+        """Bits of removed workers whose blocks the next sweep will remove."""
         self._sweeping_bits = 0
-        """Bits that the sweep in progress forgets."""
+        """Bits that the sweep in progress removes."""
         self._unswept: Iterator[int] = iter(())
-        """Blocks that it has not checked yet."""
+        """Blocks not yet checked by the sweep."""
         self.num_refused = 0
-        """Blocks that were ignored because a worker reported more than its card advertises."""
+        """Blocks ignored because a worker reported more than its card advertises."""
 
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self._holders)} blocks of {len(self._num_blocks)} workers>"
@@ -78,18 +78,18 @@ class PrefixIndex:
         return row
 
     def update_worker(self, row: int, max_blocks: int, *, has_checkpoints: bool = False) -> None:
-        """Changes what a worker can hold; those blocks that it holds already stay."""
+        """Changes what a worker can hold; blocks that it already holds stay."""
         self._max_blocks[row] = max(max_blocks, self._num_blocks[row])
         self._checkpoint_bits = self._checkpoint_bits & ~(1 << row) | has_checkpoints << row
 
     def remove_worker(self, row: int) -> None:
-        """Removes a worker. Its blocks are not found from now on, and `sweep` forgets them step by step."""
+        """Removes a worker. Its blocks no longer match, and `sweep` removes them step by step."""
         del self._num_blocks[row], self._max_blocks[row], self._single_bits[1 << row]
         self._removed_bits |= 1 << row
         self._checkpoint_bits &= ~(1 << row)
 
     def store(self, row: int, hashes: Iterable[int]) -> None:
-        """Notes blocks that a worker holds now. Those beyond what its card advertises are ignored."""
+        """Adds blocks that a worker now holds. Those beyond what its card advertises are ignored."""
         holders, bit = self._holders, self._single_bits[1 << row]
         room = before = self._max_blocks[row] - self._num_blocks[row]
         for name in hashes:
@@ -110,7 +110,7 @@ class PrefixIndex:
         self._num_blocks[row] += before - room
 
     def remove(self, row: int, hashes: Iterable[int]) -> None:
-        """Notes blocks that a worker no longer holds."""
+        """Removes blocks that a worker no longer holds."""
         holders, bit = self._holders, 1 << row
         count = 0
         for name in hashes:
@@ -122,7 +122,8 @@ class PrefixIndex:
         self._num_blocks[row] -= count
 
     def match(self, hashes: Sequence[int]) -> list[MatchLevel]:
-        """Returns how many leading blocks of a prompt each worker holds, the most first; not those that hold none."""
+        """Returns how many leading blocks of a prompt each worker holds, largest number first; workers that hold none
+        are left out."""
         levels = self._match_chains(hashes)
         if self._checkpoint_bits:
             depths = dict(levels)
@@ -144,8 +145,8 @@ class PrefixIndex:
     def _match_chains(self, hashes: Sequence[int]) -> list[MatchLevel]:
         """Does the same for workers that hold all blocks before a block.
 
-        Gallops: from where the holders are known it looks twice as far each time they are still the same, then finds by
-        bisection where they become fewer."""
+        Gallops: from where the holders are known it looks twice as far each time they are unchanged, then bisects to
+        find where they become fewer."""
         get = self._holders.get
         levels: list[MatchLevel] = []
         end = len(hashes)
@@ -183,10 +184,10 @@ class PrefixIndex:
         return (name for name, worker_bits in self._holders.items() if worker_bits & bit)
 
     def sweep(self) -> bool:
-        """Forgets some blocks of removed workers; returns whether there are more to forget."""
+        """Removes some blocks of removed workers; returns whether there are more to remove."""
         if not self._sweeping_bits:
             self._sweeping_bits, self._removed_bits = self._removed_bits, 0
-            # a list, since the dictionary changes under the iteration
+            # a list, since the dictionary changes during the iteration
             self._unswept = iter(list(self._holders)) if self._sweeping_bits else iter(())
         batch = list(itertools.islice(self._unswept, _SWEEP_BLOCKS))
         if not batch:

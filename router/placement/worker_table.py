@@ -3,9 +3,9 @@
 Choosing among a thousand workers costs little more than among ten: a few numpy operations on whole columns.
 
 Most numbers come from a worker itself. Three are derived here. *Utilization* is a worker's recent work as a share of
-the most it has ever done: 0 when idle, near 1 at its usual most. It spreads requests that arrive one by one, whose load
-is gone before the next one comes. *Slowdown* compares its speed with the fastest worker's, in powers of two, so that
-small differences don't decide. *Last chosen* orders the workers by their last request."""
+the most it has ever done: 0 when idle, near 1 at its usual peak. It spreads requests that arrive one by one, whose load
+is gone before the next arrives. *Slowdown* compares its speed with the fastest worker's, in powers of two, so that
+small differences don't decide. *Last chosen* orders the workers by when they got their last request."""
 
 import math
 from typing import NamedTuple
@@ -23,18 +23,18 @@ _FIRST_ROWS = 16
 WORK_DECAY_S = 10.0
 """After this time a third of a worker's recent work still counts."""
 _PEAK_DECAY_S = 600.0
-"""After this time a third of the most that it has ever done still counts."""
+"""After this time a third of its peak work still counts."""
 _HALF_UTILIZED_SHARE = 0.05
-"""The share of its most work at which a worker counts as half utilized."""
+"""The share of its peak work at which a worker counts as half utilized."""
 _LATE_EVENT_S = 0.5
-"""After this silence a worker may have been ineligible, so that eligibility is computed again."""
+"""After this much silence a worker may have been ineligible, so eligibility is recomputed."""
 _UTILIZATION_TTL_S = 0.05
-"""A computed utilization is used for this long."""
+"""The time for which a computed utilization is reused."""
 _MAX_SLOWDOWN_LOG2 = 4.0
 
 
 class _Eligible(NamedTuple):
-    """The rows that were eligible when that was last computed. They still are until `until`, for shorter prompts."""
+    """The rows eligible when last computed. They remain so until `until`, for prompts shorter than `min_context`."""
 
     rows: Rows
     until: float
@@ -74,7 +74,7 @@ class WorkerTable:
     def update(self, row: int, values: WorkerRow) -> None:
         """Sets a worker's own numbers."""
         column = self._values[:, row]
-        # no other change of a row can change who is eligible before the time that was computed last
+        # no other change to a row can affect eligibility before the time last computed
         was_late, is_late = column[2] > self._max_step_age_ms, values.step_age_ms > self._max_step_age_ms
         is_back = values.last_seen_at - column[1] > _LATE_EVENT_S
         if is_back or was_late != is_late or (values.is_open, values.context_length) != (column[0], column[3]):
@@ -84,29 +84,29 @@ class WorkerTable:
         column[:_FIRST_DERIVED] = values[:_FIRST_DERIVED]
 
     def matches(self, row: int, values: WorkerRow) -> bool:
-        """Whether a worker's own numbers are these."""
+        """Whether a worker's own numbers equal these."""
         return np.array_equal(self._values[:_FIRST_DERIVED, row], values[:_FIRST_DERIVED])
 
     def clear(self, row: int) -> None:
-        """Clears the row of a worker that is gone."""
+        """Clears the row of a removed worker."""
         self._eligible = self._eligible._replace(until=-math.inf)
         self._values[:, row] = 0.0
         self._values[_COLUMN["prefill_slowdown"], row] = self._values[_COLUMN["decode_slowdown"], row] = 1.0
         self._work[row] = self._peak[row] = 0.0
 
     def mark_chosen(self, row: int, turn: int) -> None:
-        """Notes that a worker was chosen; `turn` counts up."""
+        """Records that a worker was chosen; `turn` counts up."""
         self._values[_COLUMN["last_chosen"], row] = turn
 
     def record_work(self, row: int, tokens: float, now: float) -> None:
-        """Notes that a worker has just computed that many tokens."""
+        """Records that a worker has just computed that many tokens."""
         since = now - self._worked_at[row]
         self._work[row] = self._work[row] * math.exp(-since / WORK_DECAY_S) + tokens
         self._peak[row] = max(self._peak[row] * math.exp(-since / _PEAK_DECAY_S), self._work[row])
         self._worked_at[row] = now
 
     def eligible(self, now: float, num_tokens: int = 0) -> Rows:
-        """Returns the rows of the workers that may be given a prompt of that length now."""
+        """Returns the rows of workers that may be given a prompt of that length now."""
         if now < self._eligible.until and num_tokens < self._eligible.min_context:
             return self._eligible.rows
         is_open, last_seen_at, step_age_ms, context_length = self._values[:4]
@@ -121,17 +121,17 @@ class WorkerTable:
         return long_enough
 
     def without_ejected(self, rows: Rows, now: float) -> Rows:
-        """Returns those of some rows that are not ejected, or all if there are none."""
+        """Filters rows to those not ejected, or returns all if none remain."""
         admitted: Rows = rows[self.column("ejected_until")[rows] <= now]
         return admitted if len(admitted) else rows
 
     def without_prefill(self, rows: Rows) -> Rows:
-        """Returns those of some rows that compute no prompts for others, or all if there are none."""
+        """Filters rows to those that compute no prompts for others, or returns all if none remain."""
         serving: Rows = rows[self.column("is_prefill")[rows] == 0]
         return serving if len(serving) else rows
 
     def free_prefill(self, rows: Rows, num_tokens: int) -> Rows:
-        """Returns those of some rows that compute prompts for others and can take one more, of so many tokens."""
+        """Filters rows to those that compute prompts for others and can take one more, of that many tokens."""
         is_free = self.column("is_prefill")[rows] > 0
         is_free &= self.column("requests")[rows] < limits.MAX_LEGS
         is_free &= self.column("free_tokens")[rows] >= num_tokens
@@ -139,7 +139,7 @@ class WorkerTable:
         return free
 
     def columns_of(self, rows: Rows, now: float) -> Table:
-        """Returns all numbers of some rows, one array for each number; often a view that must not be written to."""
+        """Returns all numbers of some rows, one array per number; often a view that must not be written to."""
         if now - self._utilization_at > _UTILIZATION_TTL_S:
             self._update_utilization(now)
         if is_contiguous(rows):
@@ -147,18 +147,17 @@ class WorkerTable:
         return self._values.take(rows, axis=1)
 
     def has_capacity(self, rows: Rows) -> bool:
-        """Whether one of these rows may take another request: it would start soon, and there will be memory for it."""
+        """Whether any of these rows may take another request: it would start soon and have enough memory."""
         has_place = self.column("requests")[rows] < self.column("max_requests")[rows]
         return bool((has_place & (self.column("free_tokens")[rows] > 0)).any())
 
     def column(self, name: str) -> Floats:
-        """Returns one column with all rows, also those that belong to no worker."""
+        """Returns one column with all rows, including those without a worker."""
         found: Floats = self._values[_COLUMN[name]]
         return found
 
     def update_slowdowns(self, prefill_s_per_token: Floats, itl_s: Floats) -> None:
-        """Compares the speeds of all rows, given in seconds per prompt token and per token of a stream; 0 is
-        unknown."""
+        """Compares the speeds of all rows, given in seconds per prompt token and per stream token; 0 is unknown."""
         for name, seconds in (("prefill_slowdown", prefill_s_per_token), ("decode_slowdown", itl_s)):
             known = (seconds > 0).nonzero()[0]
             slowdown = self.column(name)
@@ -170,10 +169,10 @@ class WorkerTable:
     def _update_utilization(self, now: float) -> None:
         self._utilization_at = now
         recent = self._work * np.exp((self._worked_at - now) / WORK_DECAY_S) / np.maximum(self._peak, 1.0)
-        # bent, so that a little work already tells an idle worker from one that is not
+        # nonlinear, so that a little work already distinguishes a busy worker from an idle one
         utilization = recent / (recent + _HALF_UTILIZED_SHARE)
         has_worked = self._peak > 0
-        # a worker that has only got its first requests would draw all others too, until it reports any work
+        # a worker that has only received its first requests would attract all others too, until it reports any work
         is_starting = ~has_worked & (self.column("requests") > 0)
         if is_starting.any() and has_worked.any():
             utilization[is_starting] = np.median(utilization[has_worked])
@@ -187,5 +186,5 @@ class WorkerTable:
 
 
 def is_contiguous(rows: Rows) -> bool:
-    """Whether these are the first rows without a gap, so that their numbers need no copy."""
+    """Whether these are the first rows, without gaps, so that their numbers need no copy."""
     return bool(rows[-1] + 1 == len(rows))
