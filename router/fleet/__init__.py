@@ -1,1 +1,1 @@
-"""Everything a router knows about its workers, and where it learns it. Pure."""
+"""Everything a router knows about its workers, and how it learns it. Pure."""

@@ -1,9 +1,9 @@
-"""Measures how often something has happened lately; pure."""
+"""Measures how often something has happened recently; pure."""
 
 import math
 
 _DECAY_S = 10.0
-"""After this time an event still counts about a third."""
+"""After this time an event still counts for about a third."""
 
 
 class DecayingRate:

@@ -1,8 +1,8 @@
-"""Decides when a worker whose requests fail gets no more for a while; pure.
+"""Decides when a worker whose requests fail is given none for a while; pure.
 
-A worker that fails in milliseconds looks idle, so that it would draw all requests. After several failures in a row it
-is *ejected*: it gets requests only where no other worker can take them. After a pause it is given some again, as a
-trial. The first failure then ejects it for twice as long, and the first success ends all of this.
+A worker that fails within milliseconds looks idle, so it would attract all requests. After several failures in a row it
+is *ejected*: it gets requests only if no other worker can take them. After a pause it is given some again on trial. The
+first failure then ejects it for twice as long, and the first success clears its record.
 
     admitted --5 failures in a row--> ejected --pause--> on trial --failure--> ejected, twice as long
         ^                                |                   |
@@ -22,7 +22,7 @@ class Ejection:
 
     def __init__(self) -> None:
         self.until = 0.0
-        """The end of the present or last pause; 0 if there was none since the last success."""
+        """The end of the current or last pause; 0 if there has been none since the last success."""
         self._num_failures = 0
         """Failures in a row since the last success or ejection."""
         self._num_ejections = 0
@@ -35,11 +35,11 @@ class Ejection:
         return now < self.until
 
     def succeeded(self) -> None:
-        """A request has ended in anything but a retryable error."""
+        """Records that a request has ended in anything but a retryable error."""
         self.until, self._num_failures, self._num_ejections = 0.0, 0, 0
 
     def failed(self, now: float, *, may_eject: bool) -> bool:
-        """A request has ended in a retryable error; returns whether the worker is ejected because of it."""
+        """Records that a request has ended in a retryable error; returns whether this ejects the worker."""
         self._num_failures += 1
         limit = 1 if self._num_ejections else MAX_FAILURES
         if not may_eject or self.is_ejected(now) or self._num_failures < limit:

@@ -1,12 +1,12 @@
-"""Follows one worker's numbered event log: notices gaps, and closes them with a snapshot; pure.
+"""Follows one worker's numbered event log: detects gaps, and closes them with a snapshot; pure.
 
 Events are numbered from 0 without gaps. An event whose number is too high means that some were lost: from then on
-events are buffered, and a snapshot is requested. A snapshot comes in parts and says after which event it was taken. The
-state is complete again once all parts are there and the buffered events continue at exactly the next number.
+events are buffered, and a snapshot is requested. A snapshot arrives in parts and says after which event it was taken.
+The state is complete again once all parts have arrived and the buffered events continue at exactly the next number.
 
-An event precedes the chunks with its tokens. It is *sealed* once something has come that the worker sent behind these
-chunks: they have reached the broker too. An event with tokens proves nothing about the one before it, since the tokens
-of one step may take several events, and the chunks of all of them follow the last."""
+An event precedes the chunks with its tokens. It is *sealed* once something has arrived that the worker sent after these
+chunks: then they have reached the broker too. An event with tokens proves nothing about the one before it, since the
+tokens of one step may take several events, and the chunks of all of them follow the last."""
 
 from collections import deque
 from typing import NamedTuple
@@ -14,27 +14,27 @@ from typing import NamedTuple
 from tokenbus.protocol.wire import codec, internal
 
 MAX_BUFFERED = 1_024
-"""Events that may wait for a snapshot; one more, and all are dropped and a new snapshot is requested."""
+"""Events that may wait for a snapshot; beyond that all are dropped and a new snapshot is requested."""
 MAX_BUFFERED_BYTES = 16 * 1024 * 1024
-"""The same in bytes, as they were sent."""
+"""The same in bytes, as sent."""
 
 MAX_PARTS = 16_384
-"""Parts of one snapshot. One of so many requests or blocks comes from no worker."""
+"""The most parts of one snapshot. No worker has requests or blocks for more."""
 MAX_SNAPSHOT_BYTES = 128 * 1024 * 1024
-"""Bytes of its parts, as they were sent. What exceeds them is ignored, so that such a snapshot never closes a gap."""
+"""The most bytes of its parts, as sent. Any more are ignored, so such a snapshot never closes a gap."""
 _MAX_LOST = 2**53
-"""Lost events are counted up to here: clients are told the number, and a worker may claim any."""
+"""Lost events are counted up to this: clients are shown the number, and a worker may claim any."""
 
 
 class AppliedSnapshot(NamedTuple):
-    """A complete snapshot, and the events that follow it."""
+    """A complete snapshot and the events that follow it."""
 
     running: dict[str, internal.RunningRequest]
     events: tuple[internal.Events, ...]
     runs: tuple[internal.BlockRun, ...]
-    """The blocks that the worker had cached at the snapshot."""
+    """The blocks cached by the worker at the time of the snapshot."""
     requested_at: float
-    """When it was first requested: what the router did after this time may be missing from it."""
+    """When it was first requested: anything the router did later may be missing from it."""
     seq: int
     """The last event before the snapshot."""
 
@@ -49,7 +49,7 @@ class EventLog:
     def __init__(self) -> None:
         self.seq: int | None = None
         self.sealed_seq = -1
-        """Everything that belongs to this event and to those before it has reached the broker."""
+        """Everything that belongs to this event and earlier ones has reached the broker."""
         self.is_behind = True
         self.num_lost = 0
         """Events that never arrived."""
@@ -64,9 +64,9 @@ class EventLog:
         return f"<EventLog {self.seq}{' behind' if self.is_behind else ''}>"
 
     def receive(self, events: internal.Events) -> tuple[internal.Events, ...]:
-        """Takes in an event; returns it if it is to be applied now, or nothing if it is old or has to wait."""
+        """Receives an event; returns it if it is to be applied now, or nothing if it is old or must wait."""
         if self.seq is None and events.seq == 0:
-            self.is_behind = False  # followed from its first event on, so that nothing is missing
+            self.is_behind = False  # followed from its first event on, so nothing is missing
         last = -1 if self.seq is None else self.seq
         if events.seq <= last:
             return ()
@@ -80,18 +80,18 @@ class EventLog:
             return (events,)
         size = len(codec.encode(events))
         if len(self._buffer) >= MAX_BUFFERED or self._buffered_bytes + size > MAX_BUFFERED_BYTES:
-            self.mark_behind()  # forgets them all: a snapshot from now on is newer anyway
+            self.mark_behind()  # discards them all: a snapshot from now on is newer anyway
         self._buffer.append(events)
         self._buffered_bytes += size
         return ()
 
     def seal(self, seq: int) -> None:
-        """Notes that everything that belongs to an event has reached the broker."""
+        """Records that everything that belongs to an event has reached the broker."""
         if self.seq is not None:
             self.sealed_seq = max(self.sealed_seq, min(seq, self.seq))
 
     def mark_behind(self) -> None:
-        """Notes that something may have been missed: only a snapshot requested from now on can close the gap."""
+        """Records that something may have been missed: only a snapshot requested from now on can close the gap."""
         self.is_behind = True
         self._buffer.clear()
         self._parts.clear()
@@ -108,15 +108,15 @@ class EventLog:
         return True
 
     def receive_part(self, part: internal.SnapshotPart) -> AppliedSnapshot | None:
-        """Takes in a part; returns the snapshot if this part completes it and the buffered events continue it
-        without a gap."""
+        """Receives a part; returns the snapshot if this part completes it and the buffered events continue it without a
+        gap."""
         if not self.is_behind or self._first_requested_at is None or not 0 <= part.part < part.parts:
             return None
         if part.parts > MAX_PARTS:
             return None
         known = next(iter(self._parts.values()), part)
         if (known.seq, known.parts) != (part.seq, part.parts):
-            self._parts.clear()  # these parts are of an older snapshot
+            self._parts.clear()  # these parts belong to an older snapshot
             self._snapshot_bytes = 0
         size = len(codec.encode(part))
         if part.part in self._parts or self._snapshot_bytes + size > MAX_SNAPSHOT_BYTES:
@@ -132,17 +132,17 @@ class EventLog:
         if [events.seq for events in later] != list(range(part.seq + 1, part.seq + 1 + len(later))):
             self.mark_behind()
             return None
-        self.mark_behind()  # forgets buffer and parts
+        self.mark_behind()  # discards buffer and parts
         self.is_behind = False
         self.seq = later[-1].seq if later else part.seq
-        # a snapshot is sent behind the chunks of the event before it
+        # a snapshot is sent after the chunks of the event before it
         sealed_seq = max(part.seq, *(events.seq - 1 for events in later if not events.token_ids), self.sealed_seq)
         self.sealed_seq = min(sealed_seq, self.seq)
         return AppliedSnapshot(running, later, runs, requested_at, part.seq)
 
 
 def _join(pieces: list[internal.RunningRequest]) -> dict[str, internal.RunningRequest]:
-    """Returns the running requests by id. One with many tokens comes in several pieces, in their order."""
+    """Returns the running requests by id. One with many tokens arrives in several pieces, in order."""
     by_id: dict[str, list[internal.RunningRequest]] = {}
     for piece in pieces:
         by_id.setdefault(piece.id, []).append(piece)

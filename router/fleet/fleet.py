@@ -1,4 +1,4 @@
-"""Follows all workers of all models by their messages and the time, and places requests on them; pure.
+"""Tracks all workers of all models by their messages and the time, and places requests on them; pure.
 
 Besides its incarnation (registry.py), each worker has three state machines:
 
@@ -20,7 +20,7 @@ from tokenbus.router.placement.placement import NoWorker, Placement, PlacementOp
 from tokenbus.router.placement.policies import Policy
 
 _BOOKING_TTL_S = 5.0
-"""A booking that no event has confirmed by then is dropped: its request was lost on the way."""
+"""A booking not confirmed by an event within this time is dropped: its request was lost in transit."""
 
 _MAX_DEVICES = 64
 """A worker that says it has more is not believed."""
@@ -37,8 +37,8 @@ class Fleet(WorkerRegistry):
         """Applies an entry of a worker's event log. Returns None if the worker or its incarnation is unknown and should
         be discovered.
 
-        Ends of requests are reported at once, even behind a gap: by the time the gap is closed a client may have used
-        the id again."""
+        Ends of requests are reported at once, even after a gap: by the time the gap is closed a client may have reused
+        the id."""
         address = WorkerAddress(model, events.worker_id)
         worker = self._workers.get(address)
         if self._refused and self._refused.get(incarnation_key(address, events.epoch), now) is not None:
@@ -59,7 +59,7 @@ class Fleet(WorkerRegistry):
         return FleetUpdate(worker, ready, tuple(events.finished))
 
     def apply_seal(self, address: WorkerAddress, seal: internal.Seal, now: float) -> None:
-        """Notes that everything that belongs to an entry of a worker's event log has reached the broker."""
+        """Records that everything that belongs to an entry of a worker's event log has reached the broker."""
         worker = self._workers.get(address)
         if worker is None or worker.card.epoch != seal.epoch:
             worker = self._superseded.get(incarnation_key(address, seal.epoch), now)
@@ -84,21 +84,21 @@ class Fleet(WorkerRegistry):
     # Event logs
 
     def snapshots_due(self, now: float, interval_s: float) -> list[Worker]:
-        """Returns the workers to request a snapshot from now, each at most every `interval_s`."""
+        """Returns the workers from which to request a snapshot now, each at most once every `interval_s`."""
         return [worker for worker in self._workers.values() if worker.log.request_snapshot(now, interval_s)]
 
     def mark_behind(self, card: messages.Card) -> None:
-        """Notes that this incarnation's events may have been missed."""
+        """Records that this incarnation's events may have been missed."""
         if (worker := self._current(card)) is not None:
             worker.log.mark_behind()
 
     def mark_all_behind(self) -> None:
-        """Notes that this router was disconnected and may have missed events of every worker."""
+        """Records that this router was disconnected and may have missed events of every worker."""
         for worker in self._workers.values():
             worker.log.mark_behind()
 
     def last_event_seq(self, card: messages.Card) -> int | None:
-        """Returns the number of this incarnation's latest event. As long as it grows, the worker lives."""
+        """Returns the number of this incarnation's latest event. As long as it grows, the worker is alive."""
         worker = self._current(card)
         return None if worker is None else worker.log.seq
 
@@ -109,7 +109,8 @@ class Fleet(WorkerRegistry):
         return any(worker.is_overdue(now) for worker in self._workers.values())
 
     def expire_leases(self, now: float) -> list[Worker]:
-        """Ends the leases of workers that were silent for too long; they get no requests until they are heard again."""
+        """Ends the leases of workers that were silent for too long; they get no requests until they are heard from
+        again."""
         overdue = [worker for worker in self._workers.values() if worker.is_overdue(now)]
         for worker in overdue:
             worker.lease_expired = True
@@ -122,32 +123,32 @@ class Fleet(WorkerRegistry):
         return worker is None or worker.lease_expired
 
     def renew_lease(self, card: messages.Card, now: float) -> None:
-        """Notes a sign of life of this incarnation."""
+        """Records a sign of life from this incarnation."""
         if (worker := self._current(card)) is not None:
             worker.renew_lease(now)
             self._refresh(worker)
 
     def renew_all_leases(self, now: float) -> None:
-        """Starts counting silence from now, since the router itself could not receive anything."""
+        """Counts silence from now on, since the router itself could not receive anything."""
         for worker in self._workers.values():
             worker.last_seen_at = now  # an expired lease stays expired: only the worker itself can renew it
             self._refresh(worker)
 
     def mark_no_responders(self, card: messages.Card) -> None:
-        """Notes that nobody listens on this incarnation's subjects. It gets no requests until its next event."""
+        """Records that this incarnation's subjects have no subscriber. It gets no requests until its next event."""
         if (worker := self._current(card)) is not None:
             worker.has_no_responders = True
             self._refresh(worker)
 
     def remove(self, card: messages.Card) -> None:
-        """Forgets a worker whose lease has expired, unless it was renewed meanwhile."""
+        """Removes a worker whose lease has expired, unless it was renewed meanwhile."""
         if (worker := self._current(card)) is not None and worker.lease_expired:
             self._remove(worker)
 
     # Placement and bookings
 
     def expected_answer_tokens(self, model: str, max_tokens: int | None) -> int:
-        """Returns how many tokens a completion with that limit is expected to have."""
+        """Returns the expected tokens of a completion with that limit."""
         return self._model(model).expected_answer_tokens(max_tokens)
 
     def place(
@@ -171,14 +172,14 @@ class Fleet(WorkerRegistry):
         self._model(address.model).book(worker, request, now)
 
     def unbook(self, address: WorkerAddress, key: str) -> None:
-        """Takes a booking back; does nothing if there is none."""
+        """Removes a booking, if there is one."""
         worker = self._workers.get(address)
         if worker is not None:
             self._models[address.model].unbook(worker, key)
 
     def sweep(self, now: float) -> None:
-        """Forgets what is outdated: bookings, incarnations and some state of each model. It must be called a few times
-        a second."""
+        """Discards outdated bookings, incarnations and some state of each model. Must be called a few times a
+        second."""
         self._superseded.expire(now)
         self._refused.expire(now)
         for worker in self._workers.values():
@@ -197,12 +198,12 @@ class Fleet(WorkerRegistry):
         return worker.tracked_card(self._model(worker.card.model).num_blocks_of(worker), now)
 
     def router_view(self, router_id: str, waiting: int, now: float) -> messages.RouterStats:
-        """Returns what clients see of this router; `waiting` requests are in its queue."""
+        """Returns this router's state as clients see it; `waiting` requests are in its queue."""
         num_blocks = sum(model.num_blocks for model in self._models.values())
         return self.stats.report(router_id, self._workers.values(), self._refused.values(now), num_blocks, waiting, now)
 
     def _apply_late(self, address: WorkerAddress, events: internal.Events, now: float) -> FleetUpdate | None:
-        """Applies an entry of an incarnation that is over: only what it says of requests still counts."""
+        """Applies an entry of an ended incarnation: only what it says about requests still counts."""
         worker = self._superseded.get(incarnation_key(address, events.epoch), now)
         if worker is None:
             self.stats.refused_messages += 1

@@ -1,8 +1,8 @@
-"""Knows which workers there are, in which incarnation, and which models they serve; pure.
+"""The known workers, their incarnations, and the models they serve; pure.
 
-A worker is named by its model and its id. When it restarts it comes back with a later epoch: a new incarnation, which
+A worker is named by its model and its id. When it restarts it returns with a later epoch: a new incarnation, which
 replaces the earlier one. An earlier epoch is believed only once the known incarnation has been silent long enough to be
-lost. A card that can't be true, or contradicts the model's other workers, is refused, and so are its events."""
+lost. A card that is implausible, or contradicts the model's other workers, is refused, and so are its events."""
 
 from collections.abc import Iterator
 
@@ -17,9 +17,9 @@ from tokenbus.router.placement.model_workers import ModelWorkers
 from tokenbus.router.placement.placement import Capacity, PlacementOptions
 
 MAX_WORKERS = 4_096
-"""Workers and model names that are kept, so that a router's memory stays bounded whatever is published."""
+"""Workers and model names that are kept: bounds a router's memory whatever is published."""
 _REFUSAL_TTL_S = 30.0
-"""A refused card is checked again after this time: the workers that it contradicts may be gone."""
+"""A refused card is rechecked after this time: the workers that it contradicts may be gone."""
 _MIN_VALUES = {
     "context_length": 1,
     "max_num_seqs": 0,
@@ -29,14 +29,14 @@ _MIN_VALUES = {
     "host_kv_blocks": 0,
     "kv_token_bytes": 0,
 }
-"""The numbers of a card that placement computes with, each with the least value it may have."""
+"""The numbers in a card that placement uses, each with its minimum."""
 _MAX_VALUE = 2**31 - 1
 _MAX_CARD_BYTES = 65_536
-"""A usual card has one or two thousand. A router keeps all of them and shows them in its reply to `models`."""
+"""A typical card has one or two thousand. A router keeps all cards and shows them in its reply to `models`."""
 
 
 class WorkerRegistry:
-    """The workers of all models, and lookups among them."""
+    """The workers of all models, with lookups."""
 
     def __init__(self, began_at: float, expected_models: tuple[str, ...] = ()) -> None:
         """`expected_models` count as known before any worker has served them."""
@@ -45,14 +45,14 @@ class WorkerRegistry:
         self._models: dict[str, ModelWorkers] = {}
         """The workers of each model that has any."""
         self._unserved = ModelWorkers()
-        """Stands for every other model."""
+        """Stands in for every other model."""
         self._known_models: dict[str, None] = dict.fromkeys(expected_models)
-        """Models that some worker has served since `began_at`, in order of their first card."""
+        """Models served by some worker since `began_at`, in order of their first card."""
         self._owners = RequestOwners()
         self._refused: TTLCache[messages.RefusedCard] = TTLCache(_REFUSAL_TTL_S, MAX_WORKERS)
         """Refused cards by incarnation."""
         self._superseded: TTLCache[Worker] = TTLCache(SETTLE_S, MAX_WORKERS)
-        """Incarnations that a later one has replaced lately: their last messages may still be under way."""
+        """Incarnations recently replaced by a later one: their last messages may still be in transit."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self._workers)} workers, {len(self._known_models)} known models>"
@@ -60,7 +60,7 @@ class WorkerRegistry:
     def apply_card(self, card: messages.Card, now: float) -> FleetUpdate:
         """Applies a card, which announces a new worker, a new incarnation of a known one, or a change."""
         self._known_models[card.model] = None
-        if len(self._known_models) > MAX_WORKERS:  # forgets the one that was added first
+        if len(self._known_models) > MAX_WORKERS:  # evicts the one added first
             del self._known_models[next(iter(self._known_models))]
         known, current = self._workers.get(card.address), self._current(card)
         if card.state is messages.WorkerState.STOPPED:
@@ -71,11 +71,11 @@ class WorkerRegistry:
             return FleetUpdate()
         if refusal := _implausibility(card) or self._model(card.model).incompatibility(card):
             key = incarnation_key(card.address, card.epoch)
-            is_new = self._refused.get(key, now) is None  # it is logged once, though workers repeat their cards
+            is_new = self._refused.get(key, now) is None  # logged once, though workers repeat their cards
             refused = messages.RefusedCard(worker_id=card.worker_id, model=card.model, reason=refusal)
             self._refused.put(key, refused, now)
             return FleetUpdate(refused=refusal if is_new else None)
-        if current is not None:  # a card is no sign of life: only events are
+        if current is not None:  # a card is not a sign of life: only events are
             current.card, current.state = card, card.state
             self._model(card.model).update_card(current)
             return FleetUpdate()
@@ -102,7 +102,7 @@ class WorkerRegistry:
         return list(self._model(model).workers)
 
     def sample_workers(self, model: str, now: float) -> list[Worker]:
-        """Returns a few workers of the model, eligible ones if there are any."""
+        """Returns a few workers of the model, eligible ones if any."""
         return self._model(model).sample(now)
 
     def eligible_workers(self, model: str, now: float) -> list[Worker]:
@@ -114,8 +114,8 @@ class WorkerRegistry:
         return any(worker.has_loaded for worker in self._model(model).workers)
 
     def loaders_of(self, model: str) -> list[Worker]:
-        """Returns the workers that can load the model, those first that do so already. The order is the same for all
-        routers, and differs from model to model."""
+        """Returns the workers that can load the model, those already doing so first. The order is the same for all
+        routers, and differs between models."""
         return sorted((one for one in self._model(model).workers if one.is_loadable), key=lambda one: one.load_order)
 
     def capacity(self, model: str, now: float, options: PlacementOptions | None = None) -> Capacity:
@@ -123,7 +123,7 @@ class WorkerRegistry:
         return self._model(model).capacity(now, options)
 
     def hash_scheme_of(self, model: str) -> HashScheme | None:
-        """Returns how the model's KV blocks are hashed; None if no worker has any."""
+        """Returns the hash scheme of the model's KV blocks; None if no worker has any."""
         return self._model(model).hash_scheme
 
     def num_blocks(self, model: str) -> int:
@@ -139,21 +139,22 @@ class WorkerRegistry:
         return self._model(model).max_context_length
 
     def known_models(self) -> Iterator[str]:
-        """Yields each model that some worker has served since the router started."""
+        """Yields each model served by some worker since the router started."""
         return iter(self._known_models)
 
     def unserved(self, now: float) -> list[str] | None:
-        """Returns the known models that nobody serves now; None if the router is too young to know."""
+        """Returns the known models that no worker serves now; None if the router has not been up long enough to
+        know."""
         if not self._is_old_enough(now):
             return None
         return [model for model in self._known_models if model not in self._models]
 
     def is_unknown(self, model: str, now: float) -> bool:
-        """Whether nobody has ever served the model, as far as a router that is old enough can say."""
+        """Whether no worker has ever served the model, as far as a router that has been up long enough knows."""
         return model not in self._known_models and self._is_old_enough(now)
 
     def owner_of(self, key: str, model: str) -> Worker | None:
-        """Returns the worker of the model that says it runs a request, whichever router placed it there."""
+        """Returns the model's worker that reports running a request, whichever router placed it there."""
         return self._owners.find(model, key)
 
     def blocks_of(self, worker: Worker) -> set[int]:
@@ -188,7 +189,7 @@ class WorkerRegistry:
         return self._models.get(model, self._unserved)
 
     def _current(self, card: messages.Card) -> Worker | None:
-        """Returns the worker that a card is of, if its incarnation is the current one."""
+        """Returns the worker described by a card, if its incarnation is the current one."""
         worker = self._workers.get(card.address)
         return worker if worker is not None and worker.card.epoch == card.epoch else None
 
@@ -206,7 +207,7 @@ def _is_superseded(known: Worker, epoch: str, now: float) -> bool:
 
 
 def _implausibility(card: messages.Card) -> str | None:
-    """Returns why a card can't be true, whatever the other workers of its model say, or None if it can."""
+    """Returns why a card is implausible regardless of the model's other workers, or None if it is plausible."""
     if (size := len(codec.encode(card))) > _MAX_CARD_BYTES:
         return f"it has {size} bytes, more than {_MAX_CARD_BYTES}"
     for name, least in _MIN_VALUES.items():

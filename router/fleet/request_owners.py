@@ -1,4 +1,4 @@
-"""Knows which worker runs which request, from the workers' own events; pure."""
+"""Tracks which worker runs which request, by the workers' own events; pure."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,7 +6,7 @@ from tokenbus.protocol.wire.subjects import WorkerAddress
 from tokenbus.router.fleet.worker import Worker
 
 MAX_RUNNING = 65_536
-"""Keys that are kept of one worker; beyond that its requests have no known owner."""
+"""The most keys kept per worker; beyond that its requests have no known owner."""
 
 
 class RequestOwners:
@@ -15,17 +15,17 @@ class RequestOwners:
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[str, str], Worker] = {}
-        """By model and key: the worker of that model that claimed the key last."""
+        """By model and key: the worker of that model that last claimed the key."""
 
     def __repr__(self) -> str:
         return f"<RequestOwners of {len(self._by_key)} requests>"
 
     def find(self, model: str, key: str) -> Worker | None:
-        """Returns the worker of that model that says it runs a request."""
+        """Returns the worker of that model that reports running a request."""
         return self._by_key.get((model, key))
 
     def start(self, worker: Worker, key: str) -> None:
-        """Notes that a worker has started a request, which is no longer merely booked."""
+        """Records that a worker has started a request, which is no longer merely booked."""
         booking = worker.bookings.pop(key, None)
         if booking is not None and booking.will_cache_blocks and len(worker.expected_to_cache) < MAX_RUNNING:
             worker.expected_to_cache.add(key)
@@ -34,7 +34,7 @@ class RequestOwners:
             self._by_key[worker.card.model, key] = worker
 
     def finish(self, worker: Worker, key: str) -> None:
-        """Notes that a worker has ended a request."""
+        """Records that a worker has ended a request."""
         worker.bookings.pop(key, None)
         self._release(worker, key)
         worker.running.discard(key)
@@ -43,14 +43,14 @@ class RequestOwners:
             worker.num_unreported += 1
 
     def forget(self, worker: Worker, key: str) -> None:
-        """Notes that a router has taken a request from a worker, which says nothing about the worker's cache."""
+        """Records that a router has taken a request from a worker, which says nothing about the worker's cache."""
         worker.bookings.pop(key, None)
         self._release(worker, key)
         worker.running.discard(key)
         worker.expected_to_cache.discard(key)
 
     def replace(self, worker: Worker, keys: Iterable[str]) -> None:
-        """Replaces everything that is known to run on a worker by a snapshot's keys."""
+        """Replaces everything known to run on a worker with a snapshot's keys."""
         keys = list(keys)
         for key in keys:
             worker.bookings.pop(key, None)
@@ -60,7 +60,7 @@ class RequestOwners:
         worker.expected_to_cache &= worker.running
 
     def remove_worker(self, worker: Worker) -> None:
-        """Forgets all requests of a worker that is gone."""
+        """Removes all requests of a removed worker."""
         for key in worker.running:
             self._release(worker, key)
 

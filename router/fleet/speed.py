@@ -1,16 +1,16 @@
 """Estimates how fast a worker computes prompts and generates tokens, from the loads in its events; pure.
 
-Only its best counts, since at other times it has other things to do as well: a mean that follows faster samples
-quickly and slower ones hardly. A busy worker must not be mistaken for a slow one."""
+Only its best counts, since at other times it is doing other work as well: a mean that follows faster samples quickly
+and slower ones hardly. A busy worker must not be mistaken for a slow one."""
 
 from tokenbus.protocol.wire import messages
 
 _WEIGHT_OF_FASTER = 0.1
 _WEIGHT_OF_SLOWER = 0.001
 _MIN_SAMPLES = 10
-"""Samples that are needed before there is an estimate."""
+"""Samples needed before there is an estimate."""
 _WINDOW_S = 0.2
-"""The work that one sample spans. Single events would not do: now and then one is late and two come at once."""
+"""The work that one sample spans. Single events would not do: occasionally one is late and two arrive at once."""
 
 
 class _BestTime:
@@ -29,7 +29,7 @@ class _BestTime:
 
     @property
     def mean(self) -> float:
-        """The estimate from however few samples; 0 before the first."""
+        """The estimate, even from few samples; 0 before the first."""
         return self._value
 
     @property
@@ -39,7 +39,7 @@ class _BestTime:
 
 
 class _Window:
-    """Collects the time and the tokens of consecutive events until they are enough for one sample."""
+    """Accumulates the time and tokens of consecutive events until they suffice for one sample."""
 
     def __init__(self) -> None:
         self.best = _BestTime()
@@ -57,7 +57,7 @@ class _Window:
 
     @property
     def first(self) -> float:
-        """The estimate from whatever there is; 0 before the first event."""
+        """The estimate from whatever data there is; 0 before the first event."""
         return self.best.mean or (self._weighted_s / self._tokens if self._tokens else 0.0)
 
 
@@ -68,7 +68,7 @@ class Speed:
         self._prefill = _Window()
         self._itl = _Window()
         self._step_s = 0.0
-        """Time since the last event that a step had ended before, while prompts were queued."""
+        """Time since the last event that followed the end of a step, while prompts were queued."""
 
     def __repr__(self) -> str:
         return f"<Speed {self.prefill_s_per_token:.6f} s, {self.itl_s:.4f} s>"
@@ -80,7 +80,7 @@ class Speed:
 
     @property
     def first_prefill_s_per_token(self) -> float:
-        """The same from the first prompt on, which is enough to compare computing with something else."""
+        """The same from the first prompt on, which suffices to compare computing with alternatives."""
         return self._prefill.first
 
     @property
@@ -91,7 +91,7 @@ class Speed:
     def observe(self, before: messages.Load, after: messages.Load, seconds: float) -> None:
         """Learns from the loads of two consecutive events, `seconds` apart.
 
-        They say something only if the worker was busy all the time between them: with prompts still queued at the first
+        They are informative only if the worker was busy all the time in between: with prompts still queued at the first
         event, or with streams alone. Events in the middle of a step, such as heartbeats, show no tokens yet: their time
         counts towards those of the next one."""
         computed = after.computed_tokens - before.computed_tokens
@@ -103,5 +103,5 @@ class Speed:
         if before.queued_prefill_tokens > after.queued_prefill_tokens and computed > 0:
             self._prefill.add(seconds, 1.0, computed)
         elif not before.queued_prefill_tokens and not after.queued_prefill_tokens and generated > 0 and before.running:
-            # each of the running streams got its share of the tokens: time per token, times streams
+            # each running stream got its share of the tokens: time per token, times streams
             self._itl.add(seconds, before.running, generated)

@@ -9,7 +9,7 @@ from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement.placement import Placement
 
 _MAX_SAMPLES = 1_024
-"""Decisions whose durations are kept."""
+"""The number of decisions whose durations are kept."""
 
 
 class DecisionStats:
@@ -30,8 +30,8 @@ class DecisionStats:
         return f"<DecisionStats {self.decisions} decisions, predicted hit rate {self.predicted_hit_rate:.3f}>"
 
     def record_placement(self, prompt_tokens: int, placement: Placement, now: float) -> None:
-        """Counts a placed request, how many tokens of its prompt are predicted to be cached, and how many of these its
-        worker has to fetch first."""
+        """Counts a placed request, how many of its prompt's tokens are predicted to be cached, and how many of these
+        its worker must fetch first."""
         self.decisions += 1
         self.legs += placement.has_leg
         self.prompt_tokens += prompt_tokens
@@ -54,12 +54,12 @@ class DecisionStats:
 
     @property
     def predicted_hit_rate(self) -> float:
-        """The share of all prompt tokens that were predicted to be cached."""
+        """The share of all prompt tokens predicted to be cached."""
         return self.predicted_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def predicted_fetch_rate(self) -> float:
-        """The share of all prompt tokens that were to be fetched from another worker."""
+        """The share of all prompt tokens predicted to be fetched from another worker."""
         return self.fetch_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def report(
@@ -71,7 +71,7 @@ class DecisionStats:
         waiting: int,
         now: float,
     ) -> messages.RouterStats:
-        """Returns what clients see of this router in the reply to `models`."""
+        """Returns this router's entry in the reply to `models`."""
         loads = [worker.load for worker in workers]
         prompts = sum(load.prompt_tokens for load in loads)
         p50_us, p99_us = self.decision_percentiles_us()

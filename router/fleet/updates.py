@@ -1,4 +1,4 @@
-"""The effects that a worker's message has on requests that were placed earlier."""
+"""The effects of a worker's message on requests placed earlier."""
 
 from typing import NamedTuple
 
@@ -8,16 +8,16 @@ from tokenbus.router.fleet.worker import Worker
 
 
 class FleetUpdate(NamedTuple):
-    """The effects of one message; those of most messages are empty."""
+    """The effects of one message; empty for most."""
 
     worker: Worker | None = None
-    """The incarnation that has sent the message, unless it is unknown or refused."""
+    """The incarnation that sent the message, unless it is unknown or refused."""
     entries: tuple[internal.Events, ...] = ()
-    """Entries of its event log that are in order now, with nothing missing before them."""
+    """Entries of its event log that are now in order, with nothing missing before them."""
     finished: tuple[str, ...] = ()
     """Keys of requests that have ended."""
     lost: Worker | None = None
-    """The incarnation that a newer one has superseded: it gave up its streams."""
+    """The incarnation superseded by a newer one: it gave up its streams."""
     left: bool = False
     """The worker has stopped, and has ended all its streams itself."""
     snapshot: AppliedSnapshot | None = None
