@@ -1,1 +1,1 @@
-"""KV blocks that workers of one model fetch from each other instead of computing them."""
+"""Lets workers of one model fetch KV blocks from each other instead of computing them."""

@@ -1,7 +1,7 @@
-"""Checks blocks that come from another worker before the engine sees them; pure.
+"""Checks blocks from another worker before the engine sees them; pure.
 
-What can't be checked is whether the numbers are those that the model computes: workers of a model trust each other in
-that. Everything else is compared, since an engine may abort at a block of another form."""
+Whether the numbers are what the model would compute can't be checked: workers of a model trust each other in that.
+Everything else is compared, since an engine may abort on a block in another format."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""The exchange of KV blocks between this worker and others: fetches for its own requests, and blocks that it gives."""
+"""The exchange of KV blocks between this worker and others: fetches for its own requests, and blocks it serves."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ from tokenbus.worker.kv_exchange.nats_transport import Connect, NatsTransport
 
 
 class KvExchange:
-    """The exchange of one worker. It is idle while there is no engine, and if its engine exchanges no blocks."""
+    """The exchange of one worker. It is idle without an engine, or if its engine exchanges no blocks."""
 
     def __init__(self, announcer: Announcer, metrics: ReplicaMetrics) -> None:
         self._announcer = announcer
@@ -47,7 +47,7 @@ class KvExchange:
         await self._holder.none_leased.wait()
 
     async def open(self, incoming: Bus, names: subjects.Subjects, connect: Connect) -> None:
-        """Takes the questions of other workers, which arrive over `incoming`. `connect` opens a connection for blocks
+        """Serves the requests of other workers, which arrive over `incoming`. `connect` opens a connection for blocks
         when the first are to move."""
         model, worker_id = self._announcer.model, self._announcer.worker_id
         self._transport = NatsTransport(
@@ -57,21 +57,21 @@ class KvExchange:
         await self._transport.open()
 
     async def close(self) -> None:
-        """Gives and fetches nothing any more."""
+        """Stops serving and fetching."""
         self.set_engine(None, None)
         if self._transport is not None:
             await self._transport.close()
 
     def set_engine(self, engine: contract.Engine | None, config: contract.EngineConfig | None) -> None:
-        """Sets the engine whose blocks are exchanged. Fetches for an engine that has died end: the next one computes
-        their prompts."""
+        """Sets the engine whose blocks are exchanged. Fetches for a dead engine end: the next one computes their
+        prompts."""
         self._engine, self._config = engine, config
         self._holder.set_engine(engine, config)
         for key in list(self._fetches):
             self.cancel(key)
 
     def may_fetch(self, run: internal.Run) -> bool:
-        """Whether blocks are fetched for a run before it is computed."""
+        """Whether blocks may be fetched for a run before it is computed."""
         return (
             run.fetch_from is not None
             and run.fetch_from.worker_id != self._announcer.worker_id
@@ -85,8 +85,8 @@ class KvExchange:
     def start_fetch(
         self, run: internal.Run, request: engine_request.EngineRequest, on_done: Callable[[Fetch], None]
     ) -> None:
-        """Fetches blocks for a request that the engine holds back. Calls `on_done` when that has ended, however it did,
-        unless it is cancelled."""
+        """Fetches blocks for a request that the engine holds back. Calls `on_done` when the fetch has ended, for
+        whatever reason, unless it is cancelled."""
 
         def failed(_: Exception) -> None:
             if self._fetches.pop(request.key, None) is not None:  # else `on_done` itself has failed
@@ -101,7 +101,7 @@ class KvExchange:
             task.cancel()
 
     def tick(self, now: float) -> None:
-        """Ends what nobody uses any more, and counts what others have read."""
+        """Ends unused leases and connections, and counts what others have read."""
         self._holder.tick(now)
         if self._transport is not None:
             given = self._transport.given_bytes
@@ -110,7 +110,7 @@ class KvExchange:
             self._transport.close_if_idle(now)
 
     def _leg_changed(self, leg: Leg) -> None:
-        """Tells routers that a leg has begun, so that they count it as load, or that its blocks are there."""
+        """Tells routers that a leg has begun, so that they count it as load, or that its blocks are ready."""
         if not leg.outcome:
             self._announcer.leg_started(leg.request_id)
         else:
@@ -159,7 +159,7 @@ class KvExchange:
         on_done(fetch)
 
     def _num_held(self, prefix: contract.CachedPrefix, config: contract.EngineConfig) -> int:
-        """Returns how many blocks of a prefix this worker has itself."""
+        """Returns how many blocks of a prefix this worker itself has."""
         domain = block_hash.PrefixDomain(config.fingerprint, prefix.adapters, prefix.tenant, prefix.cache_salt)
         root = block_hash.root_hash(domain)
         return self._announcer.num_held(block_hash.block_hashes_of_bytes(prefix.token_ids, config.kv_block_size, root))

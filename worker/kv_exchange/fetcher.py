@@ -1,8 +1,8 @@
 """Fetches the blocks of a prompt from another worker, checks them, and hands them to the engine.
 
-Whatever goes wrong, the prompt is computed from the last block on that has come. A fetch may take half the time that
-computing its blocks would, and never long: then computing would have been as good. A leg, whose blocks the other worker
-has yet to compute, may take twice as long as the router expects."""
+If anything goes wrong, the prompt is computed from the last received block on. A fetch may take half the time that
+computing its blocks would, within an absolute limit. A leg, whose blocks the other worker has yet to compute, may take
+twice as long as the router expects."""
 
 import asyncio
 import time
@@ -21,29 +21,29 @@ from tokenbus.worker.kv_exchange.transport import LeasedBlocks, TransferError, T
 
 MAX_FETCHES = 2
 MAX_LEGS = 16
-"""Fetches that wait for blocks to be computed, which takes long and costs little."""
+"""Fetches that wait for blocks to be computed, which takes time but costs little."""
 MAX_FETCH_S = 5.0
 STALL_S = 1.0
-"""A fetch ends if no block comes for this long."""
+"""A fetch ends if no block arrives for this long."""
 LEG_PATIENCE = 2.0
-"""A leg may take so many times what the router expects."""
+"""The number of times its expected duration that a leg may take."""
 _SHARE = 0.5
-"""The share of the time that computing would take, which a fetch may take."""
+"""A fetch may take this share of the time that computing would take."""
 _BLOCKS_AHEAD = 8
 _BATCH_BYTES = 1024 * 1024
-"""The engine gets so many bytes of blocks at a time: between two steps, each batch costs a millisecond or two."""
+"""Bytes of blocks handed to the engine at a time: between two steps, each batch costs a millisecond or two."""
 
 
 class Fetch(NamedTuple):
-    """A fetch that has ended."""
+    """A finished fetch."""
 
     outcome: str
-    """`complete`, `partial` if some blocks came, or a word for the reason why none did."""
+    """`complete`, `partial` if some blocks arrived, or a word for why none did."""
     num_tokens: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
     num_held: int = 0
-    """Tokens of whole blocks that were there before."""
+    """Tokens of whole blocks that were already there."""
 
 
 class Fetcher:
@@ -53,7 +53,7 @@ class Fetcher:
         self._transport = transport
         self._pace = Pace()
         self.num_running = 0
-        """Fetches of blocks that are there."""
+        """Fetches of existing blocks."""
         self.num_legs = 0
         self._log = structlog.get_logger()
 
@@ -75,11 +75,11 @@ class Fetcher:
         priority: int = 0,
     ) -> Fetch:
         """Fetches the blocks of a prefix from block `first` on, into an engine. The source of a leg computes them for
-        the request `computed_for` with its priority. Raises nothing but CancelledError."""
+        the request `computed_for`, with its priority. Raises only CancelledError."""
         began = time.monotonic()
         is_leg = source.leg_ms > 0
         fetching = _Fetching(prefix, first, engine, config, is_leg=is_leg)
-        if not fetching.num_wanted:  # they have been computed here since the router chose
+        if not fetching.num_wanted:  # they have been computed here since the router's choice
             return Fetch("nothing")
         self.num_legs += is_leg
         self.num_running += not is_leg
@@ -138,7 +138,7 @@ class Fetcher:
         fetching: "_Fetching",
         source: internal.FetchSource,
     ) -> None:
-        """Reads blocks in their order, a few ahead of the one that comes next."""
+        """Reads blocks in order, a few ahead of the next one."""
         assert fetching.config.kv_format is not None
         num_bytes = fetching.config.kv_format.num_bytes
         end = fetching.first + min(lease.num_blocks, fetching.num_wanted)
@@ -161,7 +161,7 @@ class Fetcher:
 
 
 class _Fetching:
-    """The blocks of one fetch on their way into the engine."""
+    """The blocks of one fetch on their way to the engine."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class _Fetching:
         num_blocks = num_tokens // self._size
         if is_leg and num_blocks > first:
             num_blocks = _num_filled(num_tokens, self._size, config.context_length)
-        # a last block may hold the last token, which is computed in any case: the others are of use
+        # the last block may hold the last token, which is computed in any case: the others are useful
         self.prefix = _in_blocks(prefix, num_blocks, self._size)
         self.first = first
         self.engine = engine
@@ -188,7 +188,7 @@ class _Fetching:
         self._batch: list[bytes] = []
 
     def take(self, block: bytes) -> str:
-        """Takes the next block, and returns why it can't be one; empty if it can."""
+        """Takes the next block, and returns why it is invalid; empty if it is valid."""
         assert self.config.kv_format is not None
         start = (self.first + self.num_fetched) * self._size
         if problem := block_check.problem(self.config.kv_format, block, start):
@@ -201,7 +201,7 @@ class _Fetching:
         return ""
 
     def flush(self) -> None:
-        """Hands the blocks that were taken to the engine."""
+        """Hands the collected blocks to the engine."""
         if self._batch:
             end = self.first + self.num_fetched
             prefix = codec.replace(self.prefix, token_ids=self.prefix.token_ids[: TOKEN_BYTES * self._size * end])
@@ -210,20 +210,20 @@ class _Fetching:
 
 
 def _num_filled(num_tokens: int, size: int, context_length: int) -> int:
-    """Returns the number of blocks of a prompt whose last one is filled up, so that all tokens but the last lie in
-    whole ones. Where that needs no filling, or there is no room for it, the number of whole blocks."""
+    """Returns the number of blocks of a prompt with the last one padded, so that all tokens but the last are in whole
+    blocks. If no padding is needed, or there is no room for it, the number of whole blocks."""
     num_blocks = -(-(num_tokens - 1) // size)
     has_fill = num_tokens <= num_blocks * size < context_length
     return num_blocks if has_fill else num_tokens // size
 
 
 def _in_blocks(prefix: contract.CachedPrefix, num_blocks: int, size: int) -> contract.CachedPrefix:
-    """Returns a prefix that is cut to so many blocks, or filled up to them with copies of its last token:
+    """Returns a prefix cut to that many blocks, or padded to them with copies of its last token:
 
         prompt    |- a b c d -|- e f g h -|- i j k -|
         filled    |- a b c d -|- e f g h -|- i j k k -|
 
-    What follows a token changes nothing in its keys and values."""
+    Later tokens don't affect a token's keys and values."""
     num_bytes = TOKEN_BYTES * size * num_blocks
     fill = prefix.token_ids[-TOKEN_BYTES:] * ((num_bytes - len(prefix.token_ids)) // TOKEN_BYTES)
     return codec.replace(prefix, token_ids=prefix.token_ids[:num_bytes] + fill)

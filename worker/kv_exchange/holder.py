@@ -1,4 +1,4 @@
-"""Gives the KV blocks of this worker to others, which read them under a lease."""
+"""Serves this worker's KV blocks to others, which read them under a lease."""
 
 import asyncio
 import time
@@ -13,28 +13,28 @@ from tokenbus.worker.kv_exchange.legs import Leg
 from tokenbus.worker.kv_exchange.transport import NoBlock
 
 _BATCH_BYTES = 1024 * 1024
-"""Bytes that the engine is asked for at a time; it answers between two steps."""
+"""Bytes requested from the engine at a time; it answers between two steps."""
 _LEG_BATCH_BLOCKS = 8
 _BATCHES_AHEAD = 4
-"""Batches that are asked for before they are read, so that a reader seldom waits for a step."""
+"""Batches requested before they are read, so that a reader seldom waits for a step."""
 _PATIENCE_S = 0.25
-"""A reader that waits so long for a block is told to ask again, which shows that this worker is alive."""
+"""A reader that waits this long for a block is told to ask again, which shows that this worker is alive."""
 
 
 class _OpenLease:
-    """The blocks of a lease, as they come from the engine in batches."""
+    """The blocks of a lease, as they arrive from the engine in batches."""
 
     def __init__(
         self, lease: Lease, engine: contract.Engine, config: contract.EngineConfig, leg: Leg | None = None
     ) -> None:
-        """`leg` computes the blocks of the lease, if they are not there already."""
+        """`leg` computes the blocks of the lease if they do not exist already."""
         assert config.kv_format is not None
         self.leg = leg
         self._lease = lease
         self._engine = engine
         self._block_bytes = TOKEN_BYTES * config.kv_block_size
         self._batch_size = max(1, _BATCH_BYTES // config.kv_format.num_bytes)
-        if leg is not None:  # a batch can be read once all of it is computed
+        if leg is not None:  # a batch can be read once it is fully computed
             self._batch_size = min(self._batch_size, _LEG_BATCH_BLOCKS)
         self._batches: dict[int, asyncio.Task[list[bytes]]] = {}
 
@@ -53,7 +53,7 @@ class _OpenLease:
         for ahead in range(number, number + _BATCHES_AHEAD):
             if ahead not in self._batches and self._start(ahead) < self._lease.end and self._is_there(ahead):
                 self._batches[ahead] = tasks.awaited(self._export(ahead))
-        # a reader has at most a few blocks on their way, so what is far behind was read
+        # a reader has at most a few blocks in flight, so anything far behind has been read
         for old in [one for one in self._batches if one < number - _BATCHES_AHEAD]:
             del self._batches[old]
         if (batch := self._batches.get(number)) is None:
@@ -84,12 +84,12 @@ class _OpenLease:
 
 
 class Holder:
-    """The blocks that one worker gives."""
+    """The blocks that one worker serves."""
 
     def __init__(self, has_epoch: Callable[[str], bool]) -> None:
-        """`has_epoch` says whether an epoch is this worker's present one."""
+        """`has_epoch` says whether an epoch is this worker's current one."""
         self.on_leg: Callable[[Leg], None] = lambda leg: None
-        """Called with a leg that the engine has accepted, and again when that has ended."""
+        """Called with a leg that the engine has accepted, and again when the leg has ended."""
         self._has_epoch = has_epoch
         self._leases = Leases()
         self._open: dict[str, _OpenLease] = {}
@@ -97,7 +97,7 @@ class Holder:
         self._config: contract.EngineConfig | None = None
         self._granting = 0
         self.none_leased = asyncio.Event()
-        """Set while nobody reads blocks; after a lease that expires, from the next tick on."""
+        """Set while no other worker reads blocks; after a lease expires, from the next tick on."""
         self.none_leased.set()
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class Holder:
         return len(self._leases)
 
     def set_engine(self, engine: contract.Engine | None, config: contract.EngineConfig | None) -> None:
-        """Sets the engine whose blocks are given; None while there is none. What was leased before is gone."""
+        """Sets the engine whose blocks are served, or None. Existing leases end."""
         self._engine, self._config = engine, config
         for name in self._leases.names():
             self.end(name)
@@ -145,7 +145,7 @@ class Holder:
         engine: contract.Engine,
         config: contract.EngineConfig,
     ) -> internal.BlockLease:
-        """Has the engine compute a prompt, whose blocks may be read as they come."""
+        """Makes the engine compute a prompt, whose blocks may be read as they are finished."""
         end = min(len(prefix.token_ids) // TOKEN_BYTES, config.context_length - 1) // config.kv_block_size
         prefix = codec.replace(prefix, token_ids=prefix.token_ids[: TOKEN_BYTES * config.kv_block_size * end])
         if end <= request.first:
@@ -178,7 +178,7 @@ class Holder:
         self._drop_expired(time.monotonic())
 
     def tick(self, now: float) -> None:
-        """Ends the leases that nobody uses any more."""
+        """Ends unused leases."""
         self._drop_expired(now)
 
     def _drop_expired(self, now: float) -> None:
@@ -186,7 +186,7 @@ class Holder:
         for name in self._open.keys() - self._leases.names():
             leg = self._open.pop(name).leg
             if leg is not None:
-                # not now: an engine that is just dying has yet to find out which request has killed it
+                # not now: a dying engine has yet to be examined for the request that killed it
                 asyncio.get_running_loop().call_soon(leg.stop)
         if not self._open:
             self.none_leased.set()

@@ -1,4 +1,4 @@
-"""Leases of KV blocks: who may read which blocks of this worker, and until when; pure."""
+"""Leases of KV blocks: which worker may read which of this one's blocks, and until when; pure."""
 
 import secrets
 from typing import NamedTuple
@@ -8,26 +8,26 @@ from tokenbus.worker.contract import CachedPrefix
 
 MAX_LEASES = 2
 LEASE_S = 10.0
-"""A lease ends when nothing was read for this long."""
+"""A lease ends when nothing has been read for this long."""
 UNREAD_S = 2.0
-"""The same before the first reading: its reader may never have heard of it."""
+"""The same before the first read: its reader may never have heard of it."""
 LEG_LEASE_S = 2.0
-"""The same of a leg, whose reader asks again several times a second. What it computes is of use to nobody else."""
+"""The same for a leg, whose reader asks several times a second. Its result is of no use to any other worker."""
 
 
 class Lease(NamedTuple):
-    """The blocks `first` to `end` of a prefix, which one other worker may read."""
+    """Blocks `first` to `end` of a prefix, readable by one other worker."""
 
     name: str
     prefix: CachedPrefix
     first: int
     end: int
     is_leg: bool = False
-    """Whether this worker computes the blocks for it."""
+    """Whether this worker computes its blocks."""
 
 
 class Leases:
-    """The leases that a worker has granted. Times are seconds of one monotonic clock."""
+    """The leases granted by a worker. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._leases: dict[str, Lease] = {}
@@ -41,11 +41,11 @@ class Leases:
         return len(self._leases)
 
     def num_free(self, *, is_leg: bool) -> int:
-        """Returns how many more leases of a kind there may be."""
+        """Returns how many more leases of a kind may be granted."""
         return (limits.MAX_LEGS if is_leg else MAX_LEASES) - sum(one.is_leg is is_leg for one in self._leases.values())
 
     def grant(self, prefix: CachedPrefix, first: int, end: int, now: float, *, is_leg: bool = False) -> Lease:
-        """Grants a lease, whose name nobody can guess."""
+        """Grants a lease with an unguessable name."""
         assert self.num_free(is_leg=is_leg) > 0, self
         lease = Lease(secrets.token_hex(16), prefix, first, end, is_leg)
         self._leases[lease.name], self._used_at[lease.name] = lease, now
@@ -53,7 +53,7 @@ class Leases:
         return lease
 
     def use(self, name: str, now: float) -> Lease | None:
-        """Returns a lease that has not ended, and prolongs it."""
+        """Returns a lease that has not ended, and extends it."""
         self.expire(now)
         if name in self._leases:
             self._used_at[name] = now

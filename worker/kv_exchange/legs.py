@@ -1,6 +1,6 @@
-"""Prompts that this worker computes for others, which read the blocks while it goes on.
+"""Prompts that this worker computes for others, which read the blocks while it continues.
 
-A leg is a request to this worker's engine like any other, for a single token that nobody hears: what stays of it is the
+A leg is a request to this worker's engine like any other, for a single token that is discarded: what remains is the
 prompt in the cache. It ends with its lease."""
 
 import asyncio
@@ -14,16 +14,16 @@ from tokenbus.worker.engine_request import EngineRequest, Sampling
 
 
 class Leg:
-    """One prompt, all of whose blocks are computed."""
+    """One prompt whose blocks are all computed here."""
 
     def __init__(self, request_id: str, prefix: contract.CachedPrefix, block_size: int) -> None:
         self.request_id = request_id
         """The key of the request whose prompt it is."""
         self.num_tokens = len(prefix.token_ids) // TOKEN_BYTES
         self.num_computed = 0
-        """Leading tokens that are computed."""
+        """Leading tokens computed so far."""
         self.outcome = ""
-        """`complete`, or what ended it before: `cancelled` or `failed`; empty until it ends."""
+        """`complete`, or what ended it early: `cancelled` or `failed`; empty until it ends."""
         self.began_at = time.monotonic()
         self.on_ended: Callable[[Leg], None] = lambda leg: None
         self._prefix = prefix
@@ -35,7 +35,7 @@ class Leg:
         return f"<Leg for {self.request_id}: {self.num_computed} of {self.num_tokens} tokens {self.outcome}>"
 
     def start(self, engine: contract.Engine, key: str, priority: int) -> None:
-        """Has an engine compute it. Raises RequestError if the engine can't take it."""
+        """Starts it on an engine. Raises RequestError if the engine does not accept it."""
         prefix = self._prefix
         request = EngineRequest(
             key=key,
@@ -51,7 +51,7 @@ class Leg:
         self._abort = lambda: engine.abort(key)
 
     def stop(self) -> None:
-        """Ends it, if it has not ended. What it has computed stays cached."""
+        """Ends it, if it has not ended. Computed blocks stay cached."""
         if not self.outcome:
             self._abort()
 

@@ -1,4 +1,4 @@
-"""Moves blocks over NATS: the reader asks for one part after another, with a few requests on their way.
+"""Moves blocks over NATS: the reader requests one part after another, with a few requests in flight.
 
     reader                                             holder
       |-- kv: BlockLeaseRequest (perhaps in parts) ------>|
@@ -7,8 +7,8 @@
       |<------------- BlockPart {data, checksum} ---------|
       |-- kv.read: BlockRead {num_bytes: 0} ------------->|     the lease ends
 
-Both ends use a connection for this alone, so that no chunk, run or sign of life waits behind blocks. It is opened for
-the first transfer, and closed a minute after the last."""
+Both ends use a dedicated connection, so that no chunk, run or heartbeat is queued behind blocks. It is opened for the
+first transfer, and closed a minute after the last."""
 
 import asyncio
 import contextlib
@@ -39,22 +39,22 @@ _reads = codec.Decoder(internal.BlockRead)
 _parts = codec.Decoder(internal.BlockPart)
 
 MAX_OUTSTANDING = 8
-"""Parts of one lease that may be on their way."""
+"""Parts of one lease that may be in flight."""
 ANSWER_S = 1.0
-"""A holder that does not answer for this long gives nothing any more."""
+"""A holder that does not answer for this long is given up."""
 _AGAIN_S = 0.02
-"""A reader that is told to ask again waits so long, whatever the holder does."""
+"""A reader that is told to ask again waits this long, whatever the holder does."""
 IDLE_S = 60.0
-"""The connection is closed when it was not used for this long."""
+"""The connection is closed when unused for this long."""
 _MAX_READS = 2 * MAX_OUTSTANDING * (MAX_LEASES + limits.MAX_LEGS)
-"""Requests of all readers that may be open at a time; honest ones have half as many."""
+"""The most open requests of all readers together; honest ones have half as many."""
 _MAX_QUESTION_BYTES = 16 * 1024 * 1024
 
 Connect = Callable[[], Awaitable[Bus]]
 
 
 class NatsTransport:
-    """Both ends of one worker."""
+    """One worker's two ends: reader and holder."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class NatsTransport:
         holder: BlockHolder,
         is_computing: Callable[[], bool],
     ) -> None:
-        """`incoming` is the connection on which others' questions arrive, `connect` opens the one for blocks. While the
-        worker is computing, its blocks move no faster than a pace."""
+        """`incoming` is the connection on which others' requests arrive, `connect` opens the one for blocks. While the
+        worker is computing, the rate of its blocks is limited."""
         self._incoming = incoming
         self._connect = connect
         self._names = names
@@ -87,7 +87,7 @@ class NatsTransport:
             incoming, lambda owner, upload_id: self._own(f"kv.upload.{upload_id}"), bounds, self._may_answer
         )
         self.given_bytes = 0
-        """Bytes of blocks that others have read, in all."""
+        """Total bytes of blocks read by others."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class NatsTransport:
         return f"<NatsTransport {state}, {len(self._asked)} asked, {len(self._tasks)} being given>"
 
     async def open(self) -> None:
-        """Takes questions of other workers from now on."""
+        """Starts to accept other workers' requests."""
         await self._receiver.open(self._incoming)
         await self._incoming.subscribe(self._own("kv"), self._question)
 
@@ -109,7 +109,7 @@ class NatsTransport:
         await self._disconnect()
 
     def close_if_idle(self, now: float) -> None:
-        """Closes the connection for blocks if nobody uses it."""
+        """Closes the connection for blocks if it is unused."""
         if self._bus is not None and not self._asked and not self._tasks and now - self._used_at >= IDLE_S:
             self._start(self._disconnect())
 
@@ -122,7 +122,7 @@ class NatsTransport:
             asking = tasks.awaited(self._ask(bus, question.subject, question.payload, question.headers))
             try:
                 message = await asyncio.shield(asking)
-            except asyncio.CancelledError:  # whatever is granted now is given back: a holder has few leases
+            except asyncio.CancelledError:  # a lease granted now is given back: a holder has few of them
                 asking.add_done_callback(partial(self._give_back, bus, worker_id))
                 raise
             lease = _leases.decode(message.data)
@@ -135,7 +135,7 @@ class NatsTransport:
         return _NatsLease(self, bus, self._names.worker(self._model, worker_id, "kv.read"), lease)
 
     def _give_back(self, bus: Bus, worker_id: str, asked: asyncio.Task[Msg]) -> None:
-        """Ends the lease that a question has got which nobody waits for any more."""
+        """Ends a lease granted to a request that has been abandoned."""
         if asked.cancelled() or asked.exception() is not None:
             return
         with contextlib.suppress(errors.RequestError):
@@ -149,9 +149,9 @@ class NatsTransport:
             return self._bus
         if self._opening is None:
             self._opening = tasks.awaited(self._make_connection())
-            # whoever still waits gets its error
+            # those still waiting get its error
             self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(self._opening)  # others may wait for it, and half a connection can't be closed
+        return await asyncio.shield(self._opening)  # others may wait for it, and a half-open connection can't be closed
 
     async def _make_connection(self) -> Bus:
         try:
@@ -198,7 +198,7 @@ class NatsTransport:
             answered.set_result(message)
 
     def _question(self, message: Msg) -> None:
-        """Takes another worker's question, a large one once all its parts have come."""
+        """Handles another worker's request, a large one once all its parts have arrived."""
         if not self._may_answer(message):
             return
         try:
@@ -244,17 +244,17 @@ class NatsTransport:
             (await self._open()).publish(reply, codec.encode(part))
 
     def _may_answer(self, message: Msg) -> bool:
-        """Whether the reply subject is that of a worker of this model, for blocks."""
+        """Whether the reply subject is one for blocks, of a worker of this model."""
         return self._names.is_kv_reply(message.reply, self._model)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = tasks.background("give blocks", work)  # if it fails, the reader gets no answer, and computes
+        task = tasks.background("give blocks", work)  # if it fails, the reader gets no answer and computes
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
 class _NatsLease:
-    """Blocks that are read over NATS."""
+    """Blocks read over NATS."""
 
     def __init__(self, transport: NatsTransport, bus: Bus, subject: str, lease: internal.BlockLease) -> None:
         self.num_blocks = lease.num_blocks

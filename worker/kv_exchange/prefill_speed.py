@@ -3,7 +3,7 @@
 _WEIGHT = 0.3
 """The newest step's weight in the running estimate."""
 _MIN_TOKENS = 32
-"""A step with fewer tokens says more about its fixed cost than about its tokens."""
+"""The time of a step with fewer tokens is dominated by its fixed cost."""
 
 
 class PrefillSpeed:
@@ -16,7 +16,7 @@ class PrefillSpeed:
         return f"<PrefillSpeed {self.tokens_per_s or 0:.0f} tokens/s>"
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Notes a step."""
+        """Records a step."""
         if num_tokens >= _MIN_TOKENS and seconds > 0:
             rate = num_tokens / seconds
             known = self.tokens_per_s

@@ -1,8 +1,8 @@
 """The interface of all transports of blocks between workers.
 
-A transport has two ends. One serves what the `BlockHolder` of its worker gives, the other reads blocks of other
-workers. It moves bytes and checks that all of them have arrived as they were sent; what they mean is checked by those
-who use it. A transport between GPUs would be another implementation of the same interface."""
+A transport has two ends. One serves the blocks of its worker's `BlockHolder`, the other reads blocks of other workers.
+It moves bytes and checks that they have arrived intact; its users check what they mean. A transport between GPUs would
+be another implementation of the same interface."""
 
 import enum
 from collections.abc import Awaitable
@@ -12,7 +12,7 @@ from tokenbus.protocol.wire import internal
 
 
 class TransferError(Exception):
-    """Blocks could not be had; `outcome` says why, in one of the metrics' FETCH_OUTCOMES."""
+    """Blocks could not be fetched; `outcome` says why: one of the metrics' FETCH_OUTCOMES."""
 
     def __init__(self, outcome: str, text: str) -> None:
         super().__init__(text)
@@ -20,27 +20,27 @@ class TransferError(Exception):
 
 
 class NoBlock(enum.Enum):
-    """Why a holder does not give a block."""
+    """Why a holder does not return a block."""
 
     GONE = enum.auto()
-    """It has the block no more, or never had it."""
+    """It no longer has the block, or never had it."""
     LATER = enum.auto()
-    """It will have the block."""
+    """It does not have the block yet."""
 
 
 class LeasedBlocks(Protocol):
-    """Blocks that another worker has promised to give for as long as they are read."""
+    """Blocks that another worker has promised to serve for as long as they are read."""
 
     num_blocks: int
-    """Blocks that can be read, from the first one that was asked for."""
+    """The number of readable blocks, from the first one requested."""
 
     def read(self, block: int, num_bytes: int) -> Awaitable[bytes]:
-        """Returns the content of a block, by its number in the prompt, of exactly that size. Several may be read at a
-        time. Raises TransferError."""
+        """Returns the content of a block, given its number in the prompt and its exact size. Several may be read
+        concurrently. Raises TransferError."""
         ...
 
     def close(self) -> None:
-        """Ends the lease. Nothing is read afterwards."""
+        """Ends the lease. Nothing may be read afterwards."""
         ...
 
 
@@ -48,19 +48,19 @@ class Transport(Protocol):
     """Reads blocks of other workers."""
 
     async def lease(self, worker_id: str, request: internal.BlockLeaseRequest) -> LeasedBlocks:
-        """Asks another worker of the model for blocks. Raises TransferError if it gives none."""
+        """Asks another worker of the model for blocks. Raises TransferError if it offers none."""
         ...
 
 
 class BlockHolder(Protocol):
-    """Gives blocks of its own worker, whatever the transport."""
+    """Serves its own worker's blocks, whatever the transport."""
 
     async def grant(self, request: internal.BlockLeaseRequest) -> internal.BlockLease:
-        """Answers another worker's question for blocks."""
+        """Answers another worker's request for blocks."""
         ...
 
     async def read(self, lease: str, block: int) -> bytes | NoBlock:
-        """Returns the content of a block, by its number in the prompt. It does not wait long for one."""
+        """Returns the content of a block, given its number in the prompt. It does not wait long for one."""
         ...
 
     def end(self, lease: str) -> None:
