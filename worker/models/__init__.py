@@ -1,1 +1,1 @@
-"""Getting models before an engine loads them: from the Hub into its cache. Nothing here imports an engine's library."""
+"""Fetches models from the Hub into its cache before an engine loads them. Nothing here imports an engine's library."""

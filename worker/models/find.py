@@ -1,4 +1,4 @@
-"""Finds a model on this machine or on the Hub, and of which kind it is."""
+"""Finds a model on this machine or on the Hub, and determines its kind."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,11 +8,12 @@ from tokenbus.worker.models import transfer_log
 
 
 def find(model: str, layouts: Sequence[Layout], progress: Callable[[float], None]) -> ModelFiles:
-    """Finds a model by the first layout that recognises it, and downloads it if it is on the Hub.
+    """Finds a model by the first layout that recognises it, downloading it from the Hub if necessary.
 
-    `progress` gets the share that is downloaded. Raises ModelError, saying what to do, if it can't be had."""
+    `progress` is called with the share downloaded. Raises ModelError, saying what to do, if there is no such model or
+    it can't be fetched."""
     if is_hub_name(model):
-        from tokenbus.worker.models.hub import fetch  # takes a while to import, and local models don't need it
+        from tokenbus.worker.models.hub import fetch  # slow to import, and local models don't need it
 
         return fetch.fetch(model, layouts, transfer_log.LoggedTransfer(model, progress))
     path = Path(model)

@@ -1,4 +1,4 @@
-"""Marks weights as in use, so that nobody removes them: a shared lock on the file, which ends with its process."""
+"""Marks weights as in use, so that they are not removed: a shared lock on the file, which ends with its process."""
 
 import contextlib
 import fcntl
@@ -9,13 +9,13 @@ from typing import BinaryIO
 def hold(weights: Path) -> BinaryIO:
     """Returns an open file; the weights are in use until it is closed. Raises OSError if they can't be read."""
     file = weights.open("rb")
-    with contextlib.suppress(OSError):  # a file system without locks: then it can't be told
+    with contextlib.suppress(OSError):  # a file system without locks: use can't be detected
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return file
 
 
 def is_held(weights: Path) -> bool:
-    """Whether a worker uses the weights; False where that can't be told."""
+    """Whether a worker uses the weights; False where that can't be detected."""
     with weights.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

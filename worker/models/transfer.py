@@ -1,18 +1,18 @@
-"""Measures how far a long transfer is, how fast it is and how long it still takes."""
+"""Measures the progress, the rate and the remaining time of a long transfer."""
 
 from collections import deque
 from collections.abc import Callable
 
 OnBytes = Callable[[int, int], None]
-"""Is called with the bytes that are there and with those of the whole."""
+"""Called with the bytes transferred so far and the total."""
 _WINDOW_S = 10.0
-"""The rate is that of the last seconds, since a connection may become slower."""
+"""The rate is that of the last few seconds, since a connection may become slower."""
 _INTERVAL_S = 0.1
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 class TransferRate:
-    """Measures a transfer that may have begun with some bytes already there."""
+    """Measures a transfer, which may have started with some bytes already present."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, int]] = deque()
@@ -21,7 +21,7 @@ class TransferRate:
         return f"<TransferRate of {len(self._readings)} readings>"
 
     def update(self, done_bytes: int, now: float) -> float:
-        """Returns the bytes a second. A transfer that went back, because it began anew, is measured anew."""
+        """Returns the bytes per second. If a transfer goes back because it restarted, so does the measurement."""
         if self._readings and done_bytes < self._readings[-1][1]:
             self._readings.clear()
         if not self._readings or now - self._readings[-1][0] >= _INTERVAL_S:
@@ -33,7 +33,7 @@ class TransferRate:
 
 
 def seconds_left(done_bytes: int, total_bytes: int, bytes_per_s: float) -> float | None:
-    """Returns the time that the rest takes at this rate; None if nothing moves."""
+    """Returns the time that the rest will take at this rate; None if nothing moves."""
     return (total_bytes - done_bytes) / bytes_per_s if bytes_per_s > 0 else None
 
 
@@ -46,7 +46,7 @@ def describe(done_bytes: int, total_bytes: int, bytes_per_s: float) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Returns a size in decimal units, in which the Hub and disks state theirs."""
+    """Returns a size in decimal units, as the Hub and disk vendors state them."""
     for factor, unit in _UNITS:
         if num_bytes >= factor:
             return f"{num_bytes / factor:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""Logs how far a long transfer is, every few seconds."""
+"""Logs the progress of a long transfer every few seconds."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ _INTERVAL_S = 5.0
 
 
 class LoggedTransfer:
-    """An `OnBytes` for processes that log. `progress` gets the share that is there, from 0 to 1."""
+    """An `OnBytes` for processes that log. `progress` is called with the share transferred, from 0 to 1."""
 
     def __init__(self, model: str, progress: Callable[[float], None]) -> None:
         self._model = model

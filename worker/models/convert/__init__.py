@@ -1,1 +1,1 @@
-"""Makes GGUF files of models that are published as safetensors, when they are loaded."""
+"""Converts models published as safetensors to GGUF when they are loaded."""

@@ -1,4 +1,4 @@
-"""The tensors of each architecture: what they are called in safetensors and in GGUF, and of which shape they must be.
+"""The tensors of each architecture: their names in safetensors and in GGUF, and their required shapes.
 
 Names in GGUF: https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py"""
 
@@ -15,28 +15,28 @@ from tokenbus.worker.models.convert.expected import Change, ExpectedTensor, Orde
 from tokenbus.worker.models.convert.safetensors import Tensor
 
 _UNUSED = re.compile(r".*\.rotary_emb\.inv_freq")
-"""Tensors of older files that follow from the configuration."""
+"""Tensors in older files that follow from the configuration."""
 _BESIDE = re.compile(r"mtp\..*|model\.visual\..*")
-"""Tensors of Qwen3-Next and Qwen3.5 that predict several tokens at once, or see images: text is served without them."""
+"""Tensors of Qwen3-Next and Qwen3.5 for multi-token prediction and images: serving text does not need them."""
 _LANGUAGE_MODEL = "model.language_model."
 _FIRST_STACK = "model.layers.0.mlp.experts.gate_up_proj"
 _MAX_NAMED = 3
 
 
 class Architecture(NamedTuple):
-    """One of transformers' classes of models."""
+    """One of transformers' model classes."""
 
     name: str
     """llama.cpp's name for it."""
     rotates_neighbours: bool = False
-    """Whether llama.cpp rotates pairs of neighbours, where transformers rotates the halves of a head."""
+    """Whether llama.cpp rotates adjacent pairs where transformers rotates the halves of a head."""
     norms_heads: bool = False
-    """Whether queries and keys are normed."""
+    """Whether queries and keys are normalized."""
     has_experts: bool = False
     has_delta_nets: bool = False
     """Whether three of four layers have a gated delta net instead of attention."""
     fuses_projections: bool = False
-    """Whether the projections of these lie in one tensor."""
+    """Whether the projections of these are in one tensor."""
 
 
 ARCHITECTURES = {
@@ -54,20 +54,21 @@ ARCHITECTURES = {
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor of the GGUF file and what it is made of."""
+    """A tensor of the GGUF file and its sources."""
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[Tensor, ...]
-    """The tensors that lie in it one behind the other."""
+    """The tensors that are concatenated in it."""
     rows: Order | None = None
-    """The rows that are taken of each source; None for all in their order."""
+    """The rows taken from each source; None for all in order."""
     columns: Order | None = None
     change: Change = Change.NONE
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it may be quantized. The gates of experts choose, and convolutions are small, so they stay exact."""
+        """Whether it may be quantized. Expert gates make discrete choices, and convolutions are small, so they stay
+        exact."""
         return len(self.shape) > 1 and not self.name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight"))
 
 
@@ -121,12 +122,12 @@ def plan(
 
 
 def _plain_name(name: str) -> str:
-    """Returns the name of a tensor in a model that reads text alone."""
+    """Returns the name of a tensor in a text-only model."""
     return f"model.{name.removeprefix(_LANGUAGE_MODEL)}" if name.startswith(_LANGUAGE_MODEL) else name
 
 
 def _names_of(expected: ExpectedTensor, config: ModelConfig, tensors: dict[str, Tensor], where: Path) -> list[str]:
-    """Returns the names of the sources of a tensor; none if it is not there and need not be."""
+    """Returns the names of a tensor's sources; none if it is absent but optional."""
     count = config.expert_count if "{e}" in expected.source else 1
     names = [expected.source.replace("{e}", str(number)) for number in range(count)]
     missing = [name for name in names if name not in tensors]
@@ -136,7 +137,7 @@ def _names_of(expected: ExpectedTensor, config: ModelConfig, tensors: dict[str, 
 
 
 def _plan(expected: ExpectedTensor, names: list[str], tensors: dict[str, Tensor], where: Path) -> PlannedTensor:
-    """Raises ModelError if a source has another shape than the configuration says."""
+    """Raises ModelError if a source's shape differs from the configuration."""
     shape = expected.source_shape or (expected.shape[1:] if "{e}" in expected.source else expected.shape)
     for name in names:
         if tensors[name].shape != shape:
@@ -147,7 +148,7 @@ def _plan(expected: ExpectedTensor, names: list[str], tensors: dict[str, Tensor]
 
 
 def _expected(architecture: Architecture, config: ModelConfig, *, has_stacks: bool) -> list[ExpectedTensor]:
-    """Returns the tensors of a model, in the order of the layers. `has_stacks`: its experts lie in one tensor."""
+    """Returns the tensors of a model, in the order of the layers. `has_stacks`: its experts are in one tensor."""
     width, vocab = config.hidden_size, config.vocab_size
     layers = [
         one._replace(source=f"model.layers.{number}.{one.source}", name=f"blk.{number}.{one.name}")
@@ -223,7 +224,7 @@ def _single_experts(config: ModelConfig) -> list[ExpectedTensor]:
 
 
 def _stacked_experts(config: ModelConfig) -> list[ExpectedTensor]:
-    """Returns the experts of a layer where they lie in one tensor, the gate of each before its other projection."""
+    """Returns the experts of a layer if they are in one tensor, each gate before its other projection."""
     width, inner, experts = config.hidden_size, config.moe_intermediate_size, config.expert_count
     both = np.arange(experts * 2 * inner).reshape(experts, 2, inner)
     shape = (experts, 2 * inner, width)

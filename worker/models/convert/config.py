@@ -1,4 +1,4 @@
-"""The sizes of a model by its `config.json`, checked: what can't be converted exactly is refused."""
+"""The sizes of a model from its `config.json`, checked: anything that can't be converted exactly is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ Positive = msgspec.Meta(gt=0)
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """The way in which positions become rotations: `rope_scaling` in older files, `rope_parameters` in newer ones."""
+    """The way positions become rotations: `rope_scaling` in older files, `rope_parameters` in newer ones."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -37,7 +37,7 @@ class Rope(msgspec.Struct, frozen=True):
 
     @property
     def has_own_factors(self) -> bool:
-        """Whether yarn is to work with other factors than those that llama.cpp derives."""
+        """Whether yarn is to use factors other than those that llama.cpp derives."""
         own = (self.mscale, self.mscale_all_dim, self.attention_factor, self.beta_fast, self.beta_slow, self.truncate)
         return any(one is not None for one in own)
 
@@ -74,7 +74,7 @@ class ModelConfig(config_json.Sizes, frozen=True):
 
     @property
     def expert_count(self) -> int:
-        """The experts of a layer, which newer versions of transformers call local."""
+        """The number of experts in a layer, which newer versions of transformers call local."""
         return self.num_experts or self.num_local_experts
 
     @property
@@ -91,18 +91,19 @@ class ModelConfig(config_json.Sizes, frozen=True):
 
     @property
     def rotary_size(self) -> int:
-        """The numbers of a head that are rotated."""
+        """The number of a head's values that are rotated."""
         share = self.rope.partial_rotary_factor or self.partial_rotary_factor
         return int(self.head_size * (share or (0.25 if self.has_delta_nets else 1.0)))
 
     @property
     def context_length(self) -> int:
-        """The tokens for which the model is exact: llama.cpp attends to all of them, so a window is the limit."""
+        """The number of tokens up to which the conversion is exact: llama.cpp attends to all tokens, so a window is the
+        limit."""
         return min(self.max_position_embeddings, self.window or self.max_position_embeddings)
 
 
 def read(path: Path | None, where: Path) -> ModelConfig:
-    """Raises ModelError if there is no such file, and for what makes a conversion impossible or inexact."""
+    """Raises ModelError if there is no such file, or if a conversion would be impossible or inexact."""
     if path is None:
         raise ModelError(f"{where}: there is no config.json beside the weights; fetch the whole repository")
     config = config_json.read(path, ModelConfig)
@@ -131,7 +132,7 @@ def _check_exact(config: ModelConfig, path: Path) -> None:
 
 
 def check_delta_nets(config: ModelConfig, where: Path) -> None:
-    """Raises ModelError for a model with gated delta nets that llama.cpp computes in another way."""
+    """Raises ModelError for a model with gated delta nets that llama.cpp computes differently."""
     interval = config.full_attention_interval
     for name in ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads"):
         if getattr(config, f"linear_{name}") < 1:

@@ -1,4 +1,4 @@
-"""The conversions that were made: each is kept under the fingerprint of its model, and made once for all processes."""
+"""The cache of conversions: each is kept under its model's fingerprint, and made once for all processes."""
 
 import fcntl
 import os
@@ -27,7 +27,7 @@ TYPES = (
 """The types that `--quantize` takes: those that llama.cpp makes without an importance matrix."""
 DEFAULT_TYPE = "f16"
 _VERSION = 1
-"""To be raised when conversions change."""
+"""Raise this when conversions change."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 4_096
 _reports = msgspec.json.Decoder(Report)
@@ -38,18 +38,18 @@ def is_convertible(files: ModelFiles) -> bool:
 
 
 def folder() -> Path:
-    """Returns the folder of all conversions: in the folder that the user has named for the Hub's models, or beside the
-    Hub's cache."""
+    """Returns the folder of all conversions: in the folder named by the user for the Hub's models, or beside the Hub's
+    cache."""
     return Path(os.environ.get(location.VARIABLE) or constants.HF_HOME) / "tokenbus" / "converted"
 
 
 def list_files() -> list[Path]:
-    """Returns the conversions that are kept."""
+    """Returns the stored conversions."""
     return sorted(folder().glob("*.gguf"))
 
 
 def remove(name: str) -> int:
-    """Removes a conversion by its file's name; returns the bytes that this frees.
+    """Removes a conversion by its file's name; returns the bytes freed.
 
     Raises ModelError if a worker uses it."""
     path = next(path for path in list_files() if path.name == name)
@@ -61,16 +61,16 @@ def remove(name: str) -> int:
 
 
 def convert(model: str, files: ModelFiles, kind: str, threads: int, progress: Callable[[float], None]) -> ModelFiles:
-    """Returns the GGUF of a model in safetensors, with the same sidecars; makes it if it was not made before.
+    """Returns the GGUF of a model in safetensors, with the same sidecars, converting it if necessary.
 
-    `progress` gets the share that is done. Raises ModelError, saying what to do, if it can't be made."""
+    `progress` is called with the share done. Raises ModelError, saying what to do, if it can't be converted."""
     parts = [files.weights.with_name(name) for name in SafetensorsLayout().parts_of(files.weights.name)]
     name = source_name(model).rpartition("/")[2].partition(":")[0].removesuffix(SUFFIX)
     target = folder() / f"{name}-{_fingerprint(parts, files.sidecars)}-{kind.upper()}.gguf"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making the same
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making the same one
             if not target.exists():
                 partial = target.with_suffix(".incomplete")
                 _check_space(parts, kind, target.parent)
@@ -85,7 +85,7 @@ def convert(model: str, files: ModelFiles, kind: str, threads: int, progress: Ca
 
 
 def _run(job: Job, progress: Callable[[float], None]) -> None:
-    """Runs a conversion in a process of its own, whose memory is given back whole when it ends."""
+    """Runs a conversion in a separate process, so that all of its memory is freed when it ends."""
     command = [sys.executable, "-m", "tokenbus.worker.models.convert.process"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -107,7 +107,7 @@ def _run(job: Job, progress: Callable[[float], None]) -> None:
 
 
 def _fingerprint(parts: list[Path], sidecars: dict[str, Path]) -> str:
-    """Hashes the small files and samples of the weights, which takes a few ms whatever their size."""
+    """Hashes the small files and samples of the weights: a few ms regardless of their size."""
     digest = xxhash.xxh3_64(bytes([_VERSION]))
     for path in (*parts, *(sidecars[name] for name in sorted(sidecars))):
         size = path.stat().st_size
@@ -120,7 +120,7 @@ def _fingerprint(parts: list[Path], sidecars: dict[str, Path]) -> str:
 
 
 def _check_space(parts: list[Path], kind: str, where: Path) -> None:
-    """Raises ModelError if the disk is too small: a quantized file is made of a plain one of the published size."""
+    """Raises ModelError if the disk is too small: a quantized file is made from a plain one of the published size."""
     published = sum(path.stat().st_size for path in parts)
     needed = 2 * published if kind != DEFAULT_TYPE else published
     free = shutil.disk_usage(where).free

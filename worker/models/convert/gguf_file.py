@@ -1,4 +1,4 @@
-"""Writes a GGUF file from tensors that are mapped, a few rows at a time."""
+"""Writes a GGUF file from memory-mapped tensors, a few rows at a time."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ from tokenbus.worker.models.convert.vocabulary import Vocabulary
 
 Array = npt.NDArray[Any]
 _CHUNK_VALUES = 4 << 20
-"""The values that are converted at a time: 16 MiB of float32."""
+"""The number of values converted at a time: 16 MiB of float32."""
 _KINDS = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32, 4),
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16, 2),
     "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16, 2),
 }
 PLAIN = tuple(_KINDS)
-"""The types that are written here; llama.cpp makes the others of one of these."""
+"""The types written here; llama.cpp makes the others from one of these."""
 
 
 def write(
@@ -107,8 +107,8 @@ def _add_delta_nets(writer: gguf.GGUFWriter, architecture: Architecture, config:
     if architecture.has_experts:
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if not architecture.fuses_projections:
-        # A token of a text has the same place in all three dimensions. llama.cpp takes them in turns for the pairs of
-        # a head, and a pair that no dimension has would not rotate at all.
+        # A text token has the same position in all three dimensions. llama.cpp assigns them in turn to a head's pairs,
+        # and a pair without a dimension would not rotate at all.
         pairs = config.rotary_size // 2
         writer.add_rope_dimension_sections([*(len(range(first, pairs, 3)) for first in range(3)), 0])
 
@@ -135,7 +135,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary, config: Mod
 
 
 def _rope_factors(config: ModelConfig) -> Array | None:
-    """Returns the factors by which Llama 3 slows its rotations down: long waves by `factor`, short ones not at all."""
+    """Returns the factors by which Llama 3 slows down its rotations: long waves by `factor`, short ones not at all."""
     rope = config.rope
     if rope.kind != "llama3":
         return None

@@ -10,11 +10,11 @@ from tokenbus.worker.engine.runner import ModelError
 SUFFIX = ".safetensors"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _NO_MODELS = ("consolidated", "adapter_", "training_", "optimizer")
-"""Name prefixes of files that hold the same weights in another layout, or no whole model."""
+"""Name prefixes of files that hold the same weights in another layout, or not a whole model."""
 
 
 class SafetensorsLayout(Layout):
-    """There is one variant: `--quantize` makes others of it."""
+    """There is one variant; `--quantize` makes others from it."""
 
     kind = "safetensors"
     preferred = ("",)

@@ -1,7 +1,7 @@
 """The converting process: `python -m tokenbus.worker.models.convert.process`, which ends with its parent.
 
 Its standard input is one line of JSON, the job, and stays open as long as the parent lives. It answers with lines of
-JSON on standard output: how far it is, and at last what went wrong, if anything did."""
+JSON on standard output: its progress, and finally the error, if any."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ class Job(msgspec.Struct, frozen=True):
     """The type of the matrices."""
     threads: int
     output: str
-    """The file to write, which others must not see before it is whole."""
+    """The file to write, which must not be visible to others before it is complete."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ def _report(report: Report) -> None:
 
 
 class _Progress:
-    """Reports each percent of one part of the work."""
+    """Reports each per cent of one part of the work."""
 
     def __init__(self, start: float, end: float) -> None:
         self._start, self._end = start, end
@@ -67,10 +67,10 @@ def convert(job: Job) -> None:
         gguf_file.write(output, job.name, job.kind, architecture, shape, words, planned, _Progress(0, 1))
         return
     plain = output.with_suffix(".plain")
-    kind = planned[0].sources[0].dtype.lower()  # llama.cpp reads what was published, bit by bit
+    kind = planned[0].sources[0].dtype.lower()  # llama.cpp then reads exactly what was published
     try:
         gguf_file.write(plain, job.name, kind, architecture, shape, words, planned, _Progress(0, 0.5))
-        from tokenbus.worker.models.convert import quantize  # llama.cpp takes a while to load
+        from tokenbus.worker.models.convert import quantize  # llama.cpp is slow to load
 
         quantize.quantize(plain, output, job.kind, job.threads, _Progress(0.5, 1))
     finally:

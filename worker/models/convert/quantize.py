@@ -20,7 +20,7 @@ _silence = llama.llama_log_callback(lambda level, text, data: None)
 
 
 def quantize(plain: Path, quantized: Path, kind: str, threads: int, progress: Callable[[float], None]) -> None:
-    """Quantizes the file `plain` into `quantized`. Raises ModelError with llama.cpp's words if it can't."""
+    """Quantizes the file `plain` into `quantized`. Raises ModelError with llama.cpp's message if it can't."""
     errors: list[str] = []
 
     def log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
@@ -38,6 +38,6 @@ def quantize(plain: Path, quantized: Path, kind: str, threads: int, progress: Ca
     params.nthread = threads
     params.max_buf_size = _BUFFER_BYTES
     failed = llama.llama_model_quantize(os.fsencode(plain), os.fsencode(quantized), ctypes.byref(params))
-    llama.llama_log_set(_silence, ctypes.c_void_p(0))  # `callback` does not live any longer
+    llama.llama_log_set(_silence, ctypes.c_void_p(0))  # `callback` is about to be freed
     if failed:
         raise ModelError(f"llama.cpp can't write {kind}: {errors[0] if errors else 'it says no more'}")

@@ -1,6 +1,6 @@
-"""Reads files of safetensors: 8 bytes with the header's length, a JSON object, and the tensors' bytes.
+"""Reads safetensors files: 8 bytes with the header's length, a JSON object, and the tensors' bytes.
 
-Nothing that a header says is believed: offsets, sizes and types are checked against each other and the file. Format:
+Headers are not trusted: offsets, sizes and types are checked against each other and the file. Format:
 https://huggingface.co/docs/safetensors"""
 
 import io
@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 8
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-"""NumPy has no bfloat16: its values stay the upper halves of float32."""
+"""NumPy has no bfloat16: its values are kept as the upper halves of float32."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -38,14 +38,14 @@ class Tensor(NamedTuple):
     """F32, F16 or BF16."""
     shape: tuple[int, ...]
     start: int
-    """Where its bytes begin in the file."""
+    """The offset of its bytes in the file."""
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
 
     def rows(self) -> Array:
-        """Returns the tensor as a matrix, or a vector as one column, mapped and not read. BF16 comes as integers."""
+        """Returns the tensor as a memory-mapped matrix, a vector as one column. BF16 is returned as integers."""
         columns = self.shape[-1] if len(self.shape) > 1 else 1
         shape = (self.size // columns, columns)
         mapped: Array = np.memmap(self.path, dtype=_DTYPES[self.dtype], mode="r", offset=self.start, shape=shape)
@@ -53,7 +53,7 @@ class Tensor(NamedTuple):
 
 
 def read(paths: Iterable[Path]) -> dict[str, Tensor]:
-    """Returns the tensors of all files by name. Raises ModelError for files that contradict themselves."""
+    """Returns the tensors of all files by name. Raises ModelError for inconsistent files."""
     tensors: dict[str, Tensor] = {}
     for path in paths:
         for name, tensor in _read_file(path).items():
@@ -69,8 +69,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def parse(path: Path, data: bytes) -> dict[str, Array]:
-    """Returns the tensors in the contents of a file by name, in float32. Raises ModelError if they contradict
-    themselves."""
+    """Returns the tensors in a file's contents by name, in float32. Raises ModelError if they are inconsistent."""
     found = {}
     for name, tensor in _read_table(path, io.BytesIO(data), len(data)).items():
         raw = np.frombuffer(data, _DTYPES[tensor.dtype], tensor.size, tensor.start).reshape(tensor.shape)
@@ -79,7 +78,7 @@ def parse(path: Path, data: bytes) -> dict[str, Array]:
 
 
 def to_float32(values: Array, dtype: str) -> Array:
-    """Converts values as they are in a file."""
+    """Converts a file's raw values."""
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32)
@@ -103,7 +102,7 @@ def _read_table(path: Path, file: BinaryIO, size: int) -> dict[str, Tensor]:
 
 
 def _check_overlaps(path: Path, entries: dict[str, _Entry], data_bytes: int) -> None:
-    """Checks that the tensors lie one behind the other and fill the file."""
+    """Checks that the tensors are contiguous and fill the file."""
     at = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         first, last = entry.data_offsets

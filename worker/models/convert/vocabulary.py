@@ -1,4 +1,4 @@
-"""The vocabulary of a published tokenizer in the form of GGUF: byte pair encoding of bytes or SentencePiece's."""
+"""A published tokenizer's vocabulary in GGUF's form: byte-level byte pair encoding or SentencePiece's."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.models.convert.config import CONVERTER
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""GGUF's types of tokens."""
+"""GGUF's token types."""
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _UNMERGED_SCORE = -1e6
 
@@ -37,7 +37,7 @@ class _Document(msgspec.Struct, frozen=True):
 
 
 class Vocabulary(NamedTuple):
-    """The values of a GGUF's keys `tokenizer.*`."""
+    """The values of a GGUF's `tokenizer.*` keys."""
 
     model: str
     pre: str
@@ -53,7 +53,7 @@ class Vocabulary(NamedTuple):
 
 
 def read(sidecars: dict[str, Path], size: int, where: Path) -> Vocabulary:
-    """Returns the vocabulary of `size` tokens. Raises ModelError if there is none that llama.cpp has a form for."""
+    """Returns the vocabulary of `size` tokens. Raises ModelError if there is none that llama.cpp supports."""
     rules = OnnxTokenizer(sidecars, size, str(where)).rules
     path = sidecars["tokenizer.json"]
     content = path.read_bytes()
@@ -81,7 +81,7 @@ def read(sidecars: dict[str, Path], size: int, where: Path) -> Vocabulary:
 
 
 def _tokens(document: _Document, size: int) -> tuple[list[str], list[int]]:
-    """Returns texts and types by token id. Models have more logits than tokens; the rest gets names."""
+    """Returns texts and types by token id. Models have more logits than tokens; the rest get placeholder names."""
     texts, types = [f"[PAD{number}]" for number in range(size)], [UNUSED] * size
     for text, number in document.model.vocab.items():
         texts[number] = text
@@ -95,7 +95,7 @@ def _tokens(document: _Document, size: int) -> tuple[list[str], list[int]]:
 
 
 def _scores(texts: list[str], merges: list[str]) -> list[float]:
-    """Returns the scores by which llama.cpp merges in the order of the merges."""
+    """Returns scores that make llama.cpp merge in the order of the merges."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", "", 1), rank)
@@ -103,7 +103,7 @@ def _scores(texts: list[str], merges: list[str]) -> list[float]:
 
 
 def _pre_tokenizer(tokenizer: Tokenizer, ignore_merges: bool, path: Path) -> str:
-    """Returns llama.cpp's name of the pre-tokenizer that cuts the probe texts as the published one does."""
+    """Returns llama.cpp's name for the pre-tokenizer that splits the probe texts as the published one does."""
     if tokenizer.pre_tokenizer is not None:
         cuts = _cuts(tokenizer.pre_tokenizer)
         known: dict[object, bool] = {}

@@ -1,9 +1,9 @@
-"""The models in the Hub's cache: what is there, and its removal.
+"""The models in the Hub's cache: listing and removal.
 
 ```
 models--ORG--REPO/refs/main                 the name of a snapshot
                   snapshots/COMMIT/NAME  ─▶  blobs/DIGEST
-                  blobs/DIGEST.incomplete   what is there of a file
+                  blobs/DIGEST.incomplete   the part of a file received so far
 ```
 """
 
@@ -23,7 +23,7 @@ _PARTIAL = ".incomplete"
 
 
 class LocalModel(NamedTuple):
-    """One variant of a model in the cache, or what is there of files that are not complete."""
+    """One variant of a model in the cache, or the received parts of incomplete files."""
 
     name: str
     """The repository."""
@@ -38,7 +38,8 @@ class LocalModel(NamedTuple):
 
     @property
     def last_used(self) -> float:
-        """When the weights were last read or written, in seconds since 1970. Many disks note this once a day."""
+        """When the weights were last read or written, in seconds since 1970. Many file systems update this once a
+        day."""
         stats = [file.stat() for file in self.files]
         return max(max(stat.st_atime, stat.st_mtime) for stat in stats)
 
@@ -48,14 +49,14 @@ class LocalModel(NamedTuple):
 
 
 def list_models(layouts: tuple[Layout, ...]) -> list[LocalModel]:
-    """Returns the models that any of the engines' layouts recognises, by name and variant."""
+    """Returns the models recognised by any of the engines' layouts, by name and variant."""
     folder = Path(constants.HF_HUB_CACHE)
     found = [model for repo in folder.glob(f"{_PREFIX}*") if repo.is_dir() for model in _models_in(repo, layouts)]
     return sorted(found, key=lambda model: (model.name.lower(), model.variant))
 
 
 def remove(name: str, layouts: tuple[Layout, ...]) -> int:
-    """Removes `org/repo`, or one variant of it, as `org/repo:variant`; returns the bytes that this frees.
+    """Removes `org/repo`, or one variant of it (`org/repo:variant`); returns the bytes freed.
 
     Raises ModelError if it is not there or a worker uses it."""
     repo, _, variant = name.partition(":")
@@ -95,7 +96,7 @@ def _models_in(folder: Path, layouts: tuple[Layout, ...]) -> Iterator[LocalModel
 
 
 def _remove_files(folder: Path, model: LocalModel) -> None:
-    """Removes a variant's links, and then the blobs that no other name leads to."""
+    """Removes a variant's links, and then the blobs that no other link refers to."""
     blobs = {file.resolve() for file in model.files}
     for file in model.files:
         file.unlink()

@@ -1,8 +1,8 @@
-"""Downloads one file of a repository into the Hub's cache; one that was cut off goes on where it stopped.
+"""Downloads one file of a repository into the Hub's cache; an interrupted download resumes where it stopped.
 
-`huggingface_hub` begins again after a kill, and compares sizes only. So the bytes are fetched here, into the place
-where the library looks for them: `blobs/<digest>`, under the library's own lock, so that its programs and ours wait for
-each other. Links and references are made by the library afterwards."""
+`huggingface_hub` starts over after a kill, and compares only sizes. So the bytes are fetched here, to where the library
+looks for them: `blobs/<digest>`, under the library's own lock, so that its programs and ours wait for each other. The
+library then creates links and references."""
 
 import contextlib
 import hashlib
@@ -28,15 +28,15 @@ _LOCK_POLL_S = 0.5
 _SHA256_CHARS = 64
 
 OnSize = Callable[[int], None]
-"""Is called with the bytes of the file that are there."""
+"""Called with the number of bytes of the file received so far."""
 
 
 class _WrongChecksumError(Exception):
-    """The bytes that came are not those of the file."""
+    """The bytes received are not those of the file."""
 
 
 def partial_path(name: str, digest: str) -> Path:
-    """Returns the place of what is there of a file that is not complete yet."""
+    """Returns the path of an incomplete file."""
     return repository.cache_folder(name) / "blobs" / f"{digest}.incomplete"
 
 
@@ -45,7 +45,7 @@ def blob_path(name: str, digest: str) -> Path:
 
 
 def download(name: str, path: str, file: RemoteFile, on_size: OnSize) -> Path:
-    """Returns the path of a file of a repository in the cache. Raises what `repository.explained` explains."""
+    """Downloads a repository's file and returns its path in the cache. Raises what `repository.explained` explains."""
     if file.digest and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
         _fill_blob(name, path, file, on_size)
     found = Path(huggingface_hub.hf_hub_download(name, path))
@@ -59,14 +59,14 @@ def _fill_blob(name: str, path: str, file: RemoteFile, on_size: OnSize) -> None:
         return
     blob.parent.mkdir(parents=True, exist_ok=True)
     with _locked(name, file.digest, lambda: on_size(_size_of(partial))):
-        if blob.exists():  # another process has fetched it meanwhile
+        if blob.exists():  # another process has fetched it in the meantime
             return
         url = huggingface_hub.hf_hub_url(name, path)
         with partial.open("ab+") as target:
             try:
                 _Download(url, file, target, on_size).run()
             except _WrongChecksumError:
-                target.truncate(0)  # what an earlier run left may have been wrong: once more from the start
+                target.truncate(0)  # what an earlier run left may have been wrong: start over once
                 try:
                     _Download(url, file, target, on_size).run()
                 except _WrongChecksumError as error:
@@ -79,7 +79,7 @@ def _fill_blob(name: str, path: str, file: RemoteFile, on_size: OnSize) -> None:
 
 @contextlib.contextmanager
 def _locked(name: str, digest: str, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Holds the library's lock of a file; calls `on_wait` while another process has it."""
+    """Holds the library's lock on a file; calls `on_wait` while another process has it."""
     lock = Path(constants.HF_HUB_CACHE) / ".locks" / repository.cache_folder(name).name / f"{digest}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -100,7 +100,7 @@ def _size_of(path: Path) -> int:
 
 
 class _Download:
-    """Appends to `target` what it lacks of a file, over as many connections as it takes."""
+    """Appends the missing part of a file to `target`, over as many connections as it takes."""
 
     def __init__(self, url: str, file: RemoteFile, target: BinaryIO, on_size: OnSize) -> None:
         self._url = url
@@ -114,7 +114,7 @@ class _Download:
         return f"<_Download {self._url} {self._size}/{self._file.size}>"
 
     def run(self) -> None:
-        """Raises _WrongChecksumError if the file that is there then is another."""
+        """Raises _WrongChecksumError if the complete file is not the expected one."""
         self._read_what_is_there()
         tries = Tries()
         while self._size < self._file.size:
@@ -146,11 +146,11 @@ class _Download:
             "GET", self._url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, follow_redirects=True
         ) as response:
             if response.status_code >= 400:
-                response.read()  # errors are explained by their bodies
+                response.read()  # the bodies of errors explain them
             hf_raise_for_status(response)
             if self._size and not response.headers.get("Content-Range", "").startswith(f"bytes {self._size}-"):
                 self._start_again()  # the server sends the whole file
-            # Without a chunk size: the library would drop what is there of a chunk when the connection is cut.
+            # Without a chunk size: the library would drop a partial chunk when the connection is cut.
             for chunk in response.iter_bytes():
                 self._target.write(chunk)
                 self._take(chunk)
@@ -171,5 +171,5 @@ class _Download:
 def _hasher(file: RemoteFile) -> "hashlib._Hash":
     if len(file.digest) == _SHA256_CHARS:
         return hashlib.sha256()
-    # git names a file by the hash of its content behind a header.
+    # git names a file by the hash of a header and its content.
     return hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)

@@ -1,4 +1,4 @@
-"""Fetches a model by its name on the Hub into the Hub's cache.
+"""Fetches a model from the Hub, by name, into the Hub's cache.
 
 The variables HF_HOME, HF_TOKEN and HF_HUB_OFFLINE apply, as in every program that uses `huggingface_hub`."""
 
@@ -16,7 +16,7 @@ from tokenbus.worker.models.hub import download, repository
 from tokenbus.worker.models.hub.repository import Repository
 
 _SPARE_BYTES = 64 << 20
-"""The space that stays free on the disk for everything else."""
+"""The disk space to leave free for everything else."""
 
 
 def fetch(name: str, layouts: Sequence[Layout], on_bytes: transfer.OnBytes) -> ModelFiles:
@@ -54,7 +54,7 @@ def _small(found: Repository, name: str) -> Path:
 
 
 def _base_sidecars(found: Repository, wanted: set[str]) -> dict[str, Path]:
-    """Downloads sidecars that the original repository has: conversions often leave them out, and none is needed."""
+    """Downloads missing sidecars from the original repository: conversions often leave them out. None is required."""
     if found.base is None or not wanted or found.base == found.name:
         return {}
     try:
@@ -71,7 +71,7 @@ def _base_sidecars(found: Repository, wanted: set[str]) -> dict[str, Path]:
 
 
 def _check_space(found: Repository, parts: list[str]) -> None:
-    """Raises ModelError if the disk has too little room for what is not there yet."""
+    """Raises ModelError if the disk has too little room for what is still missing."""
     needed = sum(_missing_bytes(found, part) for part in parts)
     cache = Path(constants.HF_HUB_CACHE)
     folder = next(path for path in (cache, *cache.parents) if path.exists())

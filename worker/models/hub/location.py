@@ -1,7 +1,6 @@
-"""Where models from the Hub are kept: a folder that the user names comes before the variables of the Hub's library.
+"""The location of models from the Hub: a folder named by the user takes precedence over the Hub library's variables.
 
-The library reads its variables when it is imported, so `use` comes first. Processes that this one starts inherit
-them."""
+The library reads its variables on import, so call `use` first. Child processes inherit them."""
 
 import os
 from pathlib import Path
@@ -11,8 +10,8 @@ _HUB_VARIABLE = "HF_HUB_CACHE"
 
 
 def use(named: str) -> None:
-    """Keeps models in a folder from now on; it is made with the first model. Empty leaves it to HF_HUB_CACHE, HF_HOME
-    and XDG_CACHE_HOME.
+    """Keeps models in a folder from now on, which is created with the first model. If empty, HF_HUB_CACHE, HF_HOME and
+    XDG_CACHE_HOME apply.
 
     Raises ValueError if nothing can be kept there."""
     if not named:
@@ -27,7 +26,7 @@ def use(named: str) -> None:
 
 
 def folder() -> Path:
-    """Returns the Hub's cache."""
-    from huggingface_hub import constants  # takes a while to import
+    """Returns the folder of the Hub's cache."""
+    from huggingface_hub import constants  # slow to import
 
     return Path(constants.HF_HUB_CACHE)

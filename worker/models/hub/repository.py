@@ -15,7 +15,7 @@ from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.models.hub import retry
 
 _CONVERTED_SUFFIXES = ("-GGUF", "-gguf", "-ONNX", "-onnx")
-"""Suffixes by which repositories of converted weights are named after the original ones."""
+"""Suffixes that repositories of converted weights append to the original names."""
 _TIMEOUT_S = 10.0
 _GO_ON = "run it again: it goes on where it stopped"
 
@@ -25,11 +25,11 @@ class RemoteFile(NamedTuple):
 
     size: int
     digest: str
-    """The SHA-256 of a large file, the SHA-1 that git gives to a small one; empty if the Hub did not say."""
+    """The SHA-256 of a large file, or git's SHA-1 of a small one; empty if the Hub did not report it."""
 
 
 class Repository(NamedTuple):
-    """A repository as it is now, or as far as it is in the cache if the Hub can't be reached."""
+    """A repository as it is now, or the cached part of it if the Hub can't be reached."""
 
     name: str
     files: dict[str, RemoteFile]
@@ -42,7 +42,8 @@ class Repository(NamedTuple):
 
 
 def look_up(name: str) -> Repository:
-    """Returns a repository with its files. Raises ModelError if there is none, and what `explained` leaves."""
+    """Returns a repository with its files. Raises ModelError if there is none, and the errors that `explained` does not
+    convert."""
     by_name = next((name.removesuffix(suffix) for suffix in _CONVERTED_SUFFIXES if name.endswith(suffix)), None)
     try:
         info = retry.until_answered(lambda: _info(name))
@@ -67,7 +68,7 @@ def _info(name: str) -> huggingface_hub.ModelInfo:
 
 
 def _cached_files(name: str, reason: Exception) -> dict[str, RemoteFile]:
-    """Returns the files that an earlier start has downloaded. Raises ModelError if there are none."""
+    """Returns the files downloaded by an earlier run. Raises ModelError if there are none."""
     try:
         folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True))
     except hub_errors.LocalEntryNotFoundError:
@@ -84,7 +85,7 @@ def cache_folder(name: str) -> Path:
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turns whatever a lookup or a download raises into a ModelError that says what to do."""
+    """Turns anything that a lookup or a download raises into a ModelError that says what to do."""
     try:
         yield
     except ModelError:
@@ -105,7 +106,7 @@ def explained(name: str) -> Iterator[None]:
             problem = f"the disk of {constants.HF_HUB_CACHE} is full; free some space and {_GO_ON}"
             raise ModelError(f"{name}: {problem}") from error
         raise ModelError(f"{name}: can't be kept in {constants.HF_HUB_CACHE}: {first_line(error)}") from error
-    except Exception as error:  # outermost frame of a fetch: whatever else the Hub's library raises
+    except Exception as error:  # outermost frame of a fetch: anything else that the Hub's library raises
         raise ModelError(f"{name}: can't be fetched from the Hub: {first_line(error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""Trying again when the Hub is busy, fails for a moment, or its connection is lost."""
+"""Retries when the Hub is busy, fails temporarily, or the connection is lost."""
 
 import time
 from collections.abc import Callable
@@ -8,17 +8,17 @@ import httpx2
 from huggingface_hub import errors as hub_errors
 
 _MAX_TRIES = 8
-"""The tries in a row that may bring nothing."""
+"""The number of consecutive tries that may make no progress."""
 _MAX_WAIT_S = 8.0
 _MAX_ASKED_WAIT_S = 60.0
-"""The longest wait that a server may ask for; what asks for more is an error, which says so."""
+"""The longest wait that a server may ask for; asking for more is an error, which says so."""
 _FIRST_WAIT_S = 0.2
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 ResultT = TypeVar("ResultT")
 
 
 class Tries:
-    """Counts the tries in a row that brought nothing."""
+    """Counts consecutive tries that made no progress."""
 
     def __init__(self) -> None:
         self._failed = 0
@@ -30,7 +30,7 @@ class Tries:
         self._failed = 0
 
     def wait_after(self, error: Exception) -> None:
-        """Waits before another try. Raises the error again if one is pointless, or there were too many."""
+        """Waits before another try. Re-raises the error if it is not retryable or the retries are used up."""
         self._failed += 1
         asked_s = _asked_wait_s(error)
         if not _is_transient(error) or self._failed >= _MAX_TRIES or asked_s > _MAX_ASKED_WAIT_S:
@@ -39,13 +39,13 @@ class Tries:
 
 
 def until_answered(ask: Callable[[], ResultT]) -> ResultT:
-    """Returns what `ask` returns, after as many tries as make sense."""
+    """Returns the result of `ask`, retrying while that makes sense."""
     tries = Tries()
     while True:
         try:
             return ask()
         except (httpx2.TransportError, hub_errors.HfHubHTTPError) as error:
-            if isinstance(error, httpx2.ConnectError):  # nobody is there: what is in the cache may be enough
+            if isinstance(error, httpx2.ConnectError):  # the Hub is unreachable: the cache may be enough
                 raise
             tries.wait_after(error)
 
@@ -57,6 +57,6 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _asked_wait_s(error: Exception) -> float:
-    """Returns the seconds in `Retry-After`; 0 if there are none."""
+    """Returns the seconds in `Retry-After`; 0 if absent."""
     asked = error.response.headers.get("Retry-After", "") if isinstance(error, hub_errors.HfHubHTTPError) else ""
     return float(asked) if asked.isdigit() else 0.0
