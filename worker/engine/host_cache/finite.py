@@ -1,7 +1,7 @@
-"""Finds non-finite numbers among keys and values as they lie in memory: NaN and infinity; pure.
+"""Finds non-finite numbers (NaN and infinity) among keys and values as laid out in memory; pure.
 
-Such a number has all bits of its exponent set. Looking at bits takes a sixteenth of what `numpy.isfinite` takes for 16
-bits. A quantized type has a few scales of 16 bits at the beginning of each group; its other bits can't be anything but
+Such a number has all bits of its exponent set. Testing bits takes a sixteenth of the time of `numpy.isfinite` for 16
+bits. A quantized type has a few 16-bit scales at the beginning of each group; its other bits always represent finite
 numbers.
 """
 
@@ -10,25 +10,25 @@ from typing import NamedTuple
 import numpy as np
 
 _CHUNK = 1 << 15
-"""The numbers that are looked at together, few enough for the processor's cache."""
+"""Numbers tested at a time, few enough for the processor's cache."""
 
 
 class NumberType(NamedTuple):
-    """The form of a type's numbers in memory, little-endian."""
+    """The layout of a type's numbers in memory, little-endian."""
 
     name: str
     width: int
-    """The bits of a number, or of a scale: 16 or 32."""
+    """The bits in a number, or in a scale: 16 or 32."""
     exponent: int
-    """The bits of such a number's exponent."""
+    """A mask of such a number's exponent bits."""
     num_scales: int = 0
     """The scales at the beginning of each group; 0 for a type without groups."""
     group_bytes: int = 0
     group_numbers: int = 1
-    """The numbers of a group; 1 for a type without groups."""
+    """The numbers in a group; 1 for a type without groups."""
 
     def num_bytes(self, count: int) -> int:
-        """Returns the bytes that so many numbers take."""
+        """Returns the bytes that this many numbers take."""
         return count // self.group_numbers * (self.group_bytes or self.width // 8)
 
 
@@ -44,7 +44,7 @@ ALL = (F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1, Q4_0)
 
 
 def all_finite(data: bytes | bytearray | memoryview, kind: NumberType) -> bool:
-    """Whether all numbers of a type are finite in data that hold nothing else, and groups only as a whole."""
+    """Whether all numbers are finite in data that consists only of numbers of this type, in whole groups."""
     words = np.frombuffer(data, f"<u{kind.width // 8}")
     if kind.num_scales:
         words = words.reshape(-1, kind.group_bytes * 8 // kind.width)[:, : kind.num_scales]

@@ -11,7 +11,7 @@ class MemoryCopies:
         return f"<MemoryCopies {len(self._copies)}>"
 
     def write(self, number: int, data: memoryview) -> None:
-        """Keeps data, which belongs to nobody else from now on."""
+        """Takes ownership of `data`."""
         assert number not in self._copies, number
         self._copies[number] = data
 
@@ -19,6 +19,6 @@ class MemoryCopies:
         return self._copies[number]
 
     def discard(self, number: int) -> None:
-        """Forgets a copy, of which nothing stays readable."""
+        """Removes a copy; nothing of it remains readable."""
         data = self._copies.pop(number)
         data[:] = bytes(len(data))

@@ -8,18 +8,18 @@ from tokenbus.worker.engine.runner import ModelError
 
 POLICIES = ("auto", "write-through", "write-back")
 _MAX_SLOTS = 1 << 20
-"""The prefix tree takes about 1 kB of memory for each block."""
+"""The prefix tree takes about 1 kB of memory per block."""
 _DEFAULT_SLOTS = 65_536
 _DEFAULT_BYTES = 1 << 30
 _DEFAULT_SHARE = 8
-"""Without a setting, at most one in so many bytes of the machine's memory is used for copies."""
+"""Without a setting, at most one in this many bytes of the machine's memory is used for copies."""
 
 
 def make_store(
     identity: str, block_size: int, block_bytes: int, host_cache_mib: int, find_problem: FindProblem
 ) -> SlotStore | None:
-    """Returns a store of as many slots as the setting allows, or None if it allows none. Raises ModelError if these
-    are too many."""
+    """Returns a store with as many slots as the setting allows, or None if it allows none. Raises ModelError if that is
+    too many."""
     layout = SlotLayout(block_size, block_bytes, 0)
     budget = budget_bytes(host_cache_mib)
     if host_cache_mib < 0:

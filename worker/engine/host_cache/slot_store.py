@@ -1,8 +1,8 @@
 """Keeps the copies of an engine's blocks in the slots of a region, which outlives the engine.
 
-The region is a file: either without a name, in the host's memory, or on a disk. It is read and written by system calls
-and never mapped: an error of the disk or a file that someone has cut off is an exception here, and would kill a process
-that maps it. What is read is a private copy, which nobody can change once it is checked.
+The region is a file: either an unnamed one in the host's memory, or one on a disk. It is read and written by system
+calls and never mapped: a disk error or a truncated file is an exception here, but would kill a process that maps it.
+Reads return a private copy, which can't change after it has been checked.
 """
 
 import errno
@@ -20,8 +20,8 @@ from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
 from tokenbus.worker.engine.runner import DeviceError, ModelError
 
 FindProblem = Callable[[memoryview, int, int], str]
-"""Says why data are not a number of tokens from a start on, in a word; empty if they may be. It is called with the
-data, the start and the number."""
+"""Says in a word why data can't be that of the given tokens; empty if it can. Called with the data, the first token's
+position and the number of tokens."""
 
 
 class _Copy(NamedTuple):
@@ -29,17 +29,17 @@ class _Copy(NamedTuple):
     num_bytes: int
     checksum: int
     number: int = 0
-    """Its place in the order in which copies were sealed; 0 until it is."""
+    """Its place in the order in which copies were sealed; 0 if not sealed."""
 
 
 class SlotStore:
-    """The copies of one engine, by id. It is opened before it is used, and not safe to use from several threads."""
+    """The copies of one engine, by id. Open it before use. Not thread-safe."""
 
     def __init__(self, identity: str, layout: SlotLayout, find_problem: FindProblem) -> None:
         self.identity = identity
         self.layout = layout
         self.recovered: list[tuple[int, BlockLabel]] = []
-        """The copies that were found when the store was opened, by id, the oldest first."""
+        """The copies found when the store was opened, by id, oldest first."""
         self.find_problem = find_problem
         self._fd = -1
         self._copies: dict[int, _Copy] = {}
@@ -61,14 +61,14 @@ class SlotStore:
 
     @property
     def recovery(self) -> Recovery:
-        """The copies that were found when the store was opened, and the slots that were thrown away."""
+        """The copies found when the store was opened, and the slots that were discarded."""
         found = [self._copies[copy_id] for copy_id, _ in self.recovered if copy_id in self._copies]
         return Recovery(len(found), sum(copy.num_bytes for copy in found), dict(self._discarded))
 
     def open(self, fd: int | None = None) -> None:
-        """Takes a region, or makes one that nobody inherits. Only one store may use a region at a time.
+        """Uses the given region, or creates one that no child inherits. Only one store may use a region at a time.
 
-        Raises ModelError if it holds something else, or if there is no room for it."""
+        Raises ModelError if the file holds something else, or if there is no room for it."""
         self._fd = os.memfd_create("tokenbus-kv-slots", os.MFD_CLOEXEC) if fd is None else fd
         header = self.layout.region_header(self.identity)
         found = os.pread(self._fd, len(header), 0)
@@ -78,7 +78,7 @@ class SlotStore:
             )
         is_known = found == header
         if any(found) and not is_known:
-            # Another model, version or size: nothing of it can be used, and nobody else may read it.
+            # Another model, version or size: none of it is usable, and no other process may read it.
             structlog.get_logger().warning("host_cache_started_anew", reason="its identity, version or size differs")
         try:
             self._allocate(keep=is_known)
@@ -92,7 +92,7 @@ class SlotStore:
         self._free = [slot for slot in reversed(range(self.layout.num_slots)) if slot not in used]
 
     def write(self, copy_id: int, data: bytes | memoryview) -> None:
-        """Puts a copy into a free slot. Nobody but this store finds it before it is sealed. Raises DeviceError."""
+        """Puts a copy into a free slot. Only this store can find it until it is sealed. Raises DeviceError."""
         assert copy_id not in self._copies, copy_id
         assert len(data) <= self.layout.block_bytes, (len(data), self.layout)
         slot = self._free.pop()
@@ -103,7 +103,7 @@ class SlotStore:
         self._pwrite(data, offset + self.layout.header_bytes)
 
     def seal(self, labels: Iterable[tuple[int, BlockLabel]]) -> None:
-        """Makes copies whole: from now on another engine can find them. Raises DeviceError."""
+        """Completes copies: from now on another engine can find them. Raises DeviceError."""
         for copy_id, label in labels:
             copy = self._copies[copy_id]
             self._last_number += 1
@@ -113,16 +113,16 @@ class SlotStore:
 
     @property
     def last_number(self) -> int:
-        """The number of the last copy that was sealed."""
+        """The number of the last sealed copy."""
         return self._last_number
 
     def discard_after(self, number: int) -> None:
-        """Discards the copies that were sealed after this one. Raises DeviceError."""
+        """Discards the copies sealed after this one. Raises DeviceError."""
         for copy_id in [copy_id for copy_id, copy in self._copies.items() if copy.number > number]:
             self.discard(copy_id)
 
     def read(self, copy_id: int) -> bytearray:
-        """Returns a copy's data. Raises DeviceError if they are not as they were written."""
+        """Returns a copy's data. Raises DeviceError if it is not as it was written."""
         copy = self._copies[copy_id]
         data = self._read_data(copy.slot, copy.num_bytes)
         if slots.checksum(memoryview(data)) != copy.checksum:
@@ -130,19 +130,20 @@ class SlotStore:
         return data
 
     def discard(self, copy_id: int) -> None:
-        """Empties a copy's slot. The data stay in the region until another copy is put there, or `zero`."""
+        """Empties a copy's slot. The data stays in the region until another copy is written there, or `zero` is
+        called."""
         copy = self._copies.pop(copy_id)
         self._free.append(copy.slot)
         self._pwrite(slots.EMPTY, self.layout.offset(copy.slot))
 
     def reject(self, reasons: dict[int, str]) -> None:
-        """Discards recovered copies that the engine has no use for, and counts them by reason."""
+        """Discards recovered copies that the engine can't use, and counts them by reason."""
         for copy_id, reason in reasons.items():
             self.discard(copy_id)
             self._discarded[reason] += 1
 
     def zero(self) -> None:
-        """Overwrites all slots that hold no copy. Raises DeviceError."""
+        """Overwrites all slots without a copy. Raises DeviceError."""
         zeros = bytes(self.layout.slot_bytes)
         for slot in self._dirty - {copy.slot for copy in self._copies.values()}:
             self._pwrite(zeros, self.layout.offset(slot))
@@ -154,7 +155,8 @@ class SlotStore:
             self._fd = -1
 
     def _allocate(self, *, keep: bool) -> None:
-        """Gives the region its size. On a disk all of it is allocated at once, so that no later write finds it full."""
+        """Sets the region's size. On a disk it is fully allocated at once, so that no later write finds the disk
+        full."""
         if not keep:
             os.ftruncate(self._fd, 0)
         if self._is_on_disk:
@@ -172,7 +174,7 @@ class SlotStore:
         return f"--host-cache-file: can't use {size} there: {error}"
 
     def _recover(self) -> None:
-        """Finds the copies of the engine that used the region before, and empties slots that can't be trusted."""
+        """Finds the copies of the region's previous engine, and empties slots that can't be trusted."""
         self._dirty = set(range(self.layout.num_slots))
         found: list[tuple[SlotHeader, int]] = []
         for slot in range(self.layout.num_slots):
@@ -192,7 +194,7 @@ class SlotStore:
         self._last_number = found[-1][0].number if found else 0
 
     def _check_data(self, slot: int, header: SlotHeader) -> None:
-        """Raises SlotError if a slot's data are not those of its header's tokens."""
+        """Raises SlotError if a slot's data does not belong to its header's tokens."""
         data = memoryview(self._read_data(slot, header.num_bytes))
         if slots.checksum(data) != header.data_checksum:
             raise SlotError("torn")
@@ -206,12 +208,12 @@ class SlotStore:
             offset = self.layout.offset(slot) + self.layout.header_bytes + done
             count = os.preadv(self._fd, [memoryview(data)[done:]], offset)
             if not count:
-                break  # the file was cut off: what is missing stays 0, which the checksum tells
+                break  # the file was truncated: the missing part stays 0, which the checksum detects
             done += count
         return data
 
     def _pwrite(self, data: bytes | memoryview, offset: int) -> None:
-        """Raises DeviceError: what the slots hold is unknown then, and the next engine finds out."""
+        """Raises DeviceError: then the slots' contents are unknown, and the next engine finds out."""
         left = memoryview(data)
         try:
             while left:

@@ -1,12 +1,12 @@
-"""The slots in which copies of blocks lie: how a region is divided, and how a slot says what it holds; pure.
+"""The slots that hold copies of blocks: how a region is divided, and how a slot describes its contents; pure.
 
     region    | region header, 4,096 bytes | slot 0 | slot 1 | ... |
     slot      | slot header | token ids, as many as a block has | data, as much as a block has |
     header    | checksum | data's checksum | number | start | tokens | bytes | root's hash | digests |
 
-A slot is empty while its checksum is 0. Whoever writes a slot empties it first and writes the header last, so that at
-any moment a slot is empty, whole or torn; the checksums tell a torn one. The last block of a path may have fewer tokens
-than a block, and then less data.
+A slot is empty while its checksum is 0. A writer empties a slot first and writes the header last, so that at any moment
+a slot is empty, whole or torn; the checksums reveal a torn one. The last block of a path may have fewer tokens than a
+full block, and then less data.
 """
 
 import struct
@@ -24,7 +24,7 @@ _HEADER = struct.Struct(f"<QQQIIIIQ{DIGEST_BYTES}s{DIGEST_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
 _ALIGNMENT = 64
 EMPTY = _CHECKSUM.pack(0)
-"""Over the beginning of a slot's header, makes it empty."""
+"""Written over the beginning of a slot's header, empties the slot."""
 
 
 class SlotError(ValueError):
@@ -32,10 +32,10 @@ class SlotError(ValueError):
 
 
 class SlotHeader(NamedTuple):
-    """The block that a slot holds, and its data."""
+    """A description of a slot's block and data."""
 
     number: int
-    """Rises with every copy that is made, so that copies can be ordered by age."""
+    """Increases with every copy made, so that copies can be ordered by age."""
     label: BlockLabel
     num_bytes: int
     data_checksum: int
@@ -50,7 +50,7 @@ class SlotLayout(NamedTuple):
 
     block_size: int
     block_bytes: int
-    """The bytes of a whole block's data."""
+    """The bytes in a full block's data."""
     num_slots: int
 
     @property
@@ -66,11 +66,12 @@ class SlotLayout(NamedTuple):
         return REGION_HEADER_BYTES + self.num_slots * self.slot_bytes
 
     def offset(self, slot: int) -> int:
-        """The place of a slot in the region."""
+        """The offset of a slot in the region."""
         return REGION_HEADER_BYTES + slot * self.slot_bytes
 
     def region_header(self, identity: str) -> bytes:
-        """Returns the beginning of a region for keys and values of an identity; only equal ones can be read."""
+        """Returns the beginning of a region for the keys and values of an identity; a region is readable only if it is
+        equal."""
         sizes = f"{self.block_size} {self.block_bytes} {self.num_slots}\n"
         header = _REGION_MAGIC + _REGION_VERSION + sizes.encode() + identity.encode()
         assert len(header) <= REGION_HEADER_BYTES, identity
@@ -117,7 +118,7 @@ def checksum(data: bytes | memoryview) -> int:
 
 
 def is_region(header: bytes) -> bool:
-    """Whether a file begins like a region of any version, or like one that was never finished: with nothing."""
+    """Whether a file begins like a region of any version, or is empty like one that was never finished."""
     return header.startswith(_REGION_MAGIC) or not any(header)
 
 
