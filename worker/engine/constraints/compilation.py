@@ -1,4 +1,4 @@
-"""Has constraints compiled: the small ones here, the others where they can be ended."""
+"""Compiles constraints: small ones in this process, the others in processes that can be killed."""
 
 import hashlib
 import threading
@@ -22,8 +22,8 @@ Event = CompileStarted | CompiledConstraint | BaseException
 
 
 class Compilation:
-    """Compiles the constraints of one model's sequences. `report` is called on any thread; an exception means that no
-    constraint will be compiled any more."""
+    """Compiles the constraints of one model's sequences. `report` may be called on any thread; an exception means that
+    no more constraints will be compiled."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class Compilation:
         max_matchers: int,
         report: Callable[[Event], None],
     ) -> None:
-        """`get_tokens` is called with the first constraint. At most `max_matchers` sequences have a process that
-        follows theirs."""
+        """`get_tokens` is called for the first constraint. At most `max_matchers` sequences have a process that follows
+        their constraint."""
         self._report = report
         self._refusals: OrderedDict[bytes, Refusal] = OrderedDict()
-        """Those of the constraints that were refused last, by digest."""
+        """The refusals of the most recently refused constraints, by digest."""
         self._lock = threading.Lock()
         self._inside = CompileThread(lambda: ConstraintCompiler(*get_tokens()), self._done, report)
         self._outside = CompileSlots(Templates(get_tokens), max_matchers, self._done)
@@ -44,7 +44,7 @@ class Compilation:
         return f"<Compilation {self._inside!r} {self._outside!r}>"
 
     def submit(self, job: CompileJob, *, is_suspect: bool = False) -> None:
-        """Has a constraint compiled. `is_suspect`: an engine may have died of it."""
+        """Submits a constraint for compilation. `is_suspect`: it may have killed an engine."""
         with self._lock:
             refusal = self._refusals.get(_digest(job.constraint))
         if refusal is not None:
@@ -55,7 +55,7 @@ class Compilation:
             self._outside.submit(job)
 
     def cancel(self, seq_no: int) -> None:
-        """Forgets a constraint, and ends a process that compiles it. It may still be reported."""
+        """Drops a constraint, and ends a process that compiles it. It may still be reported."""
         self._inside.cancel(seq_no)
         self._outside.cancel(seq_no)
 

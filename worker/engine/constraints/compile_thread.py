@@ -1,4 +1,4 @@
-"""A thread that compiles small constraints, so that neither a step nor another command waits for one."""
+"""A thread that compiles small constraints, so that no step or other command waits for one."""
 
 import threading
 from collections.abc import Callable
@@ -17,8 +17,7 @@ from tokenbus.worker.engine.constraints.turns import TenantTurns
 
 
 class CompileThread:
-    """Starts with the first constraint, and compiles one tenant's after another's. `on_done` is called on its
-    thread."""
+    """Starts with the first constraint, and serves tenants in turn. `on_done` is called on its thread."""
 
     def __init__(
         self,
@@ -26,7 +25,7 @@ class CompileThread:
         on_done: Callable[[CompileJob, CompiledConstraint], None],
         report: Callable[[CompileStarted | BaseException], None],
     ) -> None:
-        """`report` is called with each start of something new, and with an exception that ends the thread."""
+        """`report` is called with each new compilation started, and with an exception that ends the thread."""
         self._make_compiler = make_compiler
         self._on_done = on_done
         self._report = report
@@ -39,7 +38,7 @@ class CompileThread:
         return f"<CompileThread, {len(self._turns)} waiting>"
 
     def submit(self, job: CompileJob) -> None:
-        """Compiles a constraint when its tenant's turn comes."""
+        """Queues a constraint to be compiled at its tenant's turn."""
         with self._changed:
             self._turns.add(job.tenant, job)
             self._changed.notify()
@@ -48,12 +47,12 @@ class CompileThread:
             self._thread.start()
 
     def cancel(self, seq_no: int) -> None:
-        """Forgets a constraint that waits; one that is being compiled is still handed to `on_done`."""
+        """Drops a waiting constraint; one being compiled is still handed to `on_done`."""
         with self._changed:
             self._turns.remove(lambda job: job.seq_no == seq_no)
 
     def close(self) -> None:
-        """Lets the thread end once it has compiled what it is at."""
+        """Lets the thread end after its current compilation."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -65,7 +64,7 @@ class CompileThread:
                 if not compiler.has_compiled(job.constraint):
                     self._report(CompileStarted(job.seq_no))
                 self._on_done(job, carry_out(job, lambda job: _compile(compiler, job)))
-        except BaseException as error:  # outermost frame: sequences would wait for ever
+        except BaseException as error:  # outermost frame: sequences would wait forever
             self._report(error)
 
     def _next(self) -> CompileJob | None:

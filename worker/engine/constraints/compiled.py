@@ -1,4 +1,4 @@
-"""Constraints that are to be compiled, and what came of it."""
+"""Constraints to be compiled, and the outcomes."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 
 
 class CompileJob(NamedTuple):
-    """A constraint to be compiled for a sequence, and to be followed through the tokens that the sequence has."""
+    """A constraint to compile for a sequence, and to follow through the tokens that the sequence already has."""
 
     seq_no: int
     tenant: str
@@ -23,17 +23,17 @@ class CompileJob(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """The reason why a constraint can't be compiled."""
+    """Why a constraint can't be compiled."""
 
     problem: errors.Error
     is_too_costly: bool = False
-    """Whether it takes too much time or memory; else it is wrong."""
+    """Whether it takes too much time or memory; otherwise it is invalid."""
     is_lasting: bool = False
     """Whether the same constraint would be refused again."""
 
 
 class CompiledConstraint(NamedTuple):
-    """The constraint of a sequence, behind the tokens that it has, or the reason why there is none."""
+    """A sequence's constraint, advanced past its existing tokens, or the reason why there is none."""
 
     seq_no: int
     seconds: float
@@ -41,13 +41,13 @@ class CompiledConstraint(NamedTuple):
 
 
 class CompileStarted(NamedTuple):
-    """The engine itself begins to compile a constraint: if it dies now, this may be why."""
+    """The engine itself starts to compile a constraint: if it dies now, this may be why."""
 
     seq_no: int
 
 
 class ResumedTokensError(ConstraintError):
-    """The tokens that a sequence has are not what its constraint allows."""
+    """A sequence's existing tokens violate its constraint."""
 
 
 def carry_out(job: CompileJob, compile_job: Callable[[CompileJob], SequenceMatcher]) -> CompiledConstraint:
@@ -61,7 +61,7 @@ def carry_out(job: CompileJob, compile_job: Callable[[CompileJob], SequenceMatch
         result = Refusal(errors.invalid_field("resume_from.token_ids", problem).error)
     except ConstraintError as error:
         result = Refusal(to_problem(error, job.constraint), error.is_too_costly, is_lasting=True)
-    except Exception:  # outermost frame of a constraint: its sequence ends, and not the engine
+    except Exception:  # outermost frame of a constraint: its sequence ends, not the engine
         structlog.get_logger().exception("constraint_failed", seq_no=job.seq_no)
         result = Refusal(errors.make_error(errors.Code.INTERNAL))
     return CompiledConstraint(job.seq_no, time.monotonic() - began, result)

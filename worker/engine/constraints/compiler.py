@@ -1,4 +1,4 @@
-"""Compiles constraints, within limits, and keeps those that were compiled last."""
+"""Compiles constraints within limits, and caches the most recent ones."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -16,13 +16,13 @@ _MAX_CACHED = 64
 _MAX_CACHED_BYTES = 64 << 20
 _BASE_BYTES = 1 << 18
 _BYTES_PER_SOURCE_BYTE = 512
-"""A compiled constraint takes about so much for each byte of its source, and something besides."""
+"""A compiled constraint takes about this much per byte of its source, plus a fixed amount."""
 _SMALLEST = engine_request.Constraint(kind=engine_request.ConstraintKind.REGEX, source="a", param="regex")
 
 
 def _limits() -> LLParserLimits:
-    """With llguidance's own fuel a single mask may take over a second, and with 10,000 items in a step llama.cpp's
-    grammar of English fails. A row of 5,000 items is needed for 1,000 optional properties."""
+    """With llguidance's default fuel a single mask may take over a second, and with 10,000 items per step llama.cpp's
+    English grammar fails. 1,000 optional properties need a row of 5,000 items."""
     return LLParserLimits(
         initial_lexer_fuel=100_000,
         step_lexer_fuel=50_000,
@@ -34,7 +34,7 @@ def _limits() -> LLParserLimits:
 
 
 class ConstraintCompiler:
-    """Makes matchers for one vocabulary. Not to be used from several threads at once."""
+    """Makes matchers for one vocabulary. Not thread-safe."""
 
     def __init__(
         self, token_bytes: Listing[bytes], end_token_ids: Collection[int], encode: Callable[[str], list[int]]
@@ -51,11 +51,11 @@ class ConstraintCompiler:
         return f"<ConstraintCompiler, {len(self._cached)} cached>"
 
     def prepare(self) -> None:
-        """Does beforehand what the first constraint would have to wait for."""
+        """Does the setup in advance that the first constraint would otherwise wait for."""
         self.compile(_SMALLEST)
 
     def has_compiled(self, constraint: engine_request.Constraint) -> bool:
-        """Whether it has compiled the same before, and kept it."""
+        """Whether the same constraint is cached."""
         return _key(constraint) in self._cached
 
     def compile(self, constraint: engine_request.Constraint) -> Matcher:
@@ -77,13 +77,13 @@ class ConstraintCompiler:
         if state.is_error():
             raise ConstraintError(state.get_error())
         matcher = Matcher(state, min(self.end_token_ids), len(self._token_bytes))
-        # It finds what is too costly from the beginning, and what allows nothing at all.
+        # This detects constraints that are too costly from the start, and ones that allow nothing at all.
         matcher.allowed()
         return matcher
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """Made on first use: it takes time and memory, and most engines never need it."""
+        """Made on first use: it takes time and memory that most engines never need."""
         return make_tokenizer(self._token_bytes, self.end_token_ids, self._encode)
 
 

@@ -1,4 +1,4 @@
-"""Turns a constraint into a grammar of llguidance; pure.
+"""Turns a constraint into an llguidance grammar; pure.
 
 A constraint with a preamble becomes two grammars, one inside the other."""
 
@@ -12,27 +12,27 @@ from tokenbus.protocol.wire import errors
 from tokenbus.worker import engine_request
 
 _JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""JSON is written as Python's json.dumps does. With white space left to the model, some never stop writing it, and keys
-could not be forced. A schema may want another style."""
+"""JSON is formatted as by Python's json.dumps. If white space is left to the model, some models never stop writing it,
+and keys could not be forced. A schema may specify another style."""
 _MAX_PROBLEM_CHARS = 200
 _PLACE = re.compile(r"at (\d+)\(\d+\): ")
 _RULE = re.compile(r"\w+")
 _REGEX_PROBLEM = "regex parse error:"
 _LIMITS = re.compile(r"limits\.|[Tt]oo many|too complex|too large|fuel|takes too|takes more|; max is")
-"""Errors contain one of these where a constraint reaches a limit, of llguidance or ours."""
+"""Errors contain one of these if a constraint exceeds a limit, llguidance's or ours."""
 _REASON = re.compile(r"^error: (.+)", re.MULTILINE)
 
 
 class ConstraintError(Exception):
-    """A constraint can't be compiled or followed; the message says why, in one line. `line` is the one at fault of a
-    grammar in Lark, from 1, if it is known. `is_too_costly`: it takes too much time or memory."""
+    """A constraint can't be compiled or followed; the message says why, in one line. `line` is the faulty line of a
+    Lark grammar, from 1, if known. `is_too_costly`: it takes too much time or memory."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
         first, _, others = problem.strip().partition("\n")
         place = _PLACE.match(first)
         self.line = int(place[1]) if place else line
         self.is_too_costly = bool(_LIMITS.search(first))
-        # of a regular expression the first line only says that it is wrong, and where it was found to be
+        # for a regular expression the first line only says that it is invalid, and where
         reason = _REASON.search(others) if first.endswith(_REGEX_PROBLEM) else None
         if reason:
             first = first.removesuffix(_REGEX_PROBLEM) + reason[1]
@@ -40,14 +40,14 @@ class ConstraintError(Exception):
 
 
 def to_problem(error: ConstraintError, constraint: engine_request.Constraint) -> errors.Error:
-    """Returns what the client of a constraint that can't be compiled is told."""
+    """Returns the text that tells the client why a constraint can't be compiled."""
     problem, rule = str(error), None
     if error.line is not None and constraint.kind is engine_request.ConstraintKind.LARK:
         lines = constraint.source.split("\n")
         rule = _RULE.match(lines[error.line - 1]) if error.line <= len(lines) else None
     param = constraint.rule_params.get(rule[0], constraint.param) if rule else constraint.param
     if param != constraint.param or constraint.kind is not engine_request.ConstraintKind.LARK:
-        problem = _PLACE.sub("", problem)  # in a grammar that its client has never seen
+        problem = _PLACE.sub("", problem)  # a place in a grammar that the client has never seen
     return errors.invalid_field(param, problem).error
 
 
@@ -78,15 +78,15 @@ def _body(constraint: engine_request.Constraint) -> dict[str, Any]:
 
 
 def _from_gbnf(source: str) -> str:
-    """Converts each rule to a rule. llguidance's own converter makes terminals of rules where it can, and those take as
-    much text as they match: a number with white space behind it would swallow the line break that ends its line."""
+    """Converts each rule to a rule. llguidance's own converter turns rules into terminals where it can, and those match
+    greedily: a number followed by white space would swallow the line break that ends its line."""
     try:
         rules = gbnf_to_lark.GrammarParser().parse(source)
         gbnf_to_lark.resolve(rules)
         for rule in rules.values():
             rule.name = rule.name.lower()
         return "%llguidance {}\n" + "\n".join(map(str, rules.values()))
-    except Exception as error:  # the converter raises whatever it stumbles over
+    except Exception as error:  # the converter raises all kinds of errors
         raise ConstraintError(str(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""A matcher follows one sequence through its constraint: what may come next, and what must."""
+"""A matcher follows one sequence through its constraint: which tokens may come next, and which must."""
 
 import time
 from typing import Any, Protocol
@@ -12,22 +12,22 @@ Allowed = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 _SLOW_S = 0.01
 MAX_SLOW_S = 0.5
-"""CPU time that calls which take longer than `_SLOW_S` may take in all, for one sequence. Others wait for them: a
-grammar that is ambiguous enough takes 0.2 s for each token, more with every token, and within llguidance's limits."""
+"""Total CPU time, per sequence, of calls that take longer than `_SLOW_S`. Other sequences wait for them: a sufficiently
+ambiguous grammar takes 0.2 s per token, growing with every token, within llguidance's limits."""
 
 
 _DEAD_END = "NoExtension"
-"""llguidance's errors begin like this where nothing may follow, not even the end."""
+"""llguidance's errors begin like this if nothing may follow, not even the end."""
 
 
 class SequenceMatcher(Protocol):
-    """The state of a constraint behind the tokens that were accepted. Any method may raise ConstraintError."""
+    """The state of a constraint after the accepted tokens. Any method may raise ConstraintError."""
 
     is_ready: bool
-    """Whether it knows what may come next. Else nothing is forced yet, and its sequence has to wait."""
+    """Whether it knows what may come next. If not, nothing is forced yet, and its sequence must wait."""
 
     def allowed(self) -> Allowed:
-        """Returns for each token whether it may be the next; at least one may."""
+        """Returns, for each token, whether it may come next; at least one may."""
         ...
 
     def forced(self) -> int | None:
@@ -43,11 +43,11 @@ class SequenceMatcher(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until it is ready, or for about so long."""
+        """Waits until it is ready, or for about this long."""
         ...
 
     def close(self) -> None:
-        """Frees what it holds. Safe to call again."""
+        """Frees its resources. Idempotent."""
         ...
 
 
@@ -69,22 +69,22 @@ class Matcher:
         return f"<Matcher, {'complete' if self._state.is_accepting() else 'incomplete'}>"
 
     def copy(self) -> "Matcher":
-        """Returns a matcher in the same state, which goes its own way."""
+        """Returns an independent matcher in the same state."""
         return Matcher(self._state.deep_copy(), self._end_token_id, self._vocab_size)
 
     def allowed(self) -> Allowed:
         return unpacked(self.allowed_bits(), self._vocab_size)
 
     def allowed_bits(self) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
-        """Returns a bit for each token, the lowest first, which are overwritten by the next call."""
+        """Returns one bit per token, lowest first, in a buffer overwritten by the next call."""
         self._call(self._state.unsafe_compute_mask_ptr, self._bits.ctypes.data, self._bits.nbytes)
         return self._bits
 
     def forced(self) -> int | None:
         """Does what `SequenceMatcher` says.
 
-        It depends on the tokens before it and on nothing else, so that it is the same wherever a sequence is resumed:
-        of several tokens that are forced together, the first is taken, and those behind it are asked for again."""
+        The result depends only on the preceding tokens, so it is the same wherever a sequence is resumed: of several
+        tokens forced together, only the first is taken, and the following ones are determined again."""
         if not self._knows_forced:
             self._knows_forced = True
             if self._state.is_stopped():
@@ -116,7 +116,7 @@ class Matcher:
         pass
 
     def _call(self, method: Any, *arguments: Any) -> Any:
-        # of this thread alone: on a busy machine a call takes longer, and is no worse for it
+        # of this thread alone: on a busy machine a call takes longer through no fault of its own
         began = time.thread_time()
         result = method(*arguments)
         seconds = time.thread_time() - began
@@ -134,5 +134,5 @@ class Matcher:
 
 
 def unpacked(bits: "np.ndarray[tuple[int], Any]", vocab_size: int) -> Allowed:
-    """Returns the mask of whose bits these are."""
+    """Returns the mask that these bits represent."""
     return np.unpackbits(bits.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)

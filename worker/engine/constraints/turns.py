@@ -1,4 +1,4 @@
-"""Work that waits, one tenant's after another's; pure."""
+"""Waiting work, served to tenants in turn; pure."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
@@ -8,12 +8,11 @@ Work = TypeVar("Work")
 
 
 class TenantTurns(Generic[Work]):
-    """Tenants take turns: each gets one piece of its work done, in the order of their arrival, before the first has its
-    next."""
+    """Tenants take turns in order of arrival: each gets one piece of work done before the first gets its next."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Work]] = OrderedDict()
-        """The work of each tenant; the first tenant is the next."""
+        """The work of each tenant; the first tenant is next."""
 
     def __repr__(self) -> str:
         return f"<TenantTurns, {len(self)} waiting>"
@@ -25,7 +24,7 @@ class TenantTurns(Generic[Work]):
         self._waiting.setdefault(tenant, deque()).append(work)
 
     def take(self, without: Collection[str] = ()) -> tuple[str, Work] | None:
-        """Removes and returns what is next, and its tenant; None if only the tenants in `without` have any."""
+        """Removes and returns the next work and its tenant; None if only the tenants in `without` have any."""
         tenant = next((tenant for tenant in self._waiting if tenant not in without), None)
         if tenant is None:
             return None
@@ -36,7 +35,7 @@ class TenantTurns(Generic[Work]):
         return tenant, work
 
     def remove(self, is_unwanted: Callable[[Work], bool]) -> None:
-        """Forgets work that waits."""
+        """Drops waiting work."""
         for tenant, several in list(self._waiting.items()):
             kept = deque(work for work in several if not is_unwanted(work))
             if kept:

@@ -1,4 +1,4 @@
-"""A model's vocabulary in the form in which llguidance wants it."""
+"""A model's vocabulary in the form that llguidance requires."""
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Listing
@@ -7,8 +7,8 @@ from typing import NamedTuple
 from llguidance import LLTokenizer, TokenizerWrapper
 
 _MAX_ENCODED_BYTES = 256
-"""Only the first token of a text that is forced is taken, and the rest asked for again: the end of a long one is of no
-use, and a constant of 60 KB would be tokenized with each of its tokens."""
+"""Only the first token of a forced text is taken, and the rest is requested again: so the end of a long text is
+useless, and a 60 KB constant would be tokenized anew for each of its tokens."""
 Encode = Callable[[str], list[int]]
 
 
@@ -22,13 +22,13 @@ class ModelTokens(NamedTuple):
 
 
 class PartEncoder:
-    """Finds the tokens of texts that stand in the middle of an output, with exactly the bytes of the text."""
+    """Finds the tokens of texts in the middle of an output, with exactly the bytes of the text."""
 
     def __init__(self, model: ModelTokens) -> None:
         self._encode = model.encode
-        # Some end tokens have a text, which as a part of an output would end it.
+        # Some end tokens have text, which would end the output if it occurred in it.
         self.special = frozenset(n for n, text in enumerate(model.token_bytes) if not text or n in model.end_token_ids)
-        # A byte that no text contains marks what only a grammar that names a token by its id can match.
+        # A byte that no text contains marks tokens that only a grammar naming them by id can match.
         self.tokens = [b"\xff<%d>" % n if n in self.special else text for n, text in enumerate(model.token_bytes)]
         self._ids: dict[bytes, int] = {}
 
@@ -36,9 +36,9 @@ class PartEncoder:
         return f"<PartEncoder of {len(self.tokens)} tokens>"
 
     def encode(self, text: bytes) -> list[int]:
-        """Returns the tokens of a text. Without those that no token begins with, if there are such."""
+        """Returns the tokens of a text, leaving out bytes that no token begins with."""
         decoded = text.decode(errors="replace")
-        # Some tokenizers put a space before a text; behind a line break its tokens are its own.
+        # Some tokenizers put a space before a text; after a line break a text gets just its own tokens.
         for ids in (self._encode(decoded), self._encode(f"\n{decoded}")):
             count = self._num_last(ids, text)
             if count is not None:
@@ -46,7 +46,7 @@ class PartEncoder:
         return self._longest_first(text)
 
     def _num_last(self, ids: Listing[int], text: bytes) -> int | None:
-        """Returns how many of the last tokens are the text; None if none are."""
+        """Returns how many of the last tokens make up the text; None if it can't be split off."""
         found, count = b"", 0
         while len(found) < len(text) and count < len(ids):
             count += 1
@@ -61,7 +61,7 @@ class PartEncoder:
         while text:
             sizes = range(min(longest, len(text)), 0, -1)
             size = next((size for size in sizes if text[:size] in self._ids), None)
-            if size is None:  # no token begins like this
+            if size is None:  # no token begins with this
                 break
             ids.append(self._ids[text[:size]])
             text = text[size:]
@@ -69,7 +69,7 @@ class PartEncoder:
 
 
 class _Vocabulary:
-    """The tokens and the tokenizer of a model. llguidance asks it for the tokens of texts that a grammar forces."""
+    """The tokens and the tokenizer of a model. llguidance asks it for the tokens of forced texts."""
 
     def __init__(self, model: ModelTokens) -> None:
         self._parts = PartEncoder(model)
@@ -81,7 +81,7 @@ class _Vocabulary:
     def __call__(self, text: bytes) -> list[int]:
         """Returns the tokens of the beginning of a text."""
         size = _MAX_ENCODED_BYTES
-        while len(text) > size and text[size] & 0xC0 == 0x80:  # in the middle of a character
+        while len(text) > size and text[size] & 0xC0 == 0x80:  # inside a character
             size -= 1
         return self._parts.encode(text[:size])
 
@@ -89,6 +89,6 @@ class _Vocabulary:
 def make_tokenizer(
     token_bytes: Listing[bytes], end_token_ids: Collection[int], encode: Callable[[str], list[int]]
 ) -> LLTokenizer:
-    """Takes up to 0.9 s and 56 MB for 152,000 tokens, while no other thread of the process runs Python."""
+    """Takes up to 0.9 s and 56 MB for 152,000 tokens, holding the GIL."""
     vocabulary = TokenizerWrapper(_Vocabulary(ModelTokens(token_bytes, end_token_ids, encode)))
     return LLTokenizer(vocabulary, n_vocab=len(token_bytes), eos_token=sorted(end_token_ids))

@@ -1,1 +1,1 @@
-"""Constraints in processes of their own, whose time and memory end where the kernel ends them."""
+"""Constraints in separate processes, whose time and memory are limited by the kernel."""

@@ -1,4 +1,4 @@
-"""One end of a socket over which processes send each other messages, each behind its length, and descriptors."""
+"""One end of a socket over which processes exchange length-prefixed messages and file descriptors."""
 
 import contextlib
 import select
@@ -20,8 +20,7 @@ Received = TypeVar("Received")
 
 
 class Channel(Generic[Received]):
-    """Sends messages of any kind and receives those that its decoder knows. Raises EOFError once the other end is
-    closed."""
+    """Sends any message and receives those known to its decoder. Raises EOFError once the other end is closed."""
 
     def __init__(self, sock: socket.socket, decoder: "msgspec.msgpack.Decoder[Received]") -> None:
         self._sock = sock
@@ -43,13 +42,13 @@ class Channel(Generic[Received]):
             raise EOFError from error
 
     def receive(self) -> Received:
-        """Returns the next message, and waits for it."""
+        """Waits for and returns the next message."""
         while (body := self._take()) is None:
             self._read()
         return self._decoder.decode(body)
 
     def has_message(self, timeout_s: float) -> bool:
-        """Waits for at most so long; returns whether a message, or the end, begins to arrive."""
+        """Waits at most this long; returns whether a message, or the end, has started to arrive."""
         if self._buffer:
             return True
         poll = select.poll()
@@ -57,17 +56,17 @@ class Channel(Generic[Received]):
         return bool(poll.poll(timeout_s * 1e3))
 
     def take_descriptor(self) -> int:
-        """Returns the next of the descriptors that came with messages."""
+        """Returns the next descriptor received with a message."""
         return self._descriptors.popleft()
 
     def close(self) -> None:
-        """Closes this end, also in the middle of a `receive` on another thread."""
+        """Closes this end, even during a `receive` on another thread."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self.release()
 
     def release(self) -> None:
-        """Closes this process's descriptor of it; another process may have one of its own."""
+        """Closes this process's descriptor; another process may have its own."""
         self._sock.close()
 
     def _take(self) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Threads that have constraints compiled in processes, a few at a time."""
+"""Threads that compile constraints in separate processes, a few at a time."""
 
 import functools
 import threading
@@ -19,7 +19,7 @@ from tokenbus.worker.engine.constraints.isolated.templates import Templates
 from tokenbus.worker.engine.constraints.turns import TenantTurns
 
 _NUM_SLOTS = 2
-"""One tenant has one at most, so that its costly constraints leave another to all others."""
+"""A tenant has at most one, so that its costly constraints leave one for all others."""
 
 
 class _Running:
@@ -49,9 +49,9 @@ class _Running:
 
 
 class CompileSlots:
-    """Compiles constraints for up to `max_matchers` sequences at a time; the next wait for one of these to be closed.
+    """Compiles constraints for up to `max_matchers` sequences at a time; others wait until one of these is closed.
 
-    `on_done` is called on threads of its own, for each job that was not cancelled, and perhaps for one that was."""
+    `on_done` is called on this object's threads, for each job that was not cancelled, and possibly for one that was."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class CompileSlots:
         self._on_done = on_done
         self._turns: TenantTurns[CompileJob] = TenantTurns()
         self._running: dict[str, _Running] = {}
-        """By tenant: each has one at most."""
+        """By tenant: each has at most one."""
         self._free_matchers = max_matchers
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -82,7 +82,7 @@ class CompileSlots:
                 thread.start()
 
     def cancel(self, seq_no: int) -> None:
-        """Forgets a job that waits, and ends the process of one that is being compiled."""
+        """Drops a waiting job, or kills the process of one being compiled."""
         with self._changed:
             self._turns.remove(lambda job: job.seq_no == seq_no)
             for running in self._running.values():
@@ -109,7 +109,7 @@ class CompileSlots:
                 self._on_done(running.job, compiled)
 
     def _next(self) -> _Running | None:
-        """Waits for a job whose turn it is, and for room for its matcher; None once this is closed."""
+        """Waits for the next job, and for room for its matcher; returns None once closed."""
         with self._changed:
             while not self._is_closed:
                 found = self._turns.take(without=self._running) if self._free_matchers else None

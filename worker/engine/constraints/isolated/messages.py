@@ -17,11 +17,11 @@ class Setup(Message, frozen=True):
 
 
 class Fork(Message, frozen=True):
-    """Engine to a process, with a socket beside it: make a copy of yourself that listens there."""
+    """Engine to a process, with a socket attached: make a copy of yourself that listens on it."""
 
 
 class Born(Message, frozen=True):
-    """A new process to the engine, with a descriptor beside it by which the process can be killed."""
+    """A new process to the engine, with a descriptor attached by which the process can be killed."""
 
 
 class Compile(Message, frozen=True):
@@ -31,17 +31,17 @@ class Compile(Message, frozen=True):
 
 
 class Compiled(Message, frozen=True):
-    """The constraint is compiled. `grown_bytes` is the memory that this took."""
+    """The constraint is compiled, which took `grown_bytes` of memory."""
 
     grown_bytes: int
 
 
 class Failed(Message, frozen=True):
-    """The constraint can't be compiled, or not be followed any further."""
+    """The constraint can't be compiled, or can't be followed any further."""
 
     problem: str
     line: int | None = None
-    """The line at fault of a grammar in Lark, from 1, if it is known."""
+    """The faulty line of a Lark grammar, from 1, if known."""
 
 
 class Begin(Message, frozen=True):
@@ -51,16 +51,16 @@ class Begin(Message, frozen=True):
 
 
 class Next(Message, frozen=True):
-    """Engine to a process that follows a sequence: its next token behind those that were forced; None asks what comes
-    behind these."""
+    """Engine to a process that follows a sequence: its next token after the forced ones; None asks what follows
+    these."""
 
     token_id: int | None
 
 
 class State(Message, frozen=True):
-    """A process to the engine: the forced tokens, and behind them those that the mask allows, one bit for each.
+    """A process to the engine: the forced tokens, and a mask of the tokens allowed after them, one bit each.
 
-    The mask is empty where a forced token ends the output, and where more tokens may be forced."""
+    The mask is empty if a forced token ends the output, or if more tokens may be forced."""
 
     forced: list[int]
     mask: bytes

@@ -1,12 +1,12 @@
-"""The process out of which constraints get processes of their own, by forks:
+"""The process from which constraints' own processes are forked:
 
     nursery      has the model's vocabulary, and compiles nothing
-      template   has compiled one constraint, within limits, or has died of it
+      template   has compiled one constraint, within limits, or died trying
         follower   follows one sequence through that constraint
 
-A process ends when the engine closes its socket. Whatever it computes has a limit of CPU time and memory, at which the
-kernel kills it: nothing else could end llguidance in the middle of a call. There is one thread in each, so that forks
-are safe, and nothing of the model, so that they are quick."""
+A process ends when the engine closes its socket. Everything it computes has a limit of CPU time and memory, at which
+the kernel kills it: nothing else could stop llguidance in the middle of a call. Each has a single thread, so forks are
+safe, and nothing of the model, so they are quick."""
 
 import gc
 import os
@@ -31,7 +31,7 @@ MAX_COMPILE_BYTES = 192 << 20
 MAX_FOLLOW_BYTES = 64 << 20
 """Address space of a follower beyond that of its template."""
 STALL_S = 30.0
-"""Time that a process may take for what has a limit of CPU time."""
+"""Wall-clock time that a process may take for work with a CPU time limit."""
 _MAX_FORCED = 32
 _COMMANDS: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
 
@@ -39,7 +39,7 @@ Commands = Channel[messages.Command]
 
 
 class _Tokenizer:
-    """The model's tokenizer, which is in the engine. Nobody answers the nursery itself, which needs no real tokens."""
+    """A proxy for the model's tokenizer in the engine. The nursery itself gets no answers, but needs no real tokens."""
 
     def __init__(self) -> None:
         self.channel: Commands | None = None
@@ -50,14 +50,14 @@ class _Tokenizer:
         try:
             self.channel.send(messages.Encode(text))
             answer = self.channel.receive()
-        except EOFError:  # here it would end in a panic of llguidance, which calls this
+        except EOFError:  # here it would cause a panic in llguidance, which calls this
             os._exit(0)
         assert isinstance(answer, messages.Encoded), answer
         return answer.token_ids
 
 
 def main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
     nursery = Channel(socket.socket(fileno=int(sys.argv[1])), _COMMANDS)
     setup = nursery.receive()
     assert isinstance(setup, messages.Setup), setup
@@ -65,7 +65,7 @@ def main() -> None:
     compiler = ConstraintCompiler(setup.token_bytes, setup.end_token_ids, tokenizer.encode)
     compiler.prepare()
     gc.collect()
-    gc.freeze()  # so that collections in forks do not write to what they share
+    gc.freeze()  # so that garbage collection in forks does not write to shared pages
     template = tokenizer.channel = _fork(nursery)
     matcher = _compile(template, compiler)
     follower = tokenizer.channel = _fork(template)
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _fork(parent: Commands) -> Commands:
-    """Forks when the engine wants it, again and again, and returns in the forks only: the channel of each."""
+    """Forks whenever the engine requests it, and returns only in the forks, with the channel of each."""
     while isinstance(parent.receive(), messages.Fork):
         sock = socket.socket(fileno=parent.take_descriptor())
         if not os.fork():
@@ -89,14 +89,14 @@ def _fork(parent: Commands) -> Commands:
 
 
 def _silence() -> None:
-    """Sends what libraries print to nowhere: each constraint that reaches its limit would have them print a line."""
+    """Discards what libraries print: they would print a line for each constraint that reaches its limit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)
 
 
 def _compile(channel: Commands, compiler: ConstraintCompiler) -> Matcher:
-    """Compiles a constraint and says so. Raises EOFError, with which the process ends, if that fails."""
+    """Compiles a constraint and reports it. If that fails, raises EOFError, which ends the process."""
     command = channel.receive()
     assert isinstance(command, messages.Compile), command
     before = _resident_bytes()
@@ -147,9 +147,9 @@ def _limit_memory(more_bytes: int) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Has the kernel kill this process once it has computed for so long from now on; 0 lifts the limit.
+    """Makes the kernel kill this process after this much more CPU time; 0 lifts the limit.
 
-    One that only waits dies too, a while later: out of memory, llguidance may stand still for ever."""
+    A process that only waits is killed too, somewhat later: out of memory, llguidance may hang forever."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, STALL_S if seconds else 0)
 
@@ -162,10 +162,10 @@ if __name__ == "__main__":
     with_tracebacks = os.fdopen(os.dup(2), "w")
     try:
         main()
-    except (EOFError, MemoryError):  # the engine has closed its end, or it learns of this one by its end
+    except (EOFError, MemoryError):  # the engine has closed its end, or notices that this process has ended
         pass
     except BaseException:  # outermost frame
         traceback.print_exc(file=with_tracebacks)
         with_tracebacks.flush()
     finally:
-        os._exit(0)  # in a fork too, without what a copy of the nursery would have to clean up
+        os._exit(0)  # in a fork too, skipping the cleanup inherited from the nursery

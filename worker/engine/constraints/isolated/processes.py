@@ -17,19 +17,19 @@ from tokenbus.worker.engine.constraints.vocabulary import Encode, ModelTokens
 
 _REPORTS: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
 _VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "GLIBC_TUNABLES": "", "RUST_BACKTRACE": "0"}
-"""Threads would not survive a fork, huge pages would be copied whole by each, and a backtrace needs memory that one
-which has reached its limit does not get."""
+"""Threads would not survive a fork, each fork would copy huge pages whole, and a process at its memory limit can't
+allocate a backtrace."""
 
 
 class ConstraintProcess:
-    """A process of the nursery. One thread at a time may use it, but any may kill it."""
+    """A process from the nursery. One thread at a time may use it, but any may kill it."""
 
     def __init__(self, sock: socket.socket, encode: Encode) -> None:
         self._channel = Channel(sock, _REPORTS)
         self._encode = encode
         self._pidfd: int | None = None
         self._lock = threading.Lock()
-        """Guards the descriptor, which another process may have once it is closed."""
+        """Guards the descriptor, whose number may be reused once it is closed."""
 
     def __repr__(self) -> str:
         return f"<ConstraintProcess {self._channel!r}>"
@@ -39,8 +39,8 @@ class ConstraintProcess:
         self._channel.send(message)
 
     def receive(self, timeout_s: float | None = None) -> messages.State | messages.Failed | messages.Compiled | None:
-        """Returns what it reports next, and tokenizes texts for it meanwhile; None if that is not within so long.
-        Raises EOFError if it has ended."""
+        """Returns its next report, tokenizing texts for it meanwhile; None after the timeout. Raises EOFError if it has
+        ended."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while until is None or self._channel.has_message(max(0.0, until - time.monotonic())):
             match self._channel.receive():
@@ -66,13 +66,13 @@ class ConstraintProcess:
         return child
 
     def kill(self) -> None:
-        """Ends it at once, whatever it computes; who uses it gets an EOFError."""
+        """Kills it at once, whatever it is computing; its user gets an EOFError."""
         with self._lock, contextlib.suppress(ProcessLookupError):
             if self._pidfd is not None:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends it, and forgets it."""
+        """Ends it and releases its resources."""
         self.kill()
         self._channel.close()
         with self._lock:
@@ -90,7 +90,7 @@ class ConstraintProcess:
 
 
 class Nursery:
-    """The process that has a model's vocabulary, and forks. It ends with this one."""
+    """The process that has a model's vocabulary and forks. It ends with this one."""
 
     def __init__(self, tokens: ModelTokens) -> None:
         ours, theirs = socket.socketpair()
@@ -112,7 +112,7 @@ class Nursery:
         return self._child.pid
 
     def fork(self) -> ConstraintProcess:
-        """Returns a process that compiles one constraint. Raises EOFError if there is no nursery any more."""
+        """Returns a process that compiles one constraint. Raises EOFError if the nursery has ended."""
         if self._child.poll() is not None:
             raise EOFError
         return self._process.fork()

@@ -1,4 +1,4 @@
-"""A matcher whose constraint is followed by another process, so that none but its own sequence waits for it."""
+"""A matcher whose constraint is followed by another process, so that only its own sequence waits for it."""
 
 import time
 from collections import deque
@@ -14,15 +14,15 @@ from tokenbus.worker.engine.constraints.matcher import Allowed, unpacked
 _PATIENCE_S = 0.005
 """The time that a step waits for a follower. Most need a tenth of a millisecond."""
 _MAX_PATIENCE_S = 0.25
-"""The time that steps wait for one follower in all. Then its sequence skips the steps for which it is too late."""
+"""The total time that steps wait for one follower. After that its sequence skips the steps for which it is late."""
 _DIED = "takes too much time or memory to follow: make it smaller or less ambiguous"
 
 
 class RemoteMatcher:
     """A `SequenceMatcher` for one process that follows a constraint.
 
-    The process says beforehand what is forced and what may come behind that. It is asked with each token that is
-    neither, and then computes while the model does."""
+    The process says in advance which tokens are forced and which may follow them. It is sent each token that is not
+    forced, and then computes while the model does."""
 
     def __init__(self, process: ConstraintProcess, vocab_size: int, on_close: Callable[[], None]) -> None:
         self._process = process
@@ -48,7 +48,7 @@ class RemoteMatcher:
         return self._forced[0] if self._forced else None
 
     def accept(self, token_id: int) -> None:
-        """Takes the next token; waits for nothing."""
+        """Takes the next token; never waits."""
         self._check()
         if not self._forced:
             self._ask(token_id)
@@ -59,7 +59,7 @@ class RemoteMatcher:
             self._ask(None)
 
     def accept_forced(self, limit: int) -> list[int]:
-        """Takes those that are known within a few milliseconds; the others stay forced."""
+        """Takes those known within a few milliseconds; the others stay forced."""
         self._be_patient()
         taken: list[int] = []
         while len(taken) < limit and self._forced:
@@ -68,7 +68,7 @@ class RemoteMatcher:
         return taken
 
     def wait(self, timeout_s: float | None) -> None:
-        """None waits for as long as it takes: its process is killed if that is too long."""
+        """None waits as long as it takes: the process is killed if that is too long."""
         if self.is_ready:
             return
         try:

@@ -1,4 +1,4 @@
-"""Compiles constraints in processes, and keeps those processes for whoever asks again."""
+"""Compiles constraints in processes, and keeps those processes for reuse."""
 
 import contextlib
 import threading
@@ -16,7 +16,7 @@ from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 _MAX_KEPT = 16
 _MAX_KEPT_BYTES = 256 << 20
 _BASE_BYTES = 8 << 20
-"""A process takes about so much that it shares with no other, besides what it has compiled."""
+"""A process has about this much unshared memory, besides what it has compiled."""
 _TOO_COSTLY = "takes more than 2 s of CPU time or 192 MiB to compile: make it smaller"
 
 OnProcess = Callable[[ConstraintProcess], None]
@@ -30,7 +30,7 @@ class _Template:
         self.num_bytes = _BASE_BYTES + grown_bytes
 
     def fork(self) -> ConstraintProcess:
-        """Raises EOFError if it was dropped meanwhile."""
+        """Raises EOFError if it has been dropped meanwhile."""
         with self._lock:
             return self._process.fork()
 
@@ -40,8 +40,8 @@ class _Template:
 
 
 class Templates:
-    """The processes that have compiled a constraint: those that were used last, up to a bound. Any thread may use it.
-    Starts the nursery with the first constraint."""
+    """The processes that have compiled a constraint: the most recently used ones, up to a bound. Thread-safe. Starts
+    the nursery with the first constraint."""
 
     def __init__(self, get_tokens: Callable[[], ModelTokens]) -> None:
         self._get_tokens = get_tokens
@@ -59,10 +59,10 @@ class Templates:
         return len(self._get_tokens().token_bytes)
 
     def fork(self, constraint: engine_request.Constraint, on_process: OnProcess) -> ConstraintProcess:
-        """Returns a process that has compiled the constraint. `on_process` is called with a process that compiles it,
+        """Returns a process that has compiled the constraint. `on_process` is called with the process that compiles it,
         which may be killed.
 
-        Raises ConstraintError, and EOFError if there is nothing that could compile it."""
+        Raises ConstraintError, and EOFError if no process can be forked to compile it."""
         key = (constraint.kind, constraint.source, constraint.preamble)
         with self._lock:
             found = self._kept.get(key)
