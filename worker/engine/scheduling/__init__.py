@@ -1,1 +1,1 @@
-"""Scheduling: what each step computes, and for which sequences."""
+"""Decides what each step computes, and for which sequences."""

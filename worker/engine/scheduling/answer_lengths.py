@@ -1,14 +1,14 @@
 """The lengths of recent answers, and the tokens that a sequence is expected to add to its own; pure.
 
-`max_tokens` says little: agents ask for thousands of tokens and use a hundred. What answers of this model have lately
-used says more. Of an answer that has n tokens already, only those that became longer than n tell anything:
+`max_tokens` says little: agents ask for thousands of tokens and use a hundred. The lengths of this model's recent
+answers say more. For an answer that already has n tokens, only those that became longer than n are informative:
 
     recent lengths    60   70   90   200   240        n = 80: (90 + 200 + 240) / 3 - 80 = 97 more are expected
 
-An answer that is longer than all of them is expected to become twice as long, if it is the only such one. Several say
-together that answers have become longer: where k of them have n tokens each and none has ended, k * n tokens are
-expected between two ends, and so many more of each. (That is the mean of an exponential distribution, estimated from
-observations that go on, as if one of them ended now.)
+An answer longer than all of them is expected to double in length, if it is the only one. Several such answers show that
+answers have become longer: if k of them have n tokens each and none has ended, k * n tokens are expected between two
+ends, and as many more of each. (That is the mean of an exponential distribution, estimated from censored observations,
+as if one of them ended now.)
 """
 
 import bisect
@@ -16,15 +16,15 @@ from collections import deque
 from itertools import accumulate
 
 _WINDOW = 64
-"""The number of answers that are remembered."""
+"""The number of answers remembered."""
 _FIRST_EXPECTED = 256
-"""Tokens that an answer is expected to have before any has ended."""
+"""The expected tokens of an answer before any has ended."""
 _MIN_REMAINING = 64
-"""At least so many more tokens are expected of any answer, so that the next few steps have room."""
+"""At least this many more tokens are expected of any answer, so that the next few steps have room."""
 
 
 class AnswerLengths:
-    """Learns how long answers become. With `fixed` above 0, all are expected to have so many tokens."""
+    """Learns how long answers become. With `fixed` above 0, all are expected to have that many tokens."""
 
     def __init__(self, fixed: int = 0) -> None:
         assert fixed >= 0, fixed
@@ -39,13 +39,13 @@ class AnswerLengths:
 
     @property
     def longest(self) -> int:
-        """The tokens beyond which nothing is known of answers."""
+        """The longest known answer, in tokens."""
         return self._sorted[-1] if self._sorted else _FIRST_EXPECTED
 
     def remaining(self, num_sampled: int, num_longer: int = 1) -> int:
-        """Returns how many more tokens an answer of `num_sampled` tokens is expected to have, at least one.
+        """Returns how many more tokens, at least one, an answer of `num_sampled` tokens is expected to have.
 
-        `num_longer` answers that have not ended are longer than all that is known."""
+        `num_longer` unfinished answers are longer than all known ones."""
         if self._fixed:
             return max(1, self._fixed - num_sampled if num_sampled < self._fixed else num_sampled)
         longer = len(self._sorted) - bisect.bisect_right(self._sorted, num_sampled)
@@ -58,10 +58,10 @@ class AnswerLengths:
         return max(_MIN_REMAINING, expected)
 
     def record(self, num_sampled: int, *, was_cut: bool) -> None:
-        """Learns from an answer that has ended.
+        """Learns from a finished answer.
 
-        One that was cut off, by its own `max_tokens` for instance, would have become longer: it counts as no shorter
-        than what was expected, or short limits of some requests would make those of others seem short."""
+        One that was cut off, for instance by its own `max_tokens`, would have become longer: it counts as no shorter
+        than expected, or the short limits of some requests would make others' answers seem short."""
         length = max(num_sampled, self.remaining(0)) if was_cut else num_sampled
         if len(self._recent) == _WINDOW:
             del self._sorted[bisect.bisect_left(self._sorted, self._recent[0])]

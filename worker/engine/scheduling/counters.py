@@ -1,11 +1,11 @@
-"""Counts what a scheduler has done since it was made."""
+"""Counts what a scheduler has done since its creation."""
 
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.scheduling.plan import SchedulerCounts
 
 
 class Counters:
-    """The counts of one scheduler, which changes them, and those of its pool."""
+    """The counts of one scheduler, which updates them, and of its pool."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -22,7 +22,7 @@ class Counters:
         return f"<Counters, {self.computed_tokens} tokens computed, {self.generated_tokens} generated>"
 
     def snapshot(self) -> SchedulerCounts:
-        """Returns the counts that step stats tell."""
+        """Returns the counts reported in step stats."""
         cache, checkpoints = self._pool.cache, self._pool.checkpoints
         return SchedulerCounts(
             self.preemptions,

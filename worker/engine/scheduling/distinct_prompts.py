@@ -1,4 +1,4 @@
-"""Keeps prompts that begin alike from being computed side by side: all but the first wait, and reuse what it leaves."""
+"""Keeps prompts with a common prefix from being computed side by side: all but the first wait, and reuse its blocks."""
 
 from collections.abc import Iterable
 
@@ -7,11 +7,11 @@ from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 
 def distinct_prompts(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> list[Sequence]:
-    """Returns the prompts to go on with: of several that would compute the same block next, only the first.
+    """Returns the prompts to continue: of several that would compute the same block next, only the first.
 
-    The others reuse that block in the next step, as those that wait for a copy from host memory do theirs. Where only
-    checkpoints can be reused, they wait for the one at which the first leaves them, and it makes one for each that
-    `waiting`, without a lane, will want."""
+    The others reuse that block in the next step, like those that wait for a copy from host memory. Where only
+    checkpoints can be reused, they wait for one at the point where they diverge from the first, which also makes one
+    for each prompt in `waiting`, which have no lane yet."""
     prompts, blocks = list[Sequence](), set[object]()
     for sequence in running:
         if sequence.lane is None or sequence.is_decoding or sequence.kv.awaits_onload(sequence.token_ids):
@@ -28,7 +28,7 @@ def distinct_prompts(running: Iterable[Sequence], waiting: Iterable[Sequence]) -
 
 
 def _awaits_checkpoint(sequence: Sequence, prompts: Iterable[Sequence]) -> bool:
-    """Has each earlier prompt that begins alike stop where this one can go on; returns whether there is any."""
+    """Makes each earlier prompt with a common prefix stop where this one can continue; returns whether there is any."""
     awaits = False
     for one in prompts:
         if isinstance(one.kv, CheckpointedAllocation) and one.domain is not None and one.domain == sequence.domain:

@@ -1,4 +1,4 @@
-"""The tokens and blocks that sequences are expected to have in the end, by what answers have used lately."""
+"""The tokens and blocks that sequences are expected to have in the end, judging by recent answers."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,30 +7,30 @@ from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 
 class Expectation:
-    """Expects tokens and blocks of the sequences of one engine. `num_blocks` returns the blocks that tokens take.
+    """Estimates the tokens and blocks of one engine's sequences. `num_blocks` returns the blocks that tokens take.
 
-    The part of an answer that is yet to come may be doubled several times, for those who must not be wrong again."""
+    The remaining part of an answer may be doubled several times, where an estimate must not be too low again."""
 
     def __init__(self, expected_tokens: int, num_blocks: Callable[[int], int]) -> None:
         self._answer_lengths = AnswerLengths(expected_tokens)
         self._num_blocks = num_blocks
         self._num_longer = 0
-        """Sequences whose answers are longer than all that is known."""
+        """Sequences whose answers are longer than all known ones."""
 
     def __repr__(self) -> str:
         return f"<Expectation, {self._answer_lengths!r}>"
 
     @property
     def answer_tokens(self) -> int:
-        """The tokens that an answer is expected to have."""
+        """The expected tokens of an answer."""
         return self._answer_lengths.remaining(0)
 
     def record(self, sequence: Sequence, *, was_cut: bool) -> None:
-        """Learns from an answer that has ended; `was_cut` says whether its own limit has ended it."""
+        """Learns from a finished answer; `was_cut` says whether its own limit ended it."""
         self._answer_lengths.record(sequence.num_sampled, was_cut=was_cut)
 
     def observe(self, sequences: Iterable[Sequence]) -> None:
-        """Notes which answers there are that have not ended."""
+        """Records the unfinished answers."""
         longest = self._answer_lengths.longest
         self._num_longer = sum(one.num_sampled >= longest for one in sequences)
 
@@ -44,5 +44,5 @@ class Expectation:
         return self._num_blocks(self.tokens(sequence))
 
     def reserved_blocks(self, sequence: Sequence, doublings: int = 0) -> int:
-        """Returns the blocks that a running sequence is expected to use beyond those that it has."""
+        """Returns the blocks that a running sequence is expected to use beyond those it has."""
         return max(0, self._num_blocks(self.tokens(sequence, doublings)) - sequence.kv.num_blocks)

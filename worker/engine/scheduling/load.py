@@ -1,4 +1,4 @@
-"""The load of a scheduler, as routers are told."""
+"""The load of a scheduler, as reported to routers."""
 
 from collections.abc import Sequence as Listing
 
@@ -23,7 +23,7 @@ def make_load(
     counters: Counters,
 ) -> messages.Load:
     cache = pool.cache
-    # One that was preempted gets most of its tokens back from the cache.
+    # A preempted one gets most of its tokens back from the cache.
     waiting_tokens = sum(one.num_uncomputed for one in waiting if not one.preemptions)
     prefill_tokens = sum(one.num_uncomputed for one in running if not one.is_decoding)
     expected_of_waiting = sum(expectation.blocks(one) for one in waiting)

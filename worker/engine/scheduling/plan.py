@@ -1,4 +1,4 @@
-"""Step plans: the tokens that a step computes, and what it did for each sequence."""
+"""Step plans: the tokens that a step computes, and its results for each sequence."""
 
 import enum
 from array import array
@@ -20,7 +20,7 @@ class ScheduledTokens(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether the step samples a token: only behind the sequence's last one."""
+        """Whether the step samples a token: only after the sequence's last one."""
         return self.start + self.num_tokens == self.sequence.num_tokens
 
     @property
@@ -38,23 +38,23 @@ class StepPlan(NamedTuple):
 
     scheduled: tuple[ScheduledTokens, ...]
     started: tuple[Sequence, ...] = ()
-    """Sequences that have just got their first lane."""
+    """Sequences that have just been given their first lane."""
     kv_ops: tuple[KvOp, ...] = ()
-    """Changes to the lanes that come first."""
+    """Changes to the lanes, applied first."""
     preempted: tuple[Sequence, ...] = ()
-    """Sequences that have lost their lane since the plan before."""
+    """Sequences that have lost their lane since the previous plan."""
     labels: tuple[tuple[int, BlockLabel], ...] = ()
-    """Says of which blocks the copies are that these changes make, by their ids."""
+    """The blocks of the copies that these changes make, by copy id."""
 
     @property
     def num_tokens(self) -> int:
         return sum(one.num_tokens for one in self.scheduled)
 
     def batches(self) -> list[list[ScheduledTokens]]:
-        """Returns the shares in batches that can be computed together: one for each set of adapters that sequences
-        have, and those of suspects apart from all others and after them.
+        """Returns the shares in batches that can be computed together: one for each adapter set, then those of
+        suspects, apart from all others.
 
-        Every batch is a part of the step, so that no set waits for another."""
+        Every batch is part of the step, so no set waits for another."""
         batches: dict[tuple[int, tuple[Adapter, ...]], list[ScheduledTokens]] = {}
         for one in self.scheduled:
             batches.setdefault((one.sequence.apart, one.sequence.adapters), []).append(one)
@@ -62,11 +62,11 @@ class StepPlan(NamedTuple):
 
 
 class SchedulerCounts(NamedTuple):
-    """Counts of a scheduler, all since it was made."""
+    """A scheduler's counts since its creation."""
 
     preemptions: int = 0
     restored_tokens: int = 0
-    """Tokens that preempted sequences got back from the cache."""
+    """Tokens that preempted sequences regained from the cache."""
     recomputed_tokens: int = 0
     """Tokens that preempted sequences had to compute again."""
     evicted_blocks: int = 0
@@ -75,19 +75,19 @@ class SchedulerCounts(NamedTuple):
     onloaded_blocks: int = 0
     saved_checkpoints: int = 0
     restored_checkpoints: int = 0
-    """The number of times that a sequence went on from a checkpoint."""
+    """The number of times a sequence continued from a checkpoint."""
     evicted_checkpoints: int = 0
     poisoned_shares: int = 0
-    """Shares of steps of which nothing was kept, since the model computed non-finite numbers."""
+    """Shares of steps that were discarded because the model computed non-finite numbers."""
 
 
 class SampledToken(NamedTuple):
-    """A sampled token, with its log probability where that was asked for, and the tokens that are certain to follow."""
+    """A sampled token, with its log probability if requested, and the tokens that are certain to follow."""
 
     token_id: int
     logprob: engine_output.Logprob | None = None
     followers: tuple[int, ...] = ()
-    """Tokens that no step has to sample. The next step computes them together with the sampled one."""
+    """Tokens that need not be sampled. The next step computes them together with the sampled one."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -95,7 +95,7 @@ class SampledToken(NamedTuple):
 
 
 class Undone(enum.Enum):
-    """The reason why a step has left nothing of a share. What a lane holds after its length is overwritten before
+    """The reason why a step's share was left undone. Anything a lane holds beyond its length is overwritten before
     anything else is computed."""
 
     NO_ROOM = "the device had less KV memory than it said; the lane is as it was before the step"
@@ -104,7 +104,7 @@ class Undone(enum.Enum):
 
 
 Outcome = SampledToken | EngineFinishReason | Undone | None
-"""The outcome of a share; None for one that was computed and samples nothing."""
+"""The outcome of a share; None for one that was computed without sampling."""
 
 
 class StepResult(NamedTuple):
@@ -112,5 +112,5 @@ class StepResult(NamedTuple):
 
     sequence: Sequence
     sampled: SampledToken | None
-    """None where the sequence ended without a token."""
+    """None if the sequence ended without a token."""
     finish_reason: EngineFinishReason | None

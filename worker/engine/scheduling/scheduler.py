@@ -1,25 +1,25 @@
-"""The scheduler decides what each step computes: first the new tokens of every sequence that decodes, then prompts.
+"""The scheduler decides what each step computes: first the new tokens of every decoding sequence, then prompts.
 
 Prompts are computed in chunks under a token budget, so that a step stays short for those that decode. Sequences start,
 get their share of the budget and keep their memory in the order of their priority keys: a priority of n counts like
-having come n times `priority_s` seconds later. The order of two never changes, and whoever waits is overtaken for a
-bounded time only.
+arriving n times `priority_s` seconds later. The order of two sequences never changes, and a waiting one can be
+overtaken only for a bounded time.
 
-A sequence starts when there is room for what it and those that run are expected to use. Where that was too little, the
-last in the order is preempted: it waits again at its place in the order, and its blocks go to host memory like all that
-is cached. Each time it expects twice as much of itself and of all beside whom it starts, up to their `max_tokens`. Then
-nobody can outgrow what is reserved any more, so that only sequences that come before it and after it, by their
-priority, can preempt it again:
+A sequence starts when there is room for what it and the running ones are expected to use. If that was too little, the
+last in the order is preempted: it waits again at its place in the order, and its blocks go to host memory like all
+cached ones. Each time the expectation for it, and for all those it starts beside, doubles, up to their `max_tokens`.
+Then no sequence can outgrow its reservation any more, so that only later arrivals with a higher priority can preempt it
+again:
 
     preemptions       0        1        2        3        4
     reserved for all  100      200      400      800      1,000 = max_tokens
 
-Nor does it wait until the memory is full: where answers turn out so much longer that those that run are expected to use
-more than twice the memory, the last are preempted at once. Many rows beside a full memory are slower than few beside
-each other, and those that are preempted late have filled memory for nothing.
+Preemption does not wait until the memory is full: if answers turn out so much longer that the running ones are expected
+to use more than twice the memory, the last are preempted at once. Many sequences in a full memory are slower than a few
+with room, and those preempted late have filled memory for nothing.
 
-Where replicas lend each other lanes (lanes.py), each step begins with those that this one may hold. If there are fewer
-than before, idle lanes are emptied first, and then the last sequences are preempted.
+If replicas lend each other lanes (lanes.py), each step begins with the lanes that this one may hold. If there are fewer
+than before, idle lanes are emptied first, then the last sequences are preempted.
 """
 
 import bisect
@@ -51,12 +51,11 @@ from tokenbus.worker.engine.scheduling.suspects import Suspects, Verdict, acquit
 
 
 class Scheduler:
-    """All sequences of one engine: those that wait, and those that run, with a lane and blocks.
+    """All sequences of one engine: waiting ones, and running ones, with a lane and blocks.
 
-    One step of priority is worth `priority_s` seconds of waiting. At most `max_cached_blocks` blocks that no sequence
-    uses stay on the device. A step has at most `max_step_tokens` tokens. An answer is expected to have
-    `expected_tokens`; 0 learns it from those that have ended. With a `lane_share` it holds only the lanes that it is
-    lent."""
+    One step of priority is worth `priority_s` seconds of waiting. At most `max_cached_blocks` unused blocks stay on the
+    device. A step has at most `max_step_tokens` tokens. An answer is expected to have `expected_tokens`; 0 means that
+    this is learned from finished ones. With a `lane_share` it holds only the lanes lent to it."""
 
     def __init__(
         self,
@@ -83,9 +82,9 @@ class Scheduler:
         self._counters = Counters(pool)
         self._suspects = Suspects()
         self._preempted: list[Sequence] = []
-        """Those that were preempted since the last plan."""
+        """Those preempted since the last plan."""
         self._under_pressure = False
-        """The device had less room than the pool counts: none is started until one has ended."""
+        """The device had less room than the pool counts: no sequence is started until one has ended."""
         self.borrowed_lanes = None if lane_share is None else BorrowedLanes(lane_share, self._cache)
 
     def __repr__(self) -> str:
@@ -99,7 +98,7 @@ class Scheduler:
 
     @property
     def has_unsaved_blocks(self) -> bool:
-        """Whether blocks are to be copied to host memory although nothing runs; empty steps do that."""
+        """Whether blocks remain to be copied to host memory although nothing runs; empty steps copy them."""
         return self._cache.has_unsaved
 
     @property
@@ -108,7 +107,7 @@ class Scheduler:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The host memory that checkpoints take."""
+        """The host memory used by checkpoints."""
         return 0 if self._pool.checkpoints is None else self._pool.checkpoints.used_bytes
 
     @property
@@ -118,28 +117,28 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All sequences, also those that wait."""
+        """All sequences, including waiting ones."""
         return [*self._running, *self._waiting]
 
     @property
     def num_decoding(self) -> int:
-        """Sequences whose clients wait for their next token."""
+        """The number of sequences whose clients wait for their next token."""
         return sum(sequence.is_decoding for sequence in self._running)
 
     @property
     def isolated(self) -> Sequence | None:
-        """The sequence that has the next steps for itself, because an engine died in a step with it."""
+        """The sequence that has the next steps to itself, because an engine died in a step with it."""
         return next((sequence for sequence in self._running if sequence.isolated), None)
 
     def add(self, sequence: Sequence) -> None:
-        """Takes a sequence, which must fit the pool when it is empty."""
+        """Adds a sequence, which must fit into an empty pool."""
         assert self._pool.can_ever_allocate(sequence.max_num_tokens), sequence
         if self.borrowed_lanes is not None:
             self.borrowed_lanes.are_awaited = False  # it wants one more
         bisect.insort(self._waiting, sequence, key=self._priority_key)
 
     def abort(self, seq_no: int) -> StepResult | None:
-        """Removes a sequence; returns None if there is no such one."""
+        """Removes a sequence; returns None if there is none."""
         sequence = next((one for one in (*self._running, *self._waiting) if one.seq_no == seq_no), None)
         if sequence is None:
             return None
@@ -149,7 +148,7 @@ class Scheduler:
         return StepResult(sequence, None, EngineFinishReason.ABORTED)
 
     def finish(self, sequence: Sequence, finish_reason: EngineFinishReason) -> StepResult:
-        """Ends a running sequence; what it has computed stays cached."""
+        """Ends a running sequence; its computed blocks stay cached."""
         self._free(sequence)
         session, ttl_s = sequence.hint
         if session is not None and ttl_s == 0:
@@ -163,7 +162,7 @@ class Scheduler:
     def schedule(self, prefill_tokens: int, transfer_blocks: int = 0, now: float = 0.0) -> StepPlan:
         """Plans the next step, with at most `prefill_tokens` tokens of prompts.
 
-        Before it, at most `transfer_blocks` blocks go to host memory, and as many come back. `now` is the time, in
+        Before it, at most `transfer_blocks` blocks are copied to host memory, and as many back. `now` is the time, in
         seconds of one monotonic clock."""
         self._pool.expire(now)
         self._cache.host.set_limits(offloads=transfer_blocks, onloads=transfer_blocks)
@@ -177,7 +176,7 @@ class Scheduler:
                 sequence.reuse_prefix(sequence.kv.reuse_prefix(sequence.token_ids, before))
                 self._counters.restored_tokens += sequence.num_regained(before)
         isolated = self.isolated
-        # A copy: a sequence that is preempted for another leaves the list of those that run.
+        # A copy: a sequence that is preempted for another leaves the list of running ones.
         sequences = [one for one in (self._running if isolated is None else [isolated]) if one.is_ready]
         decodes = self._schedule_decodes(sequences)
         planned = {one.sequence.seq_no for one in decodes}
@@ -190,14 +189,14 @@ class Scheduler:
         return StepPlan((*decodes, *prompts), tuple(started), ops, tuple(preempted), labels)
 
     def update(self, plan: StepPlan, outcomes: Listing[Outcome]) -> list[StepResult]:
-        """Notes what a step has done with each share of its plan; `outcomes` are in the same order."""
+        """Records the outcome of each share of a step's plan; `outcomes` are in the same order."""
         results = []
         undone: dict[int, Undone] = {}
         for scheduled, outcome in zip(plan.scheduled, outcomes, strict=True):
             if isinstance(outcome, Undone):
                 undone[scheduled.sequence.seq_no] = outcome
                 continue
-            sequence, samples = scheduled.sequence, scheduled.samples  # before it has one more token
+            sequence, samples = scheduled.sequence, scheduled.samples  # read before it gains a token
             assert samples == (outcome is not None), scheduled
             sequence.num_computed += scheduled.num_tokens
             self._counters.computed_tokens += scheduled.num_tokens
@@ -209,7 +208,7 @@ class Scheduler:
         return results + self._redo(plan, undone) if undone else results
 
     def reclaim_memory(self) -> StepResult | None:
-        """Makes room where the device has less than it said: evicts the cache, then preempts the last sequence.
+        """Makes room when the device has less than it reported: evicts the cache, then preempts the last sequence.
 
         A lone sequence that still has no room ends."""
         if self._cache.evictable_blocks:
@@ -223,16 +222,16 @@ class Scheduler:
         return None
 
     def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
-        """Adopts copies of an earlier engine; returns the ids of those that are of no use, with the reason."""
+        """Adopts copies of an earlier engine; returns the ids of unusable ones, with the reason."""
         return self._cache.recover(copies)
 
     def retain_session(self, session: SessionKey, ttl_s: float, now: float) -> None:
-        """Keeps what a session has left in the cache for that long; with 0, what it alone has used goes first."""
+        """Keeps a session's cached blocks for that long; with 0, those that only it has used are evicted first."""
         self._pool.expire(now)
         self._pool.retain_session(session, ttl_s)
 
     def clear_cache(self) -> list[KvOp]:
-        """Drops every cached block that no sequence uses; returns the KV ops that this takes."""
+        """Drops every cached block that no sequence uses; returns the KV ops required."""
         self._pool.clear()
         return self._cache.ops.take()
 
@@ -240,19 +239,19 @@ class Scheduler:
         self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int, *, is_last: bool = False
     ) -> tuple[int, list[int], list[KvOp]]:
         """Returns how many blocks of a prefix are cached, the copies of up to `max_blocks` from block `first` on, and
-        the ops to be applied before they are read: also those that were queued before."""
+        the ops to apply before they are read, including those already queued."""
         num_cached, copies = self._pool.export(domain, token_ids, first, max_blocks, is_last=is_last)
         return num_cached, copies, self._cache.ops.take()
 
     def put_blocks(
         self, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int
     ) -> tuple[list[int | None], list[KvOp]]:
-        """Caches blocks whose contents the caller has; returns their copies as the pool does, and the ops to be applied
-        before they are written: also those that were queued before."""
+        """Caches blocks whose contents the caller has; returns their copies as the pool does, and the ops to apply
+        before they are written, including those already queued."""
         return self._pool.put(domain, token_ids, first, num_blocks), self._cache.ops.take()
 
     def take_kv_events(self) -> KvEvents:
-        """Returns which cached blocks came and went since the last time."""
+        """Returns which blocks have entered and left the cache since the last call."""
         return self._pool.take_kv_events()
 
     def load(self) -> messages.Load:
@@ -260,12 +259,12 @@ class Scheduler:
         return load if self.borrowed_lanes is None else self.borrowed_lanes.add_to(load, self._max_num_seqs)
 
     def check_counts(self) -> None:
-        """Asserts the invariants that cost little to check, however much is cached."""
+        """Asserts the invariants that are cheap to check however much is cached."""
         assert len(self._running) <= self._max_num_seqs
         self._pool.check_counts()
 
     def check_integrity(self) -> None:
-        """Asserts everything that must hold between any two calls; looks at every cached block."""
+        """Asserts everything that must hold between any two calls; checks every cached block."""
         assert len(self._running) <= self._max_num_seqs
         for sequences in (self._running, self._waiting):
             assert sequences == sorted(sequences, key=self._priority_key)
@@ -285,7 +284,7 @@ class Scheduler:
         self._pool.free(sequence.kv, sequence.token_ids, sequence.num_computed)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes a sequence's memory; it waits again, and then computes again what is not cached by then."""
+        """Takes a sequence's memory; it waits again, and later recomputes whatever is no longer cached."""
         self._free(sequence)
         self._wait_again(sequence)
 
@@ -296,7 +295,7 @@ class Scheduler:
         bisect.insort(self._waiting, sequence, key=self._priority_key)
 
     def _redo(self, plan: StepPlan, undone: Mapping[int, Undone]) -> list[StepResult]:
-        """Sees to it that what a step has left undone is done later, or ends those with whom it can't be done."""
+        """Arranges for what a step has left undone to be done later, or ends sequences for which that is impossible."""
         ended: list[StepResult | None] = []
         lacks_numbers = {number for number, why in undone.items() if why is not Undone.NO_ROOM}
         poisoned = [[one for one in batch if one.sequence.seq_no in lacks_numbers] for batch in plan.batches()]
@@ -309,7 +308,7 @@ class Scheduler:
         return [result for result in ended if result is not None]
 
     def _drop(self, sequence: Sequence, verdict: Verdict) -> StepResult | None:
-        """Takes a suspect's memory, of which nothing becomes cached; the suspect waits again unless it is to end."""
+        """Takes a suspect's memory without caching any of it; the suspect waits again unless it is to end."""
         self._running.remove(sequence)
         self._pool.drop(sequence.kv, trusts_others=verdict is Verdict.COMPUTE_AGAIN)
         if verdict is Verdict.END:
@@ -321,9 +320,10 @@ class Scheduler:
         return None
 
     def _preempt_excess(self) -> None:
-        """Preempts the last until those that run are expected to fit, where they are expected to use twice the memory.
+        """If the running sequences are expected to use twice the memory, preempts the last until the rest are expected
+        to fit.
 
-        Less than that is no reason: expectations vary, and answers that run together do not all end at once."""
+        A smaller excess is no reason: estimates vary, and answers that run together do not all end at once."""
         total = self._cache.total_blocks
         if self.isolated is not None or self._expected() <= 2 * total:
             return
@@ -360,7 +360,7 @@ class Scheduler:
         return StepResult(sequence, outcome._replace(followers=outcome.followers[: added - 1]), finish_reason)
 
     def _start_waiting(self) -> list[Sequence]:
-        """Starts waiting sequences while there are lanes and room; none overtakes a large one that has to wait.
+        """Starts waiting sequences while there are lanes and room; none overtakes a large one that must wait.
 
         Returns those that start for the first time."""
         started: list[Sequence] = []
@@ -386,7 +386,8 @@ class Scheduler:
         return self._pool.can_allocate(sequence.domain, sequence.token_ids, expected, reserved)
 
     def _schedule_decodes(self, sequences: list[Sequence]) -> list[ScheduledTokens]:
-        """All new tokens of each sequence, as long as there is room in the step for one token of each behind it."""
+        """Schedules all new tokens of each sequence, as long as the step has room for one token of each sequence after
+        it."""
         scheduled: list[ScheduledTokens] = []
         planned: set[int] = set()
         left = self._max_step_tokens
@@ -402,8 +403,8 @@ class Scheduler:
         return scheduled
 
     def _schedule_prompts(self, sequences: list[Sequence], budget: int, planned: set[int]) -> list[ScheduledTokens]:
-        """Shares the budget out: a prompt that can be finished is; a longer one gets half of what is left while others
-        wait behind it, and all of it when it is the last."""
+        """Divides the budget: a prompt that can be finished is; a longer one gets half of what is left while others
+        wait after it, and all of it if it is the last."""
         scheduled: list[ScheduledTokens] = []
         waiting = self._waiting[: self._max_num_seqs] if self._pool.checkpoints is not None else ()
         prompts = distinct_prompts(sequences, waiting)
@@ -422,13 +423,13 @@ class Scheduler:
         return scheduled
 
     def _make_room(self, sequence: Sequence, num_tokens: int, planned: set[int]) -> bool:
-        """Gives a sequence blocks for `num_tokens`, preempting those that come after it where there are too few.
+        """Gives a sequence blocks for `num_tokens`, preempting later ones if there are too few.
 
-        An isolated one takes room from all others, since none of them gets on before it has a token."""
+        An isolated one takes room from all others, since none of them can progress until it has a token."""
         while not sequence.kv.allocate_blocks(num_tokens):
             others = [one for one in self._running if one is not sequence] if sequence.isolated else self._running
             last = others[-1]
-            # What is planned already stays; and one that comes last can only wait.
+            # Sequences already planned keep their memory; and the last one can only wait.
             if last is sequence or last.seq_no in planned:
                 return False
             self._preempt(last)

@@ -13,7 +13,7 @@ from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.kv.retention import NO_HINT, CacheHint
 
-if TYPE_CHECKING:  # a frontend imports this module, and has no grammars
+if TYPE_CHECKING:  # a frontend imports this module, and does not need grammars
     from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 
 
@@ -24,19 +24,19 @@ class EngineFinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORTED = "aborted"
     INSUFFICIENT_MEMORY = "insufficient_memory"
-    """The device had less KV memory than it said, too little for the sequence alone."""
+    """The device had less KV memory than it reported, too little for this sequence alone."""
     BAD_LOGITS = "bad_logits"
-    """The model computes NaN or infinite numbers for it, whatever it is computed beside."""
+    """The model computes NaN or infinite numbers for it, even when computed alone."""
     FAILED = "failed"
-    """The engine could not start it, because of a bug that harms no other sequence."""
+    """The engine could not start it because of a bug that affects no other sequence."""
     CONSTRAINT_FAILED = "constraint_failed"
     """Its constraint has become too costly to follow."""
 
 
 class FinishRule:
-    """Says which sampled tokens end a sequence. Stop strings are no concern of an engine.
+    """Says which sampled tokens end a sequence. Stop strings are not an engine's concern.
 
-    A constraint lets the model's end tokens pass only where the output is complete, so that they end it even before
+    A constraint allows the model's end tokens only where the output is complete, so they end it even before
     `min_tokens`."""
 
     __slots__ = ("_final_token_ids", "_sampling", "_stop_token_ids")
@@ -63,8 +63,8 @@ class Sequence:
         0 <= num_computed < num_tokens = num_prompt + num_sampled
         |--- computed: in the KV memory ---|--- to be computed ---|
 
-    While it decodes, the tokens that the last step added are to be computed: one, and those that were certain to
-    follow it. More are while its prompt is not done, or has to be computed again because the sequence was preempted."""
+    While it decodes, only the tokens that the last step added remain to be computed: one, and those that were certain
+    to follow it. More remain while its prompt is unfinished, or must be recomputed after a preemption."""
 
     __slots__ = (
         "_finish_rule",
@@ -120,36 +120,36 @@ class Sequence:
         self.domain = domain
         """Sequences of the same domain share cached blocks; one without a domain neither uses nor leaves any."""
         self.hint = hint
-        """The wish for what it leaves in the cache."""
+        """The client's hint about what it leaves in the cache."""
         self.priority = priority
         self.arrived_at = arrived_at
         self.token_ids = array("I", token_ids)
         self.num_prompt = len(token_ids) - num_sampled
         self.isolated = isolated
-        """It has its steps for itself until it has a new token, because an engine died in a step with it."""
+        """It has its steps to itself until it has a new token, because an engine died in a step with it."""
         self.num_computed = 0
         self.num_cached = 0
         """Tokens of the prompt that did not have to be computed."""
         self.num_lost = 0
-        """Tokens that were computed when it was preempted last."""
+        """Tokens that were computed when it was last preempted."""
         self.preemptions = 0
         self.is_proven = False
-        """A row of it was finite since it has had its memory, so that all that its lane held then was."""
+        """One of its rows has been finite since it got its memory, so everything in its lane was finite then."""
         self.apart = 0
-        """The number of the batch in which it is computed apart from others, while it is suspected to poison them (see
+        """The number of the batch in which it is computed apart from others while suspected of poisoning them (see
         suspects.py); 0 if it is not."""
         self.poisoned_at = 0
-        """The end of the share whose numbers were not finite, which it has not got beyond yet; 0 if there is none."""
+        """The end of the share whose numbers were not finite, until it gets past it; 0 if there is none."""
         self.poisonings = 0
-        """The number of times in a row that only its own numbers were not finite in a batch."""
+        """The number of times in a row that only its own numbers in a batch were not finite."""
         self.lane: int | None = None
         """None while it waits."""
         self.kv: Allocation
         """Its KV memory, from `start` on."""
         self.matcher = matcher
-        """The state of its constraint behind every sampled token; None if its output may be any text."""
+        """The state of its constraint after all sampled tokens; None if its output is unconstrained."""
         self.reasoning_budget = reasoning_budget
-        """The budget of its reasoning behind every sampled token; None if it may reason as long as it likes."""
+        """Its reasoning budget after all sampled tokens; None if its reasoning is unlimited."""
         self._num_new = 1
         """Tokens that the last step added."""
         self._finish_rule = FinishRule(sampling, end_token_ids, constrained=matcher is not None)
@@ -171,23 +171,23 @@ class Sequence:
 
     @property
     def num_until_stop(self) -> int:
-        """The tokens that a step may compute of its prompt."""
+        """The number of its prompt's tokens that a step may compute."""
         stop = self.kv.stop
         return self.num_uncomputed if stop is None else min(self.num_uncomputed, stop - self.num_computed)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its client waits for its next token, and no more is to be computed than what the last step added."""
+        """Whether its client waits for its next token, and only what the last step added remains to be computed."""
         return self.num_uncomputed <= self._num_new
 
     @property
     def is_ready(self) -> bool:
-        """Whether its next token could be sampled: its constraint may not be that far yet."""
+        """Whether its next token can be sampled: its constraint may not be ready yet."""
         return self.matcher is None or self.matcher.is_ready
 
     @property
     def max_num_tokens(self) -> int:
-        """The tokens it may ever have."""
+        """The maximum number of tokens it may ever have."""
         return self.num_prompt + self.sampling.max_tokens
 
     @property
@@ -200,14 +200,14 @@ class Sequence:
         self.kv, self.lane, self.is_proven = kv, kv.lane, False
 
     def reuse_prefix(self, num_computed: int) -> None:
-        """Notes that the first `num_computed` tokens are there, some of which others have computed."""
+        """Records that the first `num_computed` tokens are present, some of them computed by others."""
         assert self.num_computed <= num_computed < self.num_tokens, (self, num_computed)
         if not self.num_sampled:
             self.num_cached += num_computed - self.num_computed
         self.num_computed = num_computed
 
     def preempt(self) -> None:
-        """Notes the loss of its KV memory: all tokens are to be computed again, and none sampled again."""
+        """Records the loss of its KV memory: all tokens must be recomputed, but none resampled."""
         self.preemptions += 1
         self.num_lost = max(self.num_lost, self.num_computed)
         self.num_computed = 0
@@ -215,12 +215,12 @@ class Sequence:
         self.lane = None
 
     def num_regained(self, since: int) -> int:
-        """Returns how many of the tokens behind the first `since` it has got back that it had when it was preempted."""
+        """Returns how many of the tokens after the first `since` that it had when preempted it has regained."""
         return max(0, min(self.num_computed, self.num_lost) - since)
 
     def append(self, token_ids: Listing[int]) -> EngineFinishReason | None:
-        """Adds a sampled token and those that follow it, up to the one with which the sequence ends; returns the finish
-        reason if there is one."""
+        """Adds a sampled token and those that follow it, up to one that ends the sequence; returns the finish reason if
+        there is one."""
         assert self.num_computed == self.num_tokens, self
         self.isolated = False
         finish_reason = None

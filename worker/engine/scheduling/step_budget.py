@@ -1,22 +1,23 @@
-"""Step budgets: how much a step may carry, so that no stream waits long for its next token behind another's prompt."""
+"""Step budgets: how much a step may carry, so that no stream waits long for its next token because of another's
+prompt."""
 
 from collections.abc import Sequence as Listing
 
 from tokenbus.worker.engine.kv.ops import KvOp, Offload, Onload
 
 _WEIGHT = 0.3
-"""The newest step's weight in the running estimate, which follows a change of speed within a handful of steps."""
+"""The newest step's weight in the running estimate, which adapts to a change of speed within a handful of steps."""
 _NO_DECODE_FACTOR = 3
-"""A step may take so many times its target while nobody decodes. Routers take a step of 2 s for one that hangs."""
+"""A step may take this many times its target while no sequence decodes. Routers take a step of 2 s for a hung one."""
 _EFFICIENT_TOKENS = 64
 """llama.cpp's attention on CPUs handles 64 rows or more in tiles: in the middle of a prompt of 1,200 tokens, a step of
 64 tokens takes 0.52 s and two of 36 take 0.75 s (0.5B shape, 2 cores)."""
 _EFFICIENCY_FACTOR = 2
-"""A step may take so many times its target to have that many tokens."""
+"""A step may take this many times its target to have that many tokens."""
 _FIRST_BLOCKS = 16
 """Blocks to copy before the first copies have been timed."""
 _MIN_OBSERVED_TOKENS = 8
-"""With fewer tokens a step's time says more about its fixed cost than about its tokens."""
+"""With fewer tokens a step's time is dominated by its fixed cost."""
 
 
 class StepBudget:
@@ -33,17 +34,17 @@ class StepBudget:
         return f"<StepBudget {self._tokens_per_s or 0:.0f} tokens/s, {self.prefill_tokens(1)} a step>"
 
     def target_s(self, num_decoding: int) -> float:
-        """The time that a step may take in which `num_decoding` sequences decode.
+        """The time that a step with `num_decoding` decoding sequences may take.
 
-        While nobody decodes, a step may take longer: large steps compute more tokens a second."""
+        While none decodes, a step may take longer: large steps compute more tokens per second."""
         return self._target_s if num_decoding else _NO_DECODE_FACTOR * self._target_s
 
     def prefill_tokens(self, num_decoding: int) -> int:
-        """The prompt tokens for a step in which `num_decoding` sequences decode: few until steps have been timed."""
+        """The prompt tokens for a step with `num_decoding` decoding sequences: few until steps have been timed."""
         return self.tokens_within(self.target_s(num_decoding), num_decoding)
 
     def tokens_within(self, seconds: float, num_decoding: int = 0) -> int:
-        """The tokens that are computed in a time in which `num_decoding` sequences decode, too."""
+        """The prompt tokens that can be computed in this time alongside `num_decoding` decoding sequences."""
         if self._tokens_per_s is None:
             return self._min_tokens
         wanted = int(self._tokens_per_s * seconds) - num_decoding  # a decode counts as one token
@@ -61,7 +62,7 @@ class StepBudget:
 
 
 class TransferBudget:
-    """Learns how fast blocks are copied to host memory and back, and bounds how many are between two steps."""
+    """Learns how fast blocks are copied to host memory and back, and limits how many are copied between two steps."""
 
     def __init__(self, target_s: float) -> None:
         self._target_s = target_s
@@ -72,11 +73,12 @@ class TransferBudget:
 
     @property
     def blocks(self) -> int:
-        """The blocks for the next step, in each direction; at least one, so that all who wait make progress."""
+        """The blocks for the next step, in each direction; at least one, so that all waiting sequences make
+        progress."""
         return _FIRST_BLOCKS if self._s_per_block is None else max(1, int(self._target_s / self._s_per_block))
 
     def observe(self, kv_ops: Listing[KvOp], seconds: float) -> None:
-        """Learns from KV ops that took `seconds` together."""
+        """Learns from KV ops that took `seconds` in total."""
         count = sum(isinstance(op, Offload | Onload) for op in kv_ops)
         if count:
             seen = seconds / count
