@@ -62,6 +62,14 @@ class RequestTelemetry:
             free_blocks=load.free_blocks,
             free_mib={one.name: one.free_bytes >> 20 for one in health.devices} if health is not None else None,
         )
+        asked = stream.run.params.reasoning
+        if asked is not None and asked.max_tokens is not None and stream.max_reasoning_tokens is None:
+            self._log.info(
+                "reasoning_limit_ignored",
+                request_id=stream.key,
+                worker_id=self._worker_id,
+                max_reasoning_tokens=asked.max_tokens,
+            )
 
     def prompt_progress(self, stream: Stream, computed_tokens: int, cached_tokens: int, now: float) -> None:
         """The engine has computed so much of a prompt, of which some was cached. One that takes long is logged after
@@ -81,14 +89,6 @@ class RequestTelemetry:
             tokens_per_s=round(long.tokens_per_s(computed_tokens, now), 1),
             duration_ms=round(long.seconds(now) * 1e3),
         )
-        asked = stream.run.params.reasoning
-        if asked is not None and asked.max_tokens is not None and stream.max_reasoning_tokens is None:
-            self._log.info(
-                "reasoning_limit_ignored",
-                request_id=stream.key,
-                worker_id=self._worker_id,
-                max_reasoning_tokens=asked.max_tokens,
-            )
 
     def refused(self, code: errors.Code) -> None:
         """A run is refused; the router logs it."""

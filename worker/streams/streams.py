@@ -104,9 +104,10 @@ class Streams:
         return True
 
     def stop(self, key: str, by: messages.StoppedBy) -> bool:
-        """Ends a stream with what was generated so far; returns False if no open stream has this key."""
+        """Ends a stream with what was generated so far; returns False if no open stream has this key, or it has just
+        ended."""
         stream = self._streams.get(key)
-        if stream is None or self._engine is None:
+        if stream is None or stream.terminal is not None or self._engine is None:
             return False
         stream.stopped_by = by
         self._end_early(stream)
