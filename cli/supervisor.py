@@ -62,12 +62,13 @@ class SupervisedProcess:
 
     async def supervise(self) -> None:
         """Runs the process until cancelled, restarting it when it exits. Raises StartError if that would not help."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s, was_healthy = _FIRST_PAUSE_S, False
         while True:
             began = time.monotonic()
             self._process = await self._start()
             status = await self._process.wait()
-            if status == EXIT_BAD_SETTINGS:
+            was_healthy = was_healthy or time.monotonic() - began > _HEALTHY_AFTER_S
+            if status == EXIT_BAD_SETTINGS and not was_healthy:
                 raise StartError(self._last_words() or f"{self.name} wrote nothing to {self._log_path}")
             # Pauses double as long as the process keeps failing soon after its start.
             pause_s = _FIRST_PAUSE_S if time.monotonic() - began > _HEALTHY_AFTER_S else pause_s

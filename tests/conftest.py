@@ -1,7 +1,10 @@
 """For all tests."""
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 
 from hypothesis import HealthCheck, settings
 
@@ -13,6 +16,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of every s
 
 # Systems of several tests run at a time, and engines that share a core only wait for each other's threads.
 os.environ.setdefault("TOKENBUS_THREADS", "1")
+
+# Whatever else runs on this machine, the workers of a test plan their memory as if they were alone.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="tokenbus-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -61,6 +61,7 @@ from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import engine_output, engine_request
 from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
+from tokenbus.worker.engine.memory.plan import MemoryPlan
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
@@ -122,6 +123,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of KV memory that were allocated for all sequences together; 0 for an engine that only pools."""
     host_kv_blocks: int = 0
     """The number of blocks of which host memory can hold a copy besides."""
+    memory: MemoryPlan | None = None
+    """The plan by which its sizes were chosen; None if there was none."""
     checkpoint_sizes: CheckpointSizes | None = None
     """The sizes of checkpoints, if prefixes can be reused only at these and not at any block."""
     writes_through: bool = False
@@ -162,6 +165,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineStartError(RuntimeError):
     """The engine can't start with these settings or this model, and trying again won't help; says what to do."""
+
+
+class TooLittleMemoryError(EngineStartError):
+    """There is too little memory for the model with these settings; says what would fit."""
 
 
 class Engine(Protocol):

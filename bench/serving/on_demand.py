@@ -24,7 +24,7 @@ from tokenbus.protocol.wire import messages
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
-from tokenbus.worker.on_demand import memory_need, model_facts
+from tokenbus.worker.on_demand import model_facts, sizes
 
 _MIB = 1 << 20
 _PROMPT_TOKENS = 64
@@ -59,7 +59,7 @@ async def bare_load_s(cold: Path) -> float:
 
 def need_mib(model: Path) -> int:
     settings = EngineSettings(model=str(model), host_cache_mib=0)
-    need = memory_need.estimate(model_facts.read(settings, lambda _: None), settings)
+    need = sizes.choose(model_facts.read(settings, lambda _: None), settings, 0)
     return -(-need.total_bytes // _MIB)
 
 

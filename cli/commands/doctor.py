@@ -21,6 +21,11 @@ from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker import contract
 from tokenbus.worker.engine import device_memory
+from tokenbus.worker.engine.memory import claims, fit, room
+from tokenbus.worker.engine.memory.claims import MemoryClaims
+from tokenbus.worker.engine.memory.fit import Rooms
+from tokenbus.worker.engine.memory.need import MemoryNeed, mib
+from tokenbus.worker.engine.memory.room import Room
 from tokenbus.worker.engine.models import model_files, registry
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
@@ -28,7 +33,7 @@ from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineProcess
 from tokenbus.worker.models import transfer
 from tokenbus.worker.models.hub import location
-from tokenbus.worker.on_demand import memory_need, model_facts
+from tokenbus.worker.on_demand import model_facts, sizes
 
 _CONNECT_TIMEOUT_S = 3.0
 _MIN_PAYLOAD = 64 * 1024
@@ -92,7 +97,7 @@ async def _run(options: argparse.Namespace) -> int:
 async def _all_findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
     for finding in (*_machine(), *_ports(options.ports), _hub_cache(options)):
         yield finding
-    for finding in check_memory(options.model, options.memory_budget_mib << 20, device_memory.free_host_bytes()):
+    for finding in check_memory(options.model, options.memory_budget_mib << 20, _host_room()):
         yield finding
     for model in options.model:
         finding = check_model(model)
@@ -146,26 +151,55 @@ def _ports(ports: list[int]) -> Iterator[Finding]:
                 yield Finding("ok", f"port {port} is free")
 
 
-def check_memory(models: list[str], budget_bytes: int, free_bytes: int) -> Iterator[Finding]:
-    """Says what each model on this machine needs when it is loaded, and whether they fit in memory together."""
-    limit, limited = (free_bytes, "free") if not budget_bytes else (budget_bytes, "allowed by the budget")
+def check_memory(models: list[str], budget_bytes: int, host: Room) -> Iterator[Finding]:
+    """Says what each model on this machine takes when it is loaded, and whether they fit in memory together.
+
+    Without a budget a worker chooses sizes that fit in the host's memory; GPUs are not looked at."""
+    limit, limited = (host.free_bytes, "free") if not budget_bytes else (budget_bytes, "allowed by the budget")
     total = 0
     for model in models:
         if model_files.is_hub_name(model):
             continue
-        settings = EngineSettings(model=model, host_cache_mib=0)
         try:
-            need = memory_need.estimate(model_facts.read(settings, lambda _: None), settings)
-        except (ModelError, OSError):
+            need = _need_of(model, budget_bytes, host)
+        except ModelError as error:
+            yield Finding("bad", f"{model}: {error}")
+            continue
+        except OSError:
             continue  # `check_model` says what is wrong with it
         total += need.total_bytes
+        what = (
+            f"{model} takes {need} for contexts of {need.context_length:,} tokens, {need.kv_tokens:,} in all; "
+            f"{mib(limit)} of {mib(host.total_bytes)} are {limited}"
+        )
+        if not budget_bytes:
+            what += f", of which {mib(room.reserve_bytes(host.total_bytes))} stay in reserve"
         fits = need.total_bytes <= limit
-        what = f"{model} needs {need}; {memory_need.mib(limit)} are {limited}"
         yield Finding("ok" if fits else "bad", what, "" if fits else "lower --kv-tokens or --context-length")
     if len(models) > 1 and total:
-        together = f"all of them need {memory_need.mib(total)} together"
-        advice = "with --memory-budget-mib a worker loads them in turn"
+        together = f"all of them take {mib(total)} together"
+        advice = "side by side they get shares; with --memory-budget-mib a worker loads them in turn"
         yield Finding("ok", together) if total <= limit else Finding("note", f"{together}, more than there is", advice)
+
+
+def _need_of(model: str, budget_bytes: int, host: Room) -> MemoryNeed:
+    """Raises ModelError if it does not fit, and OSError if it can't be read."""
+    settings = EngineSettings(model=model)
+    if budget_bytes:
+        settings = EngineSettings(model=model, host_cache_mib=0)
+        return sizes.choose(model_facts.read(settings, lambda _: None), settings, budget_bytes)
+    try:
+        facts = model_facts.read(settings, lambda _: None)
+    except ModelError as error:
+        raise OSError(str(error)) from error
+    return fit.fit(facts, settings, Rooms(host))
+
+
+def _host_room() -> Room:
+    """Returns the memory that a worker would find now."""
+    mine, host = MemoryClaims(claims.runtime_directory()), device_memory.host()
+    with mine.planning():
+        return mine.room(host, "", 1.0) if host is not None else room.UNLIMITED
 
 
 def check_model(model: str) -> Finding:
@@ -197,7 +231,7 @@ async def check_engine(model: str) -> AsyncIterator[Finding]:
     if config.embeddings is not None:
         yield Finding("ok", f"it makes embeddings: {config.embeddings}")
     if config.kv_lane_bytes:
-        lane = memory_need.mib(config.kv_lane_bytes)
+        lane = mib(config.kv_lane_bytes)
         yield Finding("ok", f"it can share --kv-budget with others as they need it, in lanes of {lane}")
     for ability, reason in config.missing.items():
         yield Finding("note", f"it has no {ability.replace('_', ' ')}: {reason}")

@@ -136,6 +136,7 @@ class LocalSystem:
         threads = options.threads or max(1, len(os.sched_getaffinity(0)) // owners)
         model = [flag for one in options.model for flag in ("--model", str(one))]
         model += [flag for one in options.served_name for flag in ("--served-name", one)]
+        model += ["--memory-share", str(1 / options.workers)]
         model += ["--threads", str(threads), "--memory-budget-mib", str(options.memory_budget_mib)]
         model += [
             "--idle-unload-s",

@@ -155,13 +155,14 @@ _MEMORY = (
     ),
     Panel(
         "KV blocks in total",
-        "If it differs between workers of one model, their settings differ.",
+        "If it differs between workers of one model, their settings or the memory of their machines differ.",
         "short",
         (Query(sum_of(f"{_P}_kv_total_blocks", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
         "Device memory of the KV cache",
-        "0 if unknown. If it differs between workers of one model, their settings differ.",
+        "0 if unknown. If it differs between workers of one model, their settings or the memory of their machines "
+        "differ.",
         "bytes",
         (
             Query(sum_of(f"{_P}_kv_bytes", WORKER_FILTER, "worker_id"), _NAME),
@@ -186,6 +187,14 @@ _MEMORY = (
         "models are busy at the same time: raise --kv-budget.",
         "Bps",
         (Query(rate(f"{_P}_kv_reclaimed_bytes_total", WORKER_FILTER, "worker_id, kind"), f"{_NAME} {{{{kind}}}}"),),
+    ),
+    Panel(
+        "Memory that engines were planned to take, by part",
+        "The log line `memory_planned` says of how much. If an engine takes more, as its process shows, lower "
+        "--kv-tokens or --host-cache-mib, and report it.",
+        "bytes",
+        (Query(sum_of(f"{_P}_memory_planned_bytes", WORKER_FILTER, "worker_id, part"), f"{_NAME} {{{{part}}}}"),),
+        "stacked",
     ),
     Panel(
         "KV blocks fetched from other workers and given to them",

@@ -9,6 +9,7 @@ from tokenbus import demo
 from tokenbus.cli import connection_flags
 from tokenbus.cli.commands import doctor
 from tokenbus.protocol.wire import messages
+from tokenbus.worker.engine.memory.room import Room
 
 
 def marks(findings: list[doctor.Finding]) -> dict[str, str]:
@@ -94,9 +95,19 @@ async def test_a_secret_that_everybody_can_read_is_noted(tmp_path: Path) -> None
 
 
 def test_models_are_compared_with_the_memory_that_there_is() -> None:
-    models = [str(demo.MODEL_PATH), str(demo.MODEL_PATH)]
-    assert [one.mark for one in doctor.check_memory(models, 0, 1 << 40)] == ["ok", "ok", "ok"]
-    assert [one.mark for one in doctor.check_memory(models, 150 << 20, 1 << 40)] == ["ok", "ok", "note"]
-    (alone,) = doctor.check_memory(models[:1], 50 << 20, 1 << 40)
-    assert (alone.mark, "50 MiB are allowed by the budget" in alone.what) == ("bad", True)
-    assert list(doctor.check_memory(["org/repo", "/no/such/file.gguf"], 0, 1 << 40)) == []
+    models, plenty = [str(demo.MODEL_PATH), str(demo.MODEL_PATH)], Room(1 << 40, 1 << 39, 1 << 38)
+    found = list(doctor.check_memory(models, 0, plenty))
+    assert [one.mark for one in found] == ["ok", "ok", "ok"]
+    assert "for contexts of 2,048 tokens, 8,192 in all; 524,288 MiB of 1,048,576 MiB are free" in found[0].what
+    assert found[0].what.endswith("of which 4,096 MiB stay in reserve")
+    assert [one.mark for one in doctor.check_memory(models, 150 << 20, plenty)] == ["ok", "ok", "note"]
+    (alone,) = doctor.check_memory(models[:1], 50 << 20, plenty)
+    assert (alone.mark, "50 MiB of 1,048,576 MiB are allowed by the budget" in alone.what) == ("bad", True)
+    assert list(doctor.check_memory(["org/repo", "/no/such/file.gguf"], 0, plenty)) == []
+
+
+def test_a_model_for_which_memory_is_too_small_is_told_what_would_fit() -> None:
+    (found,) = doctor.check_memory([str(demo.MODEL_PATH)], 0, Room(64 << 20, 64 << 20, 48 << 20))
+    assert found.mark == "bad"
+    assert "64 MiB of 64 MiB are free" in found.what
+    assert "more memory" in found.what

@@ -31,6 +31,10 @@ class ModelError(RuntimeError):
     """The model can't be loaded, and trying again won't help. The message says what to do."""
 
 
+class ModelTooLargeError(ModelError):
+    """There is too little memory for the model with these settings. The message says what would fit."""
+
+
 class BatchLimits(NamedTuple):
     """The most that a pooler computes at once."""
 

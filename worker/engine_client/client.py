@@ -358,8 +358,9 @@ class EngineClient(asyncio.Protocol):
                 self.listener.loading(fraction)
             case ipc.Ready() as ready:
                 self._ready.set_result(ready)
-            case ipc.LoadFailed(message):
-                self._ready.set_exception(contract.EngineStartError(message))
+            case ipc.LoadFailed(message, is_too_large):
+                refusal = contract.TooLittleMemoryError if is_too_large else contract.EngineStartError
+                self._ready.set_exception(refusal(message))
 
     def _take_constraint(self, compiled: ipc.ConstraintCompiled) -> None:
         now = time.monotonic()

@@ -11,6 +11,7 @@ import os
 import stat
 
 from tokenbus.worker import contract
+from tokenbus.worker.engine.memory.claims import COPIES_NAME
 
 _LOCK_TIMEOUT_S = 5.0
 """A worker that was killed may leave an engine that needs a moment to end; until then the file is locked."""
@@ -19,7 +20,7 @@ _LOCK_INTERVAL_S = 0.05
 
 def open_memory() -> int:
     """Returns a file in the host's memory, which takes only what is written."""
-    return os.memfd_create("tokenbus-host-cache", os.MFD_CLOEXEC)
+    return os.memfd_create(COPIES_NAME, os.MFD_CLOEXEC)
 
 
 async def open_file(path: str) -> int:

@@ -77,15 +77,14 @@ class WorkerMetrics(MetricFamilies):
         self.resident = gauge(
             "resident_bytes", "Resident memory of the worker's processes, `front` and `engine`, in bytes.", "process"
         )
-        self.uptime = gauge(
-            "uptime_seconds", "Time since a process has started; 0 for an engine that is not there.", "process"
-        )
+        self.uptime = gauge("uptime_seconds", "Time since a process has started; 0 for an engine not there.", "process")
         self.kv_pool = gauge(
             "kv_pool_bytes", "KV memory that workers of a process share: held, share, cap, and budget of all.", "part"
         )
         self.kv_reclaimed = counter(
             "kv_reclaimed_bytes", "KV memory given up for other workers: idle or of preempted sequences.", "kind"
         )
+        self.memory_planned = gauge("memory_planned_bytes", "Memory that the engine was planned to take.", "part")
         self.step_age = gauge("step_age_seconds", "Time since the step in progress began; 0 while idle.")
         self.cache_queries = counter("prefix_cache_queries_tokens", "Prompt tokens that were looked up in the cache.")
         self.cache_hits = counter("prefix_cache_hits_tokens", "Prompt tokens that were found in the cache.")
@@ -394,6 +393,8 @@ class ReplicaMetrics:
         metrics.kv_bytes.labels(*who).set(config.kv_bytes)
         metrics.kv_used_bytes.labels(*who).set(config.kv_bytes * load.used_blocks // max(1, config.total_kv_blocks))
         metrics.kv_total_blocks.labels(*who).set(config.total_kv_blocks)
+        for part, size in ({} if config.memory is None else config.memory.parts()).items():
+            metrics.memory_planned.labels(*who, part).set(size)
         metrics.step_age.labels(*who).set(load.step_age_ms / 1e3)
         metrics.unguarded.labels(*who).set(num_unguarded)
         metrics.adapters.labels(*who).set(num_adapters)

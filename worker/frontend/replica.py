@@ -20,6 +20,7 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal, subjects
 from tokenbus.worker import contract
 from tokenbus.worker.engine.host_cache.recovery import Recovery
+from tokenbus.worker.engine.memory.plan import MemoryPlan
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.sim import faults
@@ -47,6 +48,13 @@ def successor_settings(settings: EngineSettings, config: contract.EngineConfig) 
     continue there. What the memory left then, or a budget in bytes allowed, does not count a second time; memory of a
     pool that can't be lent is reserved again."""
     settings = msgspec.structs.replace(settings, files=config.files)
+    if config.memory is not None:
+        settings = msgspec.structs.replace(
+            settings,
+            gpu_layers=config.memory.gpu_layers,
+            host_cache_limit_bytes=max(1, config.memory.host_cache_bytes),
+            memory_share=0.0,
+        )
     if not config.kv_tokens:
         return settings
     return msgspec.structs.replace(
@@ -219,6 +227,8 @@ class Replica(EngineListener):
         """Serves with a new engine. The next one will load the same files and have the same sizes."""
         if self._config is not None:
             self._metrics.engine_restarted()
+        elif config.memory is not None:
+            self._log_memory(config, config.memory)
         self._config = config
         if self._supervisor is not None and self._supervisor.engine is not None:
             self._health.engine_started(self._supervisor.engine, config)
@@ -229,6 +239,24 @@ class Replica(EngineListener):
         self.frontend.engine_started(engine, config)
         if not self.started.done():
             self.started.set_result(config)
+
+    def _log_memory(self, config: contract.EngineConfig, plan: MemoryPlan) -> None:
+        """Logs the sums by which sizes were chosen, in MiB."""
+        self._log.info(
+            "memory_planned",
+            context_length=config.context_length,
+            kv_tokens=config.kv_tokens,
+            weights_mib=plan.weight_bytes >> 20,
+            kv_mib=plan.kv_bytes >> 20,
+            buffers_mib=plan.compute_bytes >> 20,
+            host_cache_mib=plan.host_cache_bytes >> 20,
+            planned_mib=plan.planned_bytes >> 20,
+            reserve_mib=plan.reserve_bytes >> 20,
+            free_mib=plan.free_bytes >> 20,
+            total_mib=plan.total_bytes >> 20,
+            gpu_mib=plan.gpu_bytes >> 20,
+            gpu_layers=plan.gpu_layers,
+        )
 
     def copies_recovered(self, recovery: Recovery) -> None:
         """Logs and counts what an engine has found of an earlier one."""
@@ -246,7 +274,10 @@ class Replica(EngineListener):
         self._metrics.memory_poisoned()
 
     def engine_died(self) -> None:
-        """Announces that there is no engine for now."""
+        """Announces that there is no engine for now. If it has died while it was loading, it may have taken more memory
+        than there was: the next one plans with half of it."""
+        if self._config is None:
+            self._engine = msgspec.structs.replace(self._engine, memory_share=self._engine.memory_share / 2)
         assert self.frontend is not None
         self._health.engine_died()
         self.frontend.engine_died()

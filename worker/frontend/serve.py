@@ -23,6 +23,7 @@ from tokenbus.worker.frontend import vllm_metric_aliases
 from tokenbus.worker.frontend.metrics import WorkerMetrics
 from tokenbus.worker.frontend.replica import Replica
 from tokenbus.worker.frontend.settings import OnProgress, ServedModel, WorkerSettings
+from tokenbus.worker.on_demand import model_facts
 from tokenbus.worker.on_demand.models import OnDemandModels
 from tokenbus.worker.on_demand.replica import OnDemandReplica
 
@@ -33,6 +34,10 @@ _NOT_LOADABLE = {"model", "files", "engine", "scheduler", "onnx"} | {
     "kv_limit_bytes",
     "kv_pool_bytes",
     "kv_reserved_bytes",
+    "host_cache_limit_bytes",
+    "memory_share",
+    "memory_parts",
+    "memory_kept_bytes",
 }
 """Engine settings that a `load` message can't set by name."""
 
@@ -171,12 +176,21 @@ class Worker:
         # what is pinned is loaded before anything can be asked for
         models = sorted(self._settings.models, key=lambda model: model.on_demand)
         coming = sum(model.replicas for model in models)
+        weights = await self._weights_of(models)
         # one at a time: each gets a share of the KV memory that those before it have left
         async with self._starting:
             for model in models:
+                weights.pop(model.engine.model, None)
                 for _ in range(model.replicas):
-                    await self._wait_started(self._add_replica(model, coming))
+                    await self._wait_started(self._add_replica(model, coming, sum(weights.values())))
                     coming -= 1
+
+    async def _weights_of(self, models: list[ServedModel]) -> dict[str, int]:
+        """Returns the size of each model that is loaded from the start, so that the first leave room for the others."""
+        engines = {model.engine.model: model.engine for model in models if not model.on_demand}
+        if len(engines) < 2:
+            return {}
+        return {name: await asyncio.to_thread(model_facts.weight_bytes, one) for name, one in engines.items()}
 
     async def _load(self, model: ServedModel, on_progress: OnProgress) -> None:
         added: list[Replica] = []
@@ -200,8 +214,9 @@ class Worker:
             return
         on_progress(internal.ControlReply(ok=True, progress=1.0, worker_ids=[replica.worker_id for replica in added]))
 
-    def _add_replica(self, model: ServedModel, coming: int) -> Replica:
-        """Starts a replica with an equal share of the KV memory that it and the other `coming` - 1 may still take."""
+    def _add_replica(self, model: ServedModel, coming: int, coming_weights: int = 0) -> Replica:
+        """Starts a replica with an equal share of the memory that it and the other `coming` - 1 may still take, without
+        that of the weights of models that come later."""
         self._last_number += 1
         # only a single replica keeps the plain name; loaded ones get numbers from 2 on
         alone = self._is_single and self._last_number == 1
@@ -212,8 +227,15 @@ class Worker:
             own = OnDemandReplica(self._settings, model, worker_id, self._metrics, self._tracer, file)
             self._on_demand.add(own)
             return self._start(own)
+        engine = self._on_demand.sized(model)
+        # a budget for KV memory alone may be less than what was counted for the model
+        limits = [size for size in (engine.kv_limit_bytes, self._kv_share_bytes(coming)) if size]
         engine = msgspec.structs.replace(
-            model.engine, kv_limit_bytes=self._kv_share_bytes(coming), kv_pool_bytes=self._kv_budget_bytes
+            engine,
+            kv_limit_bytes=min(limits, default=0),
+            kv_pool_bytes=self._kv_budget_bytes,
+            memory_parts=coming,
+            memory_kept_bytes=coming_weights,
         )
         return self._start(
             Replica(self._settings, model, worker_id, engine, self._process, self._metrics, self._tracer, file)

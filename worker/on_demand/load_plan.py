@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from tokenbus.protocol.wire import errors
-from tokenbus.worker.on_demand.memory_need import MemoryNeed, mib
+from tokenbus.worker.engine.memory.need import MemoryNeed, mib
 from tokenbus.worker.on_demand.planned_model import LINGER_S, PlannedModel, State
 
 _WANT_TTL_S = 3.0

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tokenbus.worker.engine.gguf import kv_memory, metadata
+from tokenbus.worker.engine.gguf import metadata
+from tokenbus.worker.engine.gguf import model_facts as gguf_facts
+from tokenbus.worker.engine.memory.need import ModelFacts
 from tokenbus.worker.engine.models import config_json, registry
-from tokenbus.worker.engine.models.model_files import Layout, ModelFiles
+from tokenbus.worker.engine.models.model_files import Layout, ModelFiles, is_hub_name
 from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.models.find import find
-from tokenbus.worker.on_demand.memory_need import ModelFacts
 
 _F16_BYTES, _F32_BYTES = 2, 4
-_IDLE_LANES = 49
-"""Lanes of llama.cpp besides those of running sequences, and the one for copies; each has a row of logits."""
 _ONNX_CONTEXT = 4_096
 _TYPE_BITS = {"f32": 32.0, "q8": 8.5, "q6": 6.6, "q5": 5.7, "q4": 4.9, "iq4": 4.5, "q3": 4.0, "q2": 3.0}
 """Bits of a weight by how the type of a conversion begins, a little more than usual; 16 for all others."""
@@ -29,7 +29,8 @@ def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFa
     files = find(settings.model, layouts, progress)
     num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else 16
     if files.weights.suffix == ".gguf":
-        return _of_gguf(files, layouts, settings, num_seqs)
+        size = gguf_facts.weight_bytes(files.weights)
+        return gguf_facts.read(metadata.read(files.weights), size, settings, num_seqs)
     config = config_json.read(files.sidecars.get("config.json"), config_json.Sizes)
     weight_bytes = _size(files, layouts)
     if engine == "onnx":
@@ -39,21 +40,19 @@ def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFa
             trained_context=context, kv_tokens=settings.kv_tokens or rows * context
         )
     weight_bytes = int(weight_bytes * _bits_of(settings.quantize or "f16") / config.weight_bits)
-    return _of_config(config, weight_bytes, _F16_BYTES, num_seqs + _IDLE_LANES)
+    return _of_config(config, weight_bytes, _F16_BYTES, num_seqs + gguf_facts.OTHER_ROWS)
 
 
-def _of_gguf(files: ModelFiles, layouts: Sequence[Layout], settings: EngineSettings, num_seqs: int) -> ModelFacts:
-    found = metadata.read(files.weights)
-    architecture = found.text("general.architecture") or ""
-    return ModelFacts(
-        weight_bytes=_size(files, layouts),
-        kv_bytes_per_token=kv_memory.bytes_per_token(found, settings),
-        trained_context=found.number(f"{architecture}.context_length"),
-        width=found.number(f"{architecture}.embedding_length"),
-        vocab_size=len(found.texts("tokenizer.ggml.tokens")),
-        rows=num_seqs + _IDLE_LANES,
-        state_bytes=kv_memory.states_bytes(found, num_seqs),
-    )
+def weight_bytes(settings: EngineSettings) -> int:
+    """Returns the size of a model's weights; 0 for one on the Hub, of which nothing is fetched for that, and for one
+    that can't be found, which is said when it is loaded."""
+    if is_hub_name(settings.model):
+        return 0
+    layouts = registry.layouts(registry.engine_of(settings.model) if settings.engine == "auto" else settings.engine)
+    try:
+        return _size(find(settings.model, layouts, lambda _: None), layouts)
+    except (ModelError, OSError):
+        return 0
 
 
 def _of_config(config: config_json.Sizes, weight_bytes: int, value_bytes: int, rows: int) -> ModelFacts:

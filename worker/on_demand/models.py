@@ -7,15 +7,16 @@ from functools import partial
 import structlog
 
 from tokenbus.protocol import tasks
-from tokenbus.protocol.wire import internal
+from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker import contract
 from tokenbus.worker.engine import device_memory
+from tokenbus.worker.engine.memory.need import MemoryNeed, mib
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.frontend.metrics import WorkerMetrics
 from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
-from tokenbus.worker.on_demand import memory_need, model_facts
+from tokenbus.worker.on_demand import model_facts, sizes
 from tokenbus.worker.on_demand.load_plan import Load, LoadPlan, Unload
-from tokenbus.worker.on_demand.memory_need import MemoryNeed, mib
 from tokenbus.worker.on_demand.planned_model import State
 from tokenbus.worker.on_demand.replica import OnDemandReplica
 
@@ -31,6 +32,8 @@ class OnDemandModels:
         self._metrics = metrics
         self._worker_id = worker_id
         self._plan = LoadPlan((), 0)
+        self._beside: dict[str, MemoryNeed] = {}
+        """The memory of models that are loaded beside these."""
         self._replicas: dict[str, OnDemandReplica] = {}
         self._measuring: dict[str, asyncio.Task[None]] = {}
         self._changing: set[asyncio.Task[None]] = set()
@@ -48,10 +51,10 @@ class OnDemandModels:
         Raises EngineStartError if they alone take more."""
         others = [model for model in self._settings.models if not model.on_demand]
         budget = self._settings.memory_budget_bytes
-        for model in others if budget else ():
-            need = await _need_to_start(model)
-            budget -= need.total_bytes * model.replicas
-            if budget <= 0:
+        for model in others if self._models else ():
+            need = self._beside[model.served_name] = await self._need_to_start(model)
+            budget -= need.total_bytes * model.replicas if budget else 0
+            if budget <= 0 < self._settings.memory_budget_bytes:
                 whole = mib(self._settings.memory_budget_bytes)
                 raise contract.EngineStartError(
                     f"the pinned models take more than the budget: {model.served_name} needs {need}, and all together "
@@ -65,7 +68,7 @@ class OnDemandModels:
         Raises EngineStartError if there is not so much left."""
         if not self._plan.budget_bytes:
             return 0
-        need = await _need_to_start(model)
+        need = self._beside[model.served_name] = await self._need_to_start(model)
         if not self._plan.take(need.total_bytes):
             left = mib(self._plan.budget_bytes - self._plan.reserved_bytes)
             raise contract.EngineStartError(
@@ -73,6 +76,11 @@ class OnDemandModels:
                 "--memory-budget-mib"
             )
         return need.total_bytes
+
+    def sized(self, model: ServedModel) -> EngineSettings:
+        """Returns the settings of a model that is loaded beside these, with the sizes for which it was counted."""
+        need = self._beside.get(model.served_name)
+        return model.engine if need is None else sizes.sized(model.engine, need)
 
     def give_back(self, num_bytes: int) -> None:
         """Gives back what `take` has taken."""
@@ -131,9 +139,11 @@ class OnDemandModels:
         self._log.info("model_loaded", worker_id=replica.worker_id, model=name, total_ms=round(seconds * 1e3, 1))
         self._changed.set()
 
-    def model_failed(self, name: str, reason: str) -> None:
-        replica = self._replicas[name]
-        self._plan.failed(name, reason, time.monotonic())
+    def model_failed(self, name: str, error: contract.EngineStartError) -> None:
+        replica, reason = self._replicas[name], str(error)
+        is_memory = isinstance(error, contract.TooLittleMemoryError)
+        code = errors.Code.INSUFFICIENT_MEMORY if is_memory else errors.Code.NO_WORKER
+        self._plan.failed(name, reason, time.monotonic(), code)
         self._metrics.model_loads.labels(name, replica.worker_id, "failed").inc()
         self._log.error("model_not_loaded", worker_id=replica.worker_id, model=name, error=reason)
         self._start_measuring(name)  # its file may be another one now
@@ -166,7 +176,7 @@ class OnDemandModels:
                     self._began_at[name] = now
                     need = self._plan.need_of(name)
                     assert need is not None, self._plan
-                    self._replicas[name].load(need.kv_bytes)
+                    self._replicas[name].load(need)
                 case Unload(name, reason):
                     replica = self._replicas[name]
                     self._metrics.model_unloads.labels(name, replica.worker_id, reason).inc()
@@ -188,7 +198,7 @@ class OnDemandModels:
     async def _measure(self, name: str) -> None:
         """Finds out how much memory a model needs, which may begin with a download."""
         try:
-            need = await _measure(self._models[name])
+            need = await self._measure_files(self._models[name])
         except (ModelError, OSError) as error:
             self._not_measured(name, error)
             return
@@ -205,16 +215,14 @@ class OnDemandModels:
             self._plan.failed(name, str(error) or type(error).__name__, time.monotonic())
             self._log.error("model_not_loaded", worker_id=worker_id, model=name, error=str(error))
 
+    async def _need_to_start(self, model: ServedModel) -> MemoryNeed:
+        """Raises EngineStartError for a model that can't be measured."""
+        try:
+            return await self._measure_files(model)
+        except (ModelError, OSError) as error:
+            raise contract.EngineStartError(str(error)) from error
 
-async def _measure(model: ServedModel) -> MemoryNeed:
-    """Reads files on a thread. Raises ModelError and OSError."""
-    facts = await asyncio.to_thread(model_facts.read, model.engine, lambda _: None)
-    return memory_need.estimate(facts, model.engine)
-
-
-async def _need_to_start(model: ServedModel) -> MemoryNeed:
-    """Raises EngineStartError for a model that can't be measured."""
-    try:
-        return await _measure(model)
-    except (ModelError, OSError) as error:
-        raise contract.EngineStartError(str(error)) from error
+    async def _measure_files(self, model: ServedModel) -> MemoryNeed:
+        """Reads files on a thread. Raises ModelError and OSError."""
+        facts = await asyncio.to_thread(model_facts.read, model.engine, lambda _: None)
+        return sizes.choose(facts, model.engine, self._settings.memory_budget_bytes)

@@ -3,7 +3,7 @@
 import enum
 
 from tokenbus.protocol.wire import errors
-from tokenbus.worker.on_demand.memory_need import MemoryNeed
+from tokenbus.worker.engine.memory.need import MemoryNeed
 
 LINGER_S = 0.2
 """A model that has been idle for less than this is not unloaded: its clients may be about to ask again."""

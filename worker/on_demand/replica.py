@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import codec, internal
+from tokenbus.protocol.wire import internal
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker import contract
+from tokenbus.worker.engine.memory.need import MemoryNeed
 from tokenbus.worker.engine.models import registry
 from tokenbus.worker.engine.models.model_files import source_name
 from tokenbus.worker.engine.process.settings import EngineSettings
@@ -17,6 +18,7 @@ from tokenbus.worker.engine_client.supervisor import Supervisor
 from tokenbus.worker.frontend.metrics import WorkerMetrics
 from tokenbus.worker.frontend.replica import Replica
 from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
+from tokenbus.worker.on_demand import sizes
 
 _POLL_S = 0.05
 
@@ -28,7 +30,7 @@ class LoadListener(Protocol):
         """It serves, after `load` or after its engine was restarted."""
         ...
 
-    def model_failed(self, name: str, reason: str) -> None:
+    def model_failed(self, name: str, error: contract.EngineStartError) -> None:
         """It could not be loaded, or its engine died and it can't be loaded again."""
         ...
 
@@ -66,11 +68,11 @@ class OnDemandReplica(Replica):
         if self.started.done() and not self._load_requested.is_set():
             self._announce_loadable()
 
-    def load(self, kv_limit_bytes: int) -> None:
-        """Starts an engine with no more KV memory than that; 0 is no limit. The listener is told whether it serves."""
+    def load(self, need: MemoryNeed) -> None:
+        """Starts an engine that takes no more than that. The listener is told whether it serves."""
         assert self.frontend is not None, "only a started replica is wanted"
         self.load_progress = 0.0
-        self._engine = codec.replace(self._model.engine, kv_limit_bytes=kv_limit_bytes)
+        self._engine = sizes.sized(self._model.engine, need)
         self.frontend.announce_loading()
         self._load_requested.set()
 
@@ -128,16 +130,16 @@ class OnDemandReplica(Replica):
         while True:
             await self._load_requested.wait()
             assert self._supervisor is not None
-            failure = ""
+            failure: contract.EngineStartError | None = None
             try:
                 await self._supervisor.run()
             except contract.EngineStartError as error:
                 await self._supervisor.cleanup()
-                failure = str(error)
+                failure = error
             if self.frontend.drain.is_requested:
                 return
             self._forget_engine()
-            if failure:
+            if failure is not None:
                 self.listener.model_failed(self.served_name, failure)
             else:
                 self.listener.model_unloaded(self.served_name)

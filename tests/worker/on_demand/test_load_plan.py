@@ -4,8 +4,8 @@ import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tokenbus.protocol.wire import errors
+from tokenbus.worker.engine.memory.need import MemoryNeed
 from tokenbus.worker.on_demand.load_plan import Load, LoadPlan, Unload
-from tokenbus.worker.on_demand.memory_need import MemoryNeed
 from tokenbus.worker.on_demand.planned_model import State
 
 PLENTY = 1 << 40

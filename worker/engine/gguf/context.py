@@ -10,21 +10,25 @@ import os
 
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine.gguf import backend, kv_memory, settings_resolution
+from tokenbus.worker.engine.gguf import backend, settings_resolution
+from tokenbus.worker.engine.gguf.model_facts import IDLE_LANES
 from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.runner import ModelError, ModelTooLargeError
 
 _CELLS = 256
 """llama.cpp rounds its KV memory up to multiples of this, but not the tokens that it takes in one batch."""
-_IDLE_LANES = 48
-"""Lanes for the ends of cached prefixes. Each costs a row of logits in host memory."""
 
 
-def _kv_tokens(model: llama.llama_model_p, settings: EngineSettings, length: int) -> int:
+class ContextTooLargeError(ModelTooLargeError):
+    """There was no memory for a context, or llama.cpp can't make one for another reason."""
+
+
+def _kv_tokens(model: llama.llama_model_p, settings: EngineSettings) -> int:
     """Returns the tokens that all sequences may have. If none of them takes any memory, each may have its context."""
+    length = settings.context_length or int(llama.llama_model_n_ctx_train(model))
     if llama.llama_model_is_recurrent(model):
         return settings.max_num_seqs * length
-    return settings.kv_tokens or kv_memory.default_kv_tokens(length)
+    return settings.kv_tokens or length
 
 
 def has_partial_state(model: llama.llama_model_p) -> bool:
@@ -67,14 +71,13 @@ def num_lanes(settings: EngineSettings, *, partial_state: bool) -> int:
     A lane with a partial state costs a recurrent state or a window of its own, even if it is idle."""
     if keeps_sequences_apart(settings) or partial_state:
         return settings.max_num_seqs
-    return min(settings.max_num_seqs + _IDLE_LANES, int(llama.llama_max_parallel_sequences()) - 1)
+    return min(settings.max_num_seqs + IDLE_LANES, int(llama.llama_max_parallel_sequences()) - 1)
 
 
 def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_state: bool) -> llama.llama_context_p:
     """`partial_state` is what `has_partial_state` says of the model. Raises ModelError if memory is too small."""
-    length = kv_memory.context_length(settings, llama.llama_model_n_ctx_train(model))
     params = common_params(settings)
-    params.n_ctx = -(-_kv_tokens(model, settings, length) // _CELLS) * _CELLS
+    params.n_ctx = -(-_kv_tokens(model, settings) // _CELLS) * _CELLS
     params.n_batch = settings.max_num_batched_tokens
     params.n_ubatch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
     params.n_seq_max = num_lanes(settings, partial_state=partial_state) + first_seq_id(settings)
@@ -85,10 +88,12 @@ def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_stat
     context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
     if context is None:
         reason = backend.last_error()
-        remedy = "a smaller --kv-tokens or --context-length"
+        problem = f"no context of {params.n_ctx} tokens could be made: {reason}; pass"
         if "block size" in reason:  # the width of a head is not a multiple of the type's block
-            remedy = "f16 or another type that is not quantized as --cache-type-k and --cache-type-v"
-        raise ModelError(f"no context of {params.n_ctx} tokens could be made: {reason}; pass {remedy}")
+            raise ModelError(
+                f"{problem} f16 or another type that is not quantized as --cache-type-k and --cache-type-v"
+            )
+        raise ContextTooLargeError(f"{problem} a smaller --kv-tokens or --context-length")
     if llama.llama_get_memory(context) is None:
         llama.llama_free(context)
         raise ModelError("the model generates nothing: llama.cpp keeps no keys, values or states of its tokens")

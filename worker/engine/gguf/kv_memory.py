@@ -7,13 +7,13 @@ from tokenbus.worker.engine.gguf.metadata import Metadata
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
-_MAX_DEFAULT_CONTEXT = 8_192
-_MAX_DEFAULT_KV_TOKENS = 16_384
 EMBEDDED_INPUTS = 16
 """The most inputs that a model which generates embeds in one batch; each costs a row of logits."""
 MEAN_OUTPUTS = 64
 """The most tokens whose states are returned at once, where an embedding is the mean of all; each costs as much."""
 _MAX_DEFAULT_EMBED_TOKENS = 2_048
+_MAX_POOLED_INPUT = 8_192
+"""The longest input without a setting: attention takes its tokens squared."""
 _BLOCK_BYTES = {
     "f32": (1, 4),
     "f16": (1, 2),
@@ -26,6 +26,22 @@ _BLOCK_BYTES = {
 }
 """For each cache type the values in one of ggml's blocks, and the bytes that such a block takes."""
 _F32_BYTES = 4
+_WINDOW_PATTERNS = {
+    "afmoe": 4,
+    "cohere2": 4,
+    "exaone4": 4,
+    "gemma2": 2,
+    "gemma3": 6,
+    "gemma3n": 5,
+    "gpt-oss": 2,
+    "llama4": 4,
+    "olmo2": 4,
+    "smallthinker": 4,
+}
+"""Architectures with windows whose files need not say in which layers: all but one of so many. Files of others may name
+a window all the same, to which llama.cpp does not keep."""
+_RECURRENT_ARCHITECTURES = ("arwkv7", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7")
+"""Those of which no layer attends, whatever heads their files name."""
 _INTERVAL_ARCHITECTURES = ("qwen3next", "qwen35", "qwen35moe")
 """Those of which one layer in so many attends, and the others have a recurrent state."""
 
@@ -36,9 +52,8 @@ def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:
     Raises ModelError for a cache type that there is not."""
     arch = metadata.text("general.architecture") or ""
     layers = metadata.number(f"{arch}.block_count")
-    heads = metadata.number(f"{arch}.attention.head_count")
-    heads = heads or max(metadata.ints(f"{arch}.attention.head_count"), default=0)
-    if not heads:  # no layer attends
+    heads = num_heads(metadata)
+    if not heads or arch in _RECURRENT_ARCHITECTURES:  # no layer attends
         return 0
     width = metadata.number(f"{arch}.embedding_length") // heads
     key_width = metadata.number(f"{arch}.attention.key_length") or width
@@ -48,6 +63,34 @@ def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:
     attending = layers - _recurrent_layers(metadata, arch) if arch in _INTERVAL_ARCHITECTURES else layers
     kv_heads = sum(per_layer) or attending * (metadata.number(f"{arch}.attention.head_count_kv") or heads)
     return kv_heads * (_size(key_width, settings.cache_type_k) + _size(value_width, settings.cache_type_v))
+
+
+def num_heads(metadata: Metadata) -> int:
+    """Returns the attention heads of a layer, or of that which has the most."""
+    arch = metadata.text("general.architecture") or ""
+    heads = metadata.number(f"{arch}.attention.head_count")
+    return heads or max(metadata.ints(f"{arch}.attention.head_count"), default=0)
+
+
+def windowed_share(metadata: Metadata) -> float:
+    """Returns the share of the layers that attend to a window of tokens and keep no others."""
+    arch = metadata.text("general.architecture") or ""
+    if not metadata.number(f"{arch}.attention.sliding_window"):
+        return 0.0
+    key = f"{arch}.attention.sliding_window_pattern"
+    listed = metadata.numbers(key)
+    if listed:
+        return sum(map(bool, listed)) / len(listed)
+    layers = metadata.number(f"{arch}.block_count")
+    if not layers or arch not in _WINDOW_PATTERNS:
+        return 0.0
+    return (layers - layers // (metadata.number(key) or _WINDOW_PATTERNS[arch])) / layers
+
+
+def window_tokens(metadata: Metadata, settings: EngineSettings, num_seqs: int) -> int:
+    """Returns the tokens that layers with windows keep of so many lanes, and of the one for copies."""
+    arch = metadata.text("general.architecture") or ""
+    return metadata.number(f"{arch}.attention.sliding_window") * (num_seqs + 1) + settings.ubatch_tokens
 
 
 def state_bytes(metadata: Metadata) -> int:
@@ -81,13 +124,8 @@ def states_bytes(metadata: Metadata, num_seqs: int) -> int:
 
 
 def context_length(settings: EngineSettings, trained: int) -> int:
-    """Returns the length of one sequence in tokens."""
-    return settings.context_length or int(min(trained, _MAX_DEFAULT_CONTEXT))
-
-
-def default_kv_tokens(length: int) -> int:
-    """Returns the tokens of KV memory for all sequences of that length together, if no setting says how many."""
-    return max(length, min(4 * length, _MAX_DEFAULT_KV_TOKENS))
+    """Returns the tokens of the longest input of a model that only pools."""
+    return settings.context_length or min(trained, _MAX_POOLED_INPUT)
 
 
 def embed_tokens(settings: EngineSettings, context_length: int) -> int:
@@ -95,8 +133,9 @@ def embed_tokens(settings: EngineSettings, context_length: int) -> int:
     return settings.max_embed_tokens or min(context_length, _MAX_DEFAULT_EMBED_TOKENS)
 
 
-def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) -> EngineSettings:
-    """Lowers the KV memory that the settings ask for to `kv_limit_bytes`, if that is less.
+def fit_to_budget(settings: EngineSettings, metadata: Metadata, length: int) -> EngineSettings:
+    """Lowers the KV memory that the settings ask for to `kv_limit_bytes`, if that is less, and the context, if
+    `length` was chosen and not asked for.
 
     Raises ModelError if not even one request of the context length would fit."""
     each, states = bytes_per_token(metadata, settings), states_bytes(metadata, settings.max_num_seqs)
@@ -107,15 +146,16 @@ def fit_to_budget(settings: EngineSettings, metadata: Metadata, trained: int) ->
         )
     if not settings.kv_limit_bytes or not each:
         return settings
-    fits = (settings.kv_limit_bytes - states) // each // settings.kv_block_size * settings.kv_block_size
-    length = context_length(settings, trained)
+    left, windows = settings.kv_limit_bytes - states, window_tokens(metadata, settings, settings.max_num_seqs)
+    windowed = round(each * windowed_share(metadata))
+    longer = (left - windows * windowed) // max(1, each - windowed)  # than all windows together
+    fits = max(left // each, longer) // settings.kv_block_size * settings.kv_block_size
     if fits < (length if settings.context_length else max(settings.kv_block_size, 2)):
         raise ModelError(
             f"--kv-budget leaves {settings.kv_limit_bytes - states} bytes for this replica, which is {fits} tokens of "
             f"{each} bytes, and one request may need {length}: raise it, or lower --context-length"
         )
-    wanted = settings.kv_tokens or default_kv_tokens(length)
-    return msgspec.structs.replace(settings, kv_tokens=min(wanted, fits), context_length=min(length, fits))
+    return msgspec.structs.replace(settings, kv_tokens=min(settings.kv_tokens, fits), context_length=min(length, fits))
 
 
 def _size(count: int, cache_type: str) -> int:

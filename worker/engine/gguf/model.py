@@ -16,6 +16,7 @@ from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.gguf import backend, context, devices, metadata, settings_resolution
 from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.lora.adapters import ContextAdapters, LoadedAdapter
+from tokenbus.worker.engine.gguf.memory_planner import MemoryPlanner
 from tokenbus.worker.engine.gguf.pooling import pooling_type
 from tokenbus.worker.engine.gguf.tokenizer import bundle
 from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
@@ -45,7 +46,7 @@ def model_key(files: ModelFiles, settings: EngineSettings) -> ModelKey:
     return ModelKey(
         files.weights.resolve(),
         settings.devices,
-        settings.gpu_layers,
+        settings.gpu_layers if llama.llama_supports_gpu_offload() else 0,
         settings.split_mode,
         settings.main_gpu,
         settings.tensor_split,
@@ -53,10 +54,19 @@ def model_key(files: ModelFiles, settings: EngineSettings) -> ModelKey:
 
 
 class GgufModel:
-    """A loaded model. `progress` gets the share that is loaded, from 0 to 1. Raises ModelError."""
+    """A loaded model. `progress` gets the share that is loaded, from 0 to 1.
 
-    def __init__(self, files: ModelFiles, settings: EngineSettings, progress: Callable[[float], None]) -> None:
+    Raises ModelError, before anything is loaded if there is too little memory for it."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        settings: EngineSettings,
+        progress: Callable[[float], None],
+        planner: MemoryPlanner | None = None,
+    ) -> None:
         self.files = files
+        self._planner = planner or MemoryPlanner()
         self.metadata = metadata.read(files.weights)
         if not self.metadata.num_tensors and self.metadata.number("split.count") <= 1:
             raise ModelError(f"{files.weights}: holds a vocabulary and no weights; pass --model the whole model")
@@ -64,9 +74,15 @@ class GgufModel:
         # Routers tokenize prompts, and nobody prompts a model that generates nothing.
         self.pooling = pooling_type.of_model(self.metadata)
         generates = self.pooling is None
-        self.handle = _load(files.weights, settings, progress)
+        self.placement = self._planner.plan_weights(files.weights, self.metadata, settings)
+        try:
+            self.handle = _load(files.weights, settings, self.placement.gpu_layers, progress)
+        except BaseException:
+            self._planner.release_weights(files.weights)
+            raise
         if problem := _unsupported_kind(self.handle, generates=generates):
             llama.llama_model_free(self.handle)
+            self._planner.release_weights(files.weights)
             raise ModelError(f"{files.weights}: {problem}")
         self.has_partial_state = generates and context.has_partial_state(self.handle)
         vocab = llama.llama_model_get_vocab(self.handle)
@@ -128,12 +144,14 @@ class GgufModel:
         """Frees the model's memory. No context may use the model any more."""
         self._held.close()
         llama.llama_model_free(self.handle)
+        self._planner.release_weights(self.files.weights)
 
 
-def _load(path: Path, settings: EngineSettings, progress: Callable[[float], None]) -> llama.llama_model_p:
+def _load(
+    path: Path, settings: EngineSettings, gpu_layers: int, progress: Callable[[float], None]
+) -> llama.llama_model_p:
     params = llama.llama_model_default_params()
-    # More layers than any model has means all of them.
-    params.n_gpu_layers = 999 if settings.gpu_layers < 0 else settings.gpu_layers
+    params.n_gpu_layers = gpu_layers
     params.split_mode = settings_resolution.SPLIT_MODES[settings.split_mode]
     params.main_gpu = settings.main_gpu
     # Read while the model is loaded, so it has to live as long as this function.

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 import llama_cpp
+import msgspec
 import numpy as np
+import structlog
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import codec, internal
@@ -21,6 +23,7 @@ from tokenbus.worker.engine.gguf.batch import Batch
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.lora.adapters import ContextAdapters
+from tokenbus.worker.engine.gguf.memory_planner import MemoryPlanner, PlannedContext
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
 from tokenbus.worker.engine.gguf.pooling import pooler
 from tokenbus.worker.engine.gguf.pooling.causal_embedder import CausalEmbedder
@@ -48,24 +51,70 @@ from tokenbus.worker.models import find
 from tokenbus.worker.models.convert import converted
 from tokenbus.worker.models.convert.layout import SafetensorsLayout
 
+_LEAST_KV_TOKENS = 2_048
+"""A context below this is not tried where memory is gone that was planned for a larger one."""
+
 
 def load(
-    settings: EngineSettings, progress: Callable[[float], None], models: LoadedModels[GgufModel] | None = None
+    settings: EngineSettings,
+    progress: Callable[[float], None],
+    models: LoadedModels[GgufModel] | None = None,
+    planner: MemoryPlanner | None = None,
 ) -> Runner:
     """Returns a runner over a model that replicas share. `progress` gets the share that is loaded, from 0 to 1.
 
-    Raises ModelError if the file can't be served, or for settings that the model can't meet."""
+    Raises ModelError if the file can't be served, or for settings that the model or the memory can't meet."""
     backend.init()
     settings_resolution.validate(settings)  # before a long download
     files = ModelFiles.from_paths(settings.files) or _find(settings, progress)
-    models = models or LoadedModels()
-    model = models.acquire(model_key(files, settings), lambda: GgufModel(files, settings, progress))
+    models, planner = models or LoadedModels(), planner or MemoryPlanner()
+    model = models.acquire(model_key(files, settings), lambda: GgufModel(files, settings, progress, planner))
     try:
-        make = GgufRunner if model.pooling is None else pooler.make_runner
-        return make(model, settings, lambda: models.release(model))
+        resolved = settings_resolution.resolve(settings, model.generation_config)
+        return _open_largest(model, resolved, planner, lambda: models.release(model))
     except BaseException:
         models.release(model)
         raise
+
+
+def _open_largest(
+    model: GgufModel, settings: EngineSettings, planner: MemoryPlanner, release: Callable[[], None]
+) -> Runner:
+    """Makes a context of the size that memory allows, or a smaller one if that is gone when it is made."""
+    wanted = settings
+    while True:
+        planned = planner.plan_context(model.files.weights, model.metadata, model.placement, wanted)
+        try:
+            return _open(model, settings.context_length, planned, planner, release)
+        except BaseException as error:
+            planner.release(planned.part)
+            fewer = planned.settings.kv_tokens // 2
+            can_shrink = isinstance(error, context.ContextTooLargeError) and not settings.kv_tokens
+            if not can_shrink or fewer < max(settings.context_length, _LEAST_KV_TOKENS):
+                raise
+            structlog.get_logger().warning("context_made_smaller", kv_tokens=fewer, reason=str(error))
+            wanted = msgspec.structs.replace(settings, kv_tokens=fewer)
+
+
+def _open(
+    model: GgufModel,
+    least_context: int,
+    planned: PlannedContext,
+    planner: MemoryPlanner,
+    release: Callable[[], None],
+) -> Runner:
+    def release_all() -> None:
+        planner.release(planned.part)
+        release()
+
+    runner: Runner
+    if model.pooling is None:
+        runner = GgufRunner(model, planned.settings, release_all, least_context=least_context)
+    else:
+        runner = pooler.make_runner(model, planned.settings, release_all)
+    planner.took(planned.part)
+    runner.config = codec.replace(runner.config, memory=planned.memory)
+    return runner
 
 
 def _find(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFiles:
@@ -82,9 +131,11 @@ def _find(settings: EngineSettings, progress: Callable[[float], None]) -> ModelF
 class GgufRunner:
     """The context of one replica over a loaded model that generates. `release` is called once the model isn't needed.
 
-    Raises ModelError for settings that the model can't meet."""
+    Raises ModelError for settings that the model can't meet, and if a sequence can't have `least_context` tokens."""
 
-    def __init__(self, model: GgufModel, settings: EngineSettings, release: Callable[[], None]) -> None:
+    def __init__(
+        self, model: GgufModel, settings: EngineSettings, release: Callable[[], None], *, least_context: int = 0
+    ) -> None:
         self._model = model
         self._release = release
         self._context: llama.llama_context_p | None = None
@@ -102,7 +153,7 @@ class GgufRunner:
         self.reranker: Reranker | None = None
         self.reasoning_closer: ReasoningCloser | None = None
         try:
-            self._open(settings)
+            self._open(settings, least_context)
         except BaseException:
             self._free()
             raise
@@ -110,11 +161,9 @@ class GgufRunner:
     def __repr__(self) -> str:
         return f"<GgufRunner {self.config.source} {self._sampler!r} {self.lanes!r}>"
 
-    def _open(self, settings: EngineSettings) -> None:
+    def _open(self, settings: EngineSettings, least_context: int) -> None:
         """Creates the context and finds out what it can do."""
         metadata, handle = self._model.metadata, self._model.handle
-        settings = settings_resolution.resolve(settings, self._model.generation_config)
-        settings = kv_memory.fit_to_budget(settings, metadata, llama.llama_model_n_ctx_train(handle))
         partial_state = self._model.has_partial_state
         self._context = context.create(handle, settings, partial_state=partial_state)
         first_seq_id = context.first_seq_id(settings)
@@ -142,9 +191,9 @@ class GgufRunner:
             self.config = codec.replace(
                 self.config, features=(*self.config.features, "embed"), embeddings=self._embedder.describe()
             )
-        if settings.context_length > self.config.context_length:
+        if least_context > self.config.context_length:
             raise ModelError(
-                f"--context-length {settings.context_length} is above what one sequence can have here, "
+                f"--context-length {least_context} is above what one sequence can have here, "
                 f"{self.config.context_length}: pass more --kv-tokens"
             )
 
@@ -244,7 +293,6 @@ class GgufRunner:
     def _describe(self, settings: EngineSettings, capabilities: probe.Capabilities) -> contract.EngineConfig:
         assert self._context is not None
         block_size = settings.kv_block_size
-        longest = kv_memory.context_length(settings, llama.llama_model_n_ctx_train(self._model.handle))
         # With per-stream memory one sequence has only its share of the context.
         fits = llama.llama_n_ctx_seq(self._context) // block_size * block_size
         missing = dict(capabilities.missing)
@@ -264,7 +312,7 @@ class GgufRunner:
             closes_reasoning=self.reasoning_closer is not None,
         )
         return codec.replace(
-            self._model.describe(settings, min(longest, fits), offered),
+            self._model.describe(settings, min(settings.context_length, fits), offered),
             max_num_seqs=settings.max_num_seqs,
             kv_block_size=block_size,
             total_kv_blocks=llama.llama_n_ctx(self._context) // block_size,
@@ -305,8 +353,8 @@ def _make_store(identity: str, settings: EngineSettings, capabilities: probe.Cap
     layout, block_size = capabilities.state_format, settings.kv_block_size
     if layout is None:  # copies are not restored by another engine, since they can't be checked
         size = capabilities.bytes_per_token * max(block_size, probe.TOKENS)
-        return sizing.make_store(identity, block_size, size, settings.host_cache_mib, lambda *_: "framing")
-    return sizing.make_store(identity, block_size, layout.size(block_size), settings.host_cache_mib, layout.problem)
+        return sizing.make_store(identity, block_size, size, settings, lambda *_: "framing")
+    return sizing.make_store(identity, block_size, layout.size(block_size), settings, layout.problem)
 
 
 def _checkpoint_sizes(
@@ -316,7 +364,7 @@ def _checkpoint_sizes(
     if capabilities.checkpoint is None:
         return None
     state_bytes, token_bytes = capabilities.checkpoint
-    budget = sizing.budget_bytes(settings.host_cache_mib)
+    budget = sizing.budget_bytes(settings)
     needed = state_bytes + settings.kv_block_size * token_bytes
     if budget < needed:
         missing["prefix_cache"] = f"a checkpoint takes {needed} bytes, and --host-cache-mib leaves {budget}"

@@ -259,7 +259,7 @@ class OnnxRunner:
             return "" if saved_tokens.is_finite(self._model.graph.kv, data) else "numbers"
 
         block_bytes = size.block_size * token_bytes
-        return sizing.make_store(self.kv_identity, size.block_size, block_bytes, settings.host_cache_mib, find_problem)
+        return sizing.make_store(self.kv_identity, size.block_size, block_bytes, settings, find_problem)
 
     def _make_static_cache(self, lanes: LaneLengths, context_length: int) -> StaticCache:
         num_rows = len(lanes.lengths) + 1  # one is the spare row

@@ -193,6 +193,8 @@ class LoadFailed(Message, frozen=True):
     """Engine to frontend: the model can't be loaded; the message says what to do."""
 
     message: str
+    is_too_large: bool = False
+    """Whether there is too little memory for it."""
 
 
 class Ready(Message, frozen=True):

@@ -19,6 +19,8 @@ import structlog
 
 from tokenbus.protocol.process import parent
 from tokenbus.protocol.telemetry import logs
+from tokenbus.worker.engine.memory import claims
+from tokenbus.worker.engine.memory.claims import MemoryClaims
 from tokenbus.worker.engine.process import ipc, replica
 from tokenbus.worker.engine.process.kv_pool import FixedKv, KvPool, KvShare
 from tokenbus.worker.engine.process.loaded_models import LoadedModels
@@ -140,12 +142,14 @@ def _sim_loader(on_exit: OnExit) -> Loader:
 
 def _gguf_loader(on_exit: OnExit) -> Loader:
     from tokenbus.worker.engine.gguf import backend
+    from tokenbus.worker.engine.gguf.memory_planner import MemoryPlanner
     from tokenbus.worker.engine.gguf.model import GgufModel
     from tokenbus.worker.engine.gguf.runner import load
 
     backend.on_abort(on_exit)
     models: LoadedModels[GgufModel] = LoadedModels()
-    return Loader(lambda settings, progress: load(settings, progress, models))
+    planner = MemoryPlanner(MemoryClaims(claims.runtime_directory()))
+    return Loader(lambda settings, progress: load(settings, progress, models, planner))
 
 
 def _onnx_loader(on_exit: OnExit) -> Loader:

@@ -19,7 +19,7 @@ from tokenbus.worker.engine.process import ipc, scheduler_setup
 from tokenbus.worker.engine.process.loop import Inbox, LanesChanged, StepLoop
 from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
-from tokenbus.worker.engine.runner import ModelError, Runner
+from tokenbus.worker.engine.runner import ModelError, ModelTooLargeError, Runner
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
 
 _TOKENIZE_GRACE_S = 5.0
@@ -61,7 +61,7 @@ def serve(
     except ModelError as error:
         if runner is not None:
             runner.close()
-        send(ipc.LoadFailed(str(error)))
+        send(ipc.LoadFailed(str(error), isinstance(error, ModelTooLargeError)))
         return
     reader = threading.Thread(target=_read, args=(sock, runner, inbox, send), name="commands", daemon=True)
     reader.start()

@@ -74,9 +74,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     sim_faults: str = ""
     """The faults of a simulator: `crash@200,slow@50=3000,hang@900,lose@20` (worker/engine/sim/faults.py)."""
     context_length: int = 0
-    """The tokens of one sequence; 0 chooses what the model was trained for, at most 8,192."""
+    """The tokens of one sequence; 0 chooses what the model was trained for, at most 262,144, as far as there is memory
+    for it."""
     kv_tokens: int = 0
-    """The tokens of KV memory for all sequences together; 0 chooses four contexts, at most 16,384 or one context."""
+    """The tokens of KV memory for all sequences together; 0 chooses four contexts, at most 65,536 or one context, as
+    far as there is memory for them. On a GPU it is as many contexts as sequences."""
     kv_block_size: int = -1
     """The tokens of a block, the unit in which memory is counted and prefixes are shared; -1 means 16."""
     max_num_seqs: int = -1
@@ -93,7 +95,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The devices on which to compute, by the engine's names for them: `CUDA0,CUDA1` or `none` for llama.cpp, `cuda:0`
     or `cpu` for ONNX. Empty leaves the choice to the engine."""
     gpu_layers: int = -1
-    """The layers to put on a GPU where there is one; -1 means all."""
+    """The layers to put on a GPU where there is one; -1 means all that fit."""
     ubatch_tokens: int = 512
     """The tokens of a step that the device computes at once."""
     kv_layout: str = "auto"
@@ -125,11 +127,20 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     the others don't need it; one with fixed memory keeps to `kv_limit_bytes`. 0: there is no pool."""
     kv_reserved_bytes: int = 0
     """The fixed KV memory that the engine before this one had of the pool; 0 if there was none."""
+    memory_share: float = 1.0
+    """The share of the memory that workers may have on this machine, for which sizes are chosen. 0 takes the settings
+    for sizes that another engine has found: nothing is chosen or compared with what is free."""
+    memory_parts: int = 1
+    """The replica is to leave room for so many of its size, with itself, in its process."""
+    memory_kept_bytes: int = 0
+    """The memory that is to be left for models which the process loads later."""
     debug: bool = False
     """Whether an idle engine checks every cached block."""
     host_cache_mib: int = -1
-    """The MiB of host memory for prefixes that no sequence uses; -1 means 1,024, or an eighth of the machine's memory
-    if that is less. 0 keeps only what there is room for on the device."""
+    """The MiB of host memory for prefixes that no sequence uses; -1 means 1,024, or an eighth of the memory that the
+    machine or the container has, if that is less. 0 keeps only what there is room for on the device."""
+    host_cache_limit_bytes: int = 0
+    """A limit to what -1 means above; 0 sets none."""
     host_cache_policy: str = "auto"
     """`write-through` copies blocks to host memory as soon as they are complete, so that they outlive the engine;
     `write-back` only those that have to leave the device. `auto` is `write-through` where the device is the CPU."""

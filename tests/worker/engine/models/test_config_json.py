@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tokenbus.worker.engine.memory.need import ModelFacts
 from tokenbus.worker.engine.models import config_json
 from tokenbus.worker.engine.onnx import model_config
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.models.convert import config as convert_config
 from tokenbus.worker.on_demand import model_facts
-from tokenbus.worker.on_demand.memory_need import ModelFacts
 
 FIELDS = {
     "hidden_size": 64,

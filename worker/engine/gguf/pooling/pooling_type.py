@@ -1,21 +1,19 @@
-"""Tells from a GGUF's metadata whether a model pools its tokens' states, and how."""
+"""Tells from a GGUF's metadata whether a model pools its tokens' states, and how. Needs no library."""
 
 import enum
-
-from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.gguf.metadata import Metadata
 
 
 class PoolingType(enum.Enum):
-    """The ways in which llama.cpp makes one row of the tokens of an input."""
+    """The ways in which llama.cpp makes one row of the tokens of an input, with its numbers for them."""
 
-    MEAN = llama.LLAMA_POOLING_TYPE_MEAN
-    CLS = llama.LLAMA_POOLING_TYPE_CLS
+    MEAN = 1
+    CLS = 2
     """The state of the first token."""
-    LAST = llama.LLAMA_POOLING_TYPE_LAST
+    LAST = 3
     """The state of the last token."""
-    RANK = llama.LLAMA_POOLING_TYPE_RANK
+    RANK = 4
     """The output of a classification head for the first state, or for the last one of a causal model."""
 
 

@@ -1,0 +1,144 @@
+"""Processes see what others have planned, one at a time, and nothing of those that have ended."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tokenbus.worker.engine.device_memory import HOST, DeviceMemory
+from tokenbus.worker.engine.memory import claims
+from tokenbus.worker.engine.memory.claims import MemoryClaims
+
+GIB = 1 << 30
+GPU = DeviceMemory("CUDA0", 24 * GIB, 20 * GIB)
+MACHINE = DeviceMemory(HOST, 64 * GIB, 60 * GIB)
+OTHER = textwrap.dedent("""
+    import sys
+    from pathlib import Path
+    from tokenbus.worker.engine.memory.claims import MemoryClaims
+    mine = MemoryClaims(Path(sys.argv[1]))
+    with mine.planning():
+        mine.claim("/model.gguf", {"host": 6 << 30})
+        mine.claim("replica", {"host": 4 << 30, "host cache": 1 << 30, "CUDA0": 4 << 30})
+    for line in ("claimed", "took"):
+        print(line, flush=True)
+        if not sys.stdin.readline():
+            break
+        mine.took("replica")
+""")
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Another process that claims memory, and has it once it is told so."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "claimed\n"
+        yield process
+        process.kill()
+
+
+def test_what_another_process_has_planned_is_not_free(tmp_path: Path, other: "subprocess.Popen[str]") -> None:
+    mine = MemoryClaims(tmp_path)
+    found = mine.room(MACHINE, "", 1.0)
+    assert 50 * GIB <= found.free_bytes <= 51 * GIB  # a python process has taken some already
+    assert found.chosen_bytes == found.free_bytes - 5 * GIB  # the reserve, and what its copies may take
+    assert mine.room(GPU, "", 1.0).free_bytes == 16 * GIB
+
+
+def test_what_it_has_taken_of_a_gpu_counts_once(tmp_path: Path, other: "subprocess.Popen[str]") -> None:
+    assert other.stdin is not None
+    assert other.stdout is not None
+    other.stdin.write("\n")
+    other.stdin.flush()
+    assert other.stdout.readline() == "took\n"
+    mine = MemoryClaims(tmp_path)
+    left = GPU._replace(free_bytes=16 * GIB)
+    assert mine.room(left, "", 1.0).free_bytes == 16 * GIB
+    assert mine.room(left, "", 0.5).chosen_bytes == 10 * GIB - 1536 * 1024 * 1024
+
+
+def test_the_weights_of_a_file_are_in_the_host_s_memory_once(tmp_path: Path, other: "subprocess.Popen[str]") -> None:
+    mine = MemoryClaims(tmp_path)
+    assert mine.room(MACHINE, "/model.gguf", 1.0).free_bytes >= 56 * GIB
+    with mine.planning():
+        mine.claim("/model.gguf", {HOST: 6 * GIB})
+    assert 50 * GIB <= mine.room(MACHINE, "replica 7", 1.0).free_bytes <= 51 * GIB
+
+
+def test_the_claims_of_a_process_that_was_killed_are_removed(tmp_path: Path, other: "subprocess.Popen[str]") -> None:
+    other.kill()
+    other.wait()
+    assert list(tmp_path.glob("*.claim"))
+    assert MemoryClaims(tmp_path).room(GPU, "", 1.0).free_bytes == 20 * GIB
+    assert not list(tmp_path.glob("*.claim"))
+
+
+def test_what_other_parts_of_a_process_have_claimed_is_not_free_for_one_more(tmp_path: Path) -> None:
+    mine = MemoryClaims(tmp_path)
+    with mine.planning():
+        mine.claim("model", {"CUDA0": 5 * GIB})
+        mine.claim("one", {"CUDA0": 3 * GIB})
+    assert mine.room(GPU, "two", 1.0).free_bytes == 12 * GIB
+    assert mine.room(GPU, "one", 1.0).free_bytes == 15 * GIB
+    mine.took("model")
+    left = GPU._replace(free_bytes=15 * GIB)
+    assert mine.room(left, "one", 1.0).free_bytes == 15 * GIB
+    mine.release("one")
+    assert mine.room(left, "two", 1.0).free_bytes == 15 * GIB
+
+
+def test_plans_wait_for_each_other(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from tokenbus.worker.engine.memory.claims import MemoryClaims
+print("asks", flush=True)
+with MemoryClaims(Path({str(tmp_path)!r})).planning():
+    print("plans", flush=True)
+"""
+    with MemoryClaims(tmp_path).planning():
+        second = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert second.stdout is not None
+        assert second.stdout.readline() == "asks\n"
+        assert second.poll() is None
+    with second:
+        assert second.stdout.readline() == "plans\n"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"pid": "x"}', b"\xff" * 100])
+def test_a_file_that_says_nothing_is_passed_over(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "1.claim").write_bytes(content)
+    assert MemoryClaims(tmp_path).room(GPU, "", 1.0).free_bytes == 20 * GIB
+
+
+def test_without_a_directory_a_process_knows_only_of_itself() -> None:
+    alone = MemoryClaims(None)
+    with alone.planning():
+        alone.claim("model", {"CUDA0": GIB})
+    assert alone.room(GPU, "", 1.0).free_bytes == 19 * GIB
+
+
+def test_a_directory_that_others_may_write_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert claims.runtime_directory() == tmp_path / "tokenbus"
+    (tmp_path / "tokenbus").chmod(0o777)
+    assert claims.runtime_directory() is None
+    (tmp_path / "tokenbus").rmdir()
+    (tmp_path / "tokenbus").symlink_to(tmp_path)
+    assert claims.runtime_directory() is None
+
+
+def test_copies_of_blocks_count_as_taken_once_they_are_written() -> None:
+    fd = os.memfd_create(claims.COPIES_NAME)
+    os.ftruncate(fd, 64 << 20)
+    assert claims.copies_bytes(os.getpid()) == 0
+    os.pwrite(fd, bytes(4 << 20), 8 << 20)
+    assert claims.copies_bytes(os.getpid()) == 4 << 20
+    os.close(fd)
+    assert claims.copies_bytes(1 << 30) == claims.resident_bytes(1 << 30) == 0

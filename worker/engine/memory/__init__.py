@@ -1,0 +1,1 @@
+"""The memory that models take: estimated from their files, made to fit, and shared with other workers."""

@@ -1,0 +1,185 @@
+"""Shares the memory of a machine among engine processes: what each has planned to take counts as taken at once.
+
+The memory that is free says nothing of what another engine, which is still loading, is about to take, or of a cache
+that fills only later. So each engine process writes what it has planned into a file of its own in the runtime directory
+of its user, and holds a lock on it as long as it lives. A file that nobody locks is of a process that has ended; it is
+removed. Plans are made one at a time, under another lock."""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from tokenbus.worker.engine.device_memory import HOST, DeviceMemory
+from tokenbus.worker.engine.memory.room import OtherClaim, Room, room_of
+
+HOST_CACHE = "host cache"
+"""The name among devices of what copies of blocks may take of the host's memory."""
+COPIES_NAME = "tokenbus-host-cache"
+"""The name of files in memory for copies of blocks (worker/frontend/host_memory.py)."""
+_BLOCK_BYTES = 512
+_LOCK = "lock"
+_SUFFIX = ".claim"
+_MAX_BYTES = 65_536
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """The content of a file."""
+
+    pid: int
+    claims: dict[str, dict[str, int]]
+    """Bytes by device, of each part of the process that has claimed some."""
+    taken: list[str] = []
+    """The parts that have taken their memory on devices other than the host."""
+
+
+class MemoryClaims:
+    """The claims of this process, beside those of others. Without a directory there are no others."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._path: Path | None = None
+        self._file: int | None = None
+        self._record = _Record(os.getpid(), {})
+
+    def __repr__(self) -> str:
+        return f"<MemoryClaims {self._record.claims} in {self._folder}>"
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Keeps other processes from planning meanwhile."""
+        if self._folder is None:
+            yield
+            return
+        fd = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def room(self, device: DeviceMemory, part: str, share: float) -> Room:
+        """Returns the memory of a device that a part of this process may claim."""
+        kinds = (HOST, HOST_CACHE) if device.device == HOST else (device.device,)
+        own = {name: sum(sizes.get(kind, 0) for kind in kinds) for name, sizes in self._record.claims.items()}
+        elsewhere = sum(size for name, size in own.items() if name != part)
+        taken = (
+            resident_bytes(self._record.pid) + copies_bytes(self._record.pid)
+            if device.device == HOST
+            else sum(size for name, size in own.items() if name in self._record.taken)
+        )
+        return room_of(device, taken, elsewhere, self._others(device.device, part), share)
+
+    def claim(self, part: str, sizes: dict[str, int]) -> None:
+        """Notes what a part of this process is going to take of each device, in place of what it has claimed before.
+        To be called while `planning`."""
+        with self._lock:
+            taken = [name for name in self._record.taken if name != part]
+            self._write(_Record(self._record.pid, self._record.claims | {part: sizes}, taken))
+
+    def took(self, part: str) -> None:
+        """Notes that a part has its memory: what is free on a GPU shows that from now on."""
+        with self._lock:
+            if part in self._record.claims and part not in self._record.taken:
+                self._write(msgspec.structs.replace(self._record, taken=[*self._record.taken, part]))
+
+    def release(self, part: str) -> None:
+        """Notes that a part takes nothing any more."""
+        with self._lock:
+            if part in self._record.claims:
+                claims = {name: sizes for name, sizes in self._record.claims.items() if name != part}
+                self._write(_Record(self._record.pid, claims, [one for one in self._record.taken if one in claims]))
+
+    def _others(self, device: str, part: str) -> Iterator[OtherClaim]:
+        """Yields what each other living process has claimed of a device. A part with the path of a file as its name is
+        the weights in it, which are in the host's memory once for all."""
+        shared = {name for name in (*self._record.claims, part) if name.startswith("/")} if device == HOST else set()
+        if self._folder is None:
+            return
+        for path in self._folder.glob(f"*{_SUFFIX}"):
+            if path == self._path or (record := _read(path)) is None:
+                continue
+            parts = {name: sizes for name, sizes in record.claims.items() if name not in shared}
+            claimed = sum(sizes.get(device, 0) for sizes in parts.values())
+            if device == HOST:
+                cached = sum(sizes.get(HOST_CACHE, 0) for sizes in parts.values())
+                copies = min(cached, copies_bytes(record.pid))
+                taken = min(claimed, resident_bytes(record.pid))
+                yield OtherClaim(claimed + copies, taken + copies, cached - copies)
+            else:
+                taken = sum(parts[name].get(device, 0) for name in record.taken if name in parts)
+                yield OtherClaim(claimed, taken)
+
+    def _write(self, record: _Record) -> None:
+        self._record = record
+        if self._folder is None:
+            return
+        if self._file is None:
+            # ids may be equal in two containers that share the directory
+            path = self._folder / f"{self._record.pid}-{secrets.token_hex(4)}{_SUFFIX}"
+            self._path, self._file = path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # until this process ends; nobody else looks for files meanwhile
+        # in one piece: whoever reads it meanwhile finds what was there before, or all of this
+        os.pwrite(self._file, msgspec.json.encode(record).ljust(os.fstat(self._file).st_size), 0)
+
+
+def _read(path: Path) -> _Record | None:
+    """Returns a living process's record; removes that of one that has ended."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return msgspec.json.decode(os.pread(fd, _MAX_BYTES, 0), type=_Record)
+        path.unlink(missing_ok=True)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    finally:
+        os.close(fd)
+    return None
+
+
+def resident_bytes(pid: int) -> int:
+    """Returns the memory of a process that is no part of a file on a disk, so that it does not count as free."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def copies_bytes(pid: int) -> int:
+    """Returns the memory of a process's files in memory for copies of blocks."""
+    found = 0
+    with contextlib.suppress(OSError):  # the process has ended
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                if str(descriptor.readlink()).startswith(f"/memfd:{COPIES_NAME}"):
+                    found += descriptor.stat().st_blocks * _BLOCK_BYTES
+    return found
+
+
+def runtime_directory() -> Path | None:
+    """Returns this user's directory for claims, and makes it; None if there can be none that is only theirs."""
+    given = os.environ.get("XDG_RUNTIME_DIR", "")
+    path = Path(given, "tokenbus") if given else Path(tempfile.gettempdir(), f"tokenbus-{os.geteuid()}")
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+        if path.is_symlink() or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise OSError(f"{path} belongs to somebody else, or others may write there")
+    except OSError as error:
+        structlog.get_logger().warning("memory_not_shared", error=str(error))
+        return None
+    return path

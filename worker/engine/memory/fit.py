@@ -1,0 +1,158 @@
+"""Chooses the sizes of a replica that fit into the memory there is; pure.
+
+What a setting says is taken as it is. The rest is the model's own context, a KV cache for several of these, and a
+cache in host memory; if that is too much, the host cache becomes smaller first, then the KV cache, and then the
+context (decision 0070)."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from tokenbus.worker.engine.host_cache import sizing
+from tokenbus.worker.engine.memory.need import MemoryNeed, ModelFacts, Placement, Sizes, estimate, mib
+from tokenbus.worker.engine.memory.room import Room
+from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.engine.runner import ModelTooLargeError
+
+_UNKNOWN_CONTEXT = 8_192
+"""The tokens for which a model counts as trained if its files don't say."""
+_MAX_CONTEXT = 262_144
+"""The longest context that is chosen without a setting."""
+_MAX_POOLED_INPUT = 8_192
+"""The longest input that a model pools without a setting: attention takes its tokens squared."""
+_CONTEXTS = 4
+_MAX_SHARED_TOKENS = 65_536
+"""Without a setting there is KV memory for so many contexts, up to so many tokens, or for one that is longer."""
+_LEAST_CONTEXT = 2_048
+"""A context below this is not chosen: most chats would not fit."""
+_OFFLOADED_CONTEXT = 8_192
+"""Layers are put on GPUs as long as there is room for so many tokens beside them."""
+_HOST_CACHE_SHARE = 8
+"""Where the KV cache has to be smaller, the host cache gets one in so many bytes of what both have."""
+
+
+class Rooms(NamedTuple):
+    """The memory that a replica may take, of the host and of all its GPUs together, and what of it is on the GPUs."""
+
+    host: Room
+    gpu: Room | None = None
+    placement: Placement = Placement()
+
+    def allow(self, need: MemoryNeed, bytes_of: Callable[[Room], int]) -> bool:
+        """Whether a need fits into as many bytes of each device as `bytes_of` says."""
+        fits_host = need.host_bytes(self.placement) <= bytes_of(self.host)
+        return fits_host and (self.gpu is None or need.gpu_bytes(self.placement) <= bytes_of(self.gpu))
+
+    def choose(self, need: MemoryNeed) -> bool:
+        """Whether a need fits into what sizes are chosen for."""
+        return self.allow(need, lambda room: room.chosen_bytes)
+
+
+def default_kv_tokens(length: int, settings: EngineSettings, placement: Placement) -> int:
+    """Returns the tokens of KV memory for all sequences of that length together, if no setting says how many.
+
+    A GPU has no other use for its memory, and clears it in no time."""
+    if placement.layer_share >= 1:
+        return length * max(settings.max_num_seqs, _CONTEXTS)
+    return max(length, min(_CONTEXTS * length, _MAX_SHARED_TOKENS))
+
+
+def wished(facts: ModelFacts, settings: EngineSettings, rooms: Rooms) -> Sizes:
+    """Returns the sizes that a replica has if there is enough memory."""
+    longest = _MAX_POOLED_INPUT if facts.pools else _MAX_CONTEXT
+    length = settings.context_length or min(facts.trained_context or _UNKNOWN_CONTEXT, longest)
+    if facts.pools:
+        return Sizes(length, length, 0)
+    kv_tokens = settings.kv_tokens or facts.kv_tokens or default_kv_tokens(length, settings, rooms.placement)
+    if not settings.context_length:
+        length = min(length, kv_tokens)
+    has_prefixes = facts.kv_bytes_per_token or facts.state_bytes
+    return Sizes(length, kv_tokens, sizing.budget_bytes(settings, rooms.host.total_bytes) if has_prefixes else 0)
+
+
+def fit(facts: ModelFacts, settings: EngineSettings, rooms: Rooms) -> MemoryNeed:
+    """Returns what a replica takes with the largest sizes that fit.
+
+    Raises ModelTooLargeError, saying what would fit, if not even a short context does, or what the settings ask for."""
+    wish = wished(facts, settings, rooms)
+    if rooms.choose(need := estimate(facts, settings, wish)):
+        return need
+    least = _least(facts, settings, wish)
+    smallest = estimate(facts, settings, least)
+    if not rooms.allow(smallest, lambda room: room.free_bytes):
+        raise ModelTooLargeError(_refusal(facts, settings, smallest, rooms))
+    cached = wish.host_cache_bytes
+    if settings.host_cache_mib < 0:  # the KV cache comes first
+        left = max(0, rooms.host.chosen_bytes - smallest.host_bytes(rooms.placement))
+        cached = min(cached, left // _HOST_CACHE_SHARE)
+    unit = max(settings.kv_block_size, 1)
+    low, high = least.kv_tokens // unit, wish.kv_tokens // unit
+    while low < high:  # the most blocks that fit; `low` of them do, or nothing does
+        middle = (low + high + 1) // 2
+        tried = Sizes(min(wish.context_length, middle * unit), middle * unit, cached)
+        if rooms.choose(estimate(facts, settings, tried)):
+            low = middle
+        else:
+            high = middle - 1
+    kv_tokens = max(low * unit, least.kv_tokens)
+    length = wish.context_length if settings.context_length else min(wish.context_length, kv_tokens)
+    return estimate(facts, settings, Sizes(length, kv_tokens, cached))
+
+
+def place(
+    layers: Sequence[int],
+    output_bytes: int,
+    facts: ModelFacts,
+    settings: EngineSettings,
+    gpu: Room,
+    num_gpus: int,
+) -> Placement:
+    """Returns which of a model's layers go to GPUs: those that the settings ask for, or the most that fit there, with
+    keys and values of a context that is not too short. `layers` has the size of the weights of each.
+
+    They are split between several GPUs layer by layer, so that each of these may have a layer less than would fit."""
+    length = settings.context_length or min(facts.trained_context or _UNKNOWN_CONTEXT, _OFFLOADED_CONTEXT)
+    need = estimate(facts, settings, Sizes(length, max(length, settings.kv_tokens), 0))
+    lost = max(layers, default=0) * (num_gpus - 1)
+    most = len(layers) + 1
+    asked = settings.gpu_layers
+    for count in range(most if asked < 0 else min(asked, most), 0, -1):
+        # the output comes first, then layers from the last one on
+        there = output_bytes + sum(layers[most - count :])
+        placement = Placement(count, there, (count - 1) / max(1, len(layers)), num_gpus)
+        if asked >= 0 or need.gpu_bytes(placement) + lost <= gpu.chosen_bytes:
+            return placement
+    return Placement()
+
+
+def _least(facts: ModelFacts, settings: EngineSettings, wish: Sizes) -> Sizes:
+    """Returns the smallest sizes that settings allow, and that are of any use."""
+    length = settings.context_length or min(wish.context_length, _LEAST_CONTEXT)
+    kv_tokens = settings.kv_tokens or facts.kv_tokens or length
+    return Sizes(length, kv_tokens, 0 if settings.host_cache_mib < 0 else wish.host_cache_bytes)
+
+
+def _refusal(facts: ModelFacts, settings: EngineSettings, least: MemoryNeed, rooms: Rooms) -> str:
+    """Says what is missing, and what would fit."""
+    host, gpu = rooms.host, rooms.gpu
+    free = f"{mib(host.free_bytes)} of {mib(host.total_bytes)} are free"
+    if gpu is not None:
+        free += f", and {mib(gpu.free_bytes)} on GPUs"
+    problem = f"it needs {least} for a context of {least.context_length:,} tokens, and {free}"
+    bare = msgspec.structs.replace(settings, context_length=0, kv_tokens=0, host_cache_mib=-1)
+    smallest = estimate(facts, bare, _least(facts, bare, wished(facts, bare, rooms)))
+    if rooms.allow(smallest, lambda room: room.free_bytes):
+        found = fit(facts, bare, rooms)
+        return (
+            f"{problem}. With --context-length {found.context_length} or less, --kv-tokens {found.kv_tokens} or less "
+            "and --host-cache-mib -1 it fits, or without these"
+        )
+    remedies = []
+    if settings.cache_type_k == "f16" and least.kv_bytes > least.total_bytes // 8:
+        remedies.append("keys and values in half the memory: --cache-type-k q8_0 --cache-type-v q8_0")
+    left = host.free_bytes + (gpu.free_bytes if gpu is not None else 0) - (smallest.total_bytes - facts.weight_bytes)
+    if left > 0:
+        remedies.append(f"weights of at most {mib(left)}, more quantized or of a smaller model")
+    remedies.append(f"{mib(least.total_bytes - host.free_bytes)} more memory")
+    return f"{problem}. Give it {', or '.join(remedies)}"

@@ -1,0 +1,49 @@
+"""Chooses the sizes of a model that takes turns with others.
+
+A model that took what there is would have the others unloaded each time. So it has a context that is long enough for
+most, and if that takes more than half of the budget, a short one (decision 0070)."""
+
+import msgspec
+
+from tokenbus.worker.engine import device_memory
+from tokenbus.worker.engine.host_cache import sizing
+from tokenbus.worker.engine.memory.need import MemoryNeed, ModelFacts, Sizes, estimate
+from tokenbus.worker.engine.process.settings import EngineSettings
+
+_LONG_CONTEXT = 32_768
+_SHORT_CONTEXT = 8_192
+_CONTEXTS = 4
+_MAX_SHARED_TOKENS = 16_384
+"""Without a setting there is KV memory for so many contexts, up to so many tokens, or for one that is longer."""
+
+
+def choose(facts: ModelFacts, settings: EngineSettings, budget_bytes: int) -> MemoryNeed:
+    """Returns what a model takes within a budget for all; 0 is the memory of the machine."""
+    longest = min(facts.trained_context or _SHORT_CONTEXT, _LONG_CONTEXT)
+    need = _need(facts, settings, longest)
+    if need.total_bytes > _budget(budget_bytes) // 2:
+        need = _need(facts, settings, min(longest, _SHORT_CONTEXT))
+    return need
+
+
+def sized(settings: EngineSettings, need: MemoryNeed) -> EngineSettings:
+    """Returns the settings with which an engine takes no more than it was planned to. A simulator takes nothing."""
+    if not need.weight_bytes:
+        return settings
+    return msgspec.structs.replace(
+        settings, context_length=need.context_length, kv_tokens=need.kv_tokens, kv_limit_bytes=need.kv_bytes
+    )
+
+
+def _need(facts: ModelFacts, settings: EngineSettings, longest: int) -> MemoryNeed:
+    length = settings.context_length or longest
+    shared = max(length, min(_CONTEXTS * length, _MAX_SHARED_TOKENS))
+    kv_tokens = settings.kv_tokens or facts.kv_tokens or (length if facts.pools else shared)
+    has_prefixes = not facts.pools and (facts.kv_bytes_per_token or facts.state_bytes)
+    cached = sizing.budget_bytes(settings) if has_prefixes else 0
+    return estimate(facts, settings, Sizes(min(length, kv_tokens), kv_tokens, cached))
+
+
+def _budget(budget_bytes: int) -> int:
+    host = device_memory.host()
+    return budget_bytes or (host.total_bytes if host is not None else 0)
