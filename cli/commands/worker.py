@@ -238,7 +238,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
     for name, low, high in _RANGES:
         value = getattr(options, name)
         if not low <= value <= high:
-            raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {value:g}")
+            raise ValueError(f"--{name.replace('_', '-')} must be {low:.10g} to {high:.10g}, got {value:.10g}")
     if (options.lora or options.lora_dir) and len(options.model) > 1:
         raise ValueError("--lora and --lora-dir need a single --model: load the others' adapters with tokenbus load")
     if options.host_cache_file and not options.host_cache_mib:

@@ -32,7 +32,7 @@ FACTORIES: dict[str, Callable[[], EngineClient]] = {
     "arithmetic": lambda: thread_engine(lambda _: ArithmeticRunner(exchanging(make_config()), step_s=0.002)),
     "gguf": demo_engine,
     "onnx-plain": lambda: demo_engine(ONNX),
-    "onnx-gqa": lambda: demo_engine(msgspec.structs.replace(ONNX, model=str(gqa_demo()))),
+    "onnx-gqa": lambda: demo_engine(msgspec.structs.replace(ONNX, model=str(gqa_demo()), kv_pool_bytes=64 << 20)),
     "hybrid": lambda: demo_engine(stateful("hybrid")),
     "recurrent": lambda: demo_engine(stateful("recurrent")),
     "window": lambda: demo_engine(stateful("window")),

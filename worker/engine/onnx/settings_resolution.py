@@ -112,7 +112,7 @@ def size_cache(settings: EngineSettings, generation_config: GenerationConfig, li
     if settings.max_num_seqs > fits:
         raise ModelError(
             f"--max-num-seqs {settings.max_num_seqs} needs room for as many contexts of {context} tokens, there is "
-            f"room for {fits}: pass a smaller --context-length, fewer, or more --kv-tokens"
+            f"room for {fits}: pass a smaller --context-length, fewer, or more --kv-tokens or --kv-budget"
         )
     num_seqs = min(resolved.max_num_seqs, fits)
     idle_rows = max(4, num_seqs // 2)

@@ -73,9 +73,14 @@ class KvPool:
             self._wakes.pop(number, None)
             ledger.leave(number)
 
+    def usage(self, number: int) -> KvUsage:
+        with self._changed:
+            assert self._ledger is not None
+            return self._ledger.usage(number)
+
     @contextlib.contextmanager
     def turn(self, number: int) -> Iterator[KvLedger]:
-        """Lets a replica read and change the ledger, and then wakes the others that are concerned."""
+        """Lets a replica change the ledger, and then wakes the others that are concerned."""
         with self._changed:
             assert self._ledger is not None
             yield self._ledger
@@ -134,8 +139,7 @@ class KvShare:
             ledger.give_back(self._number, lanes)
 
     def usage(self) -> KvUsage:
-        with self._pool.turn(self._number) as ledger:
-            return ledger.usage(self._number)
+        return self._pool.usage(self._number)
 
     def leave(self) -> None:
         self._pool.leave(self._number)
