@@ -1,4 +1,4 @@
-"""Byte pair encoding by a list of merges, of bytes written as letters (`gpt2`) or of characters (`gemma4`)."""
+"""Byte pair encoding by a list of merges, over bytes written as letters (`gpt2`) or over characters (`gemma4`)."""
 
 import re
 
@@ -8,14 +8,14 @@ from tokenbus.worker.engine.gguf.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from tokenbus.worker.engine.gguf.tokenizer.tokenizer_json import TokenizerSpec
 
 _CHARACTER_KINDS = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")
-"""Values of `tokenizer.ggml.pre` whose merges are of characters."""
+"""Values of `tokenizer.ggml.pre` whose merges are over characters."""
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _LINES = tokenizer_json.split(r"[^\n]+|\n+")
 _BYTE_TOKENS_APART = tokenizer_json.split(r"\A<(?=0x[0-9A-F]{2}>\z)")
 
 
 def tokenizer_spec(metadata: Metadata, added_tokens: dict[str, int]) -> TokenizerSpec | None:
-    """Returns None for an unknown kind. `added_tokens` are matched before anything else."""
+    """Returns None for an unknown kind. `added_tokens` are matched first."""
     pre = metadata.text("tokenizer.ggml.pre") or "default"
     if metadata.text("tokenizer.ggml.model") == "gemma4" or pre in _CHARACTER_KINDS:
         return _by_characters(metadata) if pre == "sarvam-moe" else _by_characters_and_lines(metadata, added_tokens)
@@ -32,11 +32,11 @@ def _by_characters(metadata: Metadata) -> TokenizerSpec:
 
 
 def _by_characters_and_lines(metadata: Metadata, added_tokens: dict[str, int]) -> TokenizerSpec:
-    """Builds a tokenizer in which a run of newlines that is a token is never merged from parts.
+    """Builds a tokenizer in which a run of newlines that is itself a token is never merged from parts.
 
     The `tokenizers` library can look for whole tokens first (`ignore_merges`), but then does so for all texts. Tokens
-    that no merge makes must not be found that way, so they get names that no text contains: spaces are replaced, so a
-    name with a space is safe. Byte tokens have to keep their names; texts that look like them are split instead."""
+    that no merge produces must not be found that way, so they get names that no text contains: spaces are replaced, so
+    a name with a space is safe. Byte tokens must keep their names; texts that look like them are split instead."""
     merges = _merges(metadata)
     merged = {merge.replace(" ", "", 1) for merge in merges}
     vocabulary = {_name(text, token_id, merged): token_id for text, token_id in metadata.vocabulary().items()}

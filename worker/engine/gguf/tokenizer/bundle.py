@@ -1,7 +1,7 @@
 """Makes the tokenizer bundle of a GGUF model, with which routers tokenize exactly as llama.cpp does.
 
-A tokenizer is rebuilt from the metadata and compared with llama.cpp's own on many texts. One that differs anywhere is
-not offered; routers then ask the worker to tokenize."""
+A tokenizer is rebuilt from the metadata and compared with llama.cpp's own on many texts. If it differs anywhere, it is
+not offered, and routers ask the worker to tokenize."""
 
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -31,7 +31,7 @@ class ReferenceTokenizer(Protocol):
 
     @property
     def user_defined(self) -> dict[str, int]:
-        """The tokens that are matched in every text, before anything else."""
+        """The tokens that are matched first in every text."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -42,7 +42,7 @@ class ReferenceTokenizer(Protocol):
 def build(metadata: Metadata, reference: ReferenceTokenizer, pretrained: bytes | None = None) -> bytes | None:
     """Returns the packed bundle, or None if no tokenizer agrees with the reference.
 
-    `pretrained` is the `tokenizer.json` beside the model. It is tried if the one that is rebuilt does not agree."""
+    `pretrained` is the `tokenizer.json` beside the model, which is tried if the rebuilt one does not agree."""
     for text in _candidates(metadata, reference, pretrained):
         if _agrees(text, reference):
             return tokenizer_bundle.pack(tokenizer_bundle.TokenizerBundle(tokenizer_json=text, rules=reference.rules))
@@ -64,7 +64,7 @@ def _agrees(text: str, reference: ReferenceTokenizer) -> bool:
     except ValueError as error:
         structlog.get_logger().warning("tokenizer_not_built", error=str(error))
         return False
-    # The fixed texts are the same for all models; these are made of the tokens of this one.
+    # The fixed texts are the same for all models; these are made of this model's tokens.
     own = probe_texts.vocabulary_texts(reference.token_bytes, reference.rules.special_tokens, reference.user_defined)
     for probe in (*probe_texts.PROBE_TEXTS, *own):
         if encode(probe) != reference.encode(probe):

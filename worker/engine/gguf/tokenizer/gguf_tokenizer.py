@@ -17,7 +17,7 @@ _BUFFER_BYTES = 256
 
 
 class GgufTokenizer(ModelTokenizer):
-    """Safe to use from several threads: llama.cpp's tokenizer keeps no state."""
+    """Thread-safe: llama.cpp's tokenizer keeps no state."""
 
     def __init__(self, vocab: llama.llama_vocab_p, metadata: Metadata) -> None:
         self._vocab = vocab
@@ -33,7 +33,7 @@ class GgufTokenizer(ModelTokenizer):
 
     @property
     def pair_tokens(self) -> PairTokens:
-        """The tokens around and between a query and a document, as llama.cpp's server has them."""
+        """The tokens around and between a query and a document, as in llama.cpp's server."""
         bos, sep = llama.llama_vocab_bos(self._vocab), llama.llama_vocab_sep(self._vocab)
         eos = llama.llama_vocab_eos(self._vocab)
         end = [eos if eos >= 0 else sep] if llama.llama_vocab_get_add_eos(self._vocab) else []
@@ -48,24 +48,24 @@ class GgufTokenizer(ModelTokenizer):
         return self._tokenize(text, adds_special=False)
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
-        """Returns the ids of a text with the tokens that the model wants around it, as embeddings need it.
+        """Returns the ids of a text with the tokens that the model expects around it, as embeddings require.
 
         No special token is parsed in the text itself."""
         return self._tokenize(text, adds_special=True)
 
     def _tokenize(self, text: str, *, adds_special: bool) -> list[int]:
         data = text.encode()
-        room = len(data) + 8  # enough for most texts, since a token is rarely less than a byte
+        room = len(data) + 8  # enough for most texts, since a token is rarely shorter than a byte
         while True:
             ids = (llama.llama_token * room)()
             count = llama.llama_tokenize(self._vocab, data, len(data), ids, room, adds_special, False)
             if count >= 0:
                 return list(ids[:count])
-            room = -count  # a negative count says how many ids there are
+            room = -count  # a negative count is the number of ids needed
 
     def _bytes_of_token(self, token: int, buffer: ctypes.Array[ctypes.c_char]) -> bytes:
         length = llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
-        if length < 0:  # the buffer is too small by llama.cpp's count
+        if length < 0:  # llama.cpp reports that the buffer is too small
             buffer = ctypes.create_string_buffer(-length)
             length = llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
         return buffer.raw[:length]
@@ -84,7 +84,7 @@ class GgufTokenizer(ModelTokenizer):
         )
 
     def _fim_tokens(self) -> tokenizer_bundle.FimTokens | None:
-        """Returns the tokens that the file names (`tokenizer.ggml.fim_*`), or that llama.cpp knows by their texts."""
+        """Returns the tokens named in the file (`tokenizer.ggml.fim_*`), or known to llama.cpp by their texts."""
         prefix, suffix = llama.llama_vocab_fim_pre(self._vocab), llama.llama_vocab_fim_suf(self._vocab)
         middle = llama.llama_vocab_fim_mid(self._vocab)
         if min(prefix, suffix, middle) < 0:

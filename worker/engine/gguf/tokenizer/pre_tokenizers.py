@@ -1,12 +1,12 @@
 r"""The patterns by which llama.cpp splits a text before merging, for each value of `tokenizer.ggml.pre`.
 
-A pre-tokenizer is a sequence of patterns. Each splits every part that the ones before it left; the text between two
+A pre-tokenizer is a sequence of patterns. Each splits every part left by the previous ones; the text between two
 matches is a part too. Source: `llm_tokenizer_bpe` and `llama_vocab::impl::load` in llama.cpp's src/llama-vocab.cpp, and
 src/unicode.cpp, which decides what the patterns there mean:
-- A class of letters such as `\p{Lu}` means every letter, but the ASCII ranges beside it mean what they say.
+- A letter class such as `\p{Lu}` means every letter, but ASCII ranges next to it mean what they say.
 - In a pattern without any `\p`, white space beyond ASCII matches `\s` only, never a range that contains it.
-- Some patterns stand for code of llama.cpp's own: numbers split from the right, Kimi's words without Han.
-llama.cpp's tables know Unicode 15.1 and those of `tokenizers` a later version: newer characters may be split
+- Some patterns stand for dedicated code in llama.cpp: numbers split from the right, Kimi's words without Han.
+llama.cpp's tables are of Unicode 15.1 and those of `tokenizers` of a later version: newer characters may be split
 differently.
 """
 
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 
 class PreTokenizer(NamedTuple):
-    """Patterns in the syntax of Oniguruma."""
+    """Patterns in Oniguruma syntax."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
-    """Whether a word that is a token is taken whole, and never merged from parts."""
+    """Whether a word that is a token is taken whole rather than merged from parts."""
 
 
 _ENDINGS = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
@@ -70,8 +70,8 @@ _AFMOE_EASTERN = (
     r"\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
 _FROM_THE_RIGHT = r"\P{N}*(?:\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|\z)"
-"""Numbers in threes from the right; the first part of each keeps what stands before it. The end matches too, because a
-search for a number that never comes would start again at each character."""
+"""Numbers in threes from the right; the first part of each includes the preceding text. The end matches too, because a
+search for a number that never comes would start over at each character."""
 
 _HAN = (
     r"\u4e00-\u9fff\u3400-\u4dbf\x{20000}-\x{2a6df}\x{2a700}-\x{2b73f}\x{2b740}-\x{2b81f}\x{2b820}-\x{2ceaf}"
@@ -81,7 +81,7 @@ _KIMI = rf"[{_HAN}]+|{_LEAD}[\p{{L}}&&[^{_HAN}]]+(?:{_ENDINGS})?|\p{{N}}{{1,3}}|
 
 
 def _by_case(upper: str, lower: str, ending: str = "") -> str:
-    """Returns a pattern that starts a new word where a small letter is followed by a capital one."""
+    """Returns a pattern that starts a new word where a lower-case letter is followed by a capital."""
     return rf"{_LEAD}{upper}*{lower}+{ending}|{_LEAD}{upper}+{lower}*{ending}"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 _MAX_PROBED = 200
-"""The tokens of each kind that are probed: the texts have some thousand characters and take milliseconds."""
+"""The number of tokens probed of each kind: the texts have a few thousand characters and take milliseconds."""
 
 PROBE_TEXTS = (
     "",
@@ -61,7 +61,7 @@ def _sample(texts: list[str]) -> list[str]:
 
 
 def _overlaps(texts: list[str]) -> list[str]:
-    """Returns texts in which one token ends within another, so that the order of the search decides which is found."""
+    """Returns texts in which one token ends within another, so that the search order decides which is found."""
     ordered = sorted(texts, key=len)
     by_prefix = {text[:end]: text for text in ordered for end in range(1, len(text))}
     return [

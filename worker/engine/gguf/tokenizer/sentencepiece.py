@@ -1,11 +1,11 @@
-"""SentencePiece's kind of byte pair encoding (`llama`), which merges the pair with the highest score first."""
+"""SentencePiece's variant of byte pair encoding (`llama`), which merges the pair with the highest score first."""
 
 from tokenbus.worker.engine.gguf.metadata import Metadata
 from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
 from tokenbus.worker.engine.gguf.tokenizer.tokenizer_json import TokenizerSpec
 
 _MAX_TOKEN_CHARS = 512
-"""Finding the parts of a token takes the square of its length, so a vocabulary with a longer token is refused."""
+"""Finding the parts of a token takes time quadratic in its length, so a vocabulary with a longer token is refused."""
 
 
 def tokenizer_spec(metadata: Metadata, _added_tokens: dict[str, int]) -> TokenizerSpec | None:
@@ -19,12 +19,12 @@ def tokenizer_spec(metadata: Metadata, _added_tokens: dict[str, int]) -> Tokeniz
 
 
 def merges_of(vocabulary: dict[str, int], scores: list[float]) -> list[str]:
-    """Returns every pair of tokens that together are a token, the best score first.
+    """Returns every pair of tokens that together form a token, best score first.
 
     If scores are equal, llama.cpp merges the leftmost pair of the text, and the `tokenizers` library the first pair of
     the list. The result is the same for pairs that are never adjacent in a text. In runs of spaces, whose tokens may
     share a score, it is the same if the pair with the longer left side comes first. Tokens with a space are left out:
-    no text has one once spaces are replaced."""
+    no text contains one once spaces are replaced."""
     by_score: dict[float, list[str]] = {}
     for text, token_id in vocabulary.items():
         if " " not in text:

@@ -1,4 +1,4 @@
-"""Writes a tokenizer in the JSON format of the `tokenizers` library, which routers read."""
+"""Writes a tokenizer in the `tokenizers` library's JSON format, which routers read."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,8 @@ Json = dict[str, object]
 
 
 class TokenizerSpec(NamedTuple):
-    """The steps that make tokens of a text, in the library's words: it is normalized, pre-tokenized, and each part is
-    encoded by the model."""
+    """The steps that turn a text into tokens, in the library's terms: the text is normalized and pre-tokenized, and the
+    model encodes each part."""
 
     model: Json
     pre_tokenizers: tuple[Json, ...] = ()
@@ -17,12 +17,12 @@ class TokenizerSpec(NamedTuple):
 
 
 def bpe(vocabulary: dict[str, int], merges: list[str], **options: bool) -> Json:
-    """Returns a model of byte pair encoding. Each merge has its two sides with a space between them."""
+    """Returns a byte pair encoding model. Each merge is two tokens separated by a space."""
     return {"type": "BPE", "vocab": vocabulary, "merges": merges, **options}
 
 
 def split(pattern: str) -> Json:
-    """Returns a pre-tokenizer that makes a part of each match, and of what lies between two matches."""
+    """Returns a pre-tokenizer that makes each match, and each text between two matches, a part."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
@@ -33,7 +33,7 @@ _VERBATIM = {"single_word": False, "lstrip": False, "rstrip": False, "normalized
 
 
 def write(spec: TokenizerSpec, added_tokens: dict[str, int]) -> str:
-    """Returns the document. `added_tokens` are matched in a text before anything else is done to it."""
+    """Returns the document. `added_tokens` are matched before any other step."""
     added = [{"id": token_id, "content": text} | _VERBATIM for text, token_id in added_tokens.items()]
     document = {
         "version": "1.0",

@@ -11,7 +11,7 @@ from tokenbus.worker.engine.runner import ModelError
 
 
 def read_rules(path: Path) -> tokenizer_bundle.PromptRules:
-    """Returns what prompts of a model depend on. Raises ModelError."""
+    """Returns the rules for a model's prompts. Raises ModelError."""
     found = metadata.read(path)
     backend.init()
     params = llama.llama_model_default_params()

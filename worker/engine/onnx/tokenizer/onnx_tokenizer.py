@@ -16,7 +16,7 @@ from tokenbus.worker.engine.onnx.tokenizer import token_bytes
 from tokenbus.worker.engine.runner import ModelError
 
 _MIN_COVERAGE = 0.5
-"""The share of a model's vocabulary that its tokenizer must know: exports pad the vocabulary, but not by more."""
+"""The share of a model's vocabulary that its tokenizer must cover: exports pad the vocabulary, but no further."""
 
 _FIM_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -25,7 +25,7 @@ _FIM_TOKENS = (
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
 )
-"""The tokens before the text, behind it, and before what is generated, as models name them."""
+"""The tokens before the text, after it, and before the generated part, as models name them."""
 
 
 class _Token(msgspec.Struct, frozen=True):
@@ -47,9 +47,10 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
 
 
 class OnnxTokenizer(ModelTokenizer):
-    """`sidecars` are the files beside the model; `vocab_size` is that of its logits, None for a model without logits.
+    """`sidecars` are the files beside the model; `vocab_size` is the number of its logits, None for a model without
+    logits.
 
-    Safe to use from several threads. Raises ModelError if files are missing, malformed, or of another model."""
+    Thread-safe. Raises ModelError if files are missing, malformed, or belong to another model."""
 
     def __init__(self, sidecars: dict[str, Path], vocab_size: int | None, where: str) -> None:
         document = pretrained_tokenizer.read(sidecars.get("tokenizer.json"))
@@ -71,7 +72,7 @@ class OnnxTokenizer(ModelTokenizer):
         self.bundle = tokenizer_bundle.pack(tokenizer_bundle.TokenizerBundle(tokenizer_json=plain, rules=self.rules))
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
-        """Returns the ids of a text with the tokens that the model's tokenizer adds around it, as embeddings need it.
+        """Returns the ids of a text with the tokens that the model's tokenizer adds around it, as embeddings require.
 
         No special token is parsed in the text itself."""
         encoding = self._plain.encode(text, add_special_tokens=False)
@@ -94,7 +95,7 @@ class OnnxTokenizer(ModelTokenizer):
         bos, eos = _text(config.bos_token or more.bos_token), _text(config.eos_token or more.eos_token)
         bos_id = self._full.token_to_id(bos) if bos else None
         add_bos = config.add_bos_token
-        if add_bos is None:  # older files don't say; whether it adds one can be seen
+        if add_bos is None:  # older files don't say, but a trial shows
             add_bos = bos_id is not None and self._full.encode("a").ids[:1] == [bos_id]
         return tokenizer_bundle.PromptRules(
             special_tokens={
@@ -120,7 +121,7 @@ class OnnxTokenizer(ModelTokenizer):
 
 
 def _template(path: Path | None, config: _TokenizerConfig) -> str | None:
-    """Returns the template in a file of its own, or else the one in the configuration."""
+    """Returns the template in its own file, or else the one in the configuration."""
     if path is not None:
         with contextlib.suppress(UnicodeDecodeError):
             return path.read_text()

@@ -1,7 +1,7 @@
 """Computes the bytes of text that each token of a `tokenizer.json` stands for.
 
 A decoder turns a list of tokens into text. There are two cases: in byte-level vocabularies each letter of a token is a
-byte, so that the bytes can be read off; for all others the decoder itself is asked, token by token."""
+byte, so the bytes can be read off; for all others the decoder itself is called, token by token."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _BYTE_OF_LETTER = token_bound.byte_letters()
 
 
 def from_tokenizer(tokenizer: Tokenizer, document: bytes, size: int) -> list[bytes]:
-    """Returns `size` entries by token id; those of special tokens and of unused ids are empty."""
+    """Returns `size` entries by token id; those of special tokens and unused ids are empty."""
     found = [b""] * size
     is_byte_level = _is_byte_level(msgspec.json.decode(document))
     to_bytes = _from_letters if is_byte_level else _by_decoder(tokenizer)
@@ -44,9 +44,9 @@ def _from_letters(text: str, token_id: int) -> bytes:
 
 
 def _by_decoder(tokenizer: Tokenizer) -> Callable[[str, int], bytes]:
-    """Returns a function that decodes a token after another one, and cuts that one's text off.
+    """Returns a function that decodes a token after another one, whose text it cuts off.
 
-    At the beginning of a text decoders may do something else, such as dropping a space."""
+    At the beginning of a text decoders may behave differently, for instance drop a space."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     added = tokenizer.get_added_tokens_decoder()
     words = {token_id for text, token_id in vocabulary.items() if text.isascii() and text.isalpha()}
