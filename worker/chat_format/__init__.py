@@ -1,1 +1,1 @@
-"""Chat formats, which say how a model writes reasoning and tool calls, and the parser that reads them."""
+"""Chat formats, which describe how a model writes reasoning and tool calls, and the parser that reads them."""

@@ -1,4 +1,4 @@
-"""Tells reasoning and tool calls apart from the text of one answer, while its tokens come."""
+"""Separates reasoning and tool calls from the text of one answer as its tokens arrive."""
 
 from collections.abc import Iterable
 
@@ -31,38 +31,38 @@ class AnswerReader:
 
     @property
     def has_calls(self) -> bool:
-        """Whether the answer has tool calls, all of them complete."""
+        """Whether the answer has tool calls, all complete."""
         return self._parser.calls > 0 and not self._parser.has_incomplete_call
 
     @property
     def has_parts(self) -> bool:
-        """Whether reasoning or tool calls were read since they were taken."""
+        """Whether reasoning or tool calls have been read since they were last taken."""
         return bool(self._reasoning or self._calls)
 
     def is_marker(self, token_id: int) -> bool:
-        """Whether a token is a marker, or a part of one: text that was held back must be read before it."""
+        """Whether a token is a marker, or part of one: text that was held back must be read before it."""
         return self._rules.is_marker(token_id)
 
     def read(self, token_id: int, text: str) -> str:
-        """Takes a token, with the text that may be published now; returns what is text of the answer."""
+        """Takes a token and the text that may be published now; returns the part that is the answer's text."""
         self.reasoning_tokens += self._parser.is_reasoning
         found = self._parser.feed(token_id, text)
-        if len(found) == 1 and isinstance(found[0], deltas.Content):  # as most tokens
+        if len(found) == 1 and isinstance(found[0], deltas.Content):  # as for most tokens
             return found[0].text
         return self._take(found)
 
     def read_text(self, text: str) -> str:
-        """Takes text that was held back; returns what is text of the answer."""
+        """Takes text that was held back; returns the part that is the answer's text."""
         if not text:
             return ""
         return self._take(self._parser.feed_text(text))
 
     def finish(self, *, cut_off: bool) -> str:
-        """Returns the text that was held back, at the end of the answer. `cut_off`: the model was not done."""
+        """Returns the held-back text at the end of the answer. `cut_off`: the model was not done."""
         return self._take(self._parser.finish(cut_off=cut_off))
 
     def take_parts(self) -> engine_output.AnswerParts:
-        """Returns the reasoning and the tool calls that were read since the last time."""
+        """Returns the reasoning and the tool calls read since the last call."""
         parts = engine_output.AnswerParts("".join(self._reasoning), tuple(self._calls.values()))
         self._reasoning, self._calls = [], {}
         return parts

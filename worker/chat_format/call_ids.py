@@ -11,8 +11,8 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 def call_id(calls: Calls, key: str, index: int, name: str, number: int | None) -> str:
-    """Returns the id of an answer's `index`th call: whoever reads the same answer makes the same one. `number` is the
-    call's number in the conversation, if the model has written one."""
+    """Derives the id of an answer's `index`th call deterministically, so every reader of the same answer gets the same
+    id. `number` is the call's number in the conversation, if the model has written one."""
     if calls.id_form:
         return calls.id_form.replace("{name}", name).replace("{index}", str(index if number is None else number))
     digest = hashlib.blake2b(f"{key}:{index}".encode(), digest_size=32).digest()

@@ -1,4 +1,4 @@
-"""The pieces of an answer, in the order in which a parser reads them."""
+"""The pieces of an answer, in the order in which a parser yields them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class CallBegin(msgspec.Struct, frozen=True):
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """More of a call's arguments: the fragments of one call make up one JSON object."""
+    """More of a call's arguments: a call's fragments together form one JSON object."""
 
     index: int
     fragment: str
 
 
 class CallEnd(msgspec.Struct, frozen=True):
-    """A call is complete. One that has no end was cut off or is malformed, and must not be carried out."""
+    """A call is complete. One without an end was cut off or is malformed, and must not be executed."""
 
     index: int
 

@@ -1,6 +1,6 @@
-"""Formats as data, for templates that do not show all there is to know.
+"""Predefined formats, for templates that do not reveal their whole format.
 
-A template is recognised by texts that it contains. The entries are tried in order.
+A template is recognised by texts that it contains. Entries are tried in order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ THINK_LINES = Reasoning(open="<think>\n", close="\n</think>\n\n", switch="enable
 
 
 def _markup(section: str, space: str = "") -> Calls:
-    """Returns calls in DeepSeek's markup, whose versions differ in a name and a space."""
+    """Returns calls in DeepSeek's markup, whose versions differ only in a name and a space."""
     mark = f"｜DSML｜{space}"
     return Calls(
         kind=Kind.TAGGED,
@@ -53,7 +53,7 @@ class KnownFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     contains: tuple[str, ...]
-    """Texts of the template, all of them."""
+    """Texts that the template must all contain."""
     format: ChatFormat
 
 
@@ -316,7 +316,7 @@ KNOWN_FORMATS = (
 
 
 def known_format(template: str) -> ChatFormat | None:
-    """Returns the format of a template, if it is known. Its `tokens` are empty."""
+    """Returns a template's predefined format, if any. Its `tokens` are empty."""
     for known in KNOWN_FORMATS:
         if all(text in template for text in known.contains):
             return known.format
@@ -324,7 +324,7 @@ def known_format(template: str) -> ChatFormat | None:
 
 
 def with_tokens(form: ChatFormat, ids: Mapping[str, int]) -> ChatFormat:
-    """Adds the ids of those special tokens of a tokenizer that the format's markers contain."""
+    """Adds the ids of the tokenizer's special tokens that the format's markers contain."""
     markers = "\n".join(_texts(msgspec.to_builtins(msgspec.structs.replace(form, tokens={}))))
     return msgspec.structs.replace(form, tokens={text: token for text, token in ids.items() if text in markers})
 

@@ -1,12 +1,12 @@
-"""Bounds the reasoning of an answer: when its tokens are spent, it is closed with the format's own marker.
+"""Limits the reasoning of an answer: when its budget is spent, it is closed with the format's own marker.
 
     counting    the reasoning still has tokens left
-    spent       it has none; the marker waits until a character, or what may become a marker, is complete
-    closing     each token of the marker must be the next
+    spent       it has none; the marker waits until a character, or a potential marker, is complete
+    closing     each token of the marker is forced in turn
     closed      the model can neither reason again nor close its reasoning a second time
 
-The state is a function of the answer's tokens, so that an engine that continues the answer decides the same. It counts
-as reasoning what the answer's reader counts, since both have the same parser.
+The state is a function of the answer's tokens, so an engine that continues the answer decides the same. It counts the
+same tokens as reasoning as the answer's reader does, since both use the same parser.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.chat_format.parsing.parser import Parser
 
 MAX_WAIT = 16
-"""Tokens for which the marker waits at most: nearly always one is enough, but a model can begin a character with each
-token that ends another."""
+"""The most tokens for which the marker waits: one is nearly always enough, but each token that ends a character may
+begin another."""
 
 
 def closing_marker(form: ChatFormat) -> str:
-    """Returns the text that ends reasoning; empty if a format has none.
+    """Returns the text that ends reasoning; empty if the format has none.
 
-    Where answers consist of messages, it ends the message and begins the next one."""
+    If answers consist of messages, it ends the message and begins the next one."""
     channels = form.channels
     if channels is not None:
         return channels.ends[0] + channels.start if channels.reasoning else ""
@@ -39,7 +39,7 @@ def closing_marker(form: ChatFormat) -> str:
 
 
 class ReasoningCloser:
-    """The tokens that close the reasoning of a model's answers. `encode` returns those of a part of an answer."""
+    """The tokens that close a model's reasoning. `encode` tokenizes part of an answer."""
 
     def __init__(self, rules: ChatRules, encode: Callable[[str], Listing[int]]) -> None:
         form = rules.format
@@ -50,13 +50,13 @@ class ReasoningCloser:
         """Whitespace before the marker itself."""
         around = () if form.reasoning is None else (form.reasoning.open.strip(), form.reasoning.close.strip())
         self.markers = tuple(form.tokens[one] for one in around if one in form.tokens)
-        """The markers around reasoning that are one token each."""
+        """The markers around reasoning that are single tokens."""
         channels = form.channels
         self.channel = None if channels is None else form.tokens.get(channels.channel)
         """The token before the name of a channel."""
         names = () if channels is None else channels.reasoning
         self.channel_names = tuple(tokens[0] for name in names if (tokens := encode(name)))
-        """The first tokens of the names of channels of reasoning."""
+        """The first tokens of the names of reasoning channels."""
 
     def __repr__(self) -> str:
         return f"<ReasoningCloser {self._marker!r}>"
@@ -64,7 +64,7 @@ class ReasoningCloser:
     def tokens(self, message: str = "", *, behind: str = "") -> list[int]:
         """Returns the tokens that close reasoning whose text ends with `behind`.
 
-        A message is a paragraph of its own before the marker, and has the marker itself only by mistake."""
+        `message` becomes a separate paragraph before the marker; a marker at its own end is dropped as a mistake."""
         message = message.strip().removesuffix(self._marker.strip()).rstrip()
         found = list(self._encode(f"\n\n{message}")) if message else []
         marker = self._marker
@@ -75,7 +75,7 @@ class ReasoningCloser:
         return found
 
     def can_close(self, end_token_ids: Collection[int]) -> bool:
-        """Returns whether the tokens do close reasoning, and none of them ends the answer."""
+        """Returns whether the tokens really close reasoning and none of them ends the answer."""
         if not self._marker or set(self.tokens()) & set(end_token_ids):
             return False
         form, opening = self.rules.format, self.rules.format.generation_prompt
@@ -92,7 +92,7 @@ class ReasoningCloser:
 
 
 class ReasoningBudget:
-    """The budget of one answer, behind the tokens that were accepted."""
+    """The budget of one answer, after the accepted tokens."""
 
     def __init__(self, closer: ReasoningCloser, limit: engine_request.ReasoningLimit) -> None:
         self._closer = closer
@@ -102,7 +102,7 @@ class ReasoningBudget:
         )
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._count = 0
-        """Tokens of reasoning."""
+        """The number of reasoning tokens."""
         self._waited = 0
         self._has_reasoned = False
         self._last = ""
@@ -126,7 +126,7 @@ class ReasoningBudget:
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Tokens that must not come next: once reasoning was closed, a model may try to begin or close it again."""
+        """Tokens that must not come next: once reasoning is closed, a model may try to open or close it again."""
         if not self._has_reasoned or self.is_reasoning or self._forced or not self._is_spent:
             return ()
         closer = self._closer
@@ -135,7 +135,8 @@ class ReasoningBudget:
         return closer.markers
 
     def accept(self, token_id: int) -> None:
-        """Takes the next token. A constraint can force another one than is forced here, which is asked for again."""
+        """Takes the next token. A constraint may force a different one from that forced here, which is then requested
+        again."""
         if self._forced and self._forced.popleft() != token_id:
             self._forced.clear()
         self._count += self.is_reasoning
@@ -150,7 +151,7 @@ class ReasoningBudget:
         self._decide()
 
     def accept_forced(self, limit: int) -> list[int]:
-        """Takes forced tokens, at most `limit`, and returns them."""
+        """Takes up to `limit` forced tokens and returns them."""
         taken: list[int] = []
         while len(taken) < limit and self._forced:
             taken.append(self._forced[0])
@@ -162,7 +163,7 @@ class ReasoningBudget:
         return self._count >= self._limit.max_tokens
 
     def _decide(self) -> None:
-        """Decides whether reasoning is closed now."""
+        """Decides whether to close reasoning now."""
         self._has_reasoned |= self.is_reasoning
         if self._forced or not self.is_reasoning or not self._is_spent:
             self._waited = 0

@@ -1,1 +1,1 @@
-"""Grammars of answers: what a model may write, out of its chat format, the tools and their schemas."""
+"""Grammars of answers: what a model may write, given its chat format, the tools and their schemas."""

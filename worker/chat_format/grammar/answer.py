@@ -1,12 +1,12 @@
-"""Writes the grammar of an answer with reasoning and tool calls, out of a chat format and the tools; pure.
+"""Writes the grammar of an answer with reasoning and tool calls, from a chat format and the tools; pure.
 
-With `auto`, text is free until the marker that opens a call; from there on, everything is as the format and the tool's
-schema want it. With `required`, or with one tool that must be called, the answer is calls alone, behind the reasoning:
+With `auto`, text is free until the marker that opens a call; from there on, everything follows the format and the
+tool's schema. With `required`, or with one tool that must be called, the answer is only calls, after the reasoning:
 
     auto        reasoning?  free text  (opening marker  calls)?
     required    reasoning?  opening marker  calls
 
-Markers that are tokens of their own are written as token ids, so that no text can be taken for them.
+Markers that are single tokens are written as token ids, so that no text can be mistaken for them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def calls_grammar(
     content: Mapping[str, Any] | None = None,
     strict: Collection[str] = (),
 ) -> str:
-    """Returns the grammar of an answer that may call these tools, or that must, if `is_required`.
+    """Returns the grammar of an answer that may call these tools, or must if `is_required`.
 
     `parallel`: it may have more than one call. `in_reasoning`: it begins inside the reasoning. `content`: the JSON
-    schema of an answer without calls. `strict` names the tools of whose schemas nothing may be ignored. The rule
-    `call_<n>` matches the calls of the tool with the number n. Raises GrammarError."""
+    schema of an answer without calls. `strict` names the tools whose schemas must be followed completely. The rule
+    `call_<n>` matches the calls of tool number n. Raises GrammarError."""
     if form.calls is None or not tools:
         raise GrammarError("the model's chat format has no tool calls")
     calls = form.calls if parallel else msgspec.structs.replace(form.calls, parallel=False)
@@ -55,7 +55,7 @@ def calls_grammar(
 
 
 def reasoning_grammar(form: ChatFormat, *, in_reasoning: bool) -> str:
-    """Returns the grammar of reasoning, if the model may have some, and of `@body` behind it; empty if it has none."""
+    """Returns the grammar of reasoning, if the model may reason, followed by `@body`; empty if it does not."""
     lark = LarkWriter(form.tokens)
     if form.channels is not None:
         return lark.write(_messages(lark, form.channels, "@body"))
@@ -80,7 +80,7 @@ def _content_open(lark: LarkWriter, form: ChatFormat) -> str:
 
 
 def _content(lark: LarkWriter, form: ChatFormat, calls: Calls, tools: Tools, free: str, *, is_required: bool) -> str:
-    """Returns what matches an answer behind its reasoning; `free` is what it is without calls."""
+    """Returns an expression for an answer after its reasoning; `free` is the answer without calls."""
     opening = joined(calls.section_open, calls.call_open)
     announce = f"({lark.marker(calls.announce.strip())})? " if calls.announce else ""
     closing = f" ({lark.marker(calls.announce_close.strip())})?" if calls.announce_close else ""
@@ -92,14 +92,14 @@ def _content(lark: LarkWriter, form: ChatFormat, calls: Calls, tools: Tools, fre
     if free != "TEXT":
         return f"{content_open}{free} | {marked}"
     first = (calls.section_open or calls.call_open).strip()
-    if first in ("", "["):  # no marker of its own: a call begins like an answer, and decides with its first character
+    if first in ("", "["):  # no marker of its own: a call begins like an answer, and its first character decides
         other = lark.add("FREE", rf"/\s*[^\s{re.escape(first or '{')}](.|\n)*/")
         return f"{announce}{lark.marker(opening)} {called} | {other} | SPACE"
     return f"{content_open}TEXT | {content_open}{lark.text_until(opening)} {called}"
 
 
 def _calls(lark: LarkWriter, calls: Calls, tools: Tools) -> str:
-    """Returns what matches all calls of an answer behind the marker that opens the first one."""
+    """Returns an expression for all calls of an answer after the marker that opens the first one."""
     writer = CallWriter(lark, calls)
     names = [writer.write(f"call_{number}", name, schema) for number, (name, schema) in enumerate(tools.items())]
     lark.add("call", " | ".join(names))
@@ -108,7 +108,7 @@ def _calls(lark: LarkWriter, calls: Calls, tools: Tools) -> str:
 
 
 def _messages(lark: LarkWriter, channels: Channels, last: str) -> str:
-    """Returns what matches messages with headers: any number of them before the last one, whose body is `last`."""
+    """Returns an expression for messages with headers: any number of them before the last one, whose body is `last`."""
     channel, body = lark.marker(channels.channel), lark.marker(channels.body)
     kinds = one_of([*channels.reasoning, *channels.content])
     lark.add("message", f"{channel} {kinds} {body} TEXT {lark.marker(channels.ends[0])} {lark.marker(channels.start)}")
@@ -117,7 +117,7 @@ def _messages(lark: LarkWriter, channels: Channels, last: str) -> str:
 
 
 def _called_messages(lark: LarkWriter, channels: Channels, tools: Tools) -> str:
-    """Returns what matches a message that is a call."""
+    """Returns an expression for a message that is a call."""
     constrain = f'{literal(" ")} {lark.marker(channels.constrain)} "json"' if channels.constrain else ""
     found = []
     for number, (name, schema) in enumerate(tools.items()):

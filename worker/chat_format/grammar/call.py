@@ -1,4 +1,4 @@
-"""Writes the grammar of one call, behind the marker that opens it; pure."""
+"""Writes the grammar of one call, after the marker that opens it; pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CallWriter:
         return f"<CallWriter {self._calls.kind}>"
 
     def write(self, rule: str, name: str, schema: Mapping[str, Any]) -> str:
-        """Adds a rule for the calls of one tool, and returns its name. `schema` is that of the tool's arguments."""
+        """Adds a rule for one tool's calls, and returns its name. `schema` describes the tool's arguments."""
         calls, lark = self._calls, self._lark
         if calls.kind is Kind.JSON:
             body = json_of(self._whole(name, schema))
@@ -41,7 +41,7 @@ class CallWriter:
         return lark.add(rule, f"{body} {lark.marker(calls.call_close)}".strip())
 
     def _whole(self, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the schema of the object that a JSON call is."""
+        """Returns the schema of a JSON call's object."""
         calls = self._calls
         key = calls.arguments_key if calls.name_key else name
         parts: dict[str, Any] = {calls.name_key: {"const": name}} if calls.name_key else {}
@@ -62,7 +62,7 @@ class CallWriter:
         return " ".join(places.get(one) or self._lark.marker(one) for one in _PLACE.split(self._calls.header) if one)
 
     def _arguments(self, rule: str, schema: Mapping[str, Any]) -> str:
-        """Returns what matches tagged arguments. Models write them in an order of their own, so any order counts."""
+        """Returns an expression for tagged arguments. Models write them in varying order, so any order is accepted."""
         names = {
             key: self._lark.add(f"{rule}_{number}", self._argument(key, value, f"{rule}_{number}"))
             for number, (key, value) in enumerate(members(schema))
@@ -79,7 +79,7 @@ class CallWriter:
         return f"{head} {self._typed(schema, rule) if calls.type_close else self._value(schema)}"
 
     def _typed(self, schema: Mapping[str, Any], rule: str) -> str:
-        """Returns what matches the type of a value, and the value."""
+        """Returns an expression for the type of a value, and the value."""
         calls, types = self._calls, types_of(schema, schema)
         close = self._lark.marker(calls.type_close)
         text = f"{literal(calls.string_type)} {close} {self._string(schema)}"
@@ -92,7 +92,7 @@ class CallWriter:
         return f"({self._lark.add(f'{rule}_text', text)} | {self._lark.add(f'{rule}_json', other)})"
 
     def _value(self, schema: Mapping[str, Any]) -> str:
-        """Returns what matches a value and its closing marker."""
+        """Returns an expression for a value and its closing marker."""
         calls, types = self._calls, types_of(schema, schema)
         close = self._lark.marker(calls.value_close)
         if calls.values is Values.TEXT and ("string" in types or not types):
@@ -102,7 +102,7 @@ class CallWriter:
         return f"{value_of(self._lark, calls, schema)} {close}".strip()
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        """Returns what matches a string that is written as it is, and its closing marker."""
+        """Returns an expression for a raw string and its closing marker."""
         texts = texts_of(schema)
         if texts:
             return self._lark.texts_until(texts, self._calls.value_close)

@@ -1,4 +1,4 @@
-"""Writes rules in llguidance's Lark: markers, free text that a marker closes, and JSON; pure."""
+"""Writes rules in llguidance's Lark dialect: markers, free text closed by a marker, and JSON; pure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from tokenbus.worker.chat_format.grammar.schemas import with_style
 
 _JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""The way in which templates write JSON. Whitespace that a model is free to write can go on for ever."""
+"""JSON as templates write it. A model that is free to write whitespace may never stop."""
 
 
 _MAX_CHARS = 2_000_000
-"""A compiled grammar takes about 30 bytes for each, and a second for a million."""
+"""A compiled grammar takes about 30 bytes for each character, and a second for a million."""
 
 
 class GrammarError(ValueError):
-    """Calls of this format can't be constrained."""
+    """Calls in this format can't be constrained."""
 
 
 class LarkWriter:
-    """Collects the rules of one grammar. `tokens` are the ids of markers that are tokens of their own."""
+    """Collects the rules of one grammar. `tokens` are the ids of markers that are single tokens."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens
@@ -48,18 +48,19 @@ class LarkWriter:
         return name
 
     def write(self, start: str) -> str:
-        """Returns the grammar with a start rule and all rules that were added."""
+        """Returns the grammar with a start rule and all added rules."""
         rules = [f"{name}: {body}" for name, body in self._rules.items()]
         return "\n".join(["%llguidance {}", f"start: {start}", *rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \t\n]{0,4}/"])
 
     def marker(self, text: str) -> str:
-        """Returns what matches a marker: its tokens by their ids, and the texts between them."""
+        """Returns an expression for a marker: its tokens by id, and the texts between them."""
         return " ".join(
             f"<[{self._tokens[one]}]>" if one in self._tokens else literal(one) for one in self._split(text)
         )
 
     def text_until(self, marker: str) -> str:
-        """Returns what matches any text up to the next marker, and the marker. Raises GrammarError for an empty one."""
+        """Returns an expression for any text up to and including the next marker. Raises GrammarError for an empty
+        marker."""
         first, *rest = self._split(marker.lstrip()) or [""]
         if not first:
             raise GrammarError("text that nothing closes can't be told from what follows")
@@ -72,10 +73,10 @@ class LarkWriter:
         return f"{self._until[first]} {self.marker(''.join(rest))}".strip()
 
     def texts_until(self, texts: list[str], marker: str) -> str:
-        """Returns what matches one of several texts, and the marker behind it.
+        """Returns an expression for one of several texts and the marker after it.
 
-        The texts are one terminal: as parts of a rule, each of some thousand would be an item of the parser. A terminal
-        takes as much as it matches, so the text with which the marker begins belongs to it."""
+        The texts are one terminal: in a rule, each of a thousand or more would be a parser item. A terminal matches
+        greedily, so it includes the text with which the marker begins."""
         first, *rest = self._split(marker) or [""]
         if first in self._tokens:
             first, rest = "", [first, *rest]
@@ -89,21 +90,21 @@ class LarkWriter:
 
 
 def literal(text: str) -> str:
-    """Returns what matches a text."""
+    """Returns an expression for a text."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def one_of(texts: list[str]) -> str:
-    """Returns what matches one of several texts."""
+    """Returns an expression for one of several texts."""
     return f"({' | '.join(map(literal, texts))})"
 
 
 def json_of(schema: Mapping[str, Any]) -> str:
-    """Returns what matches the JSON of a value."""
+    """Returns an expression for the JSON of a value."""
     return f"%json {json.dumps(with_style(schema, _JSON_STYLE), ensure_ascii=False)}"
 
 
 def joined(first: str, second: str) -> str:
-    """Joins two markers. Whitespace at the edges where they meet is the same."""
+    """Joins two markers, merging the whitespace where they meet."""
     edge = first[len(first.rstrip()) :] if second[:1].isspace() else ""
     return first.removesuffix(edge) + second if edge else first + second

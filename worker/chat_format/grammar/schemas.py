@@ -1,4 +1,4 @@
-"""Prepares the schemas of tools for grammars, in which they, or parts of them, stand inside of others; pure."""
+"""Prepares tools' schemas for grammars, in which they, or parts of them, are nested in others; pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COMBINATIONS = ("anyOf", "oneOf", "allOf")
 
 
 def closed(schema: Schema, *, is_strict: bool) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments. Members that it does not name are allowed only if it says so.
+    """Returns the schema of a tool's arguments, in which unnamed members are allowed only if it says so explicitly.
 
     Keywords that can't be compiled are ignored, unless `is_strict`."""
     if isinstance(target := followed(schema, schema), Mapping) and "$ref" in schema:
@@ -24,26 +24,26 @@ def closed(schema: Schema, *, is_strict: bool) -> dict[str, Any]:
 
 
 def with_style(schema: Schema, style: Schema) -> dict[str, Any]:
-    """Returns a schema with options of llguidance; its own come first."""
+    """Returns a schema with llguidance options; its own take precedence."""
     own = schema.get("x-guidance", {})
     return {**schema, "x-guidance": {**style, **own} if isinstance(own, Mapping) else own}
 
 
 def moved(schema: Schema, place: str) -> dict[str, Any]:
-    """Returns a schema whose references to itself hold where it stands at `place` in another."""
+    """Returns a schema whose references to itself remain valid at `place` in another schema."""
     own = schema.get("$id")
     return {key: _moved(one, place, own if isinstance(own, str) else "") for key, one in schema.items() if key != "$id"}
 
 
 def members(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the members that an object may have, each with a schema that stands alone."""
+    """Yields the members that an object may have, each with a self-contained schema."""
     for key, value in properties(schema).items():
         if isinstance(value, Mapping) or value is True:
             yield key, with_style(_alone(schema, key, {} if value is True else value), schema.get("x-guidance", {}))
 
 
 def _names_more(schema: Schema) -> bool:
-    """Returns whether a schema may name members elsewhere than in its own `properties`."""
+    """Returns whether a schema may name members outside its own `properties`."""
     listed = [schema.get(name) for name in _COMBINATIONS]
     choices = [one for choices in listed if isinstance(choices, list) for one in choices if isinstance(one, Mapping)]
     return "$ref" in schema or any("$ref" in one or "properties" in one for one in choices)

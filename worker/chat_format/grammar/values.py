@@ -1,4 +1,4 @@
-"""Writes the grammar of what is no JSON: arguments in any order, Python's literals, objects with bare keys; pure."""
+"""Writes the grammars of notations other than JSON: arguments in any order, Python literals, bare keys; pure."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _JSON = {"boolean": ("true", "false"), "null": ("null",)}
 def any_order(
     lark: LarkWriter, rule: str, members: Mapping[str, str], other: str, schema: Mapping[str, Any], separator: str
 ) -> str:
-    """Returns what matches members, by key, in any order, all required ones among them, and each of these once. The
-    others, and `other`, may come often.
+    """Returns an expression for members, given by key, in any order, with each required one exactly once. The others,
+    and `other`, may repeat.
 
-    There is a rule for each set of required members that are still to come, up to 64 sets; members beyond are not
+    There is a rule for each set of required members that are still missing, up to 64 sets; members beyond are not
     counted."""
     required = schema.get("required")
     required = required if isinstance(required, Sequence) else ()
     counted = [key for key in members if key in required][:_MAX_COUNTED]
     others = [name for key, name in members.items() if key not in counted] + [other] * bool(other)
-    # once, and not in each of the rules below
+    # once, rather than in each of the rules below
     free = [lark.add(f"{rule}_free", " | ".join(others))] if others else []
     between = f"{literal(separator)} " if separator else ""
 
@@ -49,7 +49,7 @@ def any_order(
 
 
 def bare_object(lark: LarkWriter, calls: Calls, rule: str, schema: Mapping[str, Any]) -> str:
-    """Returns what matches the object of a call's arguments, whose keys have no quotes."""
+    """Returns an expression for a call's arguments object with unquoted keys."""
     names = {
         key: lark.add(f"{rule}_{number}", f'{literal(key)} ":" {value_of(lark, calls, value)}')
         for number, (key, value) in enumerate(members(schema))
@@ -61,7 +61,7 @@ def bare_object(lark: LarkWriter, calls: Calls, rule: str, schema: Mapping[str, 
 
 
 def value_of(lark: LarkWriter, calls: Calls, schema: object) -> str:
-    """Returns what matches a value of a type that the schema allows. It does not look at what is inside of lists and
+    """Returns an expression for a value of a type that the schema allows, ignoring the contents of lists and
     objects."""
     _add_values(lark, calls)
     types, texts = types_of(schema, schema), texts_of(schema)
@@ -72,7 +72,7 @@ def value_of(lark: LarkWriter, calls: Calls, schema: object) -> str:
 
 
 def texts_of(schema: object) -> list[str]:
-    """Returns the texts that a value may be, if the schema lists them."""
+    """Returns the allowed texts of a value, if the schema lists them."""
     schema = followed(schema, schema)
     found = schema.get("enum") if isinstance(schema, Mapping) else None
     return list(found) if isinstance(found, Sequence) and all(isinstance(one, str) and one for one in found) else []

@@ -1,1 +1,1 @@
-"""Reads chat formats out of chat templates."""
+"""Infers chat formats from chat templates."""

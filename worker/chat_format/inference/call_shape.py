@@ -1,4 +1,4 @@
-"""Finds a known call in a rendered text, and takes the text around its words apart."""
+"""Finds a known call in a rendered text, and analyses the text around its words."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _decode = json.JSONDecoder().raw_decode
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """A call in a text: where it stands, and what its inside says of the format."""
+    """A call in a text: its position, and what its inside reveals about the format."""
 
     start: int
     end: int
     calls: Calls
-    """With the fields of the inside only."""
+    """Only the fields that concern a call's inside are set."""
 
 
 def find_call(probe: Probe, text: str, place: int, start: int = 0) -> Shape | None:
-    """Finds the `place`th known function's call, with the arguments TEXTS, behind `start`."""
+    """Finds the call of the `place`th known function, with the arguments TEXTS, after `start`."""
     name = call(place, TEXTS)["function"]["name"]
     at = text.find(name, start)
     if at < 0:
@@ -38,7 +38,7 @@ def find_call(probe: Probe, text: str, place: int, start: int = 0) -> Shape | No
 
 
 def _objects(text: str, start: int) -> list[tuple[int, int, dict[str, Any]]]:
-    """Returns the JSON objects in a text, the outer ones first."""
+    """Returns the JSON objects in a text, outermost first."""
     found = []
     for brace in [one.start() for one in re.finditer(r"\{", text[start:])][:_MAX_BRACES]:
         try:
@@ -78,7 +78,7 @@ def _find_named(text: str, name: str, call_id: str, at: int, start: int) -> Shap
 
 
 def _find_tagged(probe: Probe, text: str, name: str, at: int) -> Shape | None:
-    """Takes a call apart whose arguments stand one by one."""
+    """Analyses a call whose arguments are written one by one."""
     bounds = [at + len(name)]
     for word in (KEYS[0], TEXTS[KEYS[0]], KEYS[1], TEXTS[KEYS[1]]):
         found = text.find(word, bounds[-1])
@@ -115,7 +115,7 @@ def _behind_key(probe: Probe, kind: str, value: object) -> str:
 
 
 def _with_type(probe: Probe, calls: Calls) -> Calls:
-    """Finds the type in what stands before a value, if it is another one for numbers than for texts."""
+    """Finds the type in the text before a value, if it differs between numbers and texts."""
     number = 123456789
     close = _behind_key(probe, "number", number).partition(str(number))[0]
     if not close or close == calls.key_close:

@@ -1,4 +1,4 @@
-"""Finds what a template writes around an answer, and around the reasoning in it."""
+"""Finds the text that a template writes around an answer, and around its reasoning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenbus.worker.chat_format.inference.probe import CONTENT, REASONING, TEXT
 
 _SWITCHES = ("enable_thinking", "thinking")
 _PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-"""Tags of reasoning that some templates only look for in what the model has written."""
+"""Reasoning tags that some templates never write, but look for in the model's output."""
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -20,14 +20,14 @@ class Frame(msgspec.Struct, frozen=True):
     form: ChatFormat
     """A format without calls."""
     opening: str
-    """Stands between the user's words and an answer."""
+    """Separates the user's words from an answer."""
     ending: str
-    """Stands behind an answer."""
+    """Follows an answer."""
 
 
 def find_frame(probe: Probe, source: str, known: Reasoning | None) -> Frame | None:
-    """Returns what a template writes around answers, or None if it does not render a plain one. `known` is a reasoning
-    that is known of the template."""
+    """Returns what a template writes around answers, or None if it does not render a plain one. `known` is the
+    template's known reasoning, if any."""
     prompt, nothing = probe.turn(), probe.turn(add_generation_prompt=False)
     said = probe.answer(content=CONTENT)
     if prompt is None or said is None or CONTENT not in said:
@@ -64,13 +64,13 @@ def find_frame(probe: Probe, source: str, known: Reasoning | None) -> Frame | No
 
 
 def _first_tag(probe: Probe, ending: str) -> list[str]:
-    """Returns the first token or tag of what stands behind an answer, if it begins with one."""
+    """Returns the first token or tag after an answer, if the following text begins with one."""
     atoms = probe.atoms(ending.strip())
     return atoms[:1] if atoms and len(atoms[0]) > 1 else []
 
 
 def _begins(reasoning: Reasoning | None, tag: str) -> bool:
-    """Returns whether a tag may also end a reasoning, behind which the answer goes on."""
+    """Returns whether a tag may also end a reasoning after which the answer continues."""
     return reasoning is not None and reasoning.close.strip().startswith(tag)
 
 
@@ -98,7 +98,7 @@ def _switched(probe: Probe, on: dict[str, Any], off: dict[str, Any]) -> bool:
 
 
 def _around_content(probe: Probe, on: dict[str, Any]) -> tuple[str, str]:
-    """Returns what stands before and behind reasoning that content follows."""
+    """Returns the texts before and after reasoning that is followed by content."""
     text = probe.answer(content=CONTENT, reasoning=REASONING, **on) or ""
     before, _, rest = text.partition(REASONING)
     close, found, _ = rest.partition(CONTENT)
@@ -106,7 +106,7 @@ def _around_content(probe: Probe, on: dict[str, Any]) -> tuple[str, str]:
 
 
 def _around_call(probe: Probe, opening: str, prompted: str, on: dict[str, Any]) -> tuple[str, str]:
-    """Returns the same of reasoning that a call follows, if the prompt shows where it ends: by an empty one."""
+    """Returns the same for reasoning followed by a call, if the prompt reveals where it ends by an empty reasoning."""
     text = probe.answer(call(0, TEXTS), reasoning=REASONING, **on) or ""
     before, _, rest = text.partition(REASONING)
     start = before[len(probe.common_prefix(opening, before)) :]
@@ -115,7 +115,7 @@ def _around_call(probe: Probe, opening: str, prompted: str, on: dict[str, Any]) 
 
 
 def _prompted(probe: Probe, prompted: str, before: str, close: str) -> str:
-    """Returns what opens a reasoning that every answer begins with: the end of the prompt, or of what stands before."""
+    """Returns the opening of a reasoning that begins every answer: the end of the prompt, or of the text before."""
     if prompted.strip() and close.strip() not in prompted:
         return prompted
     core = before.rstrip()

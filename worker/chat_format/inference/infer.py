@@ -1,8 +1,7 @@
-"""Reads a chat format out of a chat template: renders known conversations and looks at what stands between the words.
+"""Infers a chat format from a chat template: renders known conversations and examines the text between the words.
 
-Nothing here knows any family of models. A format that is found is only offered if it reads back what the template
-itself writes (`read_back.py`). Templates that hide a part of their format are recognised by a text
-(`known_formats.py`).
+Nothing here is specific to a family of models. A format is only used if it reads back what the template itself writes
+(`read_back.py`). Templates that hide part of their format are recognised by a text (`known_formats.py`).
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ _INDEX = re.compile(r"\d+")
 def infer_format(
     render: Render, source: str, special_tokens: Mapping[str, int], known: ChatFormat | None
 ) -> ChatFormat | None:
-    """Returns how a model with this template writes its answers, or None if nothing but text is found in them.
+    """Returns how a model with this template writes its answers, or None if they seem to be just text.
 
-    `known` is tried first: the format that data has for such templates. `render` should bound the time that a template
-    may take in all, and raise when it is over."""
+    `known`, the predefined format for such templates, is tried first. `render` should limit the total time that a
+    template may take, and raise when it is used up."""
     probe = Probe(render, special_tokens)
     try:
         for frame, form in _candidates(probe, source, known):
             found = with_tokens(_closed(probe, frame, form), special_tokens)
             if reads_back(probe, found, frame.opening, frame.ending):
                 return found
-    except Exception:  # a template can make any text: none of them may keep a model from being loaded
+    except Exception:  # a template can produce any text: none may prevent a model from loading
         pass
     return None
 
 
 def _candidates(probe: Probe, source: str, known: ChatFormat | None) -> Iterator[tuple[Frame, ChatFormat]]:
-    """Yields formats that may be the template's, one that says more than it shows first."""
+    """Yields formats that may be the template's, a predefined one that says more than the template shows first."""
     if known is not None and (around := find_frame(probe, source, known.reasoning)) is not None:
         yield around, known if known.channels is not None else _in_frame(known, around.form)
     frame = find_frame(probe, source, None)
@@ -53,7 +52,7 @@ def _candidates(probe: Probe, source: str, known: ChatFormat | None) -> Iterator
 
 
 def _closed(probe: Probe, frame: Frame, form: ChatFormat) -> ChatFormat:
-    """Adds the last tag behind a call to those that end an answer, unless it belongs to the call."""
+    """Adds the last tag after a call to those that end an answer, unless it belongs to the call."""
     text = probe.answer(call(0, TEXTS)) or ""
     tags = probe.atoms(text.removesuffix(probe.common_suffix(text, frame.ending)).rstrip())[-1:]
     calls = form.calls
@@ -67,7 +66,7 @@ def _closed(probe: Probe, frame: Frame, form: ChatFormat) -> ChatFormat:
 
 
 def _in_frame(known: ChatFormat, form: ChatFormat) -> ChatFormat:
-    """Returns a known format with the ends of a turn as its template writes them."""
+    """Returns a known format with a turn's beginning and end as its template writes them."""
     return msgspec.structs.replace(
         known,
         reasoning=form.reasoning,
@@ -78,7 +77,7 @@ def _in_frame(known: ChatFormat, form: ChatFormat) -> ChatFormat:
 
 
 def _calls(probe: Probe, frame: Frame) -> Calls | None:
-    """Returns how a template writes calls, or None if it does not show any that can be taken apart."""
+    """Returns how a template writes calls, or None if it shows none that can be analysed."""
     one = probe.answer(call(0, TEXTS))
     shape = find_call(probe, one, 0) if one is not None else None
     if one is None or shape is None:
@@ -98,7 +97,7 @@ def _calls(probe: Probe, frame: Frame) -> Calls | None:
 
 
 def _with_markers(probe: Probe, calls: Calls, before: str, between: str, behind: str) -> Calls:
-    """Divides what stands before, between and behind calls into the markers of the section and of each call."""
+    """Divides the text before, between and after calls into the markers of the section and of each call."""
     call_open = probe.common_suffix(before, between)
     call_open = call_open if call_open.strip() else ""
     between = between.removesuffix(call_open)
@@ -127,7 +126,7 @@ def _without_reasoning(text: str, form: ChatFormat) -> str:
 
 
 def _wider(probe: Probe, before: str) -> str:
-    """Returns the marker before a call with the whitespace that separates it from content."""
+    """Returns the marker before a call, including the whitespace that separates it from content."""
     text = probe.answer(call(0, TEXTS), content=CONTENT)
     shape = find_call(probe, text, 0) if text is not None else None
     if text is None or shape is None or CONTENT not in text[: shape.start]:
@@ -137,12 +136,12 @@ def _wider(probe: Probe, before: str) -> str:
 
 
 def _wants_nine(probe: Probe) -> bool:
-    """Returns whether a template takes ids of nine letters and digits only."""
+    """Returns whether a template accepts only ids of nine letters and digits."""
     return probe.answer(call(0, TEXTS) | {"id": f"call_{IDS[0]}"}) is None
 
 
 def _with_index(calls: Calls, first: Shape, second: Shape) -> Calls:
-    """Finds a number that counts the calls, between a name and what closes it."""
+    """Finds a number that counts the calls, between a name and its closing marker."""
     one, other = first.calls.name_close, second.calls.name_close
     found, counted = _INDEX.search(one), _INDEX.search(other)
     if one == other or found is None or counted is None:

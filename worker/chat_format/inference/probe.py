@@ -1,4 +1,4 @@
-"""Renders conversations whose every word is known, so that what is left of a rendered text is the template's own."""
+"""Renders conversations whose every word is known, so that the rest of the rendered text is the template's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tokenbus.protocol.wire.messages import ChatMessage
 
 Render = Callable[[list[ChatMessage], list[dict[str, Any]] | None, dict[str, Any]], list[str | int]]
-"""Renders a conversation with tools and variables to special token ids and texts. Raises if the template refuses."""
+"""Renders a conversation with tools and variables to special token ids and texts. Raises if the template refuses it."""
 
 QUESTION = "probe question"
 CONTENT = "probe content"
@@ -30,7 +30,7 @@ PARAMETERS: dict[str, Any] = {
         VALUE_KEYS["object"]: {
             "type": "object",
             "description": "a value",
-            "additionalProperties": {"type": "string"},  # which some templates look for
+            "additionalProperties": {"type": "string"},  # some templates look for this
         },
     },
 }
@@ -39,13 +39,13 @@ TOOLS: list[dict[str, Any]] = [
     for name in FUNCTIONS
 ]
 _MAX_TURN = 16_384
-"""Characters. Answers to the probes have a few hundred, and instructions that templates write behind them some more."""
+"""Characters. Answers to the probes have a few hundred, and instructions that templates add after them a few more."""
 _TAG = r"</?[A-Za-z_|｜][^<>\s=\"']{0,60}>|<[|｜][^<>\n]{1,60}[|｜]>|\[/?[A-Z_]+\]"
-"""Texts that stand for one thing, also where they are no special tokens."""
+"""Texts that are units even if they are not special tokens."""
 
 
 class Probe:
-    """One model's template, asked with known conversations."""
+    """One model's template, probed with known conversations."""
 
     def __init__(self, render: Render, special_tokens: Mapping[str, int]) -> None:
         self._render = render
@@ -59,11 +59,11 @@ class Probe:
         tools: list[dict[str, Any]] | None = TOOLS,
         **variables: Any,
     ) -> str | None:
-        """Returns what a template writes behind the user's words, or None if it refuses or writes very much."""
+        """Returns what a template writes after the user's words, or None if it refuses or writes too much."""
         conversation = [ChatMessage(role="user", content=QUESTION), *answer]
         try:
             pieces = self._render(conversation, tools, variables)
-        except Exception:  # a template is a program of somebody else's
+        except Exception:  # a template is third-party code
             return None
         self.seen |= {self._texts[piece]: piece for piece in pieces if isinstance(piece, int) and piece in self._texts}
         text = "".join(piece if isinstance(piece, str) else self._texts.get(piece, "") for piece in pieces)
@@ -80,12 +80,12 @@ class Probe:
         return self.turn(message, add_generation_prompt=False, **variables)
 
     def atoms(self, text: str) -> list[str]:
-        """Cuts a text into special tokens, tags and single characters."""
+        """Splits a text into special tokens, tags and single characters."""
         special = "|".join(re.escape(one) for one in sorted(self.seen, key=len, reverse=True))
         return re.findall(f"{special}|{_TAG}|." if special else f"{_TAG}|.", text, re.DOTALL)
 
     def tokens(self, text: str) -> list[tuple[int, str]]:
-        """Returns a rendered text as tokens with their texts. Ids of ordinary tokens are not known, and are -1."""
+        """Returns a rendered text as tokens with their texts. The ids of ordinary tokens are unknown, and are -1."""
         return [(self.seen.get(atom, -1), atom) for atom in self.atoms(text)]
 
     def common_prefix(self, one: str, other: str) -> str:

@@ -1,4 +1,4 @@
-"""Checks a chat format: what its template writes for known answers must be read back exactly."""
+"""Checks a chat format: the template's rendering of known answers must be read back exactly."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _ANSWERS = (
     _Answer("", "a thought", [(FUNCTIONS[0], {_B: "x"}), (FUNCTIONS[2], {_NUMBER: 0.5, _OBJECT: {}})]),
     _Answer("words", "", [(FUNCTIONS[1], {_A: "1"}), (FUNCTIONS[1], {_A: "2"}), (FUNCTIONS[0], {})]),
 )
-"""Other functions, notations and numbers of calls than those a format is found with."""
+"""Functions, notations and numbers of calls that differ from those used to infer a format."""
 
 
 _WORDS = (_Answer("some words", "", []), _Answer("some words", "a thought", []))
 
 
 def reads_back(probe: Probe, form: ChatFormat, opening: str, ending: str) -> bool:
-    """Returns whether a format reads all answers back that its template can write.
+    """Returns whether a format reads back all answers that its template can write.
 
-    `opening` and `ending` are what the template writes before and behind an answer."""
+    `opening` and `ending` are what the template writes before and after an answer."""
     rules = Rules(form)
     answers = _WORDS if form.calls is None else _WORDS + _ANSWERS
     return all(_reads(probe, rules, answer, opening, ending) for answer in answers)
@@ -59,8 +59,8 @@ def _reads(probe: Probe, rules: Rules, answer: _Answer, opening: str, ending: st
     if text is None:
         return False
     if answer.calls and answer.calls[-1][0] not in text:
-        return len(answer.calls) > 1  # it writes the first call only
-    # Some templates write no content beside calls, or no reasoning of the past.
+        return len(answer.calls) > 1  # it writes only the first call
+    # Some templates omit content beside calls, or past reasoning.
     expected = _Answer(
         answer.content if answer.content and answer.content in text else "",
         answer.reasoning if answer.reasoning and answer.reasoning in text else "",
@@ -69,7 +69,7 @@ def _reads(probe: Probe, rules: Rules, answer: _Answer, opening: str, ending: st
     text = text[len(probe.common_prefix(text, opening)) :]
     texts = {text.removesuffix(probe.common_suffix(text, ending))}
     texts |= {text.rpartition(close)[0] for close in rules.form.turn_close if close in text}
-    # An answer of the past may begin with what a prompt adds to it, or behind that, or at the end of no reasoning.
+    # A past answer may begin with the text that a prompt adds, or after it, or after an empty reasoning.
     prompts = {"", rules.form.generation_prompt}
     if rules.form.reasoning is not None:
         prompts.add(rules.form.reasoning.close.strip())
@@ -81,21 +81,21 @@ def _reads(probe: Probe, rules: Rules, answer: _Answer, opening: str, ending: st
 
 
 def _are_apart(form: ChatFormat, text: str, answer: _Answer) -> bool:
-    """Returns whether a template writes words and calls in turns of their own, or calls only where no words are."""
+    """Returns whether a template writes words and calls in separate turns, or calls only where there are no words."""
     places = sorted((text.find(answer.content), text.find(answer.calls[0][0])))
     between = text[max(places[0], 0) : places[1]]
     return answer.calls[0][0] not in text or any(close in between for close in form.turn_close)
 
 
 def _without_quotes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments whose texts need no escapes: templates that write literals of Python do not write any."""
+    """Returns arguments whose texts need no escapes: templates that write Python literals do not escape."""
     return {
         key: re.sub(r"[\"'\\\n]", "", value) if isinstance(value, str) else value for key, value in arguments.items()
     }
 
 
 def _same(seen: _Answer, expected: _Answer, text: str) -> bool:
-    # A turn may begin with a space that is no part of its marker, and words beside a call may be written as reasoning.
+    # A turn may begin with a space that is not part of its marker, and words beside a call may be written as reasoning.
     said = (seen.content.strip(), seen.reasoning)
     if said not in (expected[:2], (expected.reasoning, expected.content)) or len(seen.calls) != len(expected.calls):
         return False
@@ -103,7 +103,7 @@ def _same(seen: _Answer, expected: _Answer, text: str) -> bool:
         name == wanted
         and isinstance(one, dict)
         and one.keys() == arguments.keys()
-        # Some templates write values as Python prints them, which is not what their models write.
+        # Some templates write values as Python prints them, although their models do not.
         and all(
             one[key] == value or (one[key] == str(value) and str(value) in text) for key, value in arguments.items()
         )

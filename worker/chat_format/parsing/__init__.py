@@ -1,1 +1,1 @@
-"""Reading a model's output by its format: from tokens to reasoning, content and tool calls."""
+"""Parses a model's output by its format: from tokens to reasoning, content and tool calls."""

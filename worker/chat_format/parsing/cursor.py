@@ -1,4 +1,4 @@
-"""The text that a parser has not read yet."""
+"""The text not yet read by a parser."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _WHITESPACE = re.compile(r"\s*")
 
 
 class Malformed(Exception):
-    """The text that was read as a call can't become one. Caught inside of the parser."""
+    """The text being read as a call can't become one. Caught inside the parser."""
 
 
 class Cursor:
-    """The text that has arrived and the place in it up to which it has been read."""
+    """The text that has arrived and the position up to which it has been read."""
 
     __slots__ = ("at", "cut_off", "ended", "text")
 
@@ -20,12 +20,12 @@ class Cursor:
         self.text = ""
         self.at = 0
         self.ended = False
-        """No more text will come."""
+        """No more text will arrive."""
         self.cut_off = False
         """It ended because a limit was reached, not because the model was done."""
 
     def append(self, text: str) -> None:
-        """Adds text, and forgets what has been read."""
+        """Adds text, and drops what has been read."""
         self.text = self.text[self.at :] + text if self.at < len(self.text) else text
         self.at = 0
 
@@ -36,7 +36,7 @@ class Cursor:
 
 
 class ReadBack:
-    """All that was read since a call or a section began, as long as it may still become content."""
+    """Everything read since a call or a section began, as long as it may still turn out to be content."""
 
     def __init__(self, cursor: Cursor) -> None:
         self._cursor = cursor
@@ -50,12 +50,12 @@ class ReadBack:
         self._parts = None
 
     def restart(self) -> None:
-        """Forgets what was read up to here, and goes on."""
+        """Drops what has been read so far, and continues."""
         if self._parts is not None:
             self.begin(self._cursor.at)
 
     def keep(self) -> None:
-        """Keeps what has been read, before the cursor forgets it."""
+        """Saves what has been read before the cursor drops it."""
         if self._parts is not None:
             self._parts.append(self._cursor.text[self._from : self._cursor.at])
         self._from = 0
@@ -66,5 +66,5 @@ class ReadBack:
         return "".join(self._parts) + self._cursor.text[self._from : self._cursor.at]
 
     def length_before(self, at: int) -> int:
-        """Returns how long the text is up to a place."""
+        """Returns the length of the text up to a position."""
         return sum(map(len, self._parts or ())) + at - self._from

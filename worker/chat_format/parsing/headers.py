@@ -1,4 +1,4 @@
-"""The headers of messages in channels."""
+"""Headers of messages in channels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Message(NamedTuple):
     """The contents of a header."""
 
     kind: TextKind = None
-    """Content, reasoning, or for nobody here."""
+    """Content, reasoning, or neither (not for the client)."""
     function: str = ""
     """The function that it calls."""
 
 
 def read_header(header: str, rules: Rules) -> Message | None:
-    """Returns what the message is that has this header, or None if the format does not say."""
+    """Returns the kind of message that this header announces, or None if the format does not define it."""
     channels = rules.form.channels
     assert channels is not None
     if constrain := rules.alphabet.encode(channels.constrain):

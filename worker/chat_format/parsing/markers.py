@@ -1,7 +1,7 @@
-"""Markers in a stream of text and tokens: special tokens as characters of their own, and matching what has only begun.
+"""Markers in a stream of text and tokens: special tokens as single characters, and matching of partial markers.
 
 A parser reads one text in which each special token of the format is a single surrogate, a character that no decoded
-text can contain. So one search finds both kinds of markers, and a text that spells a special token does not match it.
+text can contain. So one search finds both kinds of markers, and text that spells out a special token does not match it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from enum import Enum
 
 FIRST_SURROGATE, LAST_SURROGATE = 0xD800, 0xDFFF
 MAX_WHITESPACE = 64
-"""Characters of whitespace that may stand inside of a marker, or are held back since they may belong to one."""
+"""The most whitespace characters that may occur inside a marker, or are held back because they may belong to one."""
 WHITESPACE = re.compile(rf"\s{{0,{MAX_WHITESPACE}}}")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _SURROGATES_APART = re.compile("([\ud800-\udfff])")
 
 
 _SEAMS = re.compile("\\s+|(?<=>)(?=<)|(?<=[\ud800-\udfff])(?=[\ud800-\udfff])")
-"""Where a model may write whitespace that the template does not: between two tags or special tokens."""
+"""Places where a model may write whitespace that the template does not: between two tags or special tokens."""
 
 
 class Match(Enum):
@@ -27,7 +27,7 @@ class Match(Enum):
 
     NO = 0
     MORE = 1
-    """The text ends before one can say."""
+    """The text ends before this can be decided."""
 
 
 class Alphabet:
@@ -41,18 +41,18 @@ class Alphabet:
         self.by_token = {tokens[text]: character for text, character in self._characters.items()}
 
     def encode(self, text: str) -> str:
-        """Puts characters in the place of special tokens that are spelled out in a format's own texts."""
+        """Replaces special tokens spelled out in a format's own texts with their characters."""
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda found: self._characters[found[0]], text)
 
     def split(self, text: str) -> list[str | int]:
-        """Returns the parts of a format's own text: special tokens by their ids, and the texts between them."""
+        """Returns the parts of a format's own text: special tokens by id, and the texts between them."""
         ids = {character: token for token, character in self.by_token.items()}
         return [ids.get(part, part) for part in _SURROGATES_APART.split(self.encode(text)) if part]
 
     def decode(self, text: str) -> str:
-        """Spells out the special tokens in a text that turned out to be no marker."""
+        """Spells out the special tokens in a text that turned out not to be a marker."""
         return text if text.isascii() else text.translate(self._texts)
 
 
@@ -66,7 +66,7 @@ def is_token(character: str) -> bool:
 
 
 class Marker:
-    """A marker's characters, and the whitespace at its edges, which may be missing or longer in what a model writes."""
+    """A marker's characters, and the whitespace at its edges, which may be missing or longer in a model's output."""
 
     __slots__ = ("after", "before", "first", "pieces")
 
@@ -81,7 +81,7 @@ class Marker:
         return bool(self.pieces)
 
     def match(self, text: str, at: int) -> int | Match:
-        """Returns where the marker ends if it stands at `at`, without the whitespace at its edges."""
+        """Returns where the marker, without the whitespace at its edges, ends if it is at `at`."""
         for place, piece in enumerate(self.pieces):
             if place:
                 at = skip_whitespace(text, at)
@@ -100,7 +100,7 @@ def skip_whitespace(text: str, at: int) -> int:
 
 
 def first_of(markers: list[Marker], text: str, at: int) -> int | Match:
-    """Returns where the first of the markers that stands at `at` ends."""
+    """Returns where the first of the markers found at `at` ends."""
     outcome: int | Match = Match.NO
     for marker in markers:
         if marker:

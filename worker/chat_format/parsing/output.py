@@ -1,4 +1,4 @@
-"""Collects what a parser has read, until its caller takes it."""
+"""Collects a parser's output until its caller takes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenbus.worker.chat_format.parsing.scans import TextKind
 
 
 class Output:
-    """Collects deltas and joins those that continue each other."""
+    """Collects deltas and joins consecutive ones."""
 
     def __init__(self, alphabet: Alphabet, calls: Calls | None, key: str, *, hold_calls: bool) -> None:
         self._alphabet = alphabet
@@ -19,14 +19,14 @@ class Output:
         self._hold_calls = hold_calls
         self._deltas: list[deltas.Delta] = []
         self._held: list[deltas.Delta] = []
-        """Deltas of the call that is being read, if calls are held."""
+        """Deltas of the call being read, if calls are held."""
         self._kind: TextKind = None
         self._texts: list[str] = []
         self._fragments: list[str] = []
         self.calls = 0
-        """The number of calls that have begun."""
+        """The number of calls begun."""
         self.is_open = False
-        """The call that is being read has gone out."""
+        """Whether the call being read has been passed on."""
         self._was_broken_off = False
 
     @property
@@ -40,7 +40,7 @@ class Output:
         return taken
 
     def forget(self) -> None:
-        """Forgets all that was read so far, since the prompt said it and not the model."""
+        """Drops everything read so far, since it came from the prompt, not the model."""
         self.take()
         self.drop_call()
         self.calls, self._was_broken_off = 0, False
@@ -55,7 +55,7 @@ class Output:
         self._texts.append(self._alphabet.decode(text))
 
     def begin_call(self, name: str, given: str | None, number: int | None) -> None:
-        """Adds a call; `given` is its id and `number` its number, if the model has written them."""
+        """Adds a call; `given` is its id and `number` its number, if the model wrote them."""
         assert self._calls is not None
         assert not self.is_open
         made = given or call_id(self._calls, self._key, self.calls, name, number)
@@ -64,11 +64,11 @@ class Output:
         self.is_open = not self._hold_calls
 
     def add_arguments(self, fragment: str) -> None:
-        """Adds a piece of the last call's arguments."""
+        """Adds a fragment of the last call's arguments."""
         self._fragments.append(fragment)
 
     def end_call(self) -> None:
-        """Says that the last call is complete."""
+        """Marks the last call as complete."""
         self._join_fragments()
         self._add(deltas.CallEnd(self.calls - 1))
         self.is_open = False
@@ -77,7 +77,7 @@ class Output:
         self._held = []
 
     def drop_call(self) -> bool:
-        """Ends a call that does not become complete, if there is one. Returns whether it has gone out."""
+        """Ends a call that remains incomplete, if there is one. Returns whether it had been passed on."""
         if self._hold_calls:
             self.calls -= 1 if self._held else 0
             self._held, self._fragments = [], []

@@ -1,13 +1,13 @@
 """Reads a model's output while it is generated: reasoning, content and tool calls.
 
-The parser is a machine of five states that all read from one cursor: text (content, or reasoning, or a message that is
-for nobody here), the section around calls, a call, the header of a message, and the places between messages. A state
-reads as much as it can and holds back only what may turn out to be the beginning of a marker. Everything is a function
-of the tokens: how they are cut into pieces changes nothing, and so a parser is rebuilt by feeding the tokens again.
+The parser is a state machine with five states that all read from one cursor: text (content, reasoning, or a message not
+for the client), the section around calls, a call, a message header, and the space between messages. A state reads as
+much as it can and holds back only what may turn out to be the beginning of a marker. Everything is a function of the
+tokens: how they are split into pieces makes no difference, so a parser can be rebuilt by feeding it the tokens again.
 
-A call goes out as it is generated. If it is cut off, a client has been told of a call that never ends (`CallEnd`), and
-the finish reason says so; the arguments are not valid JSON then and nothing completes them. With `hold_calls` a call
-goes out as a whole when it is complete; one that is cut off is dropped, and one that is malformed becomes content.
+A call is passed on as it is generated. If it is cut off, the client has seen a call that never ends (no `CallEnd`), and
+the finish reason says so; its arguments are then not valid JSON, and nothing completes them. With `hold_calls` a call
+is passed on only when complete; one that is cut off is dropped, and a malformed one becomes content.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tokenbus.worker.chat_format.parsing.scans import Rules, Scan, To
 from tokenbus.worker.chat_format.parsing.text_reader import Found, TextReader
 
 MAX_HELD = 1024
-"""Characters of a message's header, or of what stands around calls."""
+"""The most characters of a message header, or of the text around calls."""
 _READERS: dict[Kind, type[CallReader]] = {Kind.JSON: JsonCall, Kind.NAMED: NamedCall, Kind.TAGGED: TaggedCall}
 
 
@@ -44,9 +44,9 @@ class Parser:
         generation_prompt: str | None = None,
         hold_calls: bool = False,
     ) -> None:
-        """`tools` has the parameters of each tool by its name; None: calls are not looked for. `key` makes the ids of
-        calls that have none, the same ones whenever the same answer is read. `generation_prompt` is what the prompt
-        says of this answer, such as `<think>\\n`; None: what it says by default."""
+        """`tools` has the parameters of each tool by name; None: calls are not looked for. `key` determines the ids of
+        calls written without one, so that the same answer always gets the same ids. `generation_prompt` is the part of
+        this answer that the prompt already contains, such as `<think>\\n`; None: the default."""
         self._rules = rules
         self._tools = tools or {}
         self._calls = rules.calls if tools is not None else None
@@ -60,7 +60,7 @@ class Parser:
         self._in_section = False
         self._section_calls = 0
         self._noise = False
-        """The section has text where calls should be."""
+        """Whether the section has text where calls should be."""
         self._state: Callable[[], bool] = self._read_text if form.channels is None else self._outside
         """Reads on; returns false if it needs more text."""
         self._read_prompt(form.generation_prompt if generation_prompt is None else generation_prompt)
@@ -72,21 +72,21 @@ class Parser:
 
     @property
     def has_incomplete_call(self) -> bool:
-        """Whether a call has gone out that is not complete."""
+        """Whether an incomplete call has been passed on."""
         return self._output.has_incomplete_call
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, unless it closes it."""
+        """Whether the next text is reasoning, unless it closes it."""
         return self._text.scan.kind is deltas.Reasoning and self._state == self._read_text
 
     @property
     def held(self) -> str:
-        """The text that is held back, since it may be the beginning of a marker or belong to one."""
+        """The text held back because it may be the beginning of a marker or belong to one."""
         return self._cursor.text[self._cursor.at :]
 
     def feed(self, token: int, text: str) -> list[deltas.Delta]:
-        """Reads a token and its text, and returns what can be said now."""
+        """Reads a token and its text, and returns the deltas that are now certain."""
         special = self._rules.alphabet.by_token.get(token)
         self._cursor.append(without_surrogates(text) if special is None else special)
         return self._read()
@@ -98,18 +98,18 @@ class Parser:
         return self._read()
 
     def feed_text(self, text: str) -> list[deltas.Delta]:
-        """Reads a text whose tokens are not known: no special token is found in it."""
+        """Reads text whose tokens are unknown: no special token is found in it."""
         self._cursor.append(without_surrogates(text))
         return self._read()
 
     def finish(self, *, cut_off: bool) -> list[deltas.Delta]:
-        """Says what was held back. `cut_off`: the answer has reached a limit, the model was not done."""
+        """Releases what was held back. `cut_off`: the answer reached a limit before the model was done."""
         self._cursor.append("")
         self._cursor.ended, self._cursor.cut_off = True, cut_off
         return self._read()
 
     def _read_prompt(self, generation_prompt: str) -> None:
-        """Reads what the prompt says of the answer, as if the model had written it."""
+        """Reads the beginning of the answer from the prompt, as if the model had written it."""
         cursor = self._cursor
         cursor.append(self._rules.alphabet.encode(generation_prompt))
         self._text.in_prompt = True
@@ -132,7 +132,7 @@ class Parser:
         return self._output.take()
 
     def _give_up(self) -> bool:
-        """Makes content of what was read as a call, unless it has gone out as one."""
+        """Turns what was read as a call into content, unless it has been passed on as a call."""
         has_gone_out = self._output.drop_call()
         if not has_gone_out:
             self._output.say(self._back.text(), deltas.Content)
@@ -142,7 +142,7 @@ class Parser:
         return True
 
     def _drop(self) -> bool:
-        """Forgets what was read of a call that was cut off."""
+        """Drops what was read of a truncated call."""
         self._output.drop_call()
         self._back.forget()
         self._cursor.at = len(self._cursor.text)
@@ -232,7 +232,7 @@ class Parser:
         return self._give_up()
 
     def _section(self) -> bool:
-        """Reads what stands around calls. Text between them is dropped, text in place of them is content."""
+        """Reads the text around calls. Text between them is dropped, text in place of them is content."""
         assert self._calls is not None
         cursor, rules = self._cursor, self._calls
         at = skip_whitespace(cursor.text, cursor.at)
@@ -279,7 +279,7 @@ class Parser:
         return True
 
     def _end_in_section(self) -> bool:
-        """The answer ends before the section does."""
+        """Handles an answer that ends before the section does."""
         self._cursor.at = len(self._cursor.text)
         if self._noise and not self._cursor.cut_off:
             return self._give_up()
@@ -288,7 +288,7 @@ class Parser:
     # Messages with headers.
 
     def _outside(self) -> bool:
-        """Reads what stands between messages."""
+        """Reads the text between messages."""
         cursor, rules = self._cursor, self._rules
         at = skip_whitespace(cursor.text, cursor.at)
         if at == len(cursor.text):

@@ -1,4 +1,4 @@
-"""A format, prepared for reading: its markers with special tokens as single characters."""
+"""A format prepared for parsing: its markers, with special tokens as single characters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CallRules:
         self.key_close, self.type_close = marker(calls.key_close), marker(calls.type_close)
         self.name_close = marker(calls.name_close)
         self.name_close_empty: Marker | None = None
-        """Closes the name and the call at once, as in XML."""
+        """Closes both the name and the call, as in XML."""
         if calls.kind is Kind.TAGGED and self.name_close and self.name_close.pieces[-1].endswith(">"):
             self.name_close_empty = Marker(alphabet.encode(calls.name_close.strip()[:-1] + "/>"))
         self.quote = alphabet.encode(calls.quote) if calls.values is Values.BARE_KEYS else '"'
@@ -40,23 +40,23 @@ class CallRules:
         self.closes = [self.call_close]
         """Markers that end a call and belong to it."""
         self.follows = [self.section_close, self.call_open, self.section_open, self.announce_close, *turn_close]
-        """Markers that may stand behind a call."""
+        """Markers that may follow a call."""
         self.value_ends = re.compile(
             class_of({one.first for one in (self.value_close, self.call_close, self.argument_open) if one})
         )
         opening = self.section_open.pieces + self.call_open.pieces
         self.is_bare = opening in ((), ("[",))
-        """Nothing tells a call from content but what it says."""
+        """Only its text distinguishes a call from content."""
 
     def may_begin(self, character: str) -> bool:
-        """Returns whether a call that has no marker of its own may begin with this character."""
+        """Returns whether a call without its own marker may begin with this character."""
         if self.calls.kind is Kind.JSON:
             return character == "{"
         return character.isalpha() or character == "_"
 
 
 def _header(form: str) -> re.Pattern[str]:
-    """Returns a pattern of a header, in which everything but the name may be missing."""
+    """Returns a pattern for a header, in which everything but the name is optional."""
     pattern, at = "", 0
     for place in _PLACE.finditer(form):
         text, name = re.escape(form[at : place.start()]), place[1]
@@ -69,7 +69,7 @@ def _header(form: str) -> re.Pattern[str]:
 
 
 def call_rules(form: ChatFormat, alphabet: Alphabet) -> CallRules | None:
-    """Returns the rules of a format's calls, which in channels end where a message does."""
+    """Returns the rules for a format's calls, which in channels end where a message does."""
     if form.calls is None:
         return None
     rules = CallRules(form.calls, alphabet, [Marker(alphabet.encode(one)) for one in form.turn_close])

@@ -1,4 +1,4 @@
-"""Where a text ends: which markers to look for in content, in reasoning and in the messages of channels."""
+"""The markers that end a text: in content, in reasoning and in the messages of channels."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tokenbus.worker.chat_format.parsing.markers import Alphabet, Marker, class_
 from tokenbus.worker.chat_format.parsing.rules import CallRules, call_rules
 
 TextKind = type[deltas.Content] | type[deltas.Reasoning] | None
-"""None: text that is for nobody here."""
+"""None: text not for the client."""
 
 
 class To(Enum):
-    """The states that a marker in a text leads to."""
+    """The states to which a marker in a text leads."""
 
     REASONING = 0
     CONTENT = 1
@@ -24,7 +24,7 @@ class To(Enum):
     SECTION = 3
     CALL = 4
     SAME = 5
-    """Nothing else: the marker is dropped."""
+    """No change: the marker is dropped."""
     MESSAGE_END = 6
     HEADER = 7
 
@@ -35,11 +35,11 @@ class Exit(NamedTuple):
     marker: Marker
     to: To
     only_first: bool = False
-    """It counts only at the text's beginning."""
+    """It counts only at the beginning of the text."""
 
 
 class Scan:
-    """Which markers end a kind of text."""
+    """The markers that end a kind of text."""
 
     def __init__(self, kind: TextKind, exits: list[Exit]) -> None:
         self.kind = kind
@@ -48,13 +48,13 @@ class Scan:
             if one.marker:
                 self.exits.setdefault(one.marker.first, []).append(one)
         self.search = re.compile(class_of(set(self.exits))).search
-        """Finds what may be a marker."""
+        """Finds potential markers."""
         self.owns_whitespace = any(one.marker.before for one in exits)
-        """Whitespace at the end of the text may belong to a marker."""
+        """Whether whitespace at the end of the text may belong to a marker."""
 
 
 class Rules:
-    """A format, prepared for any number of parsers."""
+    """A format prepared for any number of parsers."""
 
     def __init__(self, form: ChatFormat) -> None:
         self.form = form
@@ -63,7 +63,7 @@ class Rules:
         openings = _openings(self.calls) if self.calls and form.channels is None else []
         content, reasoning, calls_in_reasoning = self._texts(form, openings)
         self.content = {True: Scan(deltas.Content, content + openings), False: Scan(deltas.Content, content)}
-        """The markers in content, if calls are looked for and if they are not."""
+        """The markers in content, when calls are looked for and when they are not."""
         self.reasoning = {
             True: Scan(deltas.Reasoning, reasoning + calls_in_reasoning),
             False: Scan(deltas.Reasoning, reasoning),
@@ -83,7 +83,7 @@ class Rules:
         return Marker(self.alphabet.encode(text))
 
     def _texts(self, form: ChatFormat, openings: list[Exit]) -> tuple[list[Exit], list[Exit], list[Exit]]:
-        """Returns what ends content, what ends reasoning, and which calls end it, too."""
+        """Returns what ends content, what ends reasoning, and which calls end reasoning too."""
         always = [Exit(self._marker(form.content_open), To.CONTENT)]
         always += [Exit(self._marker(one), To.SAME) for one in form.turn_close]
         content = [*always, Exit(self._marker(form.content_close), To.SAME)]
@@ -96,7 +96,7 @@ class Rules:
 
 
 def _openings(calls: CallRules) -> list[Exit]:
-    """Returns what leads from content to calls."""
+    """Returns the markers that lead from content to calls."""
     found = [Exit(calls.announce, To.ANNOUNCED), Exit(calls.announce_close, To.SAME)]
     if calls.section_open:
         found.append(Exit(calls.section_open, To.SECTION, only_first=calls.is_bare))

@@ -11,19 +11,19 @@ from tokenbus.worker.chat_format.parsing.scans import Exit, Scan, To
 
 
 class Found(NamedTuple):
-    """A marker behind a text."""
+    """A marker after a text."""
 
     to: To
     at: int
     text_end: int
-    """Where the text before it ends, without whitespace that belongs to the marker."""
+    """Where the text before it ends, excluding whitespace that belongs to the marker."""
     skip: str
-    """Whitespace behind the marker that belongs to it."""
+    """Whitespace after the marker that belongs to it."""
 
 
 class TextReader:
-    """Says a text as it comes. Holds back what may be a marker, and whitespace that belongs to a marker if one follows;
-    whitespace alone is no text."""
+    """Passes on text as it arrives. Holds back potential markers, and whitespace that belongs to a marker if one
+    follows; whitespace alone does not count as text."""
 
     def __init__(self, cursor: Cursor, output: Output) -> None:
         self._cursor = cursor
@@ -32,16 +32,16 @@ class TextReader:
         self._skip = ""
         """Whitespace that belongs to the marker before the text."""
         self.is_first = True
-        """Nothing but whitespace has been read of this text."""
+        """Only whitespace has been read of this text."""
         self.after_marker = False
-        """A marker has been read, so that whitespace alone is no answer."""
+        """A marker has been read, so whitespace alone does not count as an answer."""
         self.in_prompt = False
 
     def begin(self, scan: Scan, *, skip: str = "", is_first: bool = True) -> None:
         self.scan, self._skip, self.is_first = scan, skip, is_first
 
     def read(self) -> Found | None:
-        """Reads on, and returns the marker that the text ends with, if it is there."""
+        """Continues reading; returns the marker that ends the text, once found."""
         cursor, scan = self._cursor, self.scan
         text = cursor.text
         if self._skip and not self._skip_edge():
@@ -67,7 +67,7 @@ class TextReader:
         return Found(one.to, at, text_end, one.marker.after)
 
     def _skip_edge(self) -> bool:
-        """Skips the whitespace after a marker. Returns false if there may be more of it."""
+        """Skips whitespace after a marker. Returns false if there may be more."""
         text, at = self._cursor.text, self._cursor.at
         while at < len(text) and text[at] in self._skip:
             at += 1
@@ -78,7 +78,7 @@ class TextReader:
         return True
 
     def _say_until(self, at: int, found: Exit, *, is_first: bool) -> None:
-        """Says the text before what may be a marker."""
+        """Passes on the text before a potential marker."""
         text, start = self._cursor.text, self._cursor.at
         end = start if is_first else at
         if found.marker.before and not is_first:
@@ -89,7 +89,7 @@ class TextReader:
         self._output.say(text[start:end], self.scan.kind)
 
     def _say_rest(self) -> None:
-        """Says a text in which no marker begins."""
+        """Passes on text in which no marker begins."""
         cursor, scan = self._cursor, self.scan
         text, start = cursor.text, cursor.at
         end = len(text)

@@ -1,1 +1,1 @@
-"""Reads tool calls: three kinds of calls, and values in the notations of models, written again as JSON."""
+"""Reads tool calls: three kinds of calls, with values in models' notations, rewritten as JSON."""

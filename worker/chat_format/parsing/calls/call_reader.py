@@ -1,4 +1,4 @@
-"""Reads one tool call: what the three kinds of calls have in common."""
+"""Reads one tool call: the common part of the three kinds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tools = Mapping[str, schema.Schema]
 
 
 class Sink(Protocol):
-    """Where a call goes to while it is read."""
+    """Receives a call while it is read."""
 
     def begin_call(self, name: str, given: str | None, number: int | None) -> None:
         """Takes the name and, if the model has written them, the id and the number."""
@@ -26,7 +26,7 @@ class Sink(Protocol):
 
 
 class CallReader:
-    """One call, from what stands behind `call_open` to the end of `call_close`."""
+    """One call, from after `call_open` to the end of `call_close`."""
 
     def __init__(self, rules: CallRules, tools: Tools, sink: Sink, *, must_be_known: bool) -> None:
         self._rules = rules
@@ -38,16 +38,16 @@ class CallReader:
         self._id: str | None = None
         self._begun = False
         self._pending: list[str] = []
-        """Arguments that were read before the name was."""
+        """Arguments read before the name."""
         self._any = False
-        """Whether any of the arguments has been read."""
+        """Whether any part of the arguments has been read."""
         self._reader = ValueReader(rules.calls.values, rules.alphabet, rules.quote)
         self._step: Callable[[Cursor], bool]
-        """Reads on; returns false if it needs more text."""
+        """Continues reading; returns false if it needs more text."""
         self._closing = False
 
     def read(self, cursor: Cursor) -> bool:
-        """Reads on, and returns whether the call is complete; raises `Malformed` if it can't become one."""
+        """Continues reading; returns whether the call is complete; raises `Malformed` if it can't become a call."""
         while not self._closing:
             if not self._step(cursor):
                 return False
@@ -77,7 +77,7 @@ class CallReader:
             self._pending += fragments
 
     def _close(self, cursor: Cursor) -> bool:
-        """Reads what closes the call. A model that ends its turn behind the arguments has closed it, too."""
+        """Reads what closes the call. A model that ends its turn after the arguments has also closed it."""
         if not any(self._closes):
             return True
         at = skip_whitespace(cursor.text, cursor.at)
@@ -97,7 +97,7 @@ class CallReader:
         raise Malformed
 
     def _read_value(self, cursor: Cursor) -> bool:
-        """Reads on in a value that goes out as it comes, up to where it is malformed if it is."""
+        """Continues reading a value that is passed on as it arrives, up to where it is malformed, if it is."""
         out: list[str] = []
         try:
             return self._reader.read(cursor, out)

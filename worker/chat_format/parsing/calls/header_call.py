@@ -1,4 +1,4 @@
-"""Reads calls that begin with a header: the name, and perhaps an id or a number."""
+"""Reads calls that begin with a header: the name, possibly with an id or a number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tokenbus.worker.chat_format.parsing.markers import Marker, Match
 from tokenbus.worker.chat_format.parsing.rules import CallRules
 
 MAX_HEADER = 1024
-"""Characters of a header, a key or a type."""
+"""The most characters of a header, a key or a type."""
 _BRACE = Marker("{")
 
 
@@ -20,11 +20,11 @@ class HeaderCall(CallReader):
         self._step = self._header
 
     def _header_ends(self) -> list[Marker]:
-        """Returns what may stand behind the header."""
+        """Returns the markers that may follow the header."""
         raise NotImplementedError
 
     def _behind_header(self, marker: Marker, end: int, cursor: Cursor) -> bool:
-        """Goes on behind the header, which ends with `marker`."""
+        """Continues after the header, which ends with `marker`."""
         raise NotImplementedError
 
     def _header(self, cursor: Cursor) -> bool:
@@ -42,8 +42,8 @@ class HeaderCall(CallReader):
         return self._behind_header(marker, end, cursor)
 
     def _until(self, cursor: Cursor, markers: list[Marker]) -> tuple[str, Marker, int] | None:
-        """Returns the text before the first of the markers, that marker, and where it ends. Moves the cursor up to
-        the marker if it is there."""
+        """Returns the text before the first of the markers, that marker, and where it ends. Moves the cursor up to the
+        marker if it is found."""
         text, start = cursor.text, cursor.at
         limit = start + MAX_HEADER
         places = [(text.find(one.first, start, limit), one) for one in markers if one]
@@ -63,10 +63,10 @@ class HeaderCall(CallReader):
 
 
 class NamedCall(HeaderCall):
-    """A header, then one object of the arguments."""
+    """A header, then one arguments object."""
 
     def begin(self, name: str) -> None:
-        """Begins with the arguments, since the name is known already."""
+        """Starts with the arguments, since the name is already known."""
         self._begin(name)
         self._step = self._arguments
 
@@ -79,7 +79,7 @@ class NamedCall(HeaderCall):
         return self._then(self._arguments)
 
     def _arguments(self, cursor: Cursor) -> bool:
-        """Reads the object of the arguments."""
+        """Reads the arguments object."""
         if not self._any:
             cursor.skip_whitespace()
             if cursor.at == len(cursor.text):

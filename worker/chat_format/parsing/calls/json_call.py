@@ -28,7 +28,7 @@ class _Field(Enum):
 
 
 class JsonCall(CallReader):
-    """An object whose fields may come in any order. Arguments that come before the name wait for it."""
+    """An object whose fields may be in any order. Arguments before the name wait for it."""
 
     def __init__(self, rules: CallRules, tools: Tools, sink: Sink, *, must_be_known: bool) -> None:
         super().__init__(rules, tools, sink, must_be_known=must_be_known)
@@ -130,7 +130,7 @@ def _decode_text(text: str) -> str:
 
 
 def _decode_object(text: str) -> str:
-    """Returns arguments that were written as a string of JSON."""
+    """Returns arguments written as a JSON string."""
     inner = _decode_text(text)
     try:
         msgspec.json.decode(inner, type=dict)

@@ -1,4 +1,4 @@
-"""Decides by the schema of a tool what a value without quotes is."""
+"""Determines the type of an unquoted value from the tool's schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TYPES = {"string", "number", "integer", "boolean", "null", "object", "array"}
 MAX_DEPTH = 8
 Schema = Mapping[str, Any]
 _DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=float)
-"""Takes numbers that no float can hold, such as `1e999`, too."""
+"""Also accepts numbers that no float can hold, such as `1e999`."""
 
 
 def properties(schema: Schema) -> Schema:
@@ -25,7 +25,7 @@ def properties(schema: Schema) -> Schema:
 
 
 def followed(schema: object, whole: object) -> object:
-    """Returns the schema to which a part of `whole` refers; the part itself if it refers to none in there."""
+    """Returns the schema that a part of `whole` refers to, or the part itself if it refers to none in `whole`."""
     for _ in range(MAX_DEPTH):
         place = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(place, str) or not place.startswith("#"):
@@ -38,7 +38,7 @@ def followed(schema: object, whole: object) -> object:
 
 
 def types_of(schema: object, whole: object = None, depth: int = 0) -> set[str]:
-    """Returns the JSON types that a schema, which may be a part of `whole`, allows; an empty set if it does not say."""
+    """Returns the JSON types allowed by a schema, which may be a part of `whole`; an empty set if unspecified."""
     schema = followed(schema, whole)
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return set()
@@ -62,13 +62,13 @@ def types_of(schema: object, whole: object = None, depth: int = 0) -> set[str]:
 
 
 def is_text(types: set[str]) -> bool:
-    """Returns whether a value is text whatever it looks like."""
+    """Returns whether a value is always text, whatever it looks like."""
     return types == {"string"}
 
 
 def to_json(text: str, types: set[str]) -> str:
-    """Returns the JSON of a value that was written without quotes: of a type the schema allows if it can be read as
-    one, or else a string if that is allowed, or else whatever it looks like."""
+    """Returns the JSON of an unquoted value: of a type that the schema allows if it can be read as one, else a string
+    if that is allowed, else whatever it looks like."""
     value, parsed = _parse(text)
     if parsed and (not types or _type_of(value) in types or (isinstance(value, int) and "number" in types)):
         return msgspec.json.encode(value).decode() if text.strip() in LITERALS else text.strip()

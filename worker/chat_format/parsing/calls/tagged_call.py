@@ -1,4 +1,4 @@
-"""Reads calls whose arguments stand between markers, one after the other."""
+"""Reads calls whose arguments are written between markers, one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads values that are written without quotes, between two markers."""
+"""Reads unquoted values between two markers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from tokenbus.worker.chat_format.parsing.rules import CallRules
 
 
 class TextValue:
-    """A value. Text goes out as it comes; whatever may be of another type is read whole and then converted.
+    """A value. Text is passed on as it arrives; anything that may be of another type is read whole and then converted.
 
-    Models write what closes a value inside of values, and forget to close them: what follows decides."""
+    Models write closing markers inside values, and forget to close values: the following text decides."""
 
     def __init__(self, rules: CallRules, keys: Collection[str], types: set[str]) -> None:
-        """`keys` are those of the tool's arguments, `types` those that the value may have."""
+        """`keys` are those of the tool's arguments, `types` the types that the value may have."""
         self._rules = rules
         self._keys = keys
         self._types = types
         self._is_text = schema.is_text(types)
         self._parts: list[str] = []
         self._edge = rules.value_begin
-        """Whitespace that may still come before the value, and is not part of it."""
+        """Whitespace that may still precede the value, and is not part of it."""
         self._has_begun = False
 
     def read(self, cursor: Cursor, out: list[str]) -> bool:
-        """Reads on, and returns whether the value is complete."""
+        """Continues reading; returns whether the value is complete."""
         if not self._has_begun:
             if not self._skip_edge(cursor):
                 return False
@@ -75,7 +75,7 @@ class TextValue:
             self._parts.append(text)
 
     def _end_at(self, cursor: Cursor, at: int) -> int | Match:
-        """Returns where the value's end ends, if it is at `at`."""
+        """Returns where the value's closing marker ends, if it is at `at`."""
         rules, text = self._rules, cursor.text
         outcomes = []
         end = rules.value_close.match(text, at)
@@ -94,7 +94,7 @@ class TextValue:
         return Match.MORE if Match.MORE in outcomes else Match.NO
 
     def _call_ends(self, cursor: Cursor, at: int) -> int | Match:
-        """Returns `at` if the call is closed there, though the value is not."""
+        """Returns `at` if the call, but not the value, is closed there."""
         end = first_of(self._rules.closes, cursor.text, at)
         if not isinstance(end, int):
             return end
@@ -105,7 +105,7 @@ class TextValue:
         return at if isinstance(behind, int) else behind
 
     def _next_begins(self, cursor: Cursor, at: int) -> int | Match:
-        """Returns `at` if another argument that the tool has begins there, where one may."""
+        """Returns `at` if another of the tool's arguments validly begins there."""
         text = cursor.text
         if not text.endswith(self._rules.value_close.before, cursor.at, at):
             return Match.NO
@@ -125,7 +125,7 @@ class TextValue:
 
 
 def _overlap(text: str, start: int, edge: str) -> int:
-    """Returns how much of the end of a text may be the beginning of `edge`."""
+    """Returns how many characters at the end of a text may be the beginning of `edge`."""
     for length in range(min(len(edge), len(text) - start), 0, -1):
         if text.endswith(edge[:length]):
             return length

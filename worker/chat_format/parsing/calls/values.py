@@ -1,4 +1,4 @@
-"""Values in the notations of models, written again as JSON while they arrive."""
+"""Values in models' notations, rewritten as JSON while they arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenbus.worker.chat_format.parsing.markers import Alphabet, is_token, with
 
 MAX_DEPTH = 200
 MAX_SCALAR = 1024
-"""Characters of a number or of a key without quotes."""
+"""The most characters of a number or of an unquoted key."""
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _SCALAR = re.compile(r"[^\s,:\[\]{}()\"']*")
 _JSON_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
@@ -25,7 +25,7 @@ LITERALS = {"true": "true", "false": "false", "null": "null", "True": "true", "F
 
 
 def escape(text: str) -> str:
-    """Returns a text as it stands inside of a JSON string."""
+    """Returns a text escaped for use inside a JSON string."""
     return msgspec.json.encode(text).decode()[1:-1]
 
 
@@ -41,8 +41,8 @@ class _Want(Enum):
 
 
 class ValueReader:
-    """Reads one value and appends it to `out` as JSON, fragment by fragment. Only what is needed to go on is held
-    back: escapes, numbers, and keys without quotes."""
+    """Reads one value and appends it to `out` as JSON, fragment by fragment. Only what can't be decided yet is held
+    back: escapes, numbers, and unquoted keys."""
 
     def __init__(self, notation: Values, alphabet: Alphabet, quote: str = '"') -> None:
         self._alphabet = alphabet
@@ -64,7 +64,7 @@ class ValueReader:
         }
 
     def read(self, cursor: Cursor, out: list[str]) -> bool:
-        """Reads on, and returns whether the value is complete; raises `Malformed` if it can't become one."""
+        """Continues reading; returns whether the value is complete; raises `Malformed` if it can't become a value."""
         while self._want is not _Want.DONE:
             if self._want is _Want.STRING:
                 if not self._string(cursor, out):
@@ -159,7 +159,7 @@ class ValueReader:
         self._want = _Want.NEXT if self._open else _Want.DONE
 
     def _quote_at(self, cursor: Cursor) -> str | None:
-        """Returns the quote at the cursor, an empty text if there is none, or None if more text must show."""
+        """Returns the quote at the cursor, an empty text if there is none, or None if more text is needed to tell."""
         for quote in self._quotes:
             if cursor.text.startswith(quote, cursor.at):
                 return quote
@@ -176,7 +176,7 @@ class ValueReader:
         return True
 
     def _string(self, cursor: Cursor, out: list[str]) -> bool:
-        """Copies a string up to its end, or to the end of the text."""
+        """Copies a string up to its end or the end of the text."""
         text, quote = cursor.text, self._quote
         while True:
             found = self._plain.match(text, cursor.at)
@@ -205,7 +205,7 @@ class ValueReader:
         return True
 
     def _escape(self, cursor: Cursor, out: list[str]) -> bool:
-        """Copies an escape; a backslash that escapes nothing stands for itself."""
+        """Copies an escape; a backslash that escapes nothing is literal."""
         text, at = cursor.text, cursor.at
         kind = text[at + 1 : at + 2]
         length = 6 if kind == "u" else _PYTHON_LENGTHS.get(kind, 2) if self._python else 2
@@ -227,5 +227,5 @@ class ValueReader:
 
 @functools.lru_cache(maxsize=64)
 def _plain(quote: str) -> re.Pattern[str]:
-    """Returns a pattern of what a string may contain that needs no second look."""
+    """Returns a pattern for the part of a string that can be copied verbatim."""
     return re.compile(rf"[^\\\x00-\x1f\ud800-\udfff{re.escape(quote[:1])}]+")
