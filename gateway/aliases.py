@@ -1,4 +1,4 @@
-"""Other names for models, each for one model or, by weights, for several, and the name meant by none; pure."""
+"""Other names for models, each for one model or, by weight, for several, and the default model; pure."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from tokenbus.protocol.wire import subjects
 
 
 class Target(NamedTuple):
-    """A model behind an alias, and its share of the alias's requests."""
+    """A model behind an alias and its share of the alias's requests."""
 
     model: str
     weight: float
@@ -24,15 +24,15 @@ class Aliases:
         if default:
             _check_name(default, f"default model {default!r}")
         self.default = default
-        """The name that is meant by requests which name no model; empty if they are refused."""
+        """The model for requests that name none; empty if such requests are refused."""
 
     def __repr__(self) -> str:
         return f"<Aliases {sorted(self._targets)}>"
 
     def resolve(self, name: str, key: str) -> str:
-        """Returns the model behind a name, which is the name itself if it is no alias.
+        """Returns the model behind a name, which is the name itself if it is not an alias.
 
-        The same key, such as a conversation's session, always finds the same model."""
+        The same key, such as a conversation's session, always gets the same model."""
         targets = self._targets.get(name)
         if targets is None:
             return name
@@ -45,7 +45,7 @@ class Aliases:
         return targets[-1].model
 
     def served(self, context_lengths: Mapping[str, int]) -> dict[str, str]:
-        """Returns the aliases whose models are all served, each with the one of them that has the shortest context.
+        """Returns the aliases whose models are all served, each with its model that has the shortest context.
 
         `context_lengths` has the served models by name. Models with a weight of 0 do not count."""
         found = {}
@@ -74,7 +74,7 @@ def _check_name(name: str, setting: str) -> None:
 
 
 def _target(text: str, setting: str) -> Target:
-    # A model's name may have colons itself (`org/model:Q4`): only a number behind the last one is a weight.
+    # A model's name may itself contain colons (`org/model:Q4`): only a number after the last one is a weight.
     model, colon, weight = text.rpartition(":")
     try:
         share = float(weight) if colon else 1.0

@@ -1,4 +1,4 @@
-"""Lists the models of a system, asking a router at most once a second however many clients want to know."""
+"""Lists the models of a system, asking a router at most once a second for all clients."""
 
 import asyncio
 import time
@@ -18,16 +18,16 @@ _MAX_NAME = 128
 
 
 class Listing(NamedTuple):
-    """The answer of a router."""
+    """A router's answer."""
 
     models: list[schemas.Model]
     unserved: frozenset[str] | None
-    """Models that were served and are not now; None if the router doesn't know which these are."""
+    """Models that used to be served but are not now; None if the router doesn't know."""
     features: Mapping[str, Sequence[str]] = {}
-    """The features that all workers of a model have, by model."""
+    """The features common to all workers of a model, by model."""
 
     def find(self, name: str) -> schemas.Model:
-        """Returns one model, or raises the RequestError in which a request for it would end."""
+        """Returns one model, or raises the RequestError that a request for it would get."""
         for model in self.models:
             if model.id == name:
                 return model
@@ -44,7 +44,7 @@ class Listing(NamedTuple):
 
 
 class Catalog:
-    """A cached listing of the models. Callers that come while a router is asked share its answer, or its failure."""
+    """A cached listing of the models. Concurrent callers share a router's answer, or its failure."""
 
     def __init__(
         self, ask: Callable[[], Awaitable[messages.ModelsReply]], clock: Callable[[], float] = time.monotonic
@@ -61,11 +61,11 @@ class Catalog:
     async def listing(self) -> Listing:
         """Returns the current listing. Raises RequestError if no router answers."""
         asking = self._asking
-        # A failure is cached like an answer, so that a router in trouble is not asked more often.
+        # A failure is cached like an answer, so that a router in trouble is not queried more often.
         if asking is None or (asking.done() and self._clock() - self._answered_at >= _KEEP_S):
             asking = self._asking = tasks.awaited(self._fetch())
             asking.add_done_callback(self._note)
-        return await asyncio.shield(asking)  # a caller that is cancelled must not cancel the others
+        return await asyncio.shield(asking)  # a cancelled caller must not cancel the others
 
     async def _fetch(self) -> Listing:
         reply = await self._ask()
@@ -96,7 +96,7 @@ class Catalogs:
 
 
 def _models(served: messages.ServedModel) -> list[schemas.Model]:
-    """Returns a model, and behind it the names of the model with each of its adapters."""
+    """Returns a model, followed by its names with each of its adapters."""
     base = _model(served)
     names = [f"{served.model}:{adapter}" for adapter in served.adapters]
     named = [msgspec.structs.replace(base, id=name, parent=base.id) for name in names if _is_name(name)]
@@ -104,7 +104,7 @@ def _models(served: messages.ServedModel) -> list[schemas.Model]:
 
 
 def _is_name(name: str) -> bool:
-    """Whether a request can name it: together, two names may be too long."""
+    """Whether a request can name it: the two names together may be too long."""
     return len(name.encode()) <= limits.MAX_NAME_BYTES
 
 

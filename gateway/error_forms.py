@@ -1,4 +1,4 @@
-"""Chooses the form of an error by the path of the request, for what no endpoint has answered; pure."""
+"""Chooses the form of an error by the request's path, for requests not answered by an endpoint; pure."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ _BY_PREFIX = {"/v1/messages/": _ANTHROPIC, "/api/": _OLLAMA}
 
 
 def form_of(path: str, headers: Mapping[str, str]) -> _Form:
-    """Returns the form of errors of the API to which a path belongs, or of Anthropic's if a header asks for that."""
+    """Returns the error form of the API to which a path belongs, or Anthropic's if a header asks for it."""
     for prefix, form in _BY_PREFIX.items():
         if f"{path}/".startswith(prefix):
             return form
@@ -37,7 +37,7 @@ def form_of(path: str, headers: Mapping[str, str]) -> _Form:
 
 
 def refusal_response(refusal: Refusal, path: str) -> tuple[int, Headers, bytes]:
-    """Returns status, headers and body of what the server itself refuses; the path is empty if it is not known."""
+    """Returns the status, headers and body of a refusal by the server itself; the path is empty if unknown."""
     is_full = refusal.status in (429, 503)
     response = ErrorResponse(
         refusal.status,

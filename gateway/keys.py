@@ -12,10 +12,10 @@ _KEY_HEADERS = ("x-api-key", "api-key")
 
 
 class ApiKeys:
-    """The API keys of a gateway. Without any, everyone may send requests, for one tenant."""
+    """The API keys of a gateway. Without any, anyone may send requests, for one tenant."""
 
     def __init__(self, pairs: Iterable[str], anonymous_tenant: str = subjects.DEFAULT_TENANT) -> None:
-        """`pairs` are `key=tenant`. Raises ValueError for anything else, without showing it: it may hold a key."""
+        """`pairs` are `key=tenant`. Raises ValueError for anything else, without showing it: it may contain a key."""
         self._digests = [_parse(pair, number) for number, pair in enumerate(pairs, 1)]
         self._anonymous_tenant = anonymous_tenant
 
@@ -29,7 +29,7 @@ class ApiKeys:
 
     @property
     def tenants(self) -> set[str]:
-        """All tenants for which requests may be made."""
+        """All tenants that may make requests."""
         return {tenant for _, tenant in self._digests} or {self._anonymous_tenant}
 
     def tenant_of(self, headers: Mapping[str, str]) -> str | None:

@@ -7,7 +7,7 @@ _P = "tokenbus_gateway"
 
 
 class GatewayMetrics(MetricFamilies):
-    """Counts requests and connections; requests for lists of models and health are not counted."""
+    """Counts requests and connections; requests for model lists and health are not counted."""
 
     def __init__(self) -> None:
         self.finished = Counter(
@@ -40,11 +40,11 @@ class GatewayMetrics(MetricFamilies):
             ("endpoint",),
             REQUEST_BUCKETS,
         )
-        for reason in Disconnect:  # export 0, or the first increase of each would go unseen
+        for reason in Disconnect:  # export 0, or the first increase of each would be missed
             self.disconnects.labels(reason)
 
     def update_gauges(self, num_requests: int, num_connections: int, num_idle: int) -> None:
-        """Sets the gauges, for a scrape."""
+        """Sets the gauges for a scrape."""
         self.open.set(num_requests)
         self.connections.labels("busy").set(num_connections - num_idle)
         self.connections.labels("idle").set(num_idle)

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the gateway, made from the structs with which its endpoints read and answer; pure."""
+"""The gateway's OpenAPI document, made from the structs of its endpoints' requests and responses; pure."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,26 +23,26 @@ _REFS = "#/components/schemas/{name}"
 
 
 class Operation(NamedTuple):
-    """An endpoint that is asked by POST."""
+    """A POST endpoint."""
 
     summary: str
     request: type[msgspec.Struct]
     response: type[msgspec.Struct]
     required: tuple[str, ...] = ("model",)
-    """Fields of the body that must be there, and may not be null, nor empty unless `may_be_empty` names them."""
+    """Required fields of the body, which may not be null, nor empty unless named in `may_be_empty`."""
     may_be_empty: tuple[str, ...] = ()
     """Lists."""
     event: type[msgspec.Struct] | None = None
-    """The data of the events of a response that is streamed, if it may be."""
+    """The data of the events of a streamed response, if there can be one."""
     error: type[msgspec.Struct] = schemas.ErrorBody
 
 
 class Resource(NamedTuple):
-    """An endpoint that is asked by GET."""
+    """A GET endpoint."""
 
     summary: str
     response: type[msgspec.Struct] | None
-    """None for a line of text."""
+    """None for a line of plain text."""
     parameters: tuple[str, ...] = ()
     error: type[msgspec.Struct] = schemas.ErrorBody
 

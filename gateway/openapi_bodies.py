@@ -1,4 +1,4 @@
-"""Adds to the schemas of bodies what the types of their fields do not say; pure."""
+"""Adds to the schemas of bodies what their fields' types do not express; pure."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ _RANGES = (
     }
     | dict.fromkeys(reasoning_fields.BUDGETS, reasoning_fields.ALLOWED)
 )
-"""The ranges of numbers, by the names that the wire and the endpoints have in common."""
+"""The ranges of numbers, by field name, for names shared by the wire and the endpoints."""
 
 
 def narrow(schema: Json, required: tuple[str, ...], may_be_empty: tuple[str, ...]) -> None:
-    """Adds what the types of a body do not say: the fields that must be there, the ranges of numbers, and that
-    null stands for nothing in a map too."""
+    """Adds what a body's types do not express: required fields, the ranges of numbers, and that null means absent in
+    maps too."""
     schema["required"] = list(required)
     properties: Json = schema["properties"]
     for name in required:
@@ -45,7 +45,7 @@ def narrow(schema: Json, required: tuple[str, ...], may_be_empty: tuple[str, ...
 
 
 def _uniform(schema: Json) -> list[Json]:
-    """Returns the lists that are meant by one whose items may be token ids: all of its items are of one kind."""
+    """Splits a list type whose items may be token ids into lists with items of a single kind."""
     kinds = schema.get("items", {}).get(_ANY_OF, [])
     if {"type": "integer"} not in kinds:
         return [schema]

@@ -1,4 +1,4 @@
-"""Logs two lines for each request, one when it is received and one when it has finished; none has any of its texts."""
+"""Logs two lines for each request, when it is received and when it has finished; neither contains any of its text."""
 
 import time
 
@@ -13,10 +13,10 @@ _MAX_MODEL = 128
 
 
 class RequestLog:
-    """Collects what is logged and counted about one request."""
+    """Collects what is logged and measured about one request."""
 
     def __init__(self, request_id: str, metrics: GatewayMetrics, endpoint: str = "") -> None:
-        """`endpoint` is the path that was requested."""
+        """`endpoint` is the requested path."""
         self.request_id = request_id
         self._metrics = metrics
         self._endpoint = endpoint
@@ -25,10 +25,10 @@ class RequestLog:
         self._was_logged = False
         self._first_s: float | None = None
         self._terminals: dict[int, messages.Chunk] = {}
-        """By choice, in the order in which they came."""
+        """By choice, in order of arrival."""
         self._n = 1
         self._usage: messages.Usage | None = None
-        """The tokens of a call; those of completions are in their terminals."""
+        """The tokens of a call; those of completions are in the terminals."""
         self._resubmitted_as: str | None = None
         self._code: str | None = None
         self._log = structlog.get_logger()
@@ -43,7 +43,7 @@ class RequestLog:
 
     @property
     def _key(self) -> str:
-        """The name of the request in the logs of routers and workers."""
+        """The request's name in the logs of routers and workers."""
         return subjects.request_key(self._tenant, self.request_id) if self._tenant else self.request_id
 
     def set_tenant(self, tenant: str) -> None:
@@ -65,7 +65,7 @@ class RequestLog:
         )
 
     def on_chunk(self, chunk: messages.Chunk, choice: int = 0) -> None:
-        """Notes the time of the first token, the id under which the request was submitted again, and the terminals."""
+        """Records the time of the first token, the id under which the request was resubmitted, and the terminals."""
         if chunk.tokens and self._first_s is None:
             self._first_s = self.age_s
         if not chunk.id.startswith(self.request_id):
@@ -74,16 +74,16 @@ class RequestLog:
             self._terminals[choice] = chunk
 
     def set_usage(self, usage: messages.Usage | None) -> None:
-        """Notes the tokens that were computed for a reply that is no completion."""
+        """Records the tokens computed for a reply other than a completion."""
         self._usage = usage
 
     def set_code(self, code: str) -> None:
-        """Notes the error code with which the request was refused."""
+        """Records the error code with which the request was refused."""
         self._code = code
 
     def finished(self, status: int | None, disconnect: Disconnect | None = None) -> None:
         """Writes the last line, and counts the request. `status` is None if nothing was sent, and `disconnect` says how
-        the client was lost, if it was lost before it had its whole answer."""
+        the client was lost, if that happened before it had its whole answer."""
         if not self._was_logged:
             self.received()
         terminals = self._terminals

@@ -1,4 +1,4 @@
-"""The HTTP routes of the gateway, and its answers to errors."""
+"""The HTTP routes of the gateway, and its error responses."""
 
 import asyncio
 import functools
@@ -46,19 +46,19 @@ _encoder = msgspec.json.Encoder()
 
 
 class Routes:
-    """The endpoints that answer in one piece: models and health."""
+    """The endpoints for models and health."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._catalog = Catalog(services.tenants.gateway_client.models)
-        """The listing by which the gateway itself knows whether a router answers."""
+        """The listing that tells the gateway itself whether a router answers."""
         self._catalogs = Catalogs()
 
     def __repr__(self) -> str:
         return f"<Routes {self._services!r}>"
 
     async def models(self, request: Request) -> Response:
-        """Serves `GET /v1/models`, in the form of the API that is asked."""
+        """Serves `GET /v1/models`, in the form of the API used."""
         listing = await self.listing(request)
         if model_list.is_wanted(request.headers):
             return _json(model_list.to_page(listing.models))
@@ -80,7 +80,7 @@ class Routes:
         return Response(f"{reason or 'ok'}\n", status_code=503 if reason else 200, media_type="text/plain")
 
     async def health(self, request: Request) -> Response:
-        """Serves `GET /health`, which clients of other servers ask: as `/readyz`, in JSON."""
+        """Serves `GET /health`, used by clients of other servers: `/readyz` in JSON."""
         reason = await self.unready_reason()
         told = schemas.Health(status="unavailable" if reason else "ok", reason=reason or UNSET)
         return Response(_encoder.encode(told), status_code=503 if reason else 200, media_type="application/json")
@@ -105,7 +105,7 @@ class Routes:
         return ""
 
     async def listing(self, request: Request) -> Listing:
-        """Returns the models that a request may see, and their aliases. Raises ApiError and RequestError."""
+        """Returns the models visible to a request, and their aliases. Raises ApiError and RequestError."""
         name, client = self._services.tenants.authenticate(request)
         listing = await self._catalogs.of(name, client.models).listing()
         return listing.with_aliases(self._services.aliases)
@@ -121,7 +121,7 @@ CALLS: dict[str, CallDialect[Any, Any]] = {
         count_tokens.parse, Client.tokenize, anthropic_errors.encode, status_of=anthropic_errors.status_of
     ),
 }
-"""The endpoints that are answered in one piece and generate nothing, by path."""
+"""The endpoints with a single reply that generate nothing, by path."""
 GENERATING: dict[str, Dialect] = {
     "/v1/chat/completions": Dialect(chat_request.parse, error_bodies.encode),
     "/v1/completions": Dialect(completions_request.parse, error_bodies.encode),
@@ -134,7 +134,7 @@ GENERATING: dict[str, Dialect] = {
 
 
 def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str]) -> Starlette:
-    """Returns the ASGI application. Web pages of the allowed origins may use it."""
+    """Returns the ASGI application. Web pages from the allowed origins may use it."""
     endpoints: dict[str, Endpoint] = {path: GenerationEndpoint(services, one) for path, one in GENERATING.items()}
     endpoints |= {path: CallEndpoint(services, one) for path, one in CALLS.items()}
     app = Starlette(
@@ -156,7 +156,7 @@ def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str])
         middleware=_cors(allowed_origins),
         exception_handlers=dict.fromkeys((ApiError, errors.RequestError, HTTPException, Exception), _on_error),
     )
-    # A redirect would go to the host that the client names, and leave the TLS of a proxy in front.
+    # A redirect would go to the host named by the client, bypassing the TLS of a proxy in front.
     app.router.redirect_slashes = False
     return app
 

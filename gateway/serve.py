@@ -1,4 +1,4 @@
-"""The composition root of a gateway: makes the parts, starts them in order, and stops them in reverse."""
+"""The composition root of a gateway: creates the parts, starts them in order, and stops them in reverse."""
 
 import asyncio
 import contextlib
@@ -29,14 +29,14 @@ from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
 
 _AFTER_GRACE_S = 3
-"""For sending the last events of requests that did not end by themselves."""
+"""Time for sending the last events of requests that did not end by themselves."""
 
 
 async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySettings]) -> None:
-    """Runs a gateway until SIGTERM or SIGINT; `read_settings` reads its settings again on SIGHUP.
+    """Runs a gateway until SIGTERM or SIGINT; `read_settings` re-reads its settings on SIGHUP.
 
     Raises ConnectionError if there is no broker, ListenError if the gateway can't listen, and StoppedError if a signal
-    comes before it has found a broker."""
+    arrives before it has found a broker."""
     stop = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(shutdown.on_stop(stop.set))
@@ -63,7 +63,7 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
 
 
 class Gateway:
-    """The HTTP server of a gateway, with the settings that may change while it serves."""
+    """The HTTP server of a gateway, with settings that may change while it serves."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Gateway:
         max_connections: int,
         measured: GatewayMetrics,
     ) -> None:
-        """`max_connections` is the number of connections that the system allows the process."""
+        """`max_connections` is the number of connections that the system allows this process."""
         self._settings = settings
         self._services = services
         self._limit = services.limit
@@ -96,7 +96,7 @@ class Gateway:
         self._metrics.update_gauges(self._limit.num_open, len(connections), connections.num_idle)
 
     async def apply_settings(self, settings: GatewaySettings) -> None:
-        """Takes over the settings that may change. Raises ConnectionError if a new tenant's inbox can't be opened."""
+        """Applies the settings that may change. Raises ConnectionError if a new tenant's inbox can't be opened."""
         self._settings = settings
         self._limit.resize(settings.max_requests)
         self._config.open_connections.limits = self._connection_limits(settings)
@@ -131,7 +131,7 @@ class Gateway:
             await asyncio.gather(serving, stopped, closed, return_exceptions=True)
 
     def _connection_limits(self, settings: GatewaySettings) -> ConnectionLimits:
-        """Returns limits with room for idle connections beside those of `max_requests`."""
+        """Returns limits with room for idle connections besides those of `max_requests`."""
         total = min(self._max_connections, 2 * settings.max_requests + 64)
         return ConnectionLimits(total, settings.max_connections_per_address)
 

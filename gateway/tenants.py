@@ -1,4 +1,4 @@
-"""Finds the tenant of a request by its API key, and the NATS client that makes that tenant's requests."""
+"""Finds a request's tenant by its API key, and the NATS client that makes that tenant's requests."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ class Tenants:
 
     def __init__(self, gateway_client: Client, settings: GatewaySettings) -> None:
         self.gateway_client = gateway_client
-        """The client of the gateway itself, for what concerns no tenant. Closing it closes all clients."""
+        """The gateway's own client, for matters that concern no tenant. Closing it closes all clients."""
         self._settings = settings
         self._keys = settings.keys
         self._clients: dict[str, Client] = {}
@@ -41,9 +41,9 @@ class Tenants:
         return tenants
 
     async def set_keys(self, keys: ApiKeys) -> None:
-        """Replaces the keys; open requests go on. Raises ConnectionError if a new tenant's inbox can't be opened."""
+        """Replaces the keys; open requests continue. Raises ConnectionError if a new tenant's inbox can't be opened."""
         settings = self._settings
-        self._keys = keys  # before the first await, so that a revoked key is void at once
+        self._keys = keys  # before the first await, so that a revoked key is invalid at once
         for name in keys.tenants - self._clients.keys():
             if name == settings.tenant and not settings.tenant_inbox:
                 self._clients[name] = self.gateway_client
@@ -56,7 +56,7 @@ class Tenants:
                 tasks.background("release a tenant", self.gateway_client.release_tenant(client))
 
     def authenticate(self, request: Request) -> Tenant:
-        """Returns the tenant of a request. Raises ApiError if its key is unknown, or too new to have a client."""
+        """Returns a request's tenant. Raises ApiError if its key is unknown, or too new to have a client."""
         name = self._keys.tenant_of(request.headers)
         if name is None:
             raise ApiError(INVALID_API_KEY)

@@ -1,1 +1,1 @@
-"""Anthropic's API: its requests become the wire's, chunks become its messages, events and errors."""
+"""Anthropic's API: turns its requests into the wire's, and chunks into its messages, events and errors."""

@@ -1,4 +1,4 @@
-"""Turns the body of a request to count tokens into one of the wire, and the reply into Anthropic's; pure."""
+"""Turns the body of a token-counting request into a wire request, and the reply into Anthropic's; pure."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class CountTokensRequest(messages_request.MessagesRequest, frozen=True, kw_only=True):
-    """The body: that of a message, of which what only an answer needs may be left out."""
+    """The body: that of a message request, without the fields that only matter for an answer."""
 
 
 class ParsedCount(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,12 +30,12 @@ class ParsedCount(msgspec.Struct, frozen=True, kw_only=True):
         return _encoder.encode(schemas.MessageTokensCount(input_tokens=reply.count or 0))
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns an error of a router or worker with Anthropic's name of the field at fault."""
+        """Returns a router's or worker's error with Anthropic's name for the field at fault."""
         return http_errors.renamed(error, self.names.of, with_name_first)
 
 
 def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedCount:
-    """Parses a body, and validates it as one that asks for a message. Raises RequestError with Anthropic's name of the
-    field at fault."""
+    """Parses a body, and validates it like a message request's. Raises RequestError with Anthropic's name for the field
+    at fault."""
     asked, request, names = messages_request.to_wire(body, headers, request_id, default_model)
     return ParsedCount(model=asked.model or "", request=conversation.counting(request), names=names)

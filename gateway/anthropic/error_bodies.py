@@ -25,26 +25,26 @@ _encoder = msgspec.json.Encoder()
 
 
 def status_of(response: ErrorResponse) -> int:
-    """Returns the status with which Anthropic answers: a server that is overloaded has one of its own."""
+    """Returns Anthropic's status: it has its own for an overloaded server."""
     return 529 if response.status == 503 and response.code in _OVERLOADED else response.status
 
 
 def type_of(response: ErrorResponse) -> str:
-    """Returns which of the types of errors it is that Anthropic distinguishes."""
+    """Returns Anthropic's error type."""
     status = status_of(response)
     return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 
 def message_of(response: ErrorResponse) -> str:
-    """Returns the text. Agents recognize by it that their conversation has become too long."""
+    """Returns the text, by which agents recognize that their conversation has become too long."""
     if response.context_length is None or response.prompt_tokens is None:
         return http_errors.renamed(response, _NAMES.of, with_name_first).message
-    # One token must be left to generate.
+    # At least one token must be left to generate.
     return f"prompt is too long: {response.prompt_tokens} tokens > {response.context_length - 1} maximum"
 
 
 def to_body(response: ErrorResponse) -> schemas.ErrorBody:
-    """Returns the body of an error response, which is also the data of an error's event."""
+    """Returns the body of an error response, which is also the data of an error event."""
     detail = schemas.ErrorDetail(type=type_of(response), message=message_of(response))
     return schemas.ErrorBody(error=detail, request_id=response.request_id)
 

@@ -1,4 +1,4 @@
-"""Translates names of fields of the wire into those of Anthropic's API; pure."""
+"""Translates the wire's field names into those of Anthropic's API; pure."""
 
 import re
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ _IN_MESSAGE = {
 
 
 class FieldNames:
-    """The names of the fields of one request."""
+    """The field names of one request."""
 
     def __init__(self, turns: Sequence[Turn] = (), tool_numbers: Sequence[int] = ()) -> None:
-        """`tool_numbers` are the places that the tools of the wire have in the request, which may have others too."""
+        """`tool_numbers` are the positions of the wire's tools in the request, which may also have others."""
         self._turns = turns
         self._tool_numbers = tool_numbers
 
@@ -43,7 +43,7 @@ class FieldNames:
         return f"<FieldNames of {len(self._turns)} turns>"
 
     def of(self, param: str) -> str:
-        """Returns the name of a field, which is the same if it is one of Anthropic's already."""
+        """Returns the name of a field, unchanged if it is already Anthropic's."""
         match = _OF_MESSAGE.match(param)
         if match and int(match[1]) < len(self._turns):
             return self._in_turn(self._turns[int(match[1])], match)
@@ -63,7 +63,7 @@ class FieldNames:
 
 
 def with_name_first(message: str, param: str, theirs: str) -> str:
-    """Returns the message of an error with the name of the field in front of the problem."""
+    """Returns an error's message with the name of the field before the problem."""
     for begin in (f"{param}: ", f"{param} "):
         if message.startswith(begin):
             return f"{theirs}: {message.removeprefix(begin)}"

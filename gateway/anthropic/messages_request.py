@@ -1,4 +1,4 @@
-"""Parses the body of a message request and turns it into a request of our wire protocol; pure."""
+"""Parses the body of a message request and turns it into a wire request; pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from tokenbus.protocol.wire import codec, errors, reasoning, validation
 from tokenbus.protocol.wire import messages as wire
 
 _CLIENT_TOOL = (None, "custom")
-"""Types of tools that the client describes and runs. All others are known to Anthropic's models only."""
+"""Types of tools that the client describes and runs. All others are known only to Anthropic's models."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -40,8 +40,8 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     """Says whether the model reasons, and for how many tokens.
 
-    Anthropic's limits of a budget, 1,024 and `max_tokens`, are those of its own models. Here it may be smaller, and one
-    that is larger than `max_tokens` has no effect."""
+    Anthropic's limits on a budget, 1,024 and `max_tokens`, apply to its own models. Here it may be smaller, and one
+    larger than `max_tokens` has no effect."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = None
@@ -75,9 +75,9 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """The earlier place of `output_config.format`."""
+    """The former name of `output_config.format`."""
     seed: int | None = None
-    """This field and those below are not Anthropic's; they mean what they mean on the wire."""
+    """This field and those below are not Anthropic's; they have the same meaning as on the wire."""
     cache_salt: str | None = None
     session_id: str | None = None
     priority: int | None = None
@@ -104,24 +104,24 @@ class ParsedMessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def requests(self) -> tuple[wire.GenerateRequest, ...]:
-        """The one request that it makes."""
+        """The single request that it becomes."""
         return (self.request,)
 
     def encoder(self, head: ResponseHead) -> messages_response.MessageEncoder:
-        """Returns the encoder of a response that is streamed."""
+        """Returns the encoder of a streamed response."""
         return messages_response.MessageEncoder(head)
 
     def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
-        """Returns the body of a response that is not streamed."""
+        """Returns the body of an unstreamed response."""
         return messages_response.encode_whole(head, answers[0])
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns an error of a router or worker with Anthropic's name of the field at fault."""
+        """Returns a router's or worker's error with Anthropic's name for the field at fault."""
         return http_errors.renamed(error, self.names.of, with_name_first)
 
 
 def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedMessagesRequest:
-    """Parses a body, and validates it as a router would. Raises RequestError with Anthropic's name of the field at
+    """Parses a body, and validates it as a router would. Raises RequestError with Anthropic's name for the field at
     fault."""
     asked, request, names = to_wire(body, headers, request_id, default_model)
     if asked.max_tokens is None:
@@ -132,7 +132,7 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_mode
 def to_wire(
     body: bytes, headers: Mapping[str, str], request_id: str, default_model: str
 ) -> tuple[MessagesRequest, wire.GenerateRequest, FieldNames]:
-    """Returns a body, the valid request that it becomes, which may be one to count tokens of, and its names of the
+    """Returns a body, the valid request that it becomes (perhaps only to count its tokens), and its names for the
     request's fields."""
     with http_errors.renaming(FieldNames().of, with_name_first):
         asked = _decoder.decode(body, codec.Encoding.JSON)
@@ -144,7 +144,7 @@ def to_wire(
     names = FieldNames(turns, list(tools))
     with http_errors.renaming(names.of, with_name_first):
         validation.check_request(request)
-        # Routers check past calls only as they render them; here it is known of which blocks these were made.
+        # Routers check past calls only when rendering them; here the blocks that they came from are known.
         history.message_dicts(request.messages or [])
     return asked, request, names
 
@@ -161,7 +161,7 @@ def _check_conversation(given: Sequence[InputMessage] | None) -> None:
 
 
 def _client_tools(given: Sequence[Tool]) -> dict[int, dict[str, Any]]:
-    """Returns the tools that a client describes and runs, by their place in the request."""
+    """Returns the tools that a client describes and runs, by their position in the request."""
     return {number: _to_tool(tool) for number, tool in enumerate(given) if tool.type in _CLIENT_TOOL}
 
 
@@ -183,7 +183,7 @@ def _to_format(wanted: OutputFormat | None) -> wire.ResponseFormat | None:
 
 
 def _cache_control(asked: MessagesRequest) -> wire.CacheControl | None:
-    """Returns the hint for the whole prompt, which is kept as long as the part of it that is worth most."""
+    """Returns the hint for the whole prompt, which is kept as long as its longest-kept part."""
     marks = [asked.cache_control, *(tool.cache_control for tool in asked.tools or [])]
     of_messages = cache_ttl_ms(asked.system, asked.messages or [])
     ttl_ms = max([of_messages, *(mark.ttl_ms for mark in marks if mark is not None)])
@@ -191,7 +191,7 @@ def _cache_control(asked: MessagesRequest) -> wire.CacheControl | None:
 
 
 def _to_reasoning(asked: MessagesRequest) -> wire.ReasoningOptions | None:
-    """Returns how long the model may reason, which is a hint: clients send budgets to models of any kind."""
+    """Returns how long the model may reason, as a hint: clients send budgets to all kinds of models."""
     effort = asked.output_config.effort if asked.output_config is not None else None
     budget = None
     if asked.thinking is not None and asked.thinking.type == "disabled":
@@ -204,7 +204,7 @@ def _to_reasoning(asked: MessagesRequest) -> wire.ReasoningOptions | None:
 
 
 def _template_arguments(asked: MessagesRequest, effort: str | None) -> dict[str, Any] | None:
-    """Returns the variables for the chat template. Without `thinking`, a model reasons if it does so by default."""
+    """Returns the chat template's variables. Without `thinking`, a model reasons if it does so by default."""
     given = asked.chat_template_kwargs
     if asked.thinking is not None and asked.thinking.type != "disabled":
         given = {"enable_thinking": True} | (given or {})
@@ -214,7 +214,7 @@ def _template_arguments(asked: MessagesRequest, effort: str | None) -> dict[str,
 def _to_request(
     asked: MessagesRequest, turns: Sequence[Turn], tools: list[dict[str, Any]], session: str | None, request_id: str
 ) -> wire.GenerateRequest:
-    """Converts to a wire request, which is streamed in any case, so that a worker notices if this gateway dies."""
+    """Converts to a wire request, which is always streamed, so that a worker notices if this gateway dies."""
     choice, options = asked.tool_choice, _to_reasoning(asked)
     return wire.GenerateRequest(
         id=request_id,

@@ -23,7 +23,7 @@ from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.wire import messages
 
 SIGNATURE = "dG9rZW5idXM="
-"""The signature of all reasoning. Clients send it back with the reasoning, and nobody looks at it."""
+"""The signature of all reasoning. Clients send it back with the reasoning, and it is ignored."""
 _STOP_REASONS = {
     messages.FinishReason.STOP: "end_turn",
     messages.FinishReason.LENGTH: "max_tokens",
@@ -44,7 +44,7 @@ class MessageEncoder:
         return f"<MessageEncoder of {self._head.request_id}>"
 
     def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
-        """Returns the events of one chunk of the answer; none as long as only the prompt is known."""
+        """Returns the events of one chunk of the answer; none while only the prompt is known."""
         encoded: list[schemas.StreamEvent] = []
         for event in events:
             match event:
@@ -71,7 +71,7 @@ class MessageEncoder:
         return [_event(error_bodies.to_body(error))]
 
     def keep_alive(self) -> bytes:
-        """Returns a ping; in front of the first one the message begins, as clients expect."""
+        """Returns a ping; the message begins before the first one, as clients expect."""
         return b"".join([*self._start(), _event(schemas.Ping())])
 
     def _start(self) -> list[bytes]:
@@ -86,14 +86,14 @@ class MessageEncoder:
 
 
 def encode_whole(head: ResponseHead, answer: AnswerReader) -> bytes:
-    """Returns the JSON body of a message. A tool call that was cut off in the middle of its input is left out."""
+    """Returns the JSON body of a message. A tool call whose input was cut off is left out."""
     assert answer.end is not None, answer
     content = [block for part in answer.parts if (block := _whole_block(part)) is not None]
     return _encoder.encode(_message(head, content, _stop(answer.end), encode_usage(answer.end.usage)))
 
 
 def encode_usage(usage: messages.Usage | None) -> schemas.Usage:
-    """Returns token counts in Anthropic's form, in which the cached tokens are no part of the input's."""
+    """Returns token counts in Anthropic's form, in which input tokens exclude cached ones."""
     if usage is None:
         return schemas.Usage(input_tokens=0, cache_read_input_tokens=0, output_tokens=0)
     thought = usage.reasoning_tokens
@@ -163,7 +163,7 @@ def _whole_block(part: Part) -> schemas.ContentBlock | None:
 
 
 def _input(arguments: str) -> dict[str, Any] | None:
-    """Returns the input of a tool call, or None if its text is not complete."""
+    """Returns the input of a tool call, or None if its text is incomplete."""
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except msgspec.DecodeError:

@@ -10,7 +10,7 @@ _VERSION = "anthropic-version"
 
 
 def is_wanted(headers: Mapping[str, str]) -> bool:
-    """Returns whether a request is one of Anthropic's API, where several APIs share a path."""
+    """Returns whether a request belongs to Anthropic's API, where several APIs share a path."""
     return _VERSION in headers
 
 

@@ -12,7 +12,7 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
-    """The body of an error response, and the last event of a stream that fails."""
+    """The body of an error response, and the last event of a failed stream."""
 
     error: ErrorDetail
     request_id: str | None
@@ -51,7 +51,7 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
-    """The response to a request that is not streamed, and, without content, the first event of one that is."""
+    """The response to an unstreamed request and, without content, the first event of a stream."""
 
     id: str
     role: str = "assistant"
@@ -106,18 +106,18 @@ class StopDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, tag="message_delta"):
-    """Ends the message, with the tokens of all of it."""
+    """Ends the message, with the token counts of all of it."""
 
     delta: StopDelta
     usage: Usage
 
 
 class MessageStop(msgspec.Struct, frozen=True, kw_only=True, tag="message_stop"):
-    """The last event of a stream that has not failed."""
+    """The last event of a successful stream."""
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
-    """Keeps the connection while nothing comes."""
+    """Keeps the connection alive while nothing is generated."""
 
 
 StreamEvent = (
@@ -144,7 +144,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
 
 
 class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
-    """The models, which are always on one page."""
+    """The models, always on one page."""
 
     data: list[ModelInfo]
     has_more: bool = False

@@ -1,8 +1,8 @@
-"""Turns a conversation of content blocks into messages of the wire, and keeps where each came from; pure.
+"""Turns a conversation of content blocks into wire messages, and records where each came from; pure.
 
-A message of Anthropic's API may hold what are several messages of the wire (results of tools are blocks of the user's
-message), and several of its messages may be one: neighbours of the same role are joined, since many templates insist on
-roles that alternate."""
+One message in Anthropic's API may become several on the wire (tool results are blocks of the user's message), and
+several may become one: adjacent messages with the same role are joined, since many templates insist on alternating
+roles."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.errors import invalid_field
 
 IGNORED_LINES = "x-anthropic-billing-header:"
-"""Begins lines of system prompts that are different in each request: with them, no prompt would ever be cached."""
+"""The prefix of lines in system prompts that differ in each request: with them, no prompt would ever be cached."""
 _BETWEEN_BLOCKS = "\n\n"
 
 
 class CacheBreakpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Says that the prompt up to its place is worth keeping."""
+    """Says that the prompt up to this point is worth keeping."""
 
     type: Literal["ephemeral"] = "ephemeral"
     ttl: Literal["5m", "1h"] = "5m"
@@ -30,7 +30,7 @@ class CacheBreakpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """A content block. Its type says which of the fields it has."""
+    """A content block. Its type determines which of the fields it has."""
 
     type: str
     text: str | None = None
@@ -55,7 +55,7 @@ class InputMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(NamedTuple):
-    """A message of the wire, and the paths of what it was made of."""
+    """A wire message, and the paths of its sources."""
 
     message: wire.ChatMessage
     path: str
@@ -71,10 +71,10 @@ class _Placed(NamedTuple):
 
 
 def to_turns(system: Content | None, conversation: Sequence[InputMessage]) -> list[Turn]:
-    """Returns the messages of the wire. System messages at the beginning are joined with `system`.
+    """Returns the wire messages. Leading system messages are joined with `system`.
 
-    Later ones are text of the user's turn, since most templates know none there. Raises RequestError for a system
-    prompt that is not text."""
+    Later ones become text in the user's turn, since most templates don't support them there. Raises RequestError for a
+    system prompt that is not text."""
     count = next((number for number, one in enumerate(conversation) if one.role != "system"), len(conversation))
     texts = [] if system is None else _system_texts(system, "system")
     for number, one in enumerate(conversation[:count]):
@@ -93,7 +93,7 @@ def to_turns(system: Content | None, conversation: Sequence[InputMessage]) -> li
 
 
 def cache_ttl_ms(system: Content | None, conversation: Sequence[InputMessage]) -> float:
-    """Returns the longest time for which a part of a conversation is to be kept in the cache; 0 if none is."""
+    """Returns the longest time for which any part of a conversation is to be cached; 0 if none is."""
     contents = [content for content in (system, *(one.content for one in conversation)) if isinstance(content, list)]
     blocks = [block for content in contents for block in content]
     blocks += [inner for block in blocks if isinstance(block.content, list) for inner in block.content]
@@ -116,7 +116,7 @@ def _blocks(content: Content | None, path: str) -> list[_Placed]:
 
 
 def _system_texts(content: Content, path: str) -> list[str]:
-    """Returns the texts of a system prompt that are not empty, without the lines that are ignored."""
+    """Returns the non-empty texts of a system prompt, without ignored lines."""
     texts = []
     for block, place in _blocks(content, path):
         if block.type != "text":
@@ -132,7 +132,7 @@ def _system_texts(content: Content, path: str) -> list[str]:
 
 
 def _user_turns(blocks: Sequence[_Placed], path: str) -> list[Turn]:
-    """Returns the results of tools, and then what the user says."""
+    """Returns tool results, and then what the user says."""
     turns = [_result_turn(one) for one in blocks if one.block.type == "tool_result"]
     said = [one for one in blocks if one.block.type != "tool_result"]
     if said or not turns:
@@ -169,7 +169,7 @@ def _call(block: Block) -> dict[str, Any]:
 
 
 def _content(blocks: Sequence[_Placed]) -> str | list[wire.ContentPart]:
-    """Returns the joined texts of blocks, or parts that validation refuses if some are not text."""
+    """Returns the joined texts of blocks or, if some are not text, parts that validation will refuse."""
     texts = [block.text for block, _ in blocks if block.type == "text" and block.text is not None]
     if len(texts) == len(blocks):
         return _BETWEEN_BLOCKS.join(text for text in texts if text)

@@ -1,1 +1,1 @@
-"""Serves what is asked and answered in one piece and generates nothing, in any API."""
+"""Serves calls that get a single reply and generate nothing, in any API."""

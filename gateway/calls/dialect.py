@@ -1,4 +1,4 @@
-"""The interface of an API for calls: its requests as those of the wire, and the wire's replies as its responses."""
+"""The interface of an API's calls: its requests as wire requests, and wire replies as its responses."""
 
 import operator
 from collections.abc import Callable, Coroutine, Mapping
@@ -15,7 +15,7 @@ ReplyT_contra = TypeVar("ReplyT_contra", contravariant=True)
 
 
 class ParsedCall(Protocol[RequestT_co, ReplyT_contra]):
-    """A valid request of an API, as a request of the wire, and the form that its response has."""
+    """A valid request of an API, as a wire request, and the form of its response."""
 
     @property
     def model(self) -> str: ...
@@ -28,7 +28,7 @@ class ParsedCall(Protocol[RequestT_co, ReplyT_contra]):
         ...
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns an error of a router or worker with the API's name of the field at fault."""
+        """Returns a router's or worker's error with the API's name for the field at fault."""
         ...
 
 
@@ -40,13 +40,13 @@ class CallDialect(NamedTuple, Generic[RequestT, ReplyT]):
     """Reads the requests of one endpoint, and encodes its errors."""
 
     parse: Callable[[bytes, Mapping[str, str], str, str], ParsedCall[RequestT, ReplyT]]
-    """Parses and validates a body, with the request's headers, the id that it gets, and the model that is meant if it
-    names none (empty if there is no such model). Raises RequestError with the API's name of the field at fault."""
+    """Parses and validates a body, given the request's headers, its id, and the default model if it names none (empty
+    if there is none). Raises RequestError with the API's name for the field at fault."""
     send: Callable[[Client, str, RequestT], Coroutine[Any, Any, ReplyT]]
-    """Sends the request to the named model, by a method of the client. Raises RequestError."""
+    """Sends the request to the named model, using a method of the client. Raises RequestError."""
     error_body: Callable[[ErrorResponse], bytes]
     """Returns the body of an error response."""
     usage_of: Callable[[ReplyT], messages.Usage | None] = _no_usage
-    """Returns the tokens that were computed for a reply."""
+    """Returns the tokens computed for a reply."""
     status_of: Callable[[ErrorResponse], int] = operator.attrgetter("status")
-    """Returns the status of an error response, where the API has others than the wire."""
+    """Returns the status of an error response, where the API's differs from the wire's."""

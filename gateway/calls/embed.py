@@ -1,4 +1,4 @@
-"""Embeds any number of inputs, a few in each request of the wire, so that their vectors fit in its messages."""
+"""Embeds any number of inputs, a few per wire request, so that their vectors fit in its messages."""
 
 import asyncio
 import re
@@ -8,13 +8,13 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, errors, messages
 
 INPUTS_AT_ONCE = 32
-"""The inputs of one request: their vectors of 4,096 numbers take 0.7 MiB in base64."""
+"""Inputs per request: their vectors of 4,096 numbers take 0.7 MiB in base64."""
 _REQUESTS_AT_ONCE = 4
 _PLACE = re.compile(r"input\[(\d+)\]")
 
 
 async def embed(client: Client, model: str, request: messages.EmbedRequest) -> messages.EmbedReply:
-    """Returns the embeddings of all inputs. Raises RequestError with an error whose `param` counts all inputs."""
+    """Returns the embeddings of all inputs. Raises RequestError, whose `param` counts all inputs."""
     inputs = request.input
     if not isinstance(inputs, list) or len(inputs) <= INPUTS_AT_ONCE:
         return await client.embed(model, request)
@@ -48,7 +48,7 @@ def _joined(request_id: str, replies: list[messages.EmbedReply]) -> messages.Emb
 
 
 def _shifted(error: errors.Error, start: int) -> errors.Error:
-    """Returns the error of some inputs, of which the first is the input `start` of all."""
+    """Returns an error about some inputs, renumbered since the first of them is input `start`."""
 
     def shift(text: str) -> str:
         return _PLACE.sub(lambda place: f"input[{int(place[1]) + start}]", text, count=1)

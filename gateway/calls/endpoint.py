@@ -1,4 +1,4 @@
-"""Serves an endpoint that generates nothing: one request and one reply of the wire, in the words of its dialect."""
+"""Serves an endpoint that generates nothing: one wire request and one reply, in its dialect's terms."""
 
 import asyncio
 import functools
@@ -15,7 +15,7 @@ ResultT = TypeVar("ResultT")
 
 
 class CallEndpoint(Endpoint, Generic[RequestT, ReplyT]):
-    """The ASGI application of one endpoint; watches for the client's disconnect until the reply."""
+    """The ASGI application of one endpoint; watches for a client disconnect until the reply."""
 
     def __init__(self, services: Services, dialect: CallDialect[RequestT, ReplyT]) -> None:
         super().__init__(services, dialect)
@@ -30,7 +30,7 @@ class CallEndpoint(Endpoint, Generic[RequestT, ReplyT]):
             raise http_errors.ApiError(parsed.named(http_errors.from_error(refused.error))) from refused
 
     async def _read(self, exchange: Exchange) -> ParsedCall[RequestT, ReplyT]:
-        # In a method of its own, so that nothing holds the body while the request is served.
+        # In a separate method, so that nothing holds the body while the request is served.
         payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
         default = self._services.aliases.default
         parse = functools.partial(self._dialect.parse, payload, exchange.request.headers, exchange.request_id, default)
@@ -47,7 +47,7 @@ class CallEndpoint(Endpoint, Generic[RequestT, ReplyT]):
 
 
 class OpenCall:
-    """A call that a gateway which shuts down can end."""
+    """A call that can be ended when the gateway shuts down."""
 
     def __init__(self) -> None:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -56,7 +56,7 @@ class OpenCall:
         return f"<OpenCall{', failed' if self._failure.done() else ''}>"
 
     async def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Returns the call's result. Raises RequestError with the error of `fail` if that comes first."""
+        """Returns the call's result. Raises RequestError with the error of `fail` if that is called first."""
         working = tasks.awaited(call)
         try:
             either: set[asyncio.Future[Any]] = {working, self._failure}
@@ -68,10 +68,10 @@ class OpenCall:
             working.cancel()
 
     def cancel(self) -> None:
-        """Does nothing: `fail` follows, and the client library then cancels what can be cancelled."""
+        """Does nothing: `fail` follows, and the client library then cancels whatever can be cancelled."""
 
     def fail(self, error: errors.Error) -> None:
         """Ends the call with an error."""
         if not self._failure.done():
             self._failure.set_exception(errors.RequestError(error))
-            self._failure.exception()  # marks it as retrieved: the call may just have ended by itself
+            self._failure.exception()  # marks it as retrieved: the call may have just ended by itself

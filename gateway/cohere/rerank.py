@@ -1,4 +1,4 @@
-"""Ranks documents in the form of Cohere and Jina: bodies become requests of the wire, replies their responses; pure."""
+"""Ranks documents in Cohere's and Jina's form: turns bodies into wire requests, and replies into responses; pure."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a request to rank documents. Unknown fields are ignored."""
+    """The body of a rerank request. Unknown fields are ignored."""
 
     model: str | None = None
     query: str | None = None
@@ -26,7 +26,7 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
     top_n: int | None = None
     return_documents: bool | None = None
     timeout_ms: float | None = None
-    """Neither Cohere's nor Jina's, but what it is on the wire."""
+    """Not from Cohere or Jina; has the same meaning as on the wire."""
 
 
 class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class RerankUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The documents, the most relevant one first."""
+    """The documents, most relevant first."""
 
     id: str
     model: str
@@ -54,7 +54,7 @@ _decoder = codec.Decoder(RerankBody)
 
 
 class ParsedRerank(msgspec.Struct, frozen=True, kw_only=True):
-    """A valid request to rank documents."""
+    """A valid rerank request."""
 
     model: str
     request: wire.RerankRequest
@@ -81,7 +81,7 @@ class ParsedRerank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedRerank:
-    """Parses a body, and validates it as a router would. Raises RequestError with the name of the field at fault."""
+    """Parses a body, and validates it as a router would. Raises RequestError naming the field at fault."""
     asked = _decoder.decode(body, codec.Encoding.JSON)
     documents = [one if isinstance(one, str) else one.text for one in asked.documents or []]
     request = wire.RerankRequest(
@@ -93,5 +93,5 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_mode
 
 
 def usage_of(reply: wire.RerankReply) -> wire.Usage | None:
-    """Returns the tokens of the documents, each with the query."""
+    """Returns the tokens of all documents, each counted with the query."""
     return reply.usage or None

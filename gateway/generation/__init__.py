@@ -1,1 +1,1 @@
-"""Serves completions in any API: one request of the wire, one stream of typed events, and a dialect on both sides."""
+"""Serves completions in any API: one wire request, one stream of typed events, and a dialect on both sides."""

@@ -1,7 +1,7 @@
 """Reads the chunks of a stream as typed events: parts of the answer that begin, grow and end; pure.
 
 An answer is a list of parts, each of them reasoning, text or one tool call. A part ends when the next one begins, or
-with the answer. All dialects are written from these events."""
+with the answer. All dialects are produced from these events."""
 
 import enum
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from tokenbus.protocol.wire import messages
 
 
 class PartKind(enum.Enum):
-    """The kinds of parts of an answer."""
+    """The kinds of parts in an answer."""
 
     REASONING = "reasoning"
     TEXT = "text"
@@ -20,19 +20,19 @@ class PartKind(enum.Enum):
 
 
 class Part(msgspec.Struct, kw_only=True, eq=False):
-    """A part of an answer, as far as it has come."""
+    """A part of an answer, as received so far."""
 
     kind: PartKind
     index: int
-    """Its number among the parts of the answer, from 0."""
+    """Its index among the answer's parts, from 0."""
     pieces: list[str] = []
     call_index: int = 0
-    """The number of a tool call among those of the answer, from 0."""
+    """A tool call's index among the answer's calls, from 0."""
     call_id: str = ""
     name: str = ""
     """The called function's name."""
     logprobs: list[messages.TokenLogprob] = []
-    """The log probabilities of its tokens, and of those before them that have no text of their own, if asked for."""
+    """The log probabilities of its tokens, and of preceding ones without text of their own, if requested."""
 
     @property
     def text(self) -> str:
@@ -41,14 +41,14 @@ class Part(msgspec.Struct, kw_only=True, eq=False):
 
 
 class PromptSeen(NamedTuple):
-    """The worker has begun with the prompt."""
+    """The worker has started the prompt."""
 
     prompt_tokens: int
     cached_tokens: int
 
 
 class TokensSampled(NamedTuple):
-    """The log probabilities of new tokens, if they were asked for."""
+    """The log probabilities of new tokens, if requested."""
 
     logprobs: list[messages.TokenLogprob]
 
@@ -67,7 +67,7 @@ class PartEnded(NamedTuple):
 
 
 class AnswerEnded(NamedTuple):
-    """The end of an answer that has not failed."""
+    """The end of a successful answer."""
 
     finish_reason: messages.FinishReason
     usage: messages.Usage | None
@@ -79,25 +79,25 @@ AnswerEvent = PromptSeen | TokensSampled | PartStarted | PartGrew | PartEnded | 
 
 
 class AnswerReader:
-    """Turns the chunks of one stream into events, and keeps the parts."""
+    """Turns the chunks of one stream into events, and collects the parts."""
 
     def __init__(self, *, keeps_logprobs: bool = True) -> None:
-        """Log probabilities are kept on request only: those of a token may take 10 KB, a thousand times its text."""
+        """Log probabilities are kept only on request: a token's may take 10 KB, a thousand times its text."""
         self._keeps_logprobs = keeps_logprobs
         self.parts: list[Part] = []
         self.logprobs: list[messages.TokenLogprob] = []
         self.end: AnswerEnded | None = None
-        """None until the answer has ended well."""
+        """None until the answer has ended successfully."""
         self._open: Part | None = None
         self._unplaced: list[messages.TokenLogprob] = []
-        """Those of tokens that belong to no part yet."""
+        """Those of tokens that do not belong to a part yet."""
         self._prompt_seen = False
 
     def __repr__(self) -> str:
         return f"<AnswerReader, {len(self.parts)} parts{', ended' if self.end else ''}>"
 
     def read(self, chunk: messages.Chunk) -> list[AnswerEvent]:
-        """Returns the events of the next chunk, as the client's `Stream` yields it: each part once and in order."""
+        """Returns the events of the next chunk, as the client's `Stream` yields them: each once and in order."""
         events: list[AnswerEvent] = []
         if chunk.progress and not self._prompt_seen:
             self._prompt_seen = True

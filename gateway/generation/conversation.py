@@ -1,4 +1,4 @@
-"""Puts conversations into the form that chat templates know; pure."""
+"""Converts conversations to the form that chat templates expect; pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,16 @@ _SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-s
 """Headers in which agents name their session."""
 _MAX_SESSION_BYTES = 256
 _MAX_ITEMS = 4 * limits.MAX_MESSAGES
-"""Items or messages of an API that joins several to one message of the wire."""
+"""The most items or messages, for an API that joins several into one wire message."""
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 _PRIORITIES = {"priority": -100, "fast": -100, "flex": 100}
-"""OpenAI's service tiers as priorities of the wire."""
+"""OpenAI's service tiers as wire priorities."""
 
 
 def normalized(conversation: Sequence[messages.ChatMessage]) -> list[messages.ChatMessage]:
-    """Returns a conversation in which `developer` is `system`, and leading system messages are one.
+    """Returns a conversation with `developer` renamed to `system`, and leading system messages merged.
 
-    Most templates know one system message, at the beginning."""
+    Most templates support only one system message, at the beginning."""
     known = [codec.replace(one, role="system") if one.role == "developer" else one for one in conversation]
     count = next((number for number, one in enumerate(known) if one.role != "system"), len(known))
     texts = [_text_of(one.content) for one in known[:count]]
@@ -29,13 +29,13 @@ def normalized(conversation: Sequence[messages.ChatMessage]) -> list[messages.Ch
 
 
 def check_count(field: str, items: Sequence[object]) -> None:
-    """Raises RequestError for more items than any conversation of the wire can be made of."""
+    """Raises RequestError for more items than can make up a wire conversation."""
     if len(items) > _MAX_ITEMS:
         raise errors.invalid_field(field, f"must have at most {_MAX_ITEMS} items, got {len(items)}")
 
 
 def counting(request: messages.GenerateRequest) -> messages.TokenizeRequest:
-    """Returns a request for the number of tokens of the prompt that a conversation makes."""
+    """Returns a request for the number of tokens in a conversation's prompt."""
     return messages.TokenizeRequest(
         id=request.id,
         messages=request.messages,
@@ -47,8 +47,7 @@ def counting(request: messages.GenerateRequest) -> messages.TokenizeRequest:
 
 
 def name_in_given(param: str, num_joined: int) -> str:
-    """Returns the name that a field of a normalized conversation has in the given one, which has `num_joined` messages
-    more."""
+    """Returns the name of a normalized conversation's field in the original, which has `num_joined` more messages."""
     found = _MESSAGE.match(param)
     if found is None or not int(found[1]):
         return param
@@ -56,7 +55,7 @@ def name_in_given(param: str, num_joined: int) -> str:
 
 
 def session_of(headers: Mapping[str, str]) -> str | None:
-    """Returns the session that a header names, if any."""
+    """Returns the session named by a header, if any."""
     for name in _SESSION_HEADERS:
         value = headers.get(name, "")
         if 0 < len(value.encode()) <= _MAX_SESSION_BYTES:
@@ -65,12 +64,12 @@ def session_of(headers: Mapping[str, str]) -> str | None:
 
 
 def priority_of(service_tier: str | None) -> int | None:
-    """Returns the priority that a service tier means; None for the usual ones."""
+    """Returns the priority for a service tier; None for the usual ones."""
     return _PRIORITIES.get(service_tier or "")
 
 
 def _text_of(content: str | list[messages.ContentPart] | None) -> str | None:
-    """Returns the text of a message, or None if it has other parts, which validation refuses by their place."""
+    """Returns the text of a message, or None if it has other parts, which validation refuses by position."""
     if content is None or isinstance(content, str):
         return content or ""
     if any(part.type != "text" or part.text is None for part in content):

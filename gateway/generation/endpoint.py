@@ -1,4 +1,4 @@
-"""Serves an endpoint that generates: one request from its body to its last event, in the words of its dialect."""
+"""Serves an endpoint that generates: one request from its body to its last event, in its dialect's terms."""
 
 import functools
 import time
@@ -17,15 +17,15 @@ from tokenbus.protocol.wire import messages
 
 STATUS_HOLD_S = 10.0
 """A streamed response starts with its first event, or after this time; until then an error can still set the status.
-Later it is kept alive whenever nothing has been sent for as long."""
+After that it is kept alive whenever nothing has been sent for as long."""
 
 MAX_LOGPROBS = 256 * 1024
-"""The log probabilities that a whole response may have, each of which takes about 0.4 KB until then: with 20
+"""The most log probabilities in an unstreamed response, each of which takes about 0.4 KB until it is sent: with 20
 alternatives, those of 12,483 tokens."""
 
 
 class GenerationEndpoint(Endpoint):
-    """The ASGI application of one endpoint; watches for the client's disconnect during the response."""
+    """The ASGI application of one endpoint; watches for a client disconnect during the response."""
 
     def __init__(self, services: Services, dialect: Dialect) -> None:
         super().__init__(services, dialect)
@@ -43,7 +43,7 @@ class GenerationEndpoint(Endpoint):
             raise http_errors.ApiError(parsed.named(error.response)) from error
 
     async def _read(self, exchange: Exchange) -> ParsedRequest:
-        # In a method of its own, so that nothing holds the body while the request is served.
+        # In a separate method, so that nothing holds the body while the request is served.
         payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
         default = self._services.aliases.default
         parse = functools.partial(self._dialect.parse, payload, exchange.request.headers, exchange.request_id, default)
@@ -80,7 +80,7 @@ async def respond(
     writer: ResponseWriter,
     log: RequestLog,
 ) -> None:
-    """Waits for the ends of all answers, and sends one response. Raises ApiError if one of them fails."""
+    """Waits for all answers to end, and sends one response. Raises ApiError if any of them fails."""
     answers = [AnswerReader() for _ in range(num_choices)]
     num_logprobs = 0
     async for number, chunk in choices.chunks():
@@ -106,7 +106,7 @@ async def stream_response(
     *,
     keeps_logprobs: bool = False,
 ) -> None:
-    """Sends the answers as events. Raises ApiError if one of them fails before the first event, unless the error is to
+    """Sends the answers as events. Raises ApiError if any of them fails before the first event, unless the error is to
     be streamed."""
     answers = [AnswerReader(keeps_logprobs=keeps_logprobs) for _ in range(num_choices)]
     num_open = num_choices
@@ -127,14 +127,15 @@ async def stream_response(
         if encoded:
             sent_s = log.age_s
             await writer.send_events(*encoded, last=not num_open)
-        # Workers and routers send empty chunks while a request waits, and these drive the comments: no timer is needed.
+        # Workers and routers send empty chunks while a request waits, and these trigger the comments: no timer is
+        # needed.
         elif not chunk.tokens and log.age_s - sent_s >= hold_s:
             sent_s = log.age_s
             await writer.send_events(*_comment(chunk), encoder.keep_alive())
 
 
 def _comment(chunk: messages.Chunk) -> list[bytes]:
-    """Returns a comment that says how far the model is loaded, if it is being loaded."""
+    """Returns a comment with the model's loading progress, if it is being loaded."""
     if chunk.load_progress is UNSET:
         return []
     return [b": loading the model, %d %%\n\n" % round(100 * chunk.load_progress)]

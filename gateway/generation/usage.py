@@ -1,4 +1,4 @@
-"""The token counts of requests with several prompts and answers; pure."""
+"""Token counts of requests with several prompts and answers; pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from tokenbus.protocol.wire import messages
 
 
 def usage_of(usages: Sequence[messages.Usage]) -> messages.Usage | None:
-    """Returns the usage of all answers to one prompt together. The prompt counts once, as the first answer found it."""
+    """Returns the combined usage of all answers to one prompt. The prompt counts once, as for the first answer."""
     if not usages:
         return None
     first = usages[0]
@@ -24,7 +24,7 @@ def usage_of(usages: Sequence[messages.Usage]) -> messages.Usage | None:
 
 
 def total_usage(by_choice: Mapping[int, messages.Usage], n: int) -> messages.Usage | None:
-    """Returns the usage of all prompts together, of which each has `n` answers."""
+    """Returns the combined usage of all prompts, each with `n` answers."""
     by_prompt: dict[int, list[messages.Usage]] = {}
     for choice in sorted(by_choice):
         by_prompt.setdefault(choice // n, []).append(by_choice[choice])

@@ -1,1 +1,1 @@
-"""The HTTP side of the gateway, whatever the API: bodies, responses, errors, limits and the listening socket."""
+"""The API-independent HTTP side of the gateway: bodies, responses, errors, limits and the listening socket."""

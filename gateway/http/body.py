@@ -1,4 +1,4 @@
-"""Reads the body of a request within limits, and notices when its client disconnects."""
+"""Reads the body of a request within limits, and detects client disconnects."""
 
 import asyncio
 import gc
@@ -17,7 +17,8 @@ BODY_TIMEOUT_S = 30.0
 _PARSED_AT_ONCE_BYTES = 256 * 1024
 """Bodies up to this size are parsed within milliseconds."""
 _MAX_DISCARDED_BYTES = 16 * 1024 * 1024
-"""Bytes of a body that are read and discarded once it is too large: a client that still sends would not read why."""
+"""Bytes of a body that are read and discarded once it is too large: a client that is still sending would not read
+why."""
 
 
 class ClientDisconnectedError(Exception):
@@ -27,9 +28,8 @@ class ClientDisconnectedError(Exception):
 async def read(request: Request, limit_bytes: int, held: HeldBody) -> bytes:
     """Returns the JSON body of a request.
 
-    Raises ApiError if it is no JSON, too large or too slow, or if there is no memory for it, and
-    ClientDisconnectedError."""
-    # A foreign web page in a browser can send any other content type without asking the server first.
+    Raises ClientDisconnectedError, and ApiError if it is not JSON, too large or too slow, or if memory is short."""
+    # A foreign web page in a browser can send other content types without a preflight request.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(UNSUPPORTED_MEDIA_TYPE)
     try:
@@ -43,7 +43,7 @@ async def read(request: Request, limit_bytes: int, held: HeldBody) -> bytes:
 
 
 class LargeBodyParser:
-    """Parses large bodies in a thread, one at a time: other requests would wait for the event loop meanwhile."""
+    """Parses large bodies in a thread, one at a time: in the event loop they would hold up other requests."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -52,7 +52,7 @@ class LargeBodyParser:
         return f"<LargeBodyParser, {'busy' if self._turn.locked() else 'idle'}>"
 
     async def parse(self, parse: Callable[[], ParsedT], num_bytes: int) -> ParsedT:
-        """Returns the result of a parser, and raises what it raises."""
+        """Returns a parser's result, or raises its exception."""
         if num_bytes <= _PARSED_AT_ONCE_BYTES:
             return parse()
         async with self._turn:
@@ -60,7 +60,7 @@ class LargeBodyParser:
 
 
 def _without_collections(parse: Callable[[], ParsedT]) -> ParsedT:
-    """Parses while no garbage is collected: all that is made is in use, and looking at it stops every thread."""
+    """Parses with garbage collection disabled: everything created is in use, and scanning it stops every thread."""
     gc.disable()
     try:
         return parse()
@@ -69,7 +69,7 @@ def _without_collections(parse: Callable[[], ParsedT]) -> ParsedT:
 
 
 async def _read(receive: Receive, limit_bytes: int, held: HeldBody) -> tuple[bytes, int]:
-    """Returns the part of the body within the limit, and the number of bytes that were received."""
+    """Returns the part of the body within the limit, and the number of bytes received."""
     parts: list[bytes] = []
     num_bytes = 0
     while num_bytes <= limit_bytes + _MAX_DISCARDED_BYTES:
@@ -103,8 +103,8 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, None]
         for task in (working, watching):
             if not task.cancelled():
                 task.exception()  # or it would be logged as never retrieved
-        # A failed task refers to its exception, whose traceback refers to this frame: the frame must not close the
-        # circle, or whole bodies would wait for a collection of garbage.
+        # A failed task refers to its exception, whose traceback refers to this frame: the frame must not complete the
+        # cycle, or whole bodies would stay until the next garbage collection.
         del task, working, watching
 
 

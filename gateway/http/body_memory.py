@@ -1,4 +1,4 @@
-"""Bounds the memory for large bodies, from their receipt to the end of their requests."""
+"""Limits the memory for large bodies, from their receipt to the end of their requests."""
 
 import asyncio
 import contextlib
@@ -8,15 +8,16 @@ from tokenbus.gateway.http.http_errors import OVERLOADED, ApiError
 from tokenbus.protocol.process.memory import trim_heap
 
 _LARGE_BODIES = 32
-"""Bodies of the largest size that there may be at a time."""
+"""The number of maximum-size bodies that fit at a time."""
 _TRIM_DELAY_S = 0.5
-"""After a large body; nothing refers to it any more by then."""
+"""The delay after a large body; by then nothing refers to it any more."""
 _SMALL_BYTES = 1024 * 1024
-"""So much of each body doesn't count: large bodies of some can't have the ordinary requests of others refused."""
+"""This much of each body doesn't count, so that some clients' large bodies can't cause others' ordinary requests to be
+refused."""
 
 
 class BodyMemory:
-    """The bytes that open requests may have beyond a mebibyte each, all together."""
+    """The total bytes that open requests may have beyond a mebibyte each."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
@@ -30,7 +31,7 @@ class BodyMemory:
 
     @contextlib.contextmanager
     def holding(self) -> Iterator["HeldBody"]:
-        """Yields the account of one request's body, which is closed with the block."""
+        """Yields the account of one request's body, released at the end of the block."""
         held = HeldBody(self)
         try:
             yield held
@@ -40,13 +41,13 @@ class BodyMemory:
                 self._trimming = asyncio.get_running_loop().call_later(_TRIM_DELAY_S, self._trim)
 
     def add(self, num_bytes: int) -> None:
-        """Raises ApiError if there is no room for so many more bytes."""
+        """Raises ApiError if there is no room for this many more bytes."""
         if self.held_bytes + num_bytes > self._max_bytes:
             raise ApiError(OVERLOADED)
         self.held_bytes += num_bytes
 
     def _trim(self) -> None:
-        """Returns the memory of bodies to the system; the C library keeps it for the thread that parsed them."""
+        """Returns the memory of bodies to the system; the C library would keep it for the thread that parsed them."""
         self._trimming = None
         asyncio.get_running_loop().run_in_executor(None, trim_heap)
 
@@ -63,7 +64,7 @@ class HeldBody:
         return f"<HeldBody {self._num_bytes} bytes>"
 
     def add(self, num_bytes: int) -> None:
-        """Notes that so many more bytes have come. Raises ApiError if there is no memory for them."""
+        """Records the receipt of this many more bytes. Raises ApiError if memory is short."""
         self._num_bytes += num_bytes
         more = max(0, self._num_bytes - _SMALL_BYTES) - self.counted_bytes
         self._memory.add(more)

@@ -1,4 +1,4 @@
-"""Reports connections that the gateway closes: a count, and now and then a log line."""
+"""Reports connections closed by the gateway: a count, and an occasional log line."""
 
 import time
 from collections import Counter
@@ -25,7 +25,7 @@ class ClosedConnections:
         return f"<ClosedConnections, {self._unlogged.total()} not logged>"
 
     def record(self, reason: Reason, address: str) -> None:
-        """Counts a connection. Not each one is logged, since strangers can open thousands."""
+        """Counts a connection. Not every one is logged, since strangers can open thousands."""
         self._closed[reason].inc()
         self._unlogged[reason] += 1
         now = self._clock()

@@ -34,7 +34,7 @@ class ConcurrencyLimit:
         return f"<ConcurrencyLimit {self._num_open} of {self._max_requests}{', draining' if self._is_draining else ''}>"
 
     def resize(self, max_requests: int) -> None:
-        """Changes the maximum number of open requests; those that are open stay."""
+        """Changes the maximum number of open requests; existing ones stay."""
         self._max_requests = max_requests
 
     @property
@@ -47,7 +47,7 @@ class ConcurrencyLimit:
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
-        """Counts a request as open during the block. Raises ApiError at the limit, and while the gateway drains."""
+        """Counts a request as open during the block. Raises ApiError at the limit, or while the gateway drains."""
         if self._is_draining:
             raise ApiError(SHUTTING_DOWN)
         if self._num_open >= self._max_requests:
@@ -65,14 +65,14 @@ class ConcurrencyLimit:
         """Registers an open request during the block, so that draining can end it."""
         self._tracked.add(one)
         try:
-            if self._grace_is_over:  # this request was still reading its body when the others were ended
+            if self._grace_is_over:  # this request's body was still being read when the others were ended
                 _end(one)
             yield
         finally:
             self._tracked.discard(one)
 
     async def drain(self, grace_s: float) -> None:
-        """Admits nothing more, waits up to `grace_s` for open requests, and ends the rest with `shutting_down`."""
+        """Stops admitting requests, waits up to `grace_s` for open ones, and ends the rest with `shutting_down`."""
         self._is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):

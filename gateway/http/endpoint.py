@@ -1,4 +1,4 @@
-"""Serves one path: admits, authenticates, logs and measures its requests, and answers their errors."""
+"""Serves one path: admits, authenticates, logs and measures its requests, and sends their errors."""
 
 import abc
 import re
@@ -28,7 +28,7 @@ _SANE_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class Services:
-    """Everything that the endpoints of a gateway share."""
+    """Everything shared by the endpoints of a gateway."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Services:
 
 
 class ErrorForm(Protocol):
-    """The form that an API gives to errors."""
+    """The form of an API's errors."""
 
     @property
     def error_body(self) -> Callable[[ErrorResponse], bytes]:
@@ -63,12 +63,12 @@ class ErrorForm(Protocol):
 
     @property
     def status_of(self) -> Callable[[ErrorResponse], int]:
-        """Returns the status of an error response, where the API has others than the wire."""
+        """Returns the status of an error response, where the API's differs from the wire's."""
         ...
 
 
 class Exchange:
-    """One HTTP request that was admitted, and the means to answer it."""
+    """One admitted HTTP request, and the means to answer it."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Endpoint(abc.ABC):
 
     @abc.abstractmethod
     async def _serve(self, exchange: Exchange) -> None:
-        """Answers a request. Raises ApiError or RequestError with the reason for which it can't, and
+        """Answers a request. Raises ApiError or RequestError with the reason if it can't, and
         ClientDisconnectedError."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,18 +117,18 @@ class Endpoint(abc.ABC):
         known = {"http.request.method": "POST", "http.route": path, tracing.REQUEST_ID: request_id}
         span = tracing.start_span(services.tracer, f"POST {path}", "server", request.headers, known)
         try:
-            # around the whole request: draining waits for its end, and until then the library keeps it
+            # around the whole request: draining waits for its end, and the library keeps it until then
             with services.limit.admit(), services.bodies.holding() as held:
                 tenant = services.tenants.authenticate(request)
                 log.set_tenant(tenant.name)
                 await self._serve(Exchange(request, held, request_id, tenant, writer, log, span))
         except body.ClientDisconnectedError:
-            pass  # nobody is left to answer
+            pass  # no one is left to answer
         except http_errors.ApiError as error:
             await self._send_error(error.response, writer, log)
         except errors.RequestError as error:
             await self._send_error(http_errors.from_error(error.error), writer, log)
-        except Exception:  # outermost frame of a request: it must be answered, and the others must not notice
+        except Exception:  # outermost frame of a request: it must be answered, and others must not be affected
             structlog.get_logger().exception("request_failed", request_id=request_id)
             await self._send_error(http_errors.INTERNAL_ERROR, writer, log)
         finally:
@@ -139,7 +139,7 @@ class Endpoint(abc.ABC):
             span.end()
 
     async def _send_error(self, response: ErrorResponse, writer: ResponseWriter, log: RequestLog) -> None:
-        """Sends an error. If a response has started already it is cut off instead: uvicorn closes the connection."""
+        """Sends an error. If a response has already started, it is cut off instead: uvicorn closes the connection."""
         log.set_code(response.code)
         if not writer.has_started:
             await writer.send_error(self._form.status_of(response), response, self._form.error_body)
@@ -148,7 +148,7 @@ class Endpoint(abc.ABC):
 def request_ids(given: str) -> tuple[str, str]:
     """Returns the request's id on the wire, and the one that the response shows.
 
-    A sane id of the client's is shown to it as it was. On the wire it is a prefix: the client may use it again."""
+    A valid id from the client is returned unchanged. On the wire it is only a prefix: the client may reuse it."""
     if _SANE_ID.fullmatch(given):
         return f"{given}-{secrets.token_hex(4)}", given
     made = secrets.token_urlsafe(16)

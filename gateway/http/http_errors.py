@@ -1,4 +1,4 @@
-"""Error responses, before a dialect gives them the body that its clients expect; pure."""
+"""Error responses, before a dialect gives them the body its clients expect; pure."""
 
 import contextlib
 import math
@@ -10,7 +10,7 @@ from tokenbus.protocol.wire import codec, errors, messages
 
 
 class ErrorResponse(NamedTuple):
-    """The status, the reason and the headers of an HTTP response with an error."""
+    """The status, reason and headers of an HTTP error response."""
 
     status: int
     code: str
@@ -18,14 +18,14 @@ class ErrorResponse(NamedTuple):
     message: str
     param: str | None = None
     retryable: bool = False
-    """Whether the same request may succeed later. The SDKs retry by themselves unless told not to."""
+    """Whether the same request may succeed later. SDKs retry automatically unless told not to."""
     retry_after_ms: float | None = None
     prompt_tokens: int | None = None
     """In `prompt_too_long`."""
     context_length: int | None = None
     """In `prompt_too_long`."""
     request_id: str | None = None
-    """The id of the HTTP request, where it has one."""
+    """The id of the HTTP request, if it has one."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -40,9 +40,9 @@ class ErrorResponse(NamedTuple):
 
 ErrorT = TypeVar("ErrorT", errors.Error, ErrorResponse)
 NameOf = Callable[[str], str]
-"""Returns an API's name of a field of the wire."""
+"""Returns an API's name for a wire field."""
 Reword = Callable[[str, str, str], str]
-"""Returns the message of an error, given the wire's, the wire's name of the field and the API's."""
+"""Returns an error's message, given the wire's message and the field's wire name and API name."""
 _FIELD = re.compile(r"\w+")
 
 
@@ -55,7 +55,7 @@ class ApiError(Exception):
 
 
 def from_error(error: errors.Error) -> ErrorResponse:
-    """Returns the response for an error of the wire."""
+    """Returns the response for a wire error."""
     return ErrorResponse(
         errors.CODES[error.code].http,
         str(error.code),
@@ -69,13 +69,12 @@ def from_error(error: errors.Error) -> ErrorResponse:
 
 
 def with_name_first(message: str, param: str, theirs: str) -> str:
-    """Returns a message that begins with an API's name of the field if it begins with that of the wire, as those of
-    validation do."""
+    """Replaces the wire's field name at the beginning of a message, as in validation errors, with an API's."""
     return theirs + message.removeprefix(param) if message.startswith(param) else message
 
 
 def renamed(error: ErrorT, name_of: NameOf, reword: Reword = with_name_first) -> ErrorT:
-    """Returns an error with an API's name of the field at fault, in its message too."""
+    """Returns an error with an API's name for the field at fault, in its message too."""
     if error.param is None:
         return error
     theirs = name_of(error.param)
@@ -87,7 +86,7 @@ def renamed(error: ErrorT, name_of: NameOf, reword: Reword = with_name_first) ->
 
 @contextlib.contextmanager
 def renaming(name_of: NameOf, reword: Reword = with_name_first) -> Iterator[None]:
-    """Gives a RequestError of the block an API's name of the field at fault."""
+    """Gives a RequestError raised in the block an API's name for the field at fault."""
     try:
         yield
     except errors.RequestError as refused:
@@ -95,7 +94,8 @@ def renaming(name_of: NameOf, reword: Reword = with_name_first) -> Iterator[None
 
 
 def by_field(names: Mapping[str, str]) -> NameOf:
-    """Returns what names a field, or a part of one, by an API's name of the field. `names` has those that differ."""
+    """Returns a function that translates the name of a field, or of a part of one, into an API's. `names` has those
+    that differ."""
 
     def name_of(param: str) -> str:
         field = _FIELD.match(param)
@@ -105,14 +105,14 @@ def by_field(names: Mapping[str, str]) -> NameOf:
 
 
 def from_terminal(chunk: messages.Chunk) -> ErrorResponse | None:
-    """Returns the response for a failed stream, or None if the chunk is no terminal or a successful one."""
+    """Returns the response for a failed stream, or None if the chunk is not a terminal, or is a successful one."""
     if chunk.finish_reason is messages.FinishReason.ERROR:
         return from_error(chunk.error or errors.make_error(errors.Code.INTERNAL))
     return CANCELLED if chunk.finish_reason is messages.FinishReason.CANCELLED else None
 
 
 CANCELLED = ErrorResponse(499, "cancelled", "the request was cancelled")
-"""Somebody else has cancelled the request (`tokenbus cancel`). The SDKs don't retry a 499."""
+"""Another client has cancelled the request (`tokenbus cancel`). SDKs don't retry a 499."""
 INVALID_API_KEY = ErrorResponse(
     401, "invalid_api_key", "a valid API key is required: Authorization: Bearer KEY, x-api-key: KEY or api-key: KEY"
 )
@@ -139,5 +139,5 @@ def too_large(limit_bytes: int) -> ErrorResponse:
 
 
 def unknown_path(status: int, method: str, path: str) -> ErrorResponse:
-    """Returns the response for a path that does not exist, or not with that method."""
+    """Returns the response for a path that does not exist, or does not support that method."""
     return ErrorResponse(status, "unknown_url", f"unknown URL: {method} {path[:200]}")

@@ -10,15 +10,15 @@ if sys.platform != "win32":
 
 _BACKLOG = 2_048
 _SEND_BUFFER_BYTES = 64 * 1024
-"""Bytes that the kernel buffers for one connection (Linux doubles this). Left to itself, it would buffer megabytes of
-events for a client that does not read."""
+"""Bytes that the kernel buffers for one connection (Linux doubles this). By default it would buffer megabytes of events
+for a client that does not read."""
 _MOST_CONNECTIONS = 1 << 20
 _OTHER_FILES = 416
-"""Files for anything but clients' connections: the status page, refused clients, and the process itself."""
+"""Files for everything except clients' connections: the status page, refused clients, and the process itself."""
 
 
 class ListenError(ValueError):
-    """The gateway can't listen where it should."""
+    """The gateway can't listen on its address."""
 
 
 def bind(host: str, port: int, hint: str = "") -> socket.socket:
@@ -27,14 +27,14 @@ def bind(host: str, port: int, hint: str = "") -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        number = error.errno or 0  # getaddrinfo has error numbers of its own, below 0
+        number = error.errno or 0  # getaddrinfo has its own error numbers, below 0
         reason = os.strerror(number) if number > 0 else error.strerror
         raise ListenError(f"can't listen on {host}:{port} ({reason}){hint}") from error
     return listening
 
 
 def inherit(number: int) -> socket.socket:
-    """Returns the listening socket with this file descriptor. Raises ListenError if it is none."""
+    """Returns the listening socket with this file descriptor. Raises ListenError if it is not one."""
     try:
         listening = socket.socket(fileno=number)
         is_listening = listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -47,7 +47,7 @@ def inherit(number: int) -> socket.socket:
 
 def detect_slow_clients(listening: socket.socket, deadline_s: float) -> None:
     """Makes the kernel end connections whose client reads nothing for `deadline_s`, or whose machine does not answer,
-    and limits what it buffers for them. On Linux, accepted connections inherit these options."""
+    and limits its buffers for them. On Linux, accepted connections inherit these options."""
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -57,7 +57,7 @@ def detect_slow_clients(listening: socket.socket, deadline_s: float) -> None:
 
 
 def raise_open_file_limit() -> int:
-    """Raises the limit of open files to what the system allows; many shells set 1,024, which is too low.
+    """Raises the open file limit to what the system allows; many shells set 1,024, which is too low.
 
     Returns the number of connections that the limit allows."""
     if sys.platform == "win32":

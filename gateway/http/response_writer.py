@@ -7,7 +7,7 @@ from starlette.types import Send
 from tokenbus.gateway.http.http_errors import ErrorResponse
 
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
-"""The last header makes nginx pass events on as they come."""
+"""The last header makes nginx pass events on immediately."""
 _ID_HEADERS = (b"x-request-id", b"request-id")
 """OpenAI's and Anthropic's clients look for the request's id in these."""
 
@@ -35,7 +35,7 @@ class ResponseWriter:
         await self._write(body, more=False)
 
     async def send_error(self, status: int, response: ErrorResponse, encode: Callable[[ErrorResponse], bytes]) -> None:
-        """Sends a whole error response, with the status and the body that its API gives it."""
+        """Sends a whole error response, with its API's status and body."""
         await self.send_json(status, encode(self.named(response)), response.headers)
 
     def named(self, response: ErrorResponse) -> ErrorResponse:
@@ -43,7 +43,7 @@ class ResponseWriter:
         return response._replace(request_id=self._request_id)
 
     async def send_events(self, *events: bytes, last: bool = False) -> None:
-        """Sends events, starting the response if these are the first; `last` completes it."""
+        """Sends events, starting the response with the first; `last` completes it."""
         if not self.has_started:
             await self._start(200, _EVENTS)
         await self._write(b"".join(events), more=not last)

@@ -1,1 +1,1 @@
-"""Ollama's read-only calls, by which editors find the models of a server before they use OpenAI's API."""
+"""Ollama's read-only calls, with which editors discover a server's models before they use OpenAI's API."""

@@ -1,4 +1,4 @@
-"""Tells of models as Ollama does: its lists, and what one model can do; pure."""
+"""Describes models as Ollama does: its lists, and one model's capabilities; pure."""
 
 import datetime
 import hashlib
@@ -10,7 +10,7 @@ from tokenbus.gateway.openai import schemas
 from tokenbus.protocol.wire import codec, errors
 
 VERSION = "0.12.6"
-"""The version of Ollama whose answers these are. Clients compare it with the oldest that they can use."""
+"""The version of Ollama that these answers match. Clients compare it with the oldest they support."""
 ARCHITECTURE = "tokenbus"
 _LATEST = ":latest"
 _CAPABILITIES = {
@@ -20,11 +20,11 @@ _CAPABILITIES = {
     "embed": "embedding",
     "fim": "insert",
 }
-"""Ollama's names of what models can do, by the features on their cards."""
+"""Ollama's names for capabilities, by the features on models' cards."""
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """The kind of a model's file, which this gateway does not know."""
+    """The format of a model's file, which this gateway does not know."""
 
     parent_model: str = ""
     format: str = ""
@@ -58,7 +58,7 @@ class RunningModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShowBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a question about one model. Unknown fields are ignored."""
+    """The body of a request about one model. Unknown fields are ignored."""
 
     model: str | None = None
     name: str | None = None
@@ -90,7 +90,7 @@ _decoder = codec.Decoder(ShowBody)
 
 
 def to_list(models: Sequence[schemas.Model]) -> ModelList:
-    """Returns the models that can be used."""
+    """Returns the usable models."""
     return ModelList(models=[_listed(one) for one in models])
 
 
@@ -126,7 +126,7 @@ def to_shown(model: schemas.Model, features: Sequence[str]) -> ShownModel:
 
 
 def parse_show(body: bytes) -> str:
-    """Returns the name of the model in a body. Raises RequestError."""
+    """Returns the model name in a body. Raises RequestError."""
     asked = _decoder.decode(body, codec.Encoding.JSON)
     name = asked.model or asked.name
     if not name:
@@ -135,7 +135,7 @@ def parse_show(body: bytes) -> str:
 
 
 def named(name: str, models: Mapping[str, schemas.Model]) -> str:
-    """Returns the name without `:latest`, by which Ollama means a model without a tag."""
+    """Returns the name without `:latest`, which in Ollama means an untagged model."""
     return name.removesuffix(_LATEST) if name not in models else name
 
 

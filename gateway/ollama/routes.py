@@ -18,7 +18,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class OllamaRoutes:
-    """`list_models` returns the models that a request may see. It raises ApiError and RequestError."""
+    """`list_models` returns the models visible to a request. It raises ApiError and RequestError."""
 
     def __init__(self, list_models: Callable[[Request], Awaitable[Listing]], bodies: BodyMemory) -> None:
         self._list_models = list_models
@@ -36,7 +36,7 @@ class OllamaRoutes:
         ]
 
     async def version(self, request: Request) -> Response:
-        """Serves `GET /api/version`, which needs no key: clients ask it to see what the server is."""
+        """Serves `GET /api/version`, which needs no key: clients use it to identify the server."""
         return _json(model_info.Version())
 
     async def tags(self, request: Request) -> Response:

@@ -1,1 +1,1 @@
-"""OpenAI's API: its requests become the wire's, chunks become its answers and errors."""
+"""OpenAI's API: turns its requests into the wire's, and chunks into its answers and errors."""

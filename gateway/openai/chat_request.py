@@ -1,4 +1,4 @@
-"""Parses the body of a chat completion and turns it into a request of our wire protocol; pure."""
+"""Parses the body of a chat completion request and turns it into a wire request; pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class ChatMessage(wire.ChatMessage, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
-    """The body of a chat completion. Unknown fields are ignored, as OpenAI's clients expect."""
+    """The body of a chat completion request. Unknown fields are ignored, as OpenAI's clients expect."""
 
     messages: list[ChatMessage] | None = None
     max_completion_tokens: int | None = None
@@ -43,19 +43,19 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     reasoning_budget_tokens: int | None = None
     thinking_budget_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Not OpenAI's, but what it is on the wire."""
+    """Not OpenAI's; has the same meaning as on the wire."""
 
 
 _decoder = codec.Decoder(ChatRequest)
 
 
 class FieldNames(NamedTuple):
-    """OpenAI's names of the fields of one request."""
+    """OpenAI's names for the fields of one request."""
 
     renamed: Mapping[str, str]
-    """Those that differ from the wire's."""
+    """The names that differ from the wire's."""
     num_joined: int
-    """Messages that the request has more than that of the wire."""
+    """The number of messages that the request has beyond the wire's."""
 
     def of(self, param: str) -> str:
         """Returns the name of a field."""
@@ -77,20 +77,20 @@ class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
         return (self.request,)
 
     def encoder(self, head: ResponseHead) -> chat_response.ChunkEncoder:
-        """Returns the encoder of a response that is streamed."""
+        """Returns the encoder of a streamed response."""
         return chat_response.ChunkEncoder(head, include_usage=self.include_usage)
 
     def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
-        """Returns the body of a response that is not streamed."""
+        """Returns the body of an unstreamed response."""
         return chat_response.encode_whole(head, answers)
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns an error of a router or worker with OpenAI's name of the field at fault."""
+        """Returns a router's or worker's error with OpenAI's name for the field at fault."""
         return http_errors.renamed(error, self.names.of)
 
 
 def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedChatRequest:
-    """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
+    """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name for the field at
     fault."""
     chat = _decoder.decode(body, codec.Encoding.JSON)
     model = checked_model(chat.model, default_model)
@@ -120,7 +120,7 @@ def _names_of(chat: ChatRequest, wishes: ReasoningWishes, request: wire.Generate
 
 
 def _check(chat: ChatRequest) -> None:
-    """Checks what has no counterpart on the wire."""
+    """Checks fields without a counterpart on the wire."""
     if chat.messages is None:
         raise errors.invalid_field("messages", "is required")
     if chat.top_logprobs is not None and not chat.logprobs:
@@ -146,7 +146,7 @@ def _to_wire(chat: ChatRequest, wishes: ReasoningWishes, session: str | None, re
 
 
 def to_wire_message(one: ChatMessage) -> wire.ChatMessage:
-    """Returns a message as one of the wire."""
+    """Returns a message in the wire's form."""
     return wire.ChatMessage(
         role=one.role,
         content=one.content,

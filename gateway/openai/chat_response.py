@@ -23,7 +23,7 @@ from tokenbus.protocol.wire import messages
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": still here\n\n"
-"""A comment, which clients of event streams skip."""
+"""A comment, which event stream clients skip."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -68,12 +68,12 @@ class ChunkEncoder:
             deltas[: 1 if first else 0] = [with_logprobs]
         if deltas and choice not in self._started:
             self._started.add(choice)
-            # OpenAI's first chunk has the role and no text yet.
+            # OpenAI's first chunk has the role but no text.
             deltas.insert(0, _choice(choice, schemas.ChoiceDelta(role="assistant", content="")))
         return [self._event([one]) for one in deltas]
 
     def end(self) -> list[bytes]:
-        """Returns the usage, if it was asked for, and `[DONE]`."""
+        """Returns the usage, if requested, and `[DONE]`."""
         usage = usage_of(self._usages)
         return [self._event([], encode_usage(usage)), DONE] if self._include_usage and usage else [DONE]
 

@@ -1,4 +1,4 @@
-"""OpenAI's embeddings: their bodies become requests of the wire, and replies their responses; pure."""
+"""OpenAI's embeddings: turns their bodies into wire requests, and replies into responses; pure."""
 
 import base64
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a request for embeddings. Unknown fields are ignored, as OpenAI's clients expect."""
+    """The body of an embedding request. Unknown fields are ignored, as OpenAI's clients expect."""
 
     model: str | None = None
     input: str | list[str | int | list[int]] | None = None
@@ -23,15 +23,15 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     timeout_ms: float | None = None
-    """Not OpenAI's, but what it is on the wire."""
+    """Not OpenAI's; has the same meaning as on the wire."""
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "embedding"
     index: int
-    """The number of the input, from 0."""
+    """The index of the input, from 0."""
     embedding: list[float] | str
-    """The numbers, or their 32-bit little-endian floats in base64."""
+    """The numbers, or 32-bit little-endian floats in base64."""
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
-    """The response to a request for embeddings."""
+    """The response to an embedding request."""
 
     object: str = "list"
     data: list[Embedding]
@@ -52,11 +52,11 @@ _decoder = codec.Decoder(EmbeddingRequest)
 
 
 class ParsedEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A valid request for embeddings."""
+    """A valid embedding request."""
 
     model: str
     request: wire.EmbedRequest
-    """It asks for base64 in any case, which is a quarter of the numbers' length."""
+    """It always asks for base64, which is a quarter of the numbers' length."""
     is_base64: bool
 
     def encode(self, reply: wire.EmbedReply) -> bytes:
@@ -73,7 +73,7 @@ class ParsedEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedEmbeddingRequest:
-    """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
+    """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name for the field at
     fault."""
     asked = _decoder.decode(body, codec.Encoding.JSON)
     model = checked_model(asked.model, default_model)
@@ -98,7 +98,7 @@ def _numbers(row: list[float] | str) -> list[float] | str:
 
 
 def _inputs_of(given: str | list[str | int | list[int]] | None) -> str | list[str | list[int]] | None:
-    """Returns the inputs in the wire's form, in which token ids are in a list of their own."""
+    """Returns the inputs in the wire's form, in which token ids are in a separate list."""
     if not isinstance(given, list):
         return given
     token_ids = [one for one in given if isinstance(one, int)]

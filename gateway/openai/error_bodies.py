@@ -10,26 +10,26 @@ _CODES = {
     str(errors.Code.PROMPT_TOO_LONG): "context_length_exceeded",
     str(errors.Code.OVERLOADED): "rate_limit_exceeded",
 }
-"""OpenAI's names of codes on which its clients act."""
+"""OpenAI's names for codes on which its clients act."""
 _encoder = msgspec.json.Encoder()
 
 
 def type_of(response: ErrorResponse) -> str:
-    """Returns which of the types of errors it is that OpenAI distinguishes."""
+    """Returns OpenAI's error type."""
     if response.status == 429:
         return "rate_limit_error"
     return "server_error" if response.status >= 500 else "invalid_request_error"
 
 
 def code_of(response: ErrorResponse) -> str:
-    """Returns the code, with the name that OpenAI's clients look for."""
+    """Returns the code by the name that OpenAI's clients look for."""
     if response.status == 503 and response.code == errors.Code.OVERLOADED:
-        return response.code  # the gateway's own limit, and none of the client's
+        return response.code  # the gateway's own limit, not one of the client's
     return _CODES.get(response.code, response.code)
 
 
 def message_of(response: ErrorResponse) -> str:
-    """Returns the text. Agents recognize by it that their conversation has become too long."""
+    """Returns the text, by which agents recognize that their conversation has become too long."""
     if response.context_length is None or response.prompt_tokens is None:
         return response.message
     return (
@@ -39,7 +39,7 @@ def message_of(response: ErrorResponse) -> str:
 
 
 def encode(response: ErrorResponse) -> bytes:
-    """Returns the body of an error response, which is also the data of an error's event."""
+    """Returns the body of an error response, which is also the data of an error event."""
     detail = schemas.ErrorDetail(
         message=message_of(response), type=type_of(response), param=response.param, code=code_of(response)
     )

@@ -1,7 +1,7 @@
-"""Reads how long a model should reason, under all names that clients of OpenAI's API know; pure.
+"""Reads how long a model should reason, under all names used by clients of OpenAI's API; pure.
 
 Only `thinking_token_budget` is refused for models whose reasoning can't be closed, as vLLM does. The other names are
-hints, as they are to the servers that they come from."""
+hints, as in the servers that they come from."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.params import Range
 
 BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
-"""The names of `reasoning.max_tokens` in vLLM and llama-server."""
+"""vLLM's and llama-server's names for `reasoning.max_tokens`."""
 _UNLIMITED = -1
 ALLOWED = Range(_UNLIMITED, limits.MAX_TOKENS)
 """The budgets under these names."""
@@ -26,7 +26,7 @@ class ReasoningConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestedReasoning(ReasoningConfig, frozen=True, kw_only=True):
-    """The `reasoning` of a request: OpenAI's, and what OpenRouter adds to it."""
+    """The `reasoning` of a request: OpenAI's, with OpenRouter's additions."""
 
     max_tokens: int | None = None
     enabled: bool | None = None
@@ -46,12 +46,12 @@ class AsksForReasoning(Protocol):
 
     @property
     def reasoning_budget_tokens(self) -> int | None:
-        """That of llama-server; -1 is no limit."""
+        """llama-server's; -1 is no limit."""
         ...
 
     @property
     def thinking_budget_tokens(self) -> int | None:
-        """Another name of the same."""
+        """Another name for the same."""
         ...
 
     @property
@@ -59,19 +59,19 @@ class AsksForReasoning(Protocol):
 
 
 class ReasoningWishes(NamedTuple):
-    """The same as the wire has it."""
+    """The same in the wire's form."""
 
     options: wire.ReasoningOptions | None
     template_arguments: dict[str, Any] | None
     """Variables for the chat template."""
     names: dict[str, str]
-    """The names that fields of the wire have in the body, where they are others."""
+    """The body's names for wire fields, where they differ."""
 
 
 def read_wishes(body: AsksForReasoning, effort: str | None = None) -> ReasoningWishes:
-    """Returns what a body asks for; an `effort` of a field of its own comes first.
+    """Returns what a body asks for; an `effort` given in a separate field takes precedence.
 
-    Raises RequestError for a budget that no server takes."""
+    Raises RequestError for an invalid budget."""
     asked = body.reasoning or RequestedReasoning()
     names = {} if effort is None else {"reasoning.effort": "reasoning_effort"}
     effort = effort or ("none" if asked.enabled is False else asked.effort)

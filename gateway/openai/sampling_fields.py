@@ -1,4 +1,4 @@
-"""The fields that several of OpenAI's endpoints have in common: they mean what they mean on the wire; pure."""
+"""The fields common to several of OpenAI's endpoints, with the same meaning as on the wire; pure."""
 
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ from tokenbus.protocol.wire import errors, limits
 from tokenbus.protocol.wire import messages as wire
 
 MAX_CHOICES = 128
-"""OpenAI's limit of `n`."""
+"""OpenAI's limit on `n`."""
 
 _RETENTIONS = {
     "in_memory": wire.CacheControl(),
@@ -20,13 +20,13 @@ _RETENTIONS = {
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
-    """Adds one more event, with the usage, before the end."""
+    """Adds an event with the usage before the end."""
 
 
 class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that are the same in all of OpenAI's endpoints that generate.
+    """The fields common to all of OpenAI's endpoints that generate.
 
-    In the Responses API of OpenAI itself `stop`, `seed`, `logit_bias` and the penalties do not exist."""
+    OpenAI's own Responses API has no `stop`, `seed`, `logit_bias` or penalties."""
 
     model: str | None = None
     temperature: float | None = None
@@ -39,11 +39,11 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str | int, float] | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
-    """Names the conversation, which is kept on one worker."""
+    """Identifies the conversation, which is kept on one worker."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """The time for which the prompt is worth keeping; `in-memory` is an earlier spelling."""
+    """The time for which the prompt is worth keeping; `in-memory` is an older spelling."""
     top_k: int | None = None
-    """This field and those up to `stop_token_ids` are not OpenAI's; they mean what they mean on the wire."""
+    """This field and those up to `stop_token_ids` are not OpenAI's; they have the same meaning as on the wire."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     regex: str | None = None
@@ -59,13 +59,13 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def renamed(self) -> dict[str, str]:
-        """The fields of the wire that this request sets under other names, with these names."""
+        """The wire fields that this request sets under other names, with these names."""
         return {"session_id": "prompt_cache_key"} if self.prompt_cache_key and not self.session_id else {}
 
     def to_wire(self, session: str | None) -> dict[str, Any]:
-        """Returns the fields of a wire request, whose `session_id` is `session` if none is named here.
+        """Returns the fields of a wire request, with `session_id` set to `session` if none is given here.
 
-        It is streamed in any case, so that a worker notices if this gateway dies."""
+        It is always streamed, so that a worker notices if this gateway dies."""
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -92,7 +92,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingFields(CommonFields, frozen=True, kw_only=True):
-    """The fields that chat completions and completions have in common. The Responses API has others in their place."""
+    """The fields common to chat completions and completions. The Responses API has others instead."""
 
     max_tokens: int | None = None
     n: int | None = None
@@ -100,7 +100,7 @@ class SamplingFields(CommonFields, frozen=True, kw_only=True):
     response_format: wire.ResponseFormat | None = None
 
     def check_answers(self) -> None:
-        """Checks what has no counterpart on the wire. Raises RequestError."""
+        """Checks fields without a counterpart on the wire. Raises RequestError."""
         if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
             raise errors.invalid_field("n", f"must be 1 to {MAX_CHOICES}, got {self.n}")
         if self.stream_options is not None and not self.stream:
@@ -108,7 +108,7 @@ class SamplingFields(CommonFields, frozen=True, kw_only=True):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with an event that has the usage."""
+        """Whether a stream ends with a usage event."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def to_wire(self, session: str | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of an error response, and the last event but one of a stream that fails."""
+    """The body of an error response, and the last event but one of a failed stream."""
 
     error: ErrorDetail
 
@@ -52,14 +52,14 @@ class ChoiceLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The function that a tool call names, or more of its arguments."""
+    """The function named by a tool call, or more of its arguments."""
 
     name: str | None = None
     arguments: str | UnsetType = UNSET
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call, or more of one."""
+    """A tool call, or the next piece of one."""
 
     index: int | UnsetType = UNSET
     """Only in streams."""
@@ -75,9 +75,9 @@ class ChatCompletionMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
-    """Not OpenAI's, but what servers of open models call it."""
+    """Not OpenAI's, but the name used by servers of open models."""
     reasoning: str | UnsetType = UNSET
-    """The same text under the other name in use."""
+    """The same text under the other common name."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -89,7 +89,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The response to a request that is not streamed."""
+    """The response to an unstreamed request."""
 
     id: str
     object: str = "chat.completion"
@@ -106,9 +106,9 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    """Not OpenAI's, but what servers of open models call it."""
+    """Not OpenAI's, but the name used by servers of open models."""
     reasoning: str | UnsetType = UNSET
-    """The same text under the other name in use."""
+    """The same text under the other common name."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -129,7 +129,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChunkChoice]
     usage: CompletionUsage | UnsetType | None = UNSET
-    """Only if requested: null, until the numbers come in an event of their own at the end."""
+    """Only if requested: null, until the numbers follow in a separate event at the end."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +145,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     """The maximum number of tokens of a prompt and its completion together."""
     max_model_len: int
-    """The same under the name that vLLM's clients look for."""
+    """The same under the name that vLLM's clients expect."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +154,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     """`ok` or `unavailable`."""
     reason: str | UnsetType = UNSET
-    """Why they can't be."""
+    """Why they can't be served."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

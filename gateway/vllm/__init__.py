@@ -1,1 +1,1 @@
-"""Endpoints that vLLM has and OpenAI has not."""
+"""Endpoints that vLLM has but OpenAI does not."""

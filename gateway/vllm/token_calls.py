@@ -1,4 +1,4 @@
-"""vLLM's `/tokenize` and `/detokenize`: their bodies become requests of the wire, and replies their responses; pure."""
+"""vLLM's `/tokenize` and `/detokenize`: turns their bodies into wire requests, and replies into responses; pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a request for tokens. Unknown fields are ignored."""
+    """The body of a tokenize request. Unknown fields are ignored."""
 
     model: str | None = None
     prompt: str | None = None
@@ -25,11 +25,11 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
-    """Whether BOS comes first where the model wants it. true if absent."""
+    """Whether BOS comes first if the model expects it. true if absent."""
     only_count: bool | None = None
     """Not vLLM's: leaves `tokens` empty."""
     return_token_strs: bool | None = None
-    """This field and those below are refused where they ask for anything but what is served."""
+    """This field and those below are refused if they ask for anything that is not served."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
@@ -46,7 +46,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a request for the text of tokens. Unknown fields are ignored."""
+    """The body of a detokenize request. Unknown fields are ignored."""
 
     model: str | None = None
     tokens: list[int] | None = None
@@ -69,12 +69,12 @@ _detokenize_decoder = codec.Decoder(DetokenizeBody)
 
 
 class ParsedTokenize(msgspec.Struct, frozen=True, kw_only=True):
-    """A valid request for tokens."""
+    """A valid tokenize request."""
 
     model: str
     request: wire.TokenizeRequest
     num_joined: int
-    """Messages that the body has more than the request."""
+    """The number of messages that the body has beyond the request."""
 
     def encode(self, reply: wire.TokenizeReply) -> bytes:
         """Returns the body of the response."""
@@ -85,16 +85,16 @@ class ParsedTokenize(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns an error of a router or worker with vLLM's name of the field at fault."""
+        """Returns a router's or worker's error with vLLM's name for the field at fault."""
         return http_errors.renamed(error, self.name_of)
 
     def name_of(self, param: str) -> str:
-        """Returns vLLM's name of a field."""
+        """Returns vLLM's name for a field."""
         return conversation.name_in_given(param, self.num_joined)
 
 
 class ParsedDetokenize(msgspec.Struct, frozen=True, kw_only=True):
-    """A valid request for the text of tokens."""
+    """A valid detokenize request."""
 
     model: str
     request: wire.DetokenizeRequest
@@ -104,12 +104,12 @@ class ParsedDetokenize(msgspec.Struct, frozen=True, kw_only=True):
         return _encoder.encode(DetokenizeResponse(prompt=reply.text or ""))
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns an error of a router or worker with vLLM's name of the field at fault."""
+        """Returns a router's or worker's error with vLLM's name for the field at fault."""
         return http_errors.renamed(error, _detokenize_name_of)
 
 
 def parse_tokenize(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedTokenize:
-    """Parses a body, and validates it as a router would. Raises RequestError with vLLM's name of the field at
+    """Parses a body, and validates it as a router would. Raises RequestError with vLLM's name for the field at
     fault."""
     asked = _tokenize_decoder.decode(body, codec.Encoding.JSON)
     model = checked_model(asked.model, default_model)
@@ -141,7 +141,7 @@ def parse_tokenize(body: bytes, headers: Mapping[str, str], request_id: str, def
 def parse_detokenize(
     body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = ""
 ) -> ParsedDetokenize:
-    """Parses a body, and validates it as a router would. Raises RequestError with vLLM's name of the field at
+    """Parses a body, and validates it as a router would. Raises RequestError with vLLM's name for the field at
     fault."""
     asked = _detokenize_decoder.decode(body, codec.Encoding.JSON)
     model = checked_model(asked.model, default_model)

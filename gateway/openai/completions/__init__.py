@@ -1,1 +1,1 @@
-"""OpenAI's completions of plain prompts."""
+"""OpenAI's completions for plain prompts."""

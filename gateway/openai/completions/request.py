@@ -1,4 +1,4 @@
-"""Parses the body of a completion and turns it into requests of our wire protocol, one for each prompt; pure."""
+"""Parses the body of a completion request and turns it into wire requests, one for each prompt; pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,11 +17,11 @@ from tokenbus.protocol.wire import messages as wire
 
 DEFAULT_MAX_TOKENS = 16
 MAX_ANSWERS = 512
-"""Answers to all prompts of one request together."""
+"""The most answers to all prompts of one request."""
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
-    """The body of a completion. Unknown fields are ignored, as OpenAI's clients expect."""
+    """The body of a completion request. Unknown fields are ignored, as OpenAI's clients expect."""
 
     prompt: str | list[str | int | list[int]] | None = None
     """A text, texts, token ids, or lists of token ids."""
@@ -51,20 +51,20 @@ class ParsedCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
         return response.Form(n=self.n, echoed=echoed, include_usage=self.include_usage)
 
     def encoder(self, head: ResponseHead) -> response.EventEncoder:
-        """Returns the encoder of a response that is streamed."""
+        """Returns the encoder of a streamed response."""
         return response.EventEncoder(head, self.form)
 
     def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
-        """Returns the body of a response that is not streamed."""
+        """Returns the body of an unstreamed response."""
         return response.encode_whole(head, self.form, answers)
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns an error of a router or worker with OpenAI's name of the field at fault."""
+        """Returns a router's or worker's error with OpenAI's name for the field at fault."""
         return http_errors.renamed(error, http_errors.by_field({"token_ids": "prompt"}))
 
 
 def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedCompletionRequest:
-    """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
+    """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name for the field at
     fault."""
     asked = _decoder.decode(body, codec.Encoding.JSON)
     model, prompts = checked_model(asked.model, default_model), _prompts_of(asked.prompt)
@@ -90,7 +90,7 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_mode
 
 
 def _prompts_of(given: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
-    """Returns the prompts. Raises RequestError if there are none, or if they are of several kinds."""
+    """Returns the prompts. Raises RequestError if there are none, or they are of mixed kinds."""
     if given is None:
         raise errors.invalid_field("prompt", "is required")
     if isinstance(given, str):
@@ -109,7 +109,7 @@ def _prompts_of(given: str | list[str | int | list[int]] | None) -> list[str | l
 
 
 def _check(asked: CompletionRequest, num_prompts: int, n: int) -> None:
-    """Checks what has no counterpart on the wire."""
+    """Checks fields without a counterpart on the wire."""
     asked.check_answers()
     if num_prompts * n > MAX_ANSWERS:
         raise errors.invalid_field("prompt", f"at most {MAX_ANSWERS} answers are allowed, got {num_prompts} times {n}")

@@ -17,7 +17,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """The log probabilities of the tokens of an answer, or of a part of it: one item for each token in every list."""
+    """The log probabilities of an answer's tokens, or of part of them: every list has one item per token."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -27,7 +27,7 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer, or more of one."""
+    """An answer, or the next piece of one."""
 
     text: str
     index: int
@@ -45,16 +45,16 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: schemas.CompletionUsage | UnsetType | None = UNSET
-    """In a stream only if requested: null, until the numbers come in an event of their own at the end."""
+    """In a stream only if requested: null, until the numbers follow in a separate event at the end."""
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """The form that a request wants its answers in."""
+    """The form in which a request wants its answers."""
 
     n: int
     """Answers to each prompt."""
     echoed: list[str]
-    """For each prompt, the text before its answers."""
+    """For each prompt, the text to put before its answers."""
     include_usage: bool
 
 
@@ -66,7 +66,7 @@ class EventEncoder:
         self._form = form
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
-        """Characters of each answer's tokens so far."""
+        """The number of characters in each answer's tokens so far."""
         self._usages: dict[int, messages.Usage] = {}
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class EventEncoder:
         return [self._event([more])]
 
     def end(self) -> list[bytes]:
-        """Returns the usage, if it was asked for, and `[DONE]`."""
+        """Returns the usage, if requested, and `[DONE]`."""
         usage = total_usage(self._usages, self._form.n)
         return [self._event([], encode_usage(usage)), DONE] if self._form.include_usage and usage else [DONE]
 
@@ -141,7 +141,7 @@ def _whole_choice(number: int, echoed: str, answer: AnswerReader) -> CompletionC
 
 
 def _logprobs_of(tokens: Sequence[messages.TokenLogprob], offset: int) -> Logprobs:
-    """Returns the log probabilities of tokens, of which the first begins at `offset`."""
+    """Returns the log probabilities of tokens, the first of which begins at `offset`."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
@@ -149,7 +149,8 @@ def _logprobs_of(tokens: Sequence[messages.TokenLogprob], offset: int) -> Logpro
     return Logprobs(
         tokens=[token.text for token in tokens],
         token_logprobs=[token.logprob for token in tokens],
-        # Tokens may have the same text, such as one byte of a character each: the likeliest comes first and counts.
+        # Several tokens may have the same text, such as one byte of a character each: the likeliest comes first and
+        # counts.
         top_logprobs=[{one.text: one.logprob for one in reversed(token.top)} for token in tokens],
         text_offset=offsets,
     )

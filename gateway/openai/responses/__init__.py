@@ -1,1 +1,1 @@
-"""OpenAI's Responses API without any storage: every request has its whole conversation."""
+"""OpenAI's Responses API without storage: every request contains its whole conversation."""

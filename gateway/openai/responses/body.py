@@ -18,10 +18,10 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputItem(msgspec.Struct, frozen=True, kw_only=True):
-    """An item of the conversation. Which fields it has depends on its type."""
+    """An item of the conversation. Its fields depend on its type."""
 
     type: str | None = None
-    """A message may leave it out."""
+    """Optional in a message."""
     role: str | None = None
     content: str | list[ContentPart] | None = None
     encrypted_content: str | None = None
@@ -57,7 +57,7 @@ class ResponsesBody(CommonFields, frozen=True, kw_only=True):
     """The body of a request. Unknown fields are ignored, as OpenAI's clients expect."""
 
     input: str | list[InputItem] | None = None
-    """An empty text if it is left out: OpenAI's clients require no field at all."""
+    """Empty if left out: OpenAI's clients require no field at all."""
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -68,7 +68,7 @@ class ResponsesBody(CommonFields, frozen=True, kw_only=True):
     reasoning: RequestedReasoning | None = None
     text: TextConfig | None = None
     metadata: dict[str, str] | None = None
-    """Comes back as it is."""
+    """Returned unchanged."""
     background: bool | None = None
     """This field and the next three are refused: nothing is stored."""
     conversation: str | dict[str, Any] | None = None
@@ -88,14 +88,14 @@ class ResponsesBody(CommonFields, frozen=True, kw_only=True):
 
     @property
     def offered(self) -> list[tuple[str, dict[str, Any]]]:
-        """All tools, those within the input too, each with its place in the request."""
+        """All tools, including those in the input, each with its path in the request."""
         places = [("tools", self.tools or [])]
         places += [(f"input[{index}].tools", item.tools or []) for index, item in enumerate(self.items)]
         return [(f"{place}[{index}]", tool) for place, tools in places for index, tool in enumerate(tools)]
 
     @property
     def format(self) -> wire.ResponseFormat | None:
-        """The format of the answer's text, as the wire has it."""
+        """The format of the answer's text, in the wire's form."""
         wanted = None if self.text is None else self.text.format
         if wanted is None:
             return None

@@ -1,4 +1,4 @@
-"""Reads the input of a custom tool out of the arguments of the function call that stands for it; pure."""
+"""Reads the input of a custom tool from the arguments of the function call that stands for it; pure."""
 
 import json
 import re
@@ -11,11 +11,11 @@ _OTHER = r"\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
 _WHOLE_CHARACTERS = re.compile(
     rf'(?:[^"\\]+|\\["\\/bfnrt]|{_OTHER}|{_HIGH}{_LOW}|{_HIGH}(?=[^\\]|\\[^u]|\\u(?![dD][c-fC-F])[0-9a-fA-F]{{4}}))*'
 )
-"""Leaves an escape alone that is not complete yet, and the first half of a surrogate pair while the second may come."""
+"""Leaves alone an incomplete escape, and the first half of a surrogate pair while the second may follow."""
 
 
 class CustomInput:
-    """Decodes `{"input": "..."}` while it is being written. Arguments of another form are the input as they are."""
+    """Decodes `{"input": "..."}` while it is being written. Arguments in any other form are themselves the input."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -31,7 +31,7 @@ class CustomInput:
         return "".join(self._pieces)
 
     def feed(self, added: str) -> str:
-        """Takes more of the arguments, and returns what they add to the input."""
+        """Takes more of the arguments, and returns the input that they add."""
         self._pending += added
         if not self._is_open:
             opening = _OPENING.match(self._pending)
@@ -45,7 +45,7 @@ class CustomInput:
         return self._decoded(whole[0])
 
     def end(self) -> str:
-        """Returns what else the input has, once the arguments are complete or cut off."""
+        """Returns the rest of the input, once the arguments are complete or cut off."""
         return "" if self._is_open else self._keep(self._pending)
 
     def _decoded(self, escaped: str) -> str:

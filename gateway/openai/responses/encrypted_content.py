@@ -1,4 +1,4 @@
-"""Packs reasoning into a text that clients keep and send back, where they keep no other form of it; pure.
+"""Packs reasoning into a text that clients store and send back, for those that store no other form; pure.
 
 Nothing is encrypted: the same client gets the same text in the item's `content`. The name is OpenAI's."""
 
@@ -13,7 +13,7 @@ def pack(reasoning: str) -> str:
 
 
 def unpack(content: str | None) -> str:
-    """Returns the reasoning in a text that `pack` has made, and nothing for those of other servers."""
+    """Returns the reasoning in a text made by `pack`, or an empty text for other servers'."""
     if content is None or not content.startswith(_MARK):
         return ""
     try:

@@ -1,6 +1,6 @@
 """Turns the events of an answer into those of a streamed response; pure.
 
-Each item is added, grows and is done. A call that is cut off is never done: agents carry a call out when it is."""
+Each item is added, grows and is done. A call that is cut off is never done, since agents execute a call when it is."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One event; which fields it has depends on its type."""
+    """One event; its fields depend on its type."""
 
     type: str
     sequence_number: int
@@ -48,13 +48,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _OpenItem:
-    """The item that grows."""
+    """The growing item."""
 
     def __init__(self, part: Part, *, is_custom: bool) -> None:
         self.part = part
         self.custom = CustomInput() if is_custom else None
         self.num_logprobs = 0
-        """Log probabilities that have been sent."""
+        """The number of log probabilities sent."""
 
 
 class ResponseEncoder:
@@ -86,7 +86,7 @@ class ResponseEncoder:
                     self._begin()
                     self._end_answer(event)
                 case _:
-                    pass  # the end of a part is known to be a good one only by what follows
+                    pass  # whether a part has ended well is known only from what follows
         return self._taken()
 
     def end(self) -> list[bytes]:
@@ -102,13 +102,13 @@ class ResponseEncoder:
         return self._taken()
 
     def keep_alive(self) -> bytes:
-        """Returns that the response is in progress. Clients that wait for events don't count comments."""
+        """Returns an event saying that the response is in progress. Clients waiting for events ignore comments."""
         if not self._begin():
             self._add("response.in_progress", response=self._response)
         return b"".join(self._taken())
 
     def _begin(self) -> bool:
-        """Adds the first events, unless they are out."""
+        """Adds the first events, unless already sent."""
         if self._sequence_number:
             return False
         self._add("response.created", response=self._response)
@@ -174,7 +174,7 @@ class ResponseEncoder:
         self._add("response.incomplete" if is_cut else "response.completed", response=ended)
 
     def _add_inside(self, type: str, **fields: object) -> None:
-        """Adds an event of the open item."""
+        """Adds an event about the open item."""
         assert self._open is not None, self
         self._add(type, output_index=len(self._output), item_id=self._items.id(self._open.part), **fields)
 

@@ -1,4 +1,4 @@
-"""Translates names of fields of the wire into those of the Responses API; pure."""
+"""Translates the wire's field names into those of the Responses API; pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)")
 
 
 class FieldNames:
-    """The names of the fields of one request."""
+    """The field names of one request."""
 
     def __init__(self, messages: Sequence[MessagePath], tools: Sequence[str], renamed: Mapping[str, str]) -> None:
         self._messages = messages

@@ -1,6 +1,6 @@
-"""Turns the items of a conversation into messages of the wire; pure.
+"""Turns the items of a conversation into wire messages; pure.
 
-Reasoning, texts and calls of the assistant that follow each other are one message, as a chat template writes them."""
+Consecutive reasoning, texts and calls of the assistant form one message, as chat templates expect."""
 
 from typing import Any, NamedTuple
 
@@ -14,24 +14,24 @@ _TEXTS = ("input_text", "output_text", "text", "reasoning_text")
 
 
 class MessagePath(NamedTuple):
-    """The places of the items in the request that a message was made of."""
+    """The positions in the request of the items that make up a message."""
 
     item: str
     """The first item."""
     content: str
-    """The content, where the message has one."""
+    """The content, if the message has any."""
     calls: list[str]
     """The items of its tool calls."""
 
 
 class Conversation:
-    """The messages made of items, and where they were."""
+    """The messages made from items, and their origins."""
 
     def __init__(self) -> None:
         self.messages: list[wire.ChatMessage] = []
         self.paths: list[MessagePath] = []
         self._turn: _Turn | None = None
-        """The assistant's message that the last items belong to."""
+        """The assistant's message to which the last items belong."""
 
     def __repr__(self) -> str:
         return f"<Conversation of {len(self.messages)} messages>"
@@ -58,7 +58,7 @@ class Conversation:
                 result = wire.ChatMessage(role="tool", content=text, tool_call_id=item.call_id)
                 self._append(result, path, f"{path}.output")
             case "additional_tools":
-                pass  # they are offered with the others
+                pass  # these are offered with the others
             case "item_reference":
                 raise _unsupported(f"{path}.type", "nothing is stored here: send the item itself")
             case _:
@@ -81,7 +81,7 @@ class Conversation:
 
 
 class _Turn:
-    """A message of the assistant, as far as its items have come."""
+    """An assistant's message, from the items seen so far."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -106,7 +106,7 @@ class _Turn:
 
 
 def conversation_of(body: ResponsesBody) -> Conversation:
-    """Returns the conversation of a request, with its instructions in front. Raises RequestError with OpenAI's name of
+    """Returns the conversation of a request, preceded by its instructions. Raises RequestError with OpenAI's name for
     the field at fault."""
     conversation = Conversation()
     if body.instructions:

@@ -1,4 +1,4 @@
-"""Turns the body of a request to count a response's input into one of the wire, and the reply into OpenAI's; pure."""
+"""Turns the body of a request to count a response's input into a wire request, and the reply into OpenAI's; pure."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class CountBody(ResponsesBody, frozen=True, kw_only=True):
-    """The body: that of a response."""
+    """The body: that of a response request."""
 
 
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParsedCount(msgspec.Struct, frozen=True, kw_only=True):
-    """A valid request for the number of tokens of an input."""
+    """A valid request for the number of tokens in an input."""
 
     model: str
     request: wire.TokenizeRequest
@@ -38,12 +38,12 @@ class ParsedCount(msgspec.Struct, frozen=True, kw_only=True):
         return _encoder.encode(InputTokens(input_tokens=reply.count or 0))
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns an error of a router or worker with OpenAI's name of the field at fault."""
+        """Returns a router's or worker's error with OpenAI's name for the field at fault."""
         return http_errors.renamed(error, self.names.of)
 
 
 def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedCount:
-    """Parses a body, and validates it as one that asks for a response. Raises RequestError with OpenAI's name of the
-    field at fault."""
+    """Parses a body, and validates it like a response request's. Raises RequestError with OpenAI's name for the field
+    at fault."""
     asked = responses_request.parse(body, headers, request_id, default_model)
     return ParsedCount(model=asked.model, request=conversation.counting(asked.request), names=asked.names)

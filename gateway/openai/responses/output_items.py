@@ -38,7 +38,7 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
     id: str
     status: Status
     summary: list[None] = []
-    """Nobody summarizes the reasoning, which is in `content`."""
+    """Always empty: the reasoning is not summarized; it is in `content`."""
     content: list[ReasoningText]
     encrypted_content: str | UnsetType = UNSET
     """Only if requested."""
@@ -86,7 +86,7 @@ class OutputItems:
         return part.kind is PartKind.TOOL_CALL and self._tools.called(part.name).is_custom
 
     def begun(self, part: Part) -> OutputItem:
-        """Returns the item of a part that has begun, without any content."""
+        """Returns the item of a part that has just begun, without content."""
         match part.kind:
             case PartKind.REASONING:
                 return ReasoningItem(id=self.id(part), status="in_progress", content=[])
@@ -96,7 +96,7 @@ class OutputItems:
                 return self._call(part, "", "in_progress")
 
     def whole(self, part: Part, *, is_cut: bool = False) -> OutputItem:
-        """Returns the item of a part that has ended; `is_cut`: in the middle."""
+        """Returns the item of a part that has ended; `is_cut`: it was cut off."""
         status: Status = "incomplete" if is_cut else "completed"
         match part.kind:
             case PartKind.REASONING:
@@ -136,6 +136,6 @@ def output_text(part: Part) -> OutputText:
 
 
 def text_logprobs(part: Part, start: int = 0) -> list[schemas.ChatCompletionTokenLogprob]:
-    """Returns the log probabilities of a part's tokens, from one of them on."""
+    """Returns the log probabilities of a part's tokens, from token `start` on."""
     found = logprobs_of(part.logprobs[start:])
     return found.content if found else []

@@ -1,4 +1,4 @@
-"""Parses the body of a request for a response, and turns it into a request of our wire protocol; pure."""
+"""Parses the body of a response request, and turns it into a wire request; pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,7 +22,7 @@ from tokenbus.protocol.wire import codec, errors, validation
 from tokenbus.protocol.wire import messages as wire
 
 _STORED = ("previous_response_id", "conversation", "prompt")
-"""Fields that name what a server would have stored."""
+"""Fields that refer to data that a server would have stored."""
 _WITH_LOGPROBS = "message.output_text.logprobs"
 _WITH_ENCRYPTED_CONTENT = "reasoning.encrypted_content"
 _decoder = codec.Decoder(ResponsesBody)
@@ -41,7 +41,7 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def requests(self) -> tuple[wire.GenerateRequest, ...]:
-        """The one request that it makes."""
+        """The single request that it becomes."""
         return (self.request,)
 
     @property
@@ -50,16 +50,16 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.body.stream)
 
     def encoder(self, head: ResponseHead) -> ResponseEncoder:
-        """Returns the encoder of a response that is streamed."""
+        """Returns the encoder of a streamed response."""
         return ResponseEncoder(self._begun(head), self._items(head), self.names)
 
     def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
-        """Returns the body of a response that is not streamed."""
+        """Returns the body of an unstreamed response."""
         (answer,) = answers
         return _encoder.encode(response.whole(self._begun(head), self._items(head), answer))
 
     def named(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns an error of a router or worker with OpenAI's name of the field at fault."""
+        """Returns a router's or worker's error with OpenAI's name for the field at fault."""
         return http_errors.renamed(error, self.names.of)
 
     def _begun(self, head: ResponseHead) -> response.Response:
@@ -73,14 +73,14 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 def parse(
     payload: bytes, headers: Mapping[str, str], request_id: str, default_model: str = ""
 ) -> ParsedResponsesRequest:
-    """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name of the field at
+    """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name for the field at
     fault."""
     body = _decoder.decode(payload, codec.Encoding.JSON)
     model = checked_model(body.model, default_model)
     _check(body)
     tools, items = OfferedTools(body.offered, body.tool_choice), conversation_of(body)
     messages = conversation.normalized(items.messages)
-    paths = items.paths[len(items.messages) - len(messages) :]  # without those of system messages that were joined
+    paths = items.paths[len(items.messages) - len(messages) :]  # without those of joined system messages
     wishes = read_wishes(body)
     names = FieldNames(paths, tools.paths, body.renamed | wishes.names)
     request = _to_wire(body, messages, tools, wishes, conversation.session_of(headers), request_id)
@@ -90,7 +90,7 @@ def parse(
 
 
 def _check(body: ResponsesBody) -> None:
-    """Checks what has no counterpart on the wire."""
+    """Checks fields without a counterpart on the wire."""
     for name in _STORED:
         if getattr(body, name) is not None:
             problem = f"{name}: nothing is stored here: send the whole conversation as input, with store: false"

@@ -1,4 +1,4 @@
-"""The response object, which is the body of a whole response and is in the first and last events of a stream; pure."""
+"""The response object: the body of an unstreamed response, also in the first and last events of a stream; pure."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from tokenbus.protocol.wire import errors, messages
 _TIERS = {"priority": "priority", "fast": "priority", "flex": "flex"}
 _OVERFLOW, _LIMITED = "context_length_exceeded", "rate_limit_exceeded"
 STREAMED_ERRORS = frozenset({str(errors.Code.PROMPT_TOO_LONG), str(errors.Code.OVERLOADED)})
-"""Codes that agents understand only in `response.failed`: they compact their conversation, or wait and try again."""
+"""Codes that agents understand only in `response.failed`: they compact their conversation, or wait and retry."""
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a response failed after it had begun."""
+    """Why a response failed after it had started."""
 
     code: str
     message: str
@@ -81,12 +81,12 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int
     top_p: float | None
     truncation: str = "disabled"
-    """Nothing is ever cut off a conversation."""
+    """A conversation is never truncated."""
     usage: ResponseUsage | None = None
 
 
 def begun(head: ResponseHead, body: ResponsesBody, tools: OfferedTools) -> Response:
-    """Returns the response before anything of its answer is known."""
+    """Returns the response before any of its answer is known."""
     text, asked = body.text or TextConfig(), body.reasoning or ReasoningConfig()
     return Response(
         id=f"resp_{head.request_id}",
@@ -109,7 +109,7 @@ def begun(head: ResponseHead, body: ResponsesBody, tools: OfferedTools) -> Respo
 
 
 def ended(response: Response, output: Sequence[OutputItem], end: AnswerEnded) -> Response:
-    """Returns the response to which the answer has ended well, or by its limit."""
+    """Returns the response when its answer has ended successfully, or at its limit."""
     is_cut = end.finish_reason is messages.FinishReason.LENGTH
     return msgspec.structs.replace(
         response,
@@ -121,13 +121,13 @@ def ended(response: Response, output: Sequence[OutputItem], end: AnswerEnded) ->
 
 
 def failed(response: Response, output: Sequence[OutputItem], error: ErrorResponse) -> Response:
-    """Returns the response whose answer has failed."""
+    """Returns the response when its answer has failed."""
     failure = ResponseError(code=_code_of(error), message=_message_of(error), param=error.param)
     return msgspec.structs.replace(response, status="failed", error=failure, output=list(output))
 
 
 def whole(response: Response, items: OutputItems, answer: AnswerReader) -> Response:
-    """Returns the response to an answer that is complete."""
+    """Returns the response for a complete answer."""
     assert answer.end is not None, answer
     is_cut = answer.end.finish_reason is messages.FinishReason.LENGTH
     output = [items.whole(part, is_cut=is_cut and part is answer.parts[-1]) for part in answer.parts]
@@ -148,7 +148,7 @@ def _encode_usage(usage: messages.Usage | None) -> ResponseUsage | None:
 
 
 def _code_of(error: ErrorResponse) -> str:
-    """Returns one of the codes that OpenAI's clients know, of which `invalid_prompt` is the one not to try again."""
+    """Returns one of the codes known to OpenAI's clients, of which only `invalid_prompt` is not retried."""
     code = error_bodies.code_of(error)
     if code in (_OVERFLOW, _LIMITED):
         return code

@@ -1,7 +1,7 @@
-"""Offers the tools of a request to the model as functions, and finds them again by the names of its calls; pure.
+"""Offers a request's tools to the model as functions, and maps the names in its calls back to them; pure.
 
-Functions within a namespace get its name in front of theirs. Custom tools, whose input is free text, become functions
-with one parameter. Tools that a server would have to run are left out."""
+Functions within a namespace are prefixed with its name. Custom tools, whose input is free text, become functions with
+one parameter. Tools that a server would have to run are left out."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from tokenbus.protocol.wire import errors
 
 
 class Tool(NamedTuple):
-    """A tool as its client knows it."""
+    """A tool as the client knows it."""
 
     name: str
     namespace: str | None
@@ -19,17 +19,17 @@ class Tool(NamedTuple):
 
 
 class OfferedTools:
-    """The tools of one request, and its choice among them."""
+    """The tools of one request and its choice among them."""
 
     def __init__(self, given: Sequence[tuple[str, dict[str, Any]]], choice: str | dict[str, Any] | None) -> None:
-        """`given` has the tools with their places in the request. Raises RequestError for a malformed choice or
+        """`given` has the tools with their paths in the request. Raises RequestError for a malformed choice or
         namespace."""
         self.functions: list[dict[str, Any]] = []
         """The functions of the wire."""
         self.paths: list[str] = []
-        """The place of each function in the request."""
+        """The path of each function in the request."""
         self.given: list[dict[str, Any]] = []
-        """Those of the request's tools that are offered."""
+        """The request's tools that are offered."""
         self._tools: dict[str, Tool] = {}
         for path, tool in given:
             before = len(self.functions)
@@ -37,13 +37,13 @@ class OfferedTools:
             if len(self.functions) > before:
                 self.given.append(tool)
         self.choice = self._choose(choice)
-        """The choice, as the wire has it."""
+        """The choice, in the wire's form."""
 
     def __repr__(self) -> str:
         return f"<OfferedTools {list(self._tools)}>"
 
     def called(self, function: str) -> Tool:
-        """Returns the tool that a call names."""
+        """Returns the tool named by a call."""
         return self._tools.get(function, Tool(function, None, False))
 
     def _choose(self, choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
@@ -58,7 +58,7 @@ class OfferedTools:
         return {"type": "function", "function": {"name": _name_in(choice)}}
 
     def _allow(self, allowed: object) -> None:
-        """Leaves only the functions that are allowed."""
+        """Keeps only the allowed functions."""
         if not isinstance(allowed, list) or not all(isinstance(tool, dict) for tool in allowed):
             raise errors.invalid_field("tool_choice.tools", "must be a list of tools")
         names = [_name_in(tool) for tool in allowed]
@@ -106,7 +106,7 @@ class OfferedTools:
 
 
 def full_name(name: str, namespace: str | None) -> str:
-    """Returns the name under which the model knows a function."""
+    """Returns the name by which the model knows a function."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -116,7 +116,8 @@ def _name_in(choice: dict[str, Any]) -> object:
 
 
 def _described(custom: dict[str, Any]) -> object:
-    """Returns the description of a custom tool, with the grammar of its input, which the model is only told."""
+    """Returns the description of a custom tool, including its input's grammar, which is described to the model but not
+    enforced."""
     description, wanted = custom.get("description"), custom.get("format")
     if not isinstance(wanted, dict) or wanted.get("type") != "grammar":
         return description
