@@ -18,13 +18,14 @@ POOL = ("--context-length", "512", "--kv-budget", "16", "--host-cache-mib", "64"
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
 
-async def two_models(system: System, *more: str) -> tuple[RawClient, dict[str, dict[str, Any]]]:
-    """Starts models `busy` and `other`, whose lanes take 2 of 16 MiB each; returns a client and their cards."""
+async def two_models(system: System, *more: str, count: int = 2) -> tuple[RawClient, dict[str, dict[str, Any]]]:
+    """Starts models `busy` and `other`, whose lanes take 2 of 16 MiB each, and those of further flags; returns a client
+    and their cards."""
     system.router("router")
     other = ("--model", str(demo.ONNX_PATH), "--served-name", "other")
     system.worker("worker", *other, *POOL, *more, model=demo.ONNX_PATH, served_name="busy")
     bare = await system.connect()
-    return bare, {card["model"]: card for card in await until_ready(bare, 2)}
+    return bare, {card["model"]: card for card in await until_ready(bare, count)}
 
 
 async def loads(bare: RawClient) -> dict[str, dict[str, Any]]:
@@ -57,17 +58,19 @@ async def test_a_busy_model_uses_an_idle_ones_memory_and_gives_it_back_when_that
     assert sum(line.get("preempted_bytes", 0) for line in reclaimed) == len(preempted) * 2 * MIB
 
 
-async def test_both_models_go_on_when_their_engine_is_killed_while_one_has_borrowed(system: System) -> None:
-    bare, found = await two_models(system)
-    running = [await bare.generate(LONG, subject=f"{PREFIX}.generate.busy") for _ in range(8)]
-    await until(bare, "busy", running=8)
-    other = await bare.generate(LONG, subject=f"{PREFIX}.generate.other")
-    await other.until(2)
+async def test_all_models_go_on_when_their_engine_is_killed_while_one_has_borrowed(system: System) -> None:
+    bare, found = await two_models(system, "--model", str(demo.MODEL_PATH), "--served-name", "fixed", count=3)
+    running = [await bare.generate(LONG, subject=f"{PREFIX}.generate.busy") for _ in range(5)]
+    await until(bare, "busy", running=5)
+    running += [await bare.generate(LONG, subject=f"{PREFIX}.generate.{model}") for model in ("other", "fixed")]
+    await running[-2].until(2)
     os.kill(found["busy"]["pids"]["engine"], signal.SIGKILL)
-    for one in (*running, other):
+    for one in running:
         assert (await one.terminal(timeout_s=90))["usage"]["completion_tokens"] == 400
         check_stream(one)
     await until_idle(bare)
+    blocks = {model: card["total_kv_blocks"] for model, card in found.items()}
+    assert {card["model"]: card["total_kv_blocks"] for card in await until_ready(bare, 3)} == blocks
 
 
 async def test_a_late_model_is_fitted_beside_busy_ones_or_refused_with_what_they_keep(

@@ -91,6 +91,19 @@ def test_a_worker_without_blocks_is_full_only_by_the_number_of_its_requests() ->
         assert fleet.capacity("demo", 0.0) is capacity
 
 
+def test_a_worker_that_shares_its_memory_is_full_with_what_it_can_run_now() -> None:
+    fleet = fleet_of(card(max_num_seqs=8))
+    loads = (
+        (messages.Load(running=4, max_running=4), Capacity.AVAILABLE),
+        (messages.Load(running=5, max_running=4), Capacity.BUSY),
+        (messages.Load(running=5, max_running=8), Capacity.AVAILABLE),
+        (messages.Load(running=9, max_running=64), Capacity.BUSY),
+    )
+    for seq, (load, capacity) in enumerate(loads):
+        fleet.apply_events("demo", events(seq=seq, load=load), 0.0)
+        assert fleet.capacity("demo", 0.0) is capacity
+
+
 def test_a_completion_is_expected_to_have_what_the_workers_say_and_no_more_than_its_limit() -> None:
     fleet = fleet_of(card())
     assert [fleet.expected_answer_tokens("demo", most) for most in (None, 10, 5_000)] == [256, 10, 256]
