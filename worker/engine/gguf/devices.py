@@ -64,10 +64,10 @@ def gpus() -> dict[str, int]:
     return discrete or integrated
 
 
-def computing(there: dict[str, int], settings: EngineSettings) -> dict[str, int]:
-    """Returns those of the GPUs that compute a model with these settings."""
+def computing(there: dict[str, int], settings: EngineSettings, gpu_layers: int) -> dict[str, int]:
+    """Returns those of the GPUs that compute so many of a model's layers."""
     chosen = {name: there[name] for name in (settings.devices or there) if name in there}
-    if not settings.gpu_layers or not chosen:
+    if not gpu_layers or not chosen:
         return {}
     if settings.split_mode == "none":
         main = [*chosen][min(settings.main_gpu, len(chosen) - 1)]
@@ -81,11 +81,10 @@ def description(address: int) -> str:
     return words.decode(errors="replace")
 
 
-def describe(computing: Mapping[str, str], num_layers: int, settings: EngineSettings) -> tuple[EngineDevice, ...]:
+def describe(computing: Mapping[str, str], num_layers: int, gpu_layers: int) -> tuple[EngineDevice, ...]:
     """Returns all devices that compute a model, given the descriptions of its GPUs by name. Which of several GPUs has
-    how many layers is not known."""
-    wanted = settings.gpu_layers
-    on_gpus = 0 if not computing else num_layers if wanted < 0 else min(wanted, num_layers)
+    how many of the `gpu_layers` is not known."""
+    on_gpus = min(gpu_layers, num_layers) if computing else 0
     host = EngineDevice(name=HOST, kind="cpu", layers=num_layers - on_gpus)
     layers = on_gpus if len(computing) == 1 else None
     return (

@@ -93,7 +93,7 @@ class GgufModel:
         self.chat_format = chat_formats.infer(self.tokenizer.rules)
         self._adapters: LoadedModels[LoadedAdapter] = LoadedModels()
         self._held = in_use.hold(files.weights)
-        self._gpus = devices.computing(devices.gpus(), settings)
+        self._gpus = devices.computing(devices.gpus(), settings, self.placement.gpu_layers)
         """The addresses of the GPUs that compute it, by name."""
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ class GgufModel:
             devices=devices.describe(
                 {name: devices.description(address) for name, address in self._gpus.items()},
                 int(llama.llama_model_n_layer(self.handle)),
-                settings,
+                self.placement.gpu_layers,
             ),
         )
 

@@ -93,21 +93,20 @@ def test_on_a_machine_with_fewer_than_two_gpus_a_tensor_split_is_refused_before_
         ({"devices": ("CUDA1", "CUDA0"), "split_mode": "none", "main_gpu": 0}, ["CUDA1"]),
         ({"split_mode": "none", "main_gpu": 1}, ["CUDA1"]),
         ({"devices": (devices.NONE,)}, []),
-        ({"gpu_layers": 0}, []),
         ({"devices": ("BLAS",)}, []),
     ],
 )
 def test_the_gpus_that_compute_a_model_are_those_that_the_settings_name(
     asked: dict[str, Any], computing: list[str]
 ) -> None:
-    assert list(devices.computing(THERE, EngineSettings(model="m", **asked))) == computing
+    assert list(devices.computing(THERE, EngineSettings(model="m", **asked), gpu_layers=9)) == computing
+    assert devices.computing(THERE, EngineSettings(model="m", **asked), gpu_layers=0) == {}
 
 
 @pytest.mark.parametrize(
     ("gpus", "gpu_layers", "layers"),
     [
-        ([], -1, [("host", 24)]),
-        (["CUDA0"], -1, [("CUDA0", 24)]),
+        ([], 9, [("host", 24)]),
         (["CUDA0"], 99, [("CUDA0", 24)]),
         (["CUDA0"], 10, [("host", 14), ("CUDA0", 10)]),
         (["CUDA0", "CUDA1"], 10, [("host", 14), ("CUDA0", None), ("CUDA1", None)]),
@@ -116,6 +115,6 @@ def test_the_gpus_that_compute_a_model_are_those_that_the_settings_name(
 def test_layers_are_told_where_it_is_known_which_device_has_how_many(
     gpus: list[str], gpu_layers: int, layers: list[tuple[str, int | None]]
 ) -> None:
-    found = devices.describe(dict.fromkeys(gpus, "a GPU"), 24, EngineSettings(model="m", gpu_layers=gpu_layers))
+    found = devices.describe(dict.fromkeys(gpus, "a GPU"), 24, gpu_layers)
     assert [(one.name, one.layers) for one in found] == layers
     assert [one.description for one in found if one.kind == "gpu"] == ["a GPU"] * len(gpus)
