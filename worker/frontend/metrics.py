@@ -253,8 +253,6 @@ class ReplicaMetrics:
         self._logits = {stat: metrics.logits.labels(*own, stat) for stat in ("mean", "smallest", "largest")}
         self._non_finite_logits = [metrics.non_finite_logits.labels(*own, kind) for kind in ("nan", "inf", "-inf")]
         self._last_load = messages.Load()
-        self._devices: set[str] = set()
-        """The devices whose memory is exported."""
         self.failures_in_a_row = 0
         """The requests that have failed here since the last one that did not."""
         self._load_counters = [
@@ -401,20 +399,6 @@ class ReplicaMetrics:
         metrics.unguarded.labels(*who).set(num_unguarded)
         metrics.adapters.labels(*who).set(num_adapters)
         metrics.kv_leases.labels(*who).set(num_leases)
-
-    def update_health(self, health: messages.WorkerHealth) -> None:
-        """Sets the gauges of memory and uptime."""
-        metrics, who = self._metrics, self._own_labels
-        for gone in self._devices - {device.name for device in health.devices}:
-            metrics.device_memory.remove_by_labels({"worker_id": who[1], "device": gone})
-        self._devices = {device.name for device in health.devices}
-        for device in health.devices:
-            metrics.device_memory.labels(*who, device.name, "used").set(device.total_bytes - device.free_bytes)
-            metrics.device_memory.labels(*who, device.name, "free").set(device.free_bytes)
-        metrics.resident.labels(*who, "front").set(health.front_bytes)
-        metrics.resident.labels(*who, "engine").set(health.engine_bytes)
-        metrics.uptime.labels(*who, "front").set(health.uptime_s)
-        metrics.uptime.labels(*who, "engine").set(health.engine_uptime_s)
 
     def set_loading(self, *, is_loading: bool) -> None:
         """Sets whether an engine is being started."""

@@ -32,7 +32,7 @@ from tokenbus.worker.frontend import host_memory
 from tokenbus.worker.frontend.adapter_folder import AdapterFolder
 from tokenbus.worker.frontend.adapter_settings import split_tenants
 from tokenbus.worker.frontend.frontend import Frontend
-from tokenbus.worker.frontend.health import HealthMonitor
+from tokenbus.worker.frontend.health import HealthGauges, HealthMonitor
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
 from tokenbus.worker.frontend.settings import OnProgress, ServedModel, WorkerSettings
 
@@ -104,6 +104,7 @@ class Replica(EngineListener):
         self._metrics = ReplicaMetrics(metrics, model.served_name, worker_id)
         self._tracer = tracer
         self._health = HealthMonitor()
+        self._health_gauges = HealthGauges(metrics, model.served_name, worker_id)
         self._config: contract.EngineConfig | None = None
         self._supervisor: Supervisor | None = None
         self._logged_at = time.monotonic()
@@ -213,7 +214,7 @@ class Replica(EngineListener):
                 num_adapters=len(self.frontend.adapters),
                 num_leases=self.frontend.num_leases,
             )
-        self._metrics.update_health(self._health.latest)
+        self._health_gauges.update(self._health.latest)
 
     def loading(self, fraction: float) -> None:
         """Logs the progress of a long load every few seconds."""

@@ -7,9 +7,11 @@ import pytest
 
 from tests.support.arithmetic import make_config
 from tokenbus.protocol.process.memory import resident_bytes
+from tokenbus.protocol.wire import messages
 from tokenbus.worker.contract import EngineDevice
 from tokenbus.worker.engine.device_memory import DeviceMemory
-from tokenbus.worker.frontend.health import INTERVAL_S, HealthMonitor
+from tokenbus.worker.frontend.health import INTERVAL_S, HealthGauges, HealthMonitor
+from tokenbus.worker.frontend.metrics import WorkerMetrics
 
 GPU = DeviceMemory("CUDA0", 100, 40)
 
@@ -82,3 +84,29 @@ def test_a_process_that_is_gone_takes_no_memory() -> None:
     numbers = {int(path.name) for path in Path("/proc").glob("[0-9]*")}
     assert resident_bytes(max(numbers) + 100_000) == 0
     assert resident_bytes() == pytest.approx(resident_bytes(os.getpid()), rel=0.1)
+
+
+def test_the_memory_of_a_device_that_vanishes_is_not_exported_any_more() -> None:
+    metrics = WorkerMetrics()
+    replica, other = (HealthGauges(metrics, "m", name) for name in ("w1", "w2"))
+
+    def tell(replica: HealthGauges, *names: str) -> None:
+        devices = [messages.DeviceHealth(name=name, kind="gpu", total_bytes=10, free_bytes=4) for name in names]
+        replica.update(
+            messages.WorkerHealth(devices=devices, front_bytes=1, engine_bytes=2, uptime_s=3.0, engine_uptime_s=0.0)
+        )
+
+    def shown() -> dict[tuple[str, str, str], float]:
+        return {
+            (one.labels["worker_id"], one.labels["device"], one.labels["state"]): one.value
+            for family in metrics.device_memory.collect()
+            for one in family.samples
+        }
+
+    tell(replica, "host", "CUDA0")
+    tell(other, "CUDA0")
+    assert shown()["w1", "CUDA0", "used"] == 6
+    tell(replica, "host")
+    assert shown().keys() == {
+        (worker, device, state) for worker, device in (("w1", "host"), ("w2", "CUDA0")) for state in ("used", "free")
+    }

@@ -1,6 +1,5 @@
 """The metrics of a replica count all that is in the stats of its steps."""
 
-from tokenbus.protocol.wire import messages
 from tokenbus.worker.engine.logits_summary import LogitsSummary
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
@@ -83,29 +82,3 @@ def test_constraints_and_engines_that_were_given_up_are_counted_from_zero_on() -
         assert found[engines, frozenset(own.items())] == count
         replica.constraint_given_up()
         replica.memory_poisoned()
-
-
-def test_the_memory_of_a_device_that_vanishes_is_not_exported_any_more() -> None:
-    metrics = WorkerMetrics()
-    replica, other = (ReplicaMetrics(metrics, "m", name) for name in ("w1", "w2"))
-
-    def tell(replica: ReplicaMetrics, *names: str) -> None:
-        devices = [messages.DeviceHealth(name=name, kind="gpu", total_bytes=10, free_bytes=4) for name in names]
-        replica.update_health(
-            messages.WorkerHealth(devices=devices, front_bytes=1, engine_bytes=2, uptime_s=3.0, engine_uptime_s=0.0)
-        )
-
-    def shown() -> dict[tuple[str, str, str], float]:
-        return {
-            (labels["worker_id"], labels["device"], labels["state"]): value
-            for (name, pairs), value in samples(metrics).items()
-            if name == "tokenbus_worker_device_memory_bytes" and (labels := dict(pairs))
-        }
-
-    tell(replica, "host", "CUDA0")
-    tell(other, "CUDA0")
-    assert shown()["w1", "CUDA0", "used"] == 6
-    tell(replica, "host")
-    assert shown().keys() == {
-        (worker, device, state) for worker, device in (("w1", "host"), ("w2", "CUDA0")) for state in ("used", "free")
-    }

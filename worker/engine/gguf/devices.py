@@ -82,9 +82,9 @@ def description(address: int) -> str:
 
 
 def describe(computing: Mapping[str, str], num_layers: int, gpu_layers: int) -> tuple[EngineDevice, ...]:
-    """Returns all devices that compute a model, given the descriptions of its GPUs by name. Which of several GPUs has
-    how many of the `gpu_layers` is not known."""
-    on_gpus = min(gpu_layers, num_layers) if computing else 0
+    """Returns all devices that compute a model, given the descriptions of its GPUs by name. The output is the first of
+    the `gpu_layers`; which of several GPUs has how many of the others is not known."""
+    on_gpus = min(max(0, gpu_layers - 1), num_layers) if computing else 0
     host = EngineDevice(name=HOST, kind="cpu", layers=num_layers - on_gpus)
     layers = on_gpus if len(computing) == 1 else None
     return (

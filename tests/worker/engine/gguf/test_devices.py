@@ -108,8 +108,10 @@ def test_the_gpus_that_compute_a_model_are_those_that_the_settings_name(
     [
         ([], 9, [("host", 24)]),
         (["CUDA0"], 99, [("CUDA0", 24)]),
-        (["CUDA0"], 10, [("host", 14), ("CUDA0", 10)]),
-        (["CUDA0", "CUDA1"], 10, [("host", 14), ("CUDA0", None), ("CUDA1", None)]),
+        (["CUDA0"], 25, [("CUDA0", 24)]),
+        (["CUDA0"], 11, [("host", 14), ("CUDA0", 10)]),
+        (["CUDA0"], 1, [("host", 24), ("CUDA0", 0)]),
+        (["CUDA0", "CUDA1"], 11, [("host", 14), ("CUDA0", None), ("CUDA1", None)]),
     ],
 )
 def test_layers_are_told_where_it_is_known_which_device_has_how_many(
