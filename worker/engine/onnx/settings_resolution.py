@@ -9,7 +9,9 @@ from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, named
 from tokenbus.worker.engine.process.settings import CHOICES, EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
-_MAX_DEFAULT_CONTEXT = 4_096
+_SHORT_CONTEXT = 4_096
+"""The context that a model has without a setting where memory is short, if it was made for so much."""
+_MAX_CONTEXT = 262_144
 _MAX_ROWS = 256
 _DEFAULT_MAX_PADDINGS = 4_096
 _DEFAULT_MEMORY_SHARE = 4
@@ -115,13 +117,25 @@ def size_cache(settings: EngineSettings, generation_config: GenerationConfig, li
             f"room for {fits}: pass a smaller --context-length, fewer, or more --kv-tokens or --kv-budget"
         )
     num_seqs = min(resolved.max_num_seqs, fits)
-    idle_rows = max(4, num_seqs // 2)
-    return CacheSize(block_size, context, num_seqs, min(fits, num_seqs + idle_rows))
+    return CacheSize(block_size, context, num_seqs, min(fits, _num_rows(num_seqs)))
+
+
+def _num_rows(num_seqs: int) -> int:
+    """Returns the rows for so many sequences, and for idle prefixes beside them."""
+    return num_seqs + max(4, num_seqs // 2)
 
 
 def _default_context(settings: EngineSettings, limits: CacheLimits) -> int:
-    """Returns a context that the model was trained for and that there is room for."""
-    allowed = [_MAX_DEFAULT_CONTEXT, limits.trained or _MAX_DEFAULT_CONTEXT]
+    """Returns a context that the model was trained for and that there is room for.
+
+    It is the longest of which each sequence and each idle prefix can have a row, so that a longer one never means fewer
+    sequences, but at least a short one."""
+    if settings.kv_tokens or settings.kv_limit_bytes or limits.pool_bytes or limits.free_bytes is None:
+        longest = _SHORT_CONTEXT
+    else:
+        share = limits.free_bytes * settings.memory_share / settings.memory_parts / _DEFAULT_MEMORY_SHARE
+        longest = max(_SHORT_CONTEXT, int(share) // (limits.bytes_per_token * _num_rows(settings.max_num_seqs)))
+    allowed = [limits.trained or _SHORT_CONTEXT, min(longest, _MAX_CONTEXT)]
     if settings.kv_tokens:
         allowed.append(max(settings.kv_tokens, settings.kv_block_size))
     if settings.kv_limit_bytes:

@@ -28,7 +28,7 @@ _FIRST_WORD = 257
 """Id 0 ends a text, ids 1 to 256 are the bytes of prompts, and the others are the words that are generated."""
 _NUM_WORDS = VOCAB_SIZE - _FIRST_WORD
 _FEATURES = ("generate", "chat", "stop", "seed", "return_token_ids", "progress", "cache_control")
-_DEFAULT_CONTEXT = 32_768
+_DEFAULT_CONTEXT = 131_072
 _DEFAULT_KV_TOKENS = 131_072
 _DEFAULT_NUM_SEQS = 64
 _DEFAULT_BLOCK_SIZE = 16

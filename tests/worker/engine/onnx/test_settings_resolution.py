@@ -126,7 +126,19 @@ def test_without_settings_or_recommendations_sixteen_sequences_of_4096_tokens_ru
 def test_a_model_made_for_less_has_a_shorter_context_and_one_that_does_not_say_the_usual_one() -> None:
     assert shape(ROOMY._replace(trained=1_000)).context_length == 992
     assert shape(ROOMY._replace(trained=None)).context_length == 4_096
-    assert shape(ROOMY._replace(trained=131_072)).context_length == 4_096
+    assert shape(ROOMY._replace(trained=131_072, free_bytes=None)).context_length == 4_096
+
+
+def test_a_context_is_as_long_as_leaves_a_row_for_each_sequence_and_idle_prefix() -> None:
+    long = ROOMY._replace(trained=131_072)
+    assert shape(long) == settings_resolution.CacheSize(16, 131_072, 16, 24)
+    some = long._replace(free_bytes=4 * 24 * 10_000 * 1_000)
+    assert shape(some) == settings_resolution.CacheSize(16, 10_000, 16, 24)
+    assert shape(some, max_num_seqs=4).context_length == 30_000
+    assert shape(some, memory_share=0.5).context_length == shape(some, memory_parts=2).context_length == 5_008 - 16
+    few = shape(long._replace(free_bytes=4 * 3 * 4_096 * 1_000))
+    assert (few.context_length, few.num_rows) == (4_096, 3)
+    assert shape(some, kv_tokens=100_000).context_length == 4_096
 
 
 def test_settings_come_before_recommendations_and_those_before_the_defaults() -> None:
@@ -284,13 +296,13 @@ def test_a_shape_keeps_every_limit_or_there_is_none(
     assert 1 <= found.max_num_seqs <= found.num_rows <= 256
     assert num_seqs in (-1, found.max_num_seqs)
     assert found.context_length % found.block_size == 0
-    assert 0 < found.context_length <= min(context or 4_096, trained or 10_000)
+    assert 0 < found.context_length <= min(context or trained or 4_096, trained or 10_000)
     assert block_size in (-1, found.block_size)
     size = found.num_rows * found.context_length
     assert not kv_tokens or size <= kv_tokens
     assert not kv_limit_bytes or size * bytes_per_token <= kv_limit_bytes
     assert kv_tokens or kv_limit_bytes or free_bytes is None or size * bytes_per_token <= free_bytes
-    again = msgspec.structs.replace(asked, kv_limit_bytes=size * bytes_per_token)
+    again = msgspec.structs.replace(asked, kv_limit_bytes=size * bytes_per_token, context_length=found.context_length)
     assert settings_resolution.size_cache(again, GenerationConfig(), limits._replace(free_bytes=0)) == found, (
         "a restart has what there was"
     )
