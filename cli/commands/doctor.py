@@ -163,7 +163,7 @@ def check_memory(models: list[str], budget_bytes: int, host: Room) -> Iterator[F
         try:
             need = _need_of(model, budget_bytes, host)
         except ModelError as error:
-            yield Finding("bad", f"{model}: {error}")
+            yield Finding("bad", str(error))
             continue
         except OSError:
             continue  # `check_model` says what is wrong with it
@@ -197,9 +197,9 @@ def _need_of(model: str, budget_bytes: int, host: Room) -> MemoryNeed:
 
 def _host_room() -> Room:
     """Returns the memory that a worker would find now."""
-    mine, host = MemoryClaims(claims.runtime_directory()), device_memory.host()
+    mine = MemoryClaims(claims.runtime_directory())
     with mine.planning():
-        return mine.room(host, "", 1.0) if host is not None else room.UNLIMITED
+        return mine.host_room(device_memory.host_limits(), "", 1.0)
 
 
 def check_model(model: str) -> Finding:

@@ -11,7 +11,6 @@ HOST = "host"
 """The name of the host's memory among the names of devices."""
 _UNKNOWN = 1 << 62
 _ROOT = Path("/")
-_GROUPS = "proc/self/cgroup"
 _GROUP_FILES = (
     ("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file")),
     (
@@ -38,13 +37,32 @@ class DeviceMemory(NamedTuple):
         return self.total_bytes - self.free_bytes
 
 
+class HostLimit(NamedTuple):
+    """The host's memory as the machine or one of the control groups of this process limits it."""
+
+    group: str
+    """The path of the group; empty for the machine."""
+    total_bytes: int
+    free_bytes: int
+
+
 def host(root: Path = _ROOT) -> DeviceMemory | None:
     """Returns the host's memory; None where the system doesn't say. `root` is where `proc` and `sys` are."""
-    found = [*_machine(root), *_groups(root)]
-    if not found:
+    limits = host_limits(root)
+    if not limits:
         return None
-    total, free = (min(sizes) for sizes in zip(*found, strict=True))
+    total, free = min(one.total_bytes for one in limits), min(one.free_bytes for one in limits)
     return DeviceMemory(HOST, total, min(free, total))
+
+
+def host_limits(root: Path = _ROOT) -> list[HostLimit]:
+    """Returns everything that limits the host's memory for this process, the machine first."""
+    return [*_machine(root), *_groups(root)]
+
+
+def groups_of(process: str, root: Path = _ROOT) -> list[str]:
+    """Returns the paths of the control groups that may limit the memory of a process, given its id or `self`."""
+    return list(_groups_of(root / "proc" / process / "cgroup"))
 
 
 def free_host_bytes() -> int:
@@ -53,30 +71,32 @@ def free_host_bytes() -> int:
     return found.free_bytes if found is not None else _UNKNOWN
 
 
-def _machine(root: Path) -> Iterator[tuple[int, int]]:
-    """Yields total and free bytes of the machine."""
+def _machine(root: Path) -> Iterator[HostLimit]:
+    """Yields the machine's limit, if the system says it."""
     sizes = {name: int(rest.split()[0]) << 10 for name, rest in _fields(root / "proc/meminfo", ":")}
     if "MemTotal" in sizes and "MemAvailable" in sizes:
-        yield sizes["MemTotal"], sizes["MemAvailable"]
+        yield HostLimit("", sizes["MemTotal"], sizes["MemAvailable"])
 
 
-def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """Yields limit and free bytes of each control group of this process that limits memory."""
+def _groups(root: Path) -> Iterator[HostLimit]:
+    """Yields each control group of this process that limits memory."""
+    own_groups = groups_of("self", root)
     for folder, limit_name, usage_name, reclaimable in _GROUP_FILES:
         top = root / folder
-        for path in {place for own in _own_groups(root) for place in _up_to(top, top / own)} | {top}:
+        for path in {place for own in own_groups for place in _up_to(top, top / own)} | {top}:
             limit, usage = _number(path / limit_name), _number(path / usage_name)
             if limit is not None and usage is not None:
                 cached = sum(int(size) for name, size in _fields(path / "memory.stat") if name in reclaimable)
-                yield limit, max(0, limit - max(0, usage - cached))
+                group = f"/{path.relative_to(top)}" if path != top else "/"
+                yield HostLimit(group, limit, max(0, limit - max(0, usage - cached)))
 
 
-def _own_groups(root: Path) -> Iterator[str]:
-    """Yields the paths of this process's groups that may limit memory, below where their kind is mounted."""
-    for line in _text(root / _GROUPS).splitlines():
-        _, controllers, path = line.split(":", 2)
+def _groups_of(path: Path) -> Iterator[str]:
+    """Yields the paths of a process's groups that may limit memory, below where their kind is mounted."""
+    for line in _text(path).splitlines():
+        _, controllers, group = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
-            yield path.strip("/")
+            yield group.strip("/")
 
 
 def _up_to(top: Path, path: Path) -> Iterator[Path]:

@@ -120,9 +120,11 @@ class MemoryPlanner:
         self._claims.release(_FIRST_REPLICA)
 
     def _rooms(self, settings: EngineSettings, part: str, gpus: dict[str, Room], placement: Placement) -> Rooms:
-        host = device_memory.host()
-        of_host = room.UNLIMITED if host is None else self._room(host, settings, part)
-        return Rooms(of_host, _together(gpus) if placement.gpu_layers else None, placement)
+        share = settings.memory_share or 1.0
+        host = self._claims.host_room(device_memory.host_limits(), part, share)
+        chosen = max(0, host.chosen_bytes - settings.memory_kept_bytes) // max(1, settings.memory_parts)
+        host = host._replace(chosen_bytes=chosen)
+        return Rooms(host, _together(gpus) if placement.gpu_layers else None, placement)
 
     def _gpus(self, settings: EngineSettings, part: str) -> dict[str, Room]:
         """Returns the room on each GPU that a model may use."""
@@ -139,9 +141,7 @@ class MemoryPlanner:
 
     def _room(self, device: DeviceMemory, settings: EngineSettings, part: str) -> Room:
         found = self._claims.room(device, part, settings.memory_share or 1.0)
-        kept = settings.memory_kept_bytes if device.device == HOST else 0
-        chosen = max(0, found.chosen_bytes - kept) // max(1, settings.memory_parts)
-        return found._replace(chosen_bytes=chosen)
+        return found._replace(chosen_bytes=found.chosen_bytes // max(1, settings.memory_parts))
 
     def _claim(self, part: str, need: MemoryNeed, placement: Placement, gpus: dict[str, Room]) -> None:
         sizes = {HOST: need.host_bytes(placement) - need.host_cache_bytes, HOST_CACHE: need.host_cache_bytes}

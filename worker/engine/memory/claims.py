@@ -11,14 +11,15 @@ import os
 import secrets
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 import structlog
 
-from tokenbus.worker.engine.device_memory import HOST, DeviceMemory
-from tokenbus.worker.engine.memory.room import OtherClaim, Room, room_of
+from tokenbus.worker.engine import device_memory
+from tokenbus.worker.engine.device_memory import HOST, DeviceMemory, HostLimit
+from tokenbus.worker.engine.memory.room import UNLIMITED, OtherClaim, Room, room_of
 
 HOST_CACHE = "host cache"
 """The name among devices of what copies of blocks may take of the host's memory."""
@@ -66,17 +67,34 @@ class MemoryClaims:
         finally:
             os.close(fd)
 
+    def host_room(self, limits: Iterable[HostLimit], part: str, share: float) -> Room:
+        """Returns the memory of the host that a part of this process may claim: that of the tightest limit, under each
+        of which only those processes count that are in its control group."""
+        elsewhere = self._elsewhere((HOST, HOST_CACHE), part)
+        taken = resident_bytes(self._record.pid) + copies_bytes(self._record.pid)
+        others = list(self._others_on_host(part))
+        rooms = [
+            room_of(
+                DeviceMemory(HOST, limit.total_bytes, limit.free_bytes),
+                taken,
+                elsewhere,
+                [claim for groups, claim in others if _is_in(limit.group, groups)],
+                share,
+            )
+            for limit in limits
+        ]
+        return Room(*(min(sizes) for sizes in zip(*rooms, strict=True))) if rooms else UNLIMITED
+
     def room(self, device: DeviceMemory, part: str, share: float) -> Room:
-        """Returns the memory of a device that a part of this process may claim."""
-        kinds = (HOST, HOST_CACHE) if device.device == HOST else (device.device,)
-        own = {name: sum(sizes.get(kind, 0) for kind in kinds) for name, sizes in self._record.claims.items()}
-        elsewhere = sum(size for name, size in own.items() if name != part)
-        taken = (
-            resident_bytes(self._record.pid) + copies_bytes(self._record.pid)
-            if device.device == HOST
-            else sum(size for name, size in own.items() if name in self._record.taken)
-        )
-        return room_of(device, taken, elsewhere, self._others(device.device, part), share)
+        """Returns the memory of a GPU that a part of this process may claim."""
+        name, record = device.device, self._record
+        taken = sum(record.claims[one].get(name, 0) for one in record.taken if one in record.claims)
+        return room_of(device, taken, self._elsewhere((name,), part), self._others_on_gpu(name), share)
+
+    def _elsewhere(self, devices: Iterable[str], part: str) -> int:
+        """Returns what the other parts of this process have claimed."""
+        others = (sizes for name, sizes in self._record.claims.items() if name != part)
+        return sum(sizes.get(device, 0) for sizes in others for device in devices)
 
     def claim(self, part: str, sizes: dict[str, int]) -> None:
         """Notes what a part of this process is going to take of each device, in place of what it has claimed before.
@@ -98,25 +116,33 @@ class MemoryClaims:
                 claims = {name: sizes for name, sizes in self._record.claims.items() if name != part}
                 self._write(_Record(self._record.pid, claims, [one for one in self._record.taken if one in claims]))
 
-    def _others(self, device: str, part: str) -> Iterator[OtherClaim]:
-        """Yields what each other living process has claimed of a device. A part with the path of a file as its name is
-        the weights in it, which are in the host's memory once for all."""
-        shared = {name for name in (*self._record.claims, part) if name.startswith("/")} if device == HOST else set()
-        if self._folder is None:
-            return
-        for path in self._folder.glob(f"*{_SUFFIX}"):
-            if path == self._path or (record := _read(path)) is None:
-                continue
-            parts = {name: sizes for name, sizes in record.claims.items() if name not in shared}
-            claimed = sum(sizes.get(device, 0) for sizes in parts.values())
-            if device == HOST:
-                cached = sum(sizes.get(HOST_CACHE, 0) for sizes in parts.values())
-                copies = min(cached, copies_bytes(record.pid))
-                taken = min(claimed, resident_bytes(record.pid))
-                yield OtherClaim(claimed + copies, taken + copies, cached - copies)
-            else:
-                taken = sum(parts[name].get(device, 0) for name in record.taken if name in parts)
-                yield OtherClaim(claimed, taken)
+    def _others_on_host(self, part: str) -> Iterator[tuple[list[str], OtherClaim]]:
+        """Yields what each other living process has claimed of the host's memory, and the control groups that it is in.
+
+        A part with the path of a file as its name is the weights in it, which are there once for all."""
+        shared = {name for name in (*self._record.claims, part) if name.startswith("/")}
+        for record in self._records():
+            parts = [sizes for name, sizes in record.claims.items() if name not in shared]
+            claimed = sum(sizes.get(HOST, 0) for sizes in parts)
+            cached = sum(sizes.get(HOST_CACHE, 0) for sizes in parts)
+            taken, copies = min(claimed, resident_bytes(record.pid)), min(cached, copies_bytes(record.pid))
+            groups = device_memory.groups_of(str(record.pid))
+            yield groups, OtherClaim(claimed + copies, taken + copies, cached - copies)
+
+    def _others_on_gpu(self, device: str) -> Iterator[OtherClaim]:
+        """Yields what each other living process has claimed of a GPU."""
+        for record in self._records():
+            claimed = sum(sizes.get(device, 0) for sizes in record.claims.values())
+            yield OtherClaim(
+                claimed, sum(record.claims[one].get(device, 0) for one in record.taken if one in record.claims)
+            )
+
+    def _records(self) -> Iterator[_Record]:
+        """Yields the record of each other living process."""
+        if self._folder is not None:
+            for path in self._folder.glob(f"*{_SUFFIX}"):
+                if path != self._path and (record := _read(path)) is not None:
+                    yield record
 
     def _write(self, record: _Record) -> None:
         self._record = record
@@ -129,6 +155,12 @@ class MemoryClaims:
             fcntl.flock(self._file, fcntl.LOCK_EX)  # until this process ends; nobody else looks for files meanwhile
         # in one piece: whoever reads it meanwhile finds what was there before, or all of this
         os.pwrite(self._file, msgspec.json.encode(record).ljust(os.fstat(self._file).st_size), 0)
+
+
+def _is_in(group: str, groups: Iterable[str]) -> bool:
+    """Whether a process with these control groups is in one of them, or below it; all are on the machine."""
+    below = group.rstrip("/") + "/"
+    return not group or any(f"/{one}/".startswith(below) for one in groups)
 
 
 def _read(path: Path) -> _Record | None:

@@ -139,7 +139,7 @@ def _refusal(facts: ModelFacts, settings: EngineSettings, least: MemoryNeed, roo
     free = f"{mib(host.free_bytes)} of {mib(host.total_bytes)} are free"
     if gpu is not None:
         free += f", and {mib(gpu.free_bytes)} on GPUs"
-    problem = f"it needs {least} for a context of {least.context_length:,} tokens, and {free}"
+    problem = f"{settings.model} needs {least} for a context of {least.context_length:,} tokens, and {free}"
     bare = msgspec.structs.replace(settings, context_length=0, kv_tokens=0, host_cache_mib=-1)
     smallest = estimate(facts, bare, _least(facts, bare, wished(facts, bare, rooms)))
     if rooms.allow(smallest, lambda room: room.free_bytes):

@@ -12,7 +12,7 @@ from tests.architectures import tiny_model
 from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
 from tokenbus.worker.engine import device_memory
-from tokenbus.worker.engine.device_memory import HOST, DeviceMemory
+from tokenbus.worker.engine.device_memory import DeviceMemory, HostLimit
 from tokenbus.worker.engine.gguf import backend, context, devices, metadata, model_facts
 from tokenbus.worker.engine.gguf.memory_planner import MemoryPlanner
 from tokenbus.worker.engine.gguf.runner import load
@@ -32,7 +32,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets how much memory the machine has and has free, in MiB."""
 
     def set_mib(free: int) -> None:
-        monkeypatch.setattr(device_memory, "host", lambda: DeviceMemory(HOST, 4_096 * MIB, free * MIB))
+        monkeypatch.setattr(device_memory, "host_limits", lambda *_: [HostLimit("", 4_096 * MIB, free * MIB)])
 
     return set_mib
 
@@ -108,11 +108,11 @@ def test_replicas_divide_what_there_is_and_claims_end_with_them(
     planned = [runner.config.memory.planned_bytes for runner in runners if runner.config.memory is not None]
     assert max(planned) - min(planned) < 40 * MIB
     weights = demo.MODEL_PATH.stat().st_size
-    room = claims.room(DeviceMemory(HOST, 4_096 * MIB, 1_300 * MIB), "", 1.0)
+    room = claims.host_room([HostLimit("", 4_096 * MIB, 1_300 * MIB)], "", 1.0)
     assert room.free_bytes == 1_300 * MIB - sum(planned) + 2 * weights, "they are there once"
     for runner in runners:
         runner.close()
-    assert claims.room(DeviceMemory(HOST, 4_096 * MIB, 1_300 * MIB), "", 1.0).free_bytes == 1_300 * MIB
+    assert claims.host_room([HostLimit("", 4_096 * MIB, 1_300 * MIB)], "", 1.0).free_bytes == 1_300 * MIB
 
 
 def test_an_engine_that_replaces_another_has_its_sizes_whatever_is_free(host: Callable[[int], None]) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.worker.engine.device_memory import HOST, DeviceMemory
+from tokenbus.worker.engine.device_memory import HOST, DeviceMemory, HostLimit, groups_of
 from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine.memory.claims import MemoryClaims
+from tokenbus.worker.engine.memory.room import UNLIMITED
 
 GIB = 1 << 30
 GPU = DeviceMemory("CUDA0", 24 * GIB, 20 * GIB)
-MACHINE = DeviceMemory(HOST, 64 * GIB, 60 * GIB)
+MACHINE = [HostLimit("", 64 * GIB, 60 * GIB)]
 OTHER = textwrap.dedent("""
     import sys
     from pathlib import Path
@@ -46,7 +47,7 @@ def other(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
 
 def test_what_another_process_has_planned_is_not_free(tmp_path: Path, other: "subprocess.Popen[str]") -> None:
     mine = MemoryClaims(tmp_path)
-    found = mine.room(MACHINE, "", 1.0)
+    found = mine.host_room(MACHINE, "", 1.0)
     assert 50 * GIB <= found.free_bytes <= 51 * GIB  # a python process has taken some already
     assert found.chosen_bytes == found.free_bytes - 5 * GIB  # the reserve, and what its copies may take
     assert mine.room(GPU, "", 1.0).free_bytes == 16 * GIB
@@ -66,10 +67,20 @@ def test_what_it_has_taken_of_a_gpu_counts_once(tmp_path: Path, other: "subproce
 
 def test_the_weights_of_a_file_are_in_the_host_s_memory_once(tmp_path: Path, other: "subprocess.Popen[str]") -> None:
     mine = MemoryClaims(tmp_path)
-    assert mine.room(MACHINE, "/model.gguf", 1.0).free_bytes >= 56 * GIB
+    assert mine.host_room(MACHINE, "/model.gguf", 1.0).free_bytes >= 56 * GIB
     with mine.planning():
         mine.claim("/model.gguf", {HOST: 6 * GIB})
-    assert 50 * GIB <= mine.room(MACHINE, "replica 7", 1.0).free_bytes <= 51 * GIB
+    assert 50 * GIB <= mine.host_room(MACHINE, "replica 7", 1.0).free_bytes <= 51 * GIB
+
+
+def test_a_control_group_has_what_no_process_in_it_has_planned(tmp_path: Path, other: "subprocess.Popen[str]") -> None:
+    mine = MemoryClaims(tmp_path)
+    elsewhere = [*MACHINE, HostLimit("/no/such/group", 8 * GIB, 7 * GIB)]
+    assert mine.host_room(elsewhere, "", 1.0).free_bytes >= 7 * GIB
+    groups = groups_of(str(other.pid))
+    shared = [*MACHINE, HostLimit(f"/{groups[0]}", 12 * GIB, 11 * GIB)]
+    assert mine.host_room(shared, "", 1.0).free_bytes < 2 * GIB
+    assert mine.host_room([], "", 1.0) == UNLIMITED
 
 
 def test_the_claims_of_a_process_that_was_killed_are_removed(tmp_path: Path, other: "subprocess.Popen[str]") -> None:

@@ -75,9 +75,9 @@ def test_a_context_that_was_asked_for_is_not_cut_while_the_cache_for_several_is(
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
-    with pytest.raises(ModelError, match=r"it needs .* MiB .* of 2,048 MiB are free\. With --context-length \d+ or le"):
+    with pytest.raises(ModelError, match=r"m needs .* MiB .* of 2,048 MiB are free\. With --context-length \d+ or le"):
         fitted(HALF, 2 * GIB, context_length=131_072)
-    with pytest.raises(ModelError, match=r"it needs .* a context of 2,048 tokens, .*weights of at most .* MiB"):
+    with pytest.raises(ModelError, match=r"m needs .* a context of 2,048 tokens, .*weights of at most .* MiB"):
         fitted(LARGE, 8 * GIB)
     with pytest.raises(ModelError, match=r"--cache-type-k q8_0"):
         fitted(LARGE._replace(weight_bytes=GIB), GIB)
