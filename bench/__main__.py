@@ -18,6 +18,7 @@ STANDALONE = {
     "structured_1": ("bench.serving.structured", "--streams", "1"),
     "structured_8": ("bench.serving.structured", "--streams", "8"),
     "embed": ("bench.serving.embed",),
+    "embed_beside": ("bench.serving.embed_beside",),
     "gateway_overhead": ("bench.gateway.overhead",),
     "conversation": ("bench.serving.conversation",),
     "fetched_blocks": ("bench.serving.kv.fetched_blocks",),

@@ -27,8 +27,11 @@ _SLAB = 1 << 20
 """Number of weights drawn at a time: 4 MiB."""
 
 
-def write(path: Path, shape: Shape, quantized_to: str = "f16", *, seed: int = 0, threads: int = 1) -> None:
-    """Writes the model, completely or not at all. `threads` are for quantizing; 0 means all cores.
+def write(
+    path: Path, shape: Shape, quantized_to: str = "f16", *, seed: int = 0, threads: int = 1, pooling: str = ""
+) -> None:
+    """Writes the model, completely or not at all. `threads` are for quantizing; 0 means all cores. With a `pooling`,
+    such as `last`, its file names that, and it is a model for embeddings.
 
     The same arguments give the same bytes, and one seed gives the same weights in every quantization, except for
     rounding. Raises ImpossibleModelError, and OSError if the file can't be written."""
@@ -38,17 +41,17 @@ def write(path: Path, shape: Shape, quantized_to: str = "f16", *, seed: int = 0,
         raise ImpossibleModelError(f"seed must be at least 0, got {seed}")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".random-model-") as folder:
         made = Path(folder, "plain.gguf")
-        _write_plain(made, shape, quantized_to if quantized_to in quantization.PLAIN else "f16", seed)
+        _write_plain(made, shape, quantized_to if quantized_to in quantization.PLAIN else "f16", seed, pooling)
         if quantized_to not in quantization.PLAIN:
             plain, made = made, Path(folder, "quantized.gguf")
             quantization.quantize(plain, made, shape, quantized_to, threads)
         made.replace(path)
 
 
-def _write_plain(path: Path, shape: Shape, encoding: str, seed: int) -> None:
+def _write_plain(path: Path, shape: Shape, encoding: str, seed: int, pooling: str) -> None:
     rng = generator(seed)
     file_type, matrix_type = quantization.PLAIN[encoding]
-    _write_header(path, shape, file_type, matrix_type)
+    _write_header(path, shape, file_type, matrix_type, pooling)
     with path.open("ab") as file:
         _pad(file)
         for tensor in tensors(shape):
@@ -58,13 +61,17 @@ def _write_plain(path: Path, shape: Shape, encoding: str, seed: int) -> None:
             _pad(file)
 
 
-def _write_header(path: Path, shape: Shape, file_type: int, matrix_type: gguf.GGMLQuantizationType) -> None:
+def _write_header(
+    path: Path, shape: Shape, file_type: int, matrix_type: gguf.GGMLQuantizationType, pooling: str
+) -> None:
     """Writes everything before the weights. The GGUF writer could write those too, but only whole tensors, and the
     embedding of the preset 0.5b alone would take 816 MB of memory."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("Tokenbus random")
     writer.add_file_type(file_type)
     _add_shape(writer, shape)
+    if pooling:
+        writer.add_pooling_type(gguf.PoolingType[pooling.upper()])
     add_vocabulary(writer, random_vocabulary.build(shape.vocab))
     for tensor in tensors(shape):
         kind = _type_of(tensor, matrix_type)
