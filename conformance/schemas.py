@@ -152,6 +152,7 @@ CARD: Schema = {
     "chat_format_digest": optional(NAME),
     "features": list_of(NAME),
     "adapters": optional(list_of(map_of({"name": NAME, "digest": NAME}))),
+    "embeddings": optional(map_of({"dimensions": POSITIVE, "pooling": NAME, "max_input_tokens": POSITIVE})),
     "role": optional(field_types.one_of("both", "prefill", "decode")),
     "loadable": optional(FLAG),
     "state": NAME,

@@ -210,6 +210,10 @@ def check_models(reply: Message) -> None:
         for card in cards or []:
             field_types.check(card, schemas.CARD, "a card")
             field_types.check(card.get("load"), schemas.LOAD, "a card's load")
+            can_embed = "embed" in card["features"]
+            expect(
+                can_embed or "embeddings" not in card, f"{card['worker_id']} has embeddings without the feature embed"
+            )
             expect(card["model"] == served["model"], f"a card of model {card['model']} under {served['model']}")
             is_loadable = card.get("loadable") or served.get("loadable")
             expect(not is_loadable or card["state"] != "ready", f"{card['worker_id']} is both loadable and ready")

@@ -37,6 +37,7 @@ LOAD = {
     "running": 0, "waiting": 0, "queued_prefill_tokens": 0, "used_blocks": 0, "cached_blocks": 0, "free_blocks": 1,
     "step_age_ms": 0.0,
 }  # fmt: skip
+MADE = {"dimensions": 8, "pooling": "last", "max_input_tokens": 9}
 CARD = {
     **ORIGIN, "epoch": "1-a", "source": "m.gguf", "engine": "sim", "engine_version": "1", "context_length": 10,
     "max_num_seqs": 1, "max_num_batched_tokens": 1, "hash_scheme": "x", "features": ["generate"], "state": "ready",
@@ -452,6 +453,8 @@ def test_a_models_reply_has_the_fields_of_models_cards_loads_and_limits() -> Non
         (models(workers=[CARD | {"load": None}]), "a card's load is None"),
         (models(workers=[CARD | {"model": "n"}]), "a card of model n under m"),
         (models(workers=[CARD | {"pids": {"front": 1}}]), "pids is"),
+        (models(workers=[CARD | {"embeddings": {"dimensions": 8, "pooling": "last"}}]), "embeddings is"),
+        (models(workers=[CARD | {"embeddings": MADE}]), "has embeddings without the feature embed"),
         (models(workers=[CARD | {"epoch": "x"}]), "epoch is 'x'"),
         (models() | {"limits": {}}, "max_request_bytes is None"),
     ):

@@ -141,9 +141,10 @@ class StepLoop:
                     began = time.monotonic()
                     failed = self._start(plan)
                     step_results, stats = self._step(plan, failed)
-                    if not self._had_prompts:
+                    if self._pooling.has_work and not self._had_prompts:
                         left_s = self._step_budget.target_s(num_decoding) - (time.monotonic() - began)
                         self._pooling.step(left_s, is_alone=not self._scheduler.has_work)
+                        self._step_timer.reset()  # the device was not idle
                 self._block_transfers.step()
                 self._report_results([*results, *failed, *step_results], stats)
                 self._unload_adapters()
