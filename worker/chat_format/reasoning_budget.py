@@ -49,8 +49,10 @@ class ReasoningCloser:
         self._edge = self._marker[: len(self._marker) - len(self._marker.lstrip())]
         """Whitespace before the marker itself."""
         around = () if form.reasoning is None else (form.reasoning.open.strip(), form.reasoning.close.strip())
-        self.markers = tuple(form.tokens[one] for one in around if one in form.tokens)
-        """The markers around reasoning that are single tokens."""
+        # Tokens that are not special but are never cut, such as Qwen3's, are found by the tokenizer alone.
+        found = [[form.tokens[one]] if one in form.tokens else encode(one) for one in around if one]
+        self.markers = tuple(tokens[0] for tokens in found if len(tokens) == 1)
+        """The markers around reasoning that are one token each."""
         channels = form.channels
         self.channel = None if channels is None else form.tokens.get(channels.channel)
         """The token before the name of a channel."""

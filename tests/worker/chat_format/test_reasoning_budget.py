@@ -79,6 +79,19 @@ def test_once_it_was_closed_a_model_can_neither_reason_again_nor_close_it_again(
     assert sorted(budget.forbidden) == sorted((THINK, CLOSE))
 
 
+def test_a_marker_that_is_one_token_but_not_a_special_one_is_impossible_then_too() -> None:
+    vocabulary = ReasoningVocabulary(KNOWN["hermes"], has_special=False)
+    whole = {text: vocabulary.token(text.encode()) for text in ("<think>", "</think>")}
+
+    def encode(text: str) -> list[int]:
+        return [whole[text]] if text in whole else list(text.encode())
+
+    vocabulary.closer = ReasoningCloser(vocabulary.rules, encode)
+    budget = vocabulary.budget(0, prompt="<think>\n")
+    budget.accept_forced(99)
+    assert sorted(budget.forbidden) == sorted(whole.values())
+
+
 def test_whitespace_of_the_marker_that_is_there_is_not_written_again() -> None:
     assert write_text(HERMES, HERMES.budget(3, prompt="<think>\n"), "ab\ncd") == "ab\n</think>\n\ncd"
 
