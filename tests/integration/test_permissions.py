@@ -384,6 +384,27 @@ async def test_a_stream_is_asked_for_and_cancelled_while_there_is_no_router(guar
     guarded.check_nothing_was_refused("w-demo", "w-other")
 
 
+async def test_only_an_operator_can_stop_a_request_and_a_worker(guarded: Guarded) -> None:
+    acme, globex = [await guarded.connect(name, f"_INBOX_{name}") for name in ("acme", "globex")]
+    await until_served(acme, "acme", 2)
+    live = await RawClient(acme).generate(ask(id="live", **LONG), subject=f"{PREFIX}.generate.demo.acme")
+    await live.until(3)
+    control = f"{PREFIX}.worker.demo.w-demo.control"
+    stop = {"op": "stop", "request_id": "acme:live"}
+    for name, client in (("acme", acme), ("globex", globex)):
+        for order in (stop, {"op": "drain", "grace_s": 0.0, "handover_s": 0.0}):
+            await client.publish(control, msgspec.msgpack.encode(order))
+            await guarded.refuses(name, control)
+    operator = await guarded.connect("operator", "_INBOX_operator")
+    other = msgspec.msgpack.encode(stop | {"request_id": "globex:live"})
+    assert not msgspec.msgpack.decode((await operator.request(control, other, timeout=60)).data)["ok"]
+    done = await operator.request(control, msgspec.msgpack.encode(stop), timeout=60)
+    assert msgspec.msgpack.decode(done.data)["ok"]
+    terminal = await live.terminal()
+    assert (terminal["finish_reason"], terminal["stopped_by"]) == ("length", "operator")
+    assert terminal["usage"]["completion_tokens"] < LONG["max_tokens"]
+
+
 async def test_an_operator_can_not_read_completions(guarded: Guarded) -> None:
     operator = await guarded.connect("operator", "_INBOX_operator")
     for subject in (f"{PREFIX}.events.>", f"{PREFIX}.events.demo.w-demo", "_INBOX_acme.>", f"{PREFIX}.worker.>"):
