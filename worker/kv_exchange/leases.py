@@ -67,7 +67,7 @@ class Leases:
         self._unread.discard(name)
 
     def expire(self, now: float) -> None:
-        """Ends the leases that nobody uses any more."""
+        """Ends unused leases."""
         for lease in list(self._leases.values()):
             if now - self._used_at[lease.name] >= self._limit_s(lease):
                 self.end(lease.name)

@@ -127,7 +127,7 @@ class NatsTransport:
                 raise
             lease = _leases.decode(message.data)
         except NoRespondersError as error:
-            raise TransferError("lost", "nobody answers for that worker") from error
+            raise TransferError("lost", "that worker does not answer") from error
         except (TimeoutError, ConnectionError, OutboundBufferLimitError, errors.RequestError) as error:
             raise TransferError("lost", str(error)) from error
         if not lease.lease:

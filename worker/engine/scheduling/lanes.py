@@ -1,4 +1,4 @@
-"""The lanes that a scheduler borrows from a pool which several replicas share (kv/ledger.py)."""
+"""The lanes that a scheduler borrows from a pool shared by several replicas (kv/ledger.py)."""
 
 from typing import Protocol
 
@@ -11,53 +11,53 @@ class LaneShare(Protocol):
     """A replica's part of the pool."""
 
     def request(self, used: int, idle: int, wanted: int) -> int:
-        """Says which lanes the replica holds and how many more it wants; returns how many it may hold."""
+        """Reports which lanes the replica holds and how many more it wants; returns how many it may hold."""
         ...
 
     def give_back(self, lanes: int) -> None:
-        """Frees the memory of all lanes but these, which the replica holds, and says so."""
+        """Frees the memory of all lanes except these, which the replica holds, and reports it."""
         ...
 
     def usage(self) -> KvUsage: ...
 
 
 class BorrowedLanes:
-    """Keeps the lanes of a cache within what the pool lends.
+    """Keeps a cache within the lanes that the pool lends.
 
-    A step begins with `request`. What has to go is emptied by the step's KV ops, so the pool gets it back with
-    `give_back` only when these are applied and the memory is free."""
+    A step begins with `request`. Lanes to return are emptied by the step's KV ops, so the pool gets them back by
+    `give_back` only once these are applied and the memory is free."""
 
     def __init__(self, share: LaneShare, cache: PrefixCache) -> None:
         self._share = share
         self._cache = cache
         self._told: tuple[int, int] = (0, 0)
-        """The lanes that were taken, and those of them that were idle, when the pool was told last."""
+        """The lanes taken, and the idle ones among them, as last reported to the pool."""
         self.are_awaited = False
-        """Sequences wait and none runs, since there is no lane for any: there is nothing to do until the pool calls."""
+        """Sequences wait but none runs, for lack of lanes: there is nothing to do until the pool calls."""
         self._reclaimed_idle = self._reclaimed_used = 0
-        """Lanes that were emptied for other replicas since `take_reclaimed`."""
+        """The number of lanes emptied for other replicas since `take_reclaimed`."""
 
     def __repr__(self) -> str:
         return f"<BorrowedLanes of {self._share!r}>"
 
     def ask_again(self) -> None:
-        """Notes that the pool may lend other lanes than it said."""
+        """Records that the pool may now lend a different number of lanes."""
         self.are_awaited = False
         self._told = (-1, -1)
 
     @property
     def has_changed(self) -> bool:
-        """Whether the pool has to be asked again, or does not know yet which lanes are held."""
+        """Whether the pool must be asked again, or does not yet know which lanes are held."""
         return self._told != self._held
 
     def request(self, used: int, wanted: int) -> int:
-        """Asks for lanes; returns how many have to be emptied."""
+        """Requests lanes; returns how many must be emptied."""
         lanes = self._cache.lanes
         lanes.limit = self._share.request(used, lanes.num_idle, wanted)
         return max(0, lanes.num_taken - lanes.limit)
 
     def empty_idle(self, count: int) -> int:
-        """Empties idle lanes, as many as are wanted; returns how many are left to be emptied."""
+        """Empties up to `count` idle lanes; returns how many remain to be emptied."""
         emptied = min(count, self._cache.lanes.num_idle)
         for _ in range(emptied):
             self._cache.empty_idle_lane()
@@ -65,19 +65,19 @@ class BorrowedLanes:
         return count - emptied
 
     def empty_preempted(self) -> None:
-        """Empties the lane of a sequence that was preempted, if what it computed is cached there."""
+        """Empties the lane of a preempted sequence, if its computed blocks are cached there."""
         if self._cache.lanes.num_idle:
             self._cache.empty_idle_lane()
         self._reclaimed_used += 1
 
     def give_back(self) -> None:
-        """Gives the memory of all emptied lanes back."""
+        """Returns the memory of all emptied lanes."""
         self._share.give_back(self._cache.lanes.num_taken)
         self._told = self._held
 
     def take_reclaimed(self) -> tuple[int, int]:
-        """Returns the idle lanes, and those of preempted sequences, that were emptied for other replicas since the last
-        call."""
+        """Returns how many lanes, idle ones and those of preempted sequences, were emptied for other replicas since the
+        last call."""
         reclaimed = (self._reclaimed_idle, self._reclaimed_used)
         self._reclaimed_idle = self._reclaimed_used = 0
         return reclaimed
@@ -86,7 +86,7 @@ class BorrowedLanes:
         return self._share.usage()
 
     def add_to(self, load: messages.Load, max_num_seqs: int) -> messages.Load:
-        """Returns a load that says what the pool allows."""
+        """Returns a load that includes what the pool allows."""
         usage = self._share.usage()
         return codec.replace(
             load, max_running=min(max_num_seqs, max(1, usage.attainable_lanes)), kv_pool_bytes=usage.held_bytes

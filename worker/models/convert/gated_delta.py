@@ -1,15 +1,15 @@
-"""The layers of Qwen3-Next and Qwen3.5: three of four have a gated delta net, whose state is recurrent, the fourth has
-attention with a gate.
+"""The layers of Qwen3-Next and Qwen3.5: three of four have a gated delta net, whose state is recurrent; the fourth has
+gated attention.
 
-A delta net has key heads, and for each of them the same number of value heads. Its projections are stored one key head
-after the other in Qwen3-Next, and apart in Qwen3.5:
+A delta net has key heads, each with the same number of value heads. Its projections are stored by key head in
+Qwen3-Next, and separately in Qwen3.5:
 
     in_proj_qkvz    | q0 k0 v0 v1 z0 z1 | q1 k1 v2 v3 z2 z3 |      Qwen3-Next
     in_proj_qkv     | q0 q1 | k0 k1 | v0 v1 v2 v3 |                Qwen3.5, and llama.cpp for both
     in_proj_z       | z0 z1 z2 z3 |
 
-llama.cpp pairs value heads with key heads by turns in Qwen3.5 (v0 v2 v1 v3), so all that belongs to them is put in that
-order. Weights of norms are stored as differences from 1, all but that of the delta net itself.
+In Qwen3.5 llama.cpp assigns value heads to key heads in turn (v0 v2 v1 v3), so everything that belongs to them is put
+in that order. Norm weights are stored as differences from 1, except that of the delta net itself.
 """
 
 import numpy as np
@@ -19,12 +19,12 @@ from tokenbus.worker.models.convert.expected import Change, ExpectedTensor, Orde
 
 
 def has_attention(config: ModelConfig, layer: int) -> bool:
-    """Whether a layer attends; else it has a delta net."""
+    """Whether a layer has attention; if not, it has a delta net."""
     return (layer + 1) % config.full_attention_interval == 0
 
 
 def attention(config: ModelConfig) -> list[ExpectedTensor]:
-    """Returns the tensors of a layer that attends: its queries come with their gates."""
+    """Returns the tensors of an attention layer, whose queries include their gates."""
     width, size, heads, kv_heads = config.hidden_size, config.head_size, config.num_attention_heads, config.kv_heads
     rows = {"q": 2 * heads * size, "k": kv_heads * size, "v": kv_heads * size}
     return [
@@ -101,7 +101,8 @@ def _projections(config: ModelConfig, channels: Order | None) -> list[ExpectedTe
 
 
 def _by_turns(config: ModelConfig, size: int) -> Order:
-    """Returns the rows of all value heads, of `size` rows each: the first of each key head, then their second ones."""
+    """Returns the rows of all value heads, of `size` rows each: the first one of each key head, then the second ones,
+    and so on."""
     heads = config.linear_num_key_heads
     count = config.linear_num_value_heads // heads
     return np.arange(heads * count * size).reshape(heads, count, size).swapaxes(0, 1).reshape(-1)

@@ -40,4 +40,4 @@ def quantize(plain: Path, quantized: Path, kind: str, threads: int, progress: Ca
     failed = llama.llama_model_quantize(os.fsencode(plain), os.fsencode(quantized), ctypes.byref(params))
     llama.llama_log_set(_silence, ctypes.c_void_p(0))  # `callback` is about to be freed
     if failed:
-        raise ModelError(f"llama.cpp can't write {kind}: {errors[0] if errors else 'it says no more'}")
+        raise ModelError(f"llama.cpp can't write {kind}: {errors[0] if errors else 'no details'}")

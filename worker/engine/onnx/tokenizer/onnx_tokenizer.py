@@ -61,7 +61,7 @@ class OnnxTokenizer(ModelTokenizer):
             self._full = Tokenizer.from_buffer(document)
             self._plain = Tokenizer.from_str(plain)
         except Exception as error:  # the library raises nothing more exact
-            raise ModelError(f"{sidecars['tokenizer.json']}: is no tokenizer ({error}); fetch it again") from error
+            raise ModelError(f"{sidecars['tokenizer.json']}: is not a tokenizer ({error}); fetch it again") from error
         self._full.no_truncation()
         self._full.no_padding()
         size = self._checked_size(vocab_size, where)
