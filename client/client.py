@@ -199,12 +199,12 @@ class Client:
         return await self._ask_once(self._names.tokenize(model, self._tenant), request, _tokenizes, timeout_s)
 
     async def keep_session(self, model: str, session_id: str, ttl_s: float = 300.0) -> None:
-        """Asks the model's workers to keep what a session of this tenant has left in their caches for that long. It is
-        a hint: nobody says whether it had an effect. Raises RequestError if it could not be passed on."""
+        """Asks the model's workers to keep the cached blocks of one of this tenant's sessions for that long. This is a
+        hint: its effect is not reported. Raises RequestError if it could not be passed on."""
         await self._hint(model, session_id, ttl_s)
 
     async def end_session(self, model: str, session_id: str) -> None:
-        """Says that a session of this tenant has ended: what it alone has left in workers' caches is the first to go.
+        """Says that one of this tenant's sessions has ended: cached blocks that only it has used are evicted first.
         Raises RequestError if the hint could not be passed on."""
         await self._hint(model, session_id, 0.0)
 

@@ -200,7 +200,7 @@ class Stream:
             case Action.RESYNC:
                 self._transport.send_resync(self, self._reassembler.num_tokens)
             case Action.LOST:
-                self._lose("nothing more came, and nobody holds the request any more", now)
+                self._lose("nothing more arrived, and no process holds the request any more", now)
             case Action.WAIT:
                 pass
 

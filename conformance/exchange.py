@@ -71,7 +71,7 @@ class Exchange:
         self.received.append(received)
         try:
             if received.is_no_responders:
-                raise BrokenError("nobody subscribes to the request's subject")
+                raise BrokenError("the request's subject has no subscribers")
             self._count(decode(received.data, msgpack=self._msgpack))
         except BrokenError as fault:
             self._fault = self._fault or fault

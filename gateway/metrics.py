@@ -21,8 +21,8 @@ class GatewayMetrics(MetricFamilies):
         )
         self.resubmitted = Counter(
             f"{_P}_requests_resubmitted",
-            "Completions that the gateway submitted again, behind the tokens that it had, because their worker "
-            "was lost or nobody held them any more.",
+            "Completions that the gateway resubmitted, continuing after the tokens it had, because their worker "
+            "was lost or no process held them any more.",
         )
         self.open = Gauge(f"{_P}_requests_open", "Requests that are open.")
         self.connections = Gauge(f"{_P}_connections", "Open connections: busy with a request, or idle.", ("state",))

@@ -63,7 +63,7 @@ OPERATIONS: Mapping[str, Operation] = {
         event=completions_response.Completion,
     ),
     "/v1/responses": Operation(
-        "A response, of which nothing is stored",
+        "A response, without storage",
         responses_body.ResponsesBody,
         responses_response.Response,
     ),
@@ -88,7 +88,7 @@ OPERATIONS: Mapping[str, Operation] = {
         "Embeddings", embeddings.EmbeddingRequest, embeddings.EmbeddingList, ("model", "input")
     ),
     "/v1/rerank": Operation(
-        "Documents in the order of their relevance",
+        "Documents ordered by relevance",
         rerank.RerankBody,
         rerank.RerankResponse,
         ("model", "query", "documents"),
@@ -102,7 +102,7 @@ OPERATIONS: Mapping[str, Operation] = {
         ("tokens",),
     ),
     "/api/show": Operation(
-        "One model, as Ollama tells of it",
+        "One model, in Ollama's form",
         model_info.ShowBody,
         model_info.ShownModel,
         error=model_info.OllamaError,
@@ -111,9 +111,9 @@ OPERATIONS: Mapping[str, Operation] = {
 RESOURCES: Mapping[str, Resource] = {
     "/v1/models": Resource("The models that are served", schemas.ModelList),
     "/v1/models/{model}": Resource("One model", schemas.Model, ("model",)),
-    "/api/version": Resource("The version of Ollama whose calls these are", model_info.Version),
-    "/api/tags": Resource("The models, as Ollama lists them", model_info.ModelList, error=model_info.OllamaError),
-    "/api/ps": Resource("The models that are loaded", model_info.RunningModelList, error=model_info.OllamaError),
+    "/api/version": Resource("The version of Ollama that these calls match", model_info.Version),
+    "/api/tags": Resource("The models, in Ollama's form", model_info.ModelList, error=model_info.OllamaError),
+    "/api/ps": Resource("The loaded models", model_info.RunningModelList, error=model_info.OllamaError),
     "/health": Resource("Whether requests can be served", schemas.Health),
     "/livez": Resource("Whether the process runs", None),
     "/readyz": Resource("Whether requests can be served", None),

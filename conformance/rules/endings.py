@@ -46,13 +46,13 @@ async def cancelled_without_reply(probe: Probe) -> None:
 
 
 async def cancel_unknown(probe: Probe) -> None:
-    """Nobody answers the cancel of an unknown or ended request."""
+    """The cancel of an unknown or ended request is not answered."""
     ended = probe.new_id()
     await probe.short(2, id=ended)
     for request_id in (probe.new_id(), ended):
         expect(
             not await probe.is_answered(probe.cancel_subject(request_id)),
-            f"somebody answers the cancel of {request_id}",
+            f"something answers the cancel of {request_id}",
         )
 
 

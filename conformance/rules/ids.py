@@ -99,7 +99,7 @@ async def no_reply_subject(probe: Probe) -> None:
     body = b'{"id": "%s", "prompt": "x", "max_tokens": 500, "ignore_eos": true}' % request_id.encode()
     await probe.publish(probe.subject, body)
     await asyncio.sleep(0.1)  # time to reach a worker, if it does
-    expect(not await probe.is_answered(probe.cancel_subject(request_id)), "it runs: somebody answers its cancel")
+    expect(not await probe.is_answered(probe.cancel_subject(request_id)), "it runs: its cancel is answered")
 
 
 def _messages(probe: Probe, request_id: str) -> list[tuple[str, bytes]]:

@@ -42,7 +42,7 @@ async def tenants_cancels(probe: Probe) -> None:
     mine = await probe.live()
     request_id = str(mine.request_id)
     for subject in (probe.cancel_subject(request_id, _OTHER_TENANT), probe.resync_subject(request_id, _OTHER_TENANT)):
-        expect(not await probe.is_answered(subject, {"offset": 0}, 0.3), f"somebody answers {subject}")
+        expect(not await probe.is_answered(subject, {"offset": 0}, 0.3), f"something answers {subject}")
     expect(not mine.is_ended, "another tenant's cancel ended the request")
     await probe.cancel(mine)
     stream_checks.check_numbers(mine.messages)
@@ -58,7 +58,7 @@ async def default_tenant(probe: Probe) -> None:
 
 
 async def cache_hints(probe: Probe) -> None:
-    """A cache hint is answered with {id, model}, whether or not anybody knows the session."""
+    """A cache hint is answered with {id, model}, whether or not the session is known."""
     session_id = probe.new_id()
     await probe.short(1, session_id=session_id)
     for tenant in (probe.tenant, _OTHER_TENANT):

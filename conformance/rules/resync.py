@@ -61,9 +61,9 @@ async def with_model(probe: Probe) -> None:
 
 
 async def unknown(probe: Probe) -> None:
-    """Nobody answers the resync of an unknown request."""
+    """The resync of an unknown request is not answered."""
     subject = probe.resync_subject(probe.new_id())
-    expect(not await probe.is_answered(subject, {"offset": 0}), "somebody answers it")
+    expect(not await probe.is_answered(subject, {"offset": 0}), "it is answered")
 
 
 async def odd_offset(probe: Probe) -> None:

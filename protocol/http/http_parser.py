@@ -106,7 +106,7 @@ class Parser(h11.Connection):
             self._num_chunks += 1
             self._num_bytes += len(event.data)
             if self._num_chunks > _FREE_CHUNKS and self._num_bytes < self._num_chunks * _MIN_CHUNK_BYTES:
-                raise h11.RemoteProtocolError("the body comes in too many small chunks", 400)
+                raise h11.RemoteProtocolError("the body has too many small chunks", 400)
         return event
 
 

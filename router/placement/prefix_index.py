@@ -203,7 +203,7 @@ class PrefixIndex:
         gone = self._removed_bits | self._sweeping_bits
         counted = dict.fromkeys(self._num_blocks, 0)
         for worker_bits in self._holders.values():
-            assert worker_bits, "a block that nobody holds"
+            assert worker_bits, "a block without a holder"
             for row in range(worker_bits.bit_length()):
                 if worker_bits >> row & 1:
                     assert row in counted or gone >> row & 1, row

@@ -114,10 +114,10 @@ def _check(asked: CompletionRequest, num_prompts: int, n: int) -> None:
     if num_prompts * n > MAX_ANSWERS:
         raise errors.invalid_field("prompt", f"at most {MAX_ANSWERS} answers are allowed, got {num_prompts} times {n}")
     if asked.best_of not in (None, n):
-        problem = f"best_of: only as many answers as are returned are served, n, which is {n}"
+        problem = f"best_of: must equal n, which is {n}"
         raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="best_of")
     if asked.echo and not isinstance(asked.prompt, str) and not all(isinstance(one, str) for one in asked.prompt or ()):
-        raise errors.request_error(errors.Code.UNSUPPORTED, "echo: only prompts in text are served", param="echo")
+        raise errors.request_error(errors.Code.UNSUPPORTED, "echo: only text prompts are supported", param="echo")
     if asked.echo and asked.logprobs is not None:
         problem = "echo: the log probabilities of a prompt are not computed"
         raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="echo")

@@ -60,7 +60,7 @@ def _reads(probe: Probe, rules: Rules, answer: _Answer, opening: str, ending: st
         return False
     if answer.calls and answer.calls[-1][0] not in text:
         return len(answer.calls) > 1  # it writes only the first call
-    # Some templates omit content beside calls, or past reasoning.
+    # Some templates omit content next to calls, or past reasoning.
     expected = _Answer(
         answer.content if answer.content and answer.content in text else "",
         answer.reasoning if answer.reasoning and answer.reasoning in text else "",

@@ -71,7 +71,7 @@ def _fill_blob(name: str, path: str, file: RemoteFile, on_size: OnSize) -> None:
                     _Download(url, file, target, on_size).run()
                 except _WrongChecksumError as error:
                     partial.unlink()
-                    problem = "what came is not what the Hub says it is (its checksum differs)"
+                    problem = "the download is corrupt (its checksum differs)"
                     raise ModelError(f"{name}: {path}: {problem}; try again, or without a proxy") from error
             os.fsync(target.fileno())
         partial.rename(blob)

@@ -17,7 +17,7 @@ from tokenbus.worker.models.hub import retry
 _CONVERTED_SUFFIXES = ("-GGUF", "-gguf", "-ONNX", "-onnx")
 """Suffixes that repositories of converted weights append to the original names."""
 _TIMEOUT_S = 10.0
-_GO_ON = "run it again: it goes on where it stopped"
+_GO_ON = "run it again: it resumes where it stopped"
 
 
 class RemoteFile(NamedTuple):
@@ -94,7 +94,7 @@ def explained(name: str) -> Iterator[None]:
         page = f"{constants.ENDPOINT}/{name}"
         raise ModelError(f"{name}: its terms have to be accepted at {page} first; then set HF_TOKEN") from error
     except hub_errors.RepositoryNotFoundError as error:
-        problem = "there is no such repository on the Hub, or it is private and HF_TOKEN may not see it"
+        problem = "there is no such repository on the Hub, or it is private and HF_TOKEN has no access to it"
         raise ModelError(f"{name}: {problem}; check the name") from error
     except hub_errors.HfHubHTTPError as error:
         raise ModelError(f"{name}: {_refusal(error)}") from error
