@@ -143,6 +143,8 @@ class LocalSystem:
             str(options.idle_unload_s),
             *(flag for one in options.pin for flag in ("--pin", one)),
         ]
+        if options.keep_cache:
+            model += ["--keep-cache", options.keep_cache, "--keep-cache-mib", str(options.keep_cache_mib)]
         model += ["--engine", options.engine, *grace, "--handover-s", str(_HANDOVER_S)]
         model += [flag for one in options.lora for flag in ("--lora", str(one))]
         model += ["--lora-dir", options.lora_dir] if options.lora_dir else []

@@ -74,7 +74,6 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
         _ENGINE.host_cache_policy,
         "when prefixes are copied to host memory: write-through (when complete), write-back (when evicted) or auto",
     ),
-    ("--host-cache-file", WorkerSettings.host_cache_file, "file for that memory, which survives restarts"),
     (
         "--min-prefix-tokens",
         _SCHEDULER.min_prefix_tokens,
@@ -170,6 +169,23 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads per worker; 0: an equal share of the cores")
     parser.add_argument(
+        "--keep-cache",
+        nargs="?",
+        type=_folder,
+        const=_state_folder(),
+        default="",
+        metavar="DIR",
+        help="keep cached prefixes over restarts, in files in DIR that only this user can read "
+        f"(without DIR: {_state_folder()}); they hold what users have written",
+    )
+    parser.add_argument(
+        "--keep-cache-mib",
+        type=arguments.at_least(1),
+        default=_ENGINE.keep_cache_mib,
+        metavar="MIB",
+        help="size of all files there; the longest unused go first (%(default)s)",
+    )
+    parser.add_argument(
         "--lora",
         type=_adapter,
         action="append",
@@ -223,6 +239,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+def _folder(text: str) -> str:
+    """A folder, which every process finds wherever it runs; none if it is empty."""
+    return os.path.abspath(os.path.expanduser(text)) if text else ""
+
+
+def _state_folder() -> str:
+    """Returns the folder for what is to outlive a restart."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return os.path.join(_folder(state), "tokenbus", "cache")
+
+
 def _adapter(text: str) -> AdapterSettings:
     """An adapter, such as `style=style.gguf@acme`."""
     try:
@@ -241,8 +268,8 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
             raise ValueError(f"--{name.replace('_', '-')} must be {low:.10g} to {high:.10g}, got {value:.10g}")
     if (options.lora or options.lora_dir) and len(options.model) > 1:
         raise ValueError("--lora and --lora-dir need a single --model: load the others' adapters with tokenbus load")
-    if options.host_cache_file and not options.host_cache_mib:
-        raise ValueError("--host-cache-file needs host memory: leave --host-cache-mib at -1, or pass more than 0")
+    if options.keep_cache and not options.host_cache_mib:
+        raise ValueError("--keep-cache keeps what --host-cache-mib allows: leave that at -1, or pass more than 0")
     if len(options.device_groups) not in (0, 1, options.replicas):
         raise ValueError(
             f"--devices was given {len(options.device_groups)} times: give it once, or once for each of the "
@@ -257,7 +284,6 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
             for engine, replicas in _engines_of(options, model, on_demand=name in on_demand)
         ),
         hub_cache=options.hub_cache,
-        host_cache_file=options.host_cache_file,
         kv_budget_bytes=options.kv_budget << 20,
         memory_budget_bytes=options.memory_budget_mib << 20,
         idle_unload_s=options.idle_unload_s,
@@ -328,7 +354,7 @@ def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> E
     own = {name: getattr(options, name) for name in EngineSettings.__struct_fields__ if hasattr(options, name)}
     own["debug"] = _is_debug()
     own["model"] = _located(model)
-    if on_demand and options.host_cache_mib < 0:
+    if on_demand and options.host_cache_mib < 0 and not options.keep_cache:
         own["host_cache_mib"] = 0  # what is kept for later goes with the model
     owners = min(BUSY_MODELS, len(options.model)) if on_demand else options.replicas * len(options.model)
     own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // owners)

@@ -358,7 +358,7 @@ _MEMORY = (
     Panel(
         "Blocks that new engines have recovered",
         "Copies of KV blocks that an engine had made before it died, or a worker before it restarted. If more are "
-        "discarded than a few torn ones after a crash, remove --host-cache-file.",
+        "discarded than a few torn ones after a crash, remove the files of --keep-cache.",
         "short",
         (
             Query(increase(f"{_P}_host_cache_recovered_blocks_total", WORKER_FILTER, "worker_id"), _NAME),

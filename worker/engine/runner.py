@@ -147,8 +147,21 @@ class Copies(Protocol):
         """Says in a word why data can't be the copy of `count` tokens from `start` on; empty if they may be."""
         ...
 
+    @property
+    def header(self) -> bytes:
+        """The beginning of the file in which the copies are: it says whose they are."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of that file."""
+        ...
+
+    @property
+    def is_open(self) -> bool: ...
+
     def open(self, fd: int | None = None) -> None:
-        """Takes the file in which the copies are. Raises ModelError if it can't be used."""
+        """Takes the file. Raises RegionError if it can't be used."""
         ...
 
     def read(self, copy_id: int) -> bytearray:

@@ -83,7 +83,6 @@ class Replica(EngineListener):
         process: EngineProcess,
         metrics: WorkerMetrics,
         tracer: tracing.Tracer,
-        host_cache_file: str = "",
     ) -> None:
         self.worker_id = worker_id
         self.served_name = model.served_name
@@ -99,7 +98,6 @@ class Replica(EngineListener):
         self._model = model
         self._engine = engine
         self._process = process
-        self._host_cache_file = host_cache_file
         self._memory_fd: int | None = None
         self._metrics = ReplicaMetrics(metrics, model.served_name, worker_id)
         self._tracer = tracer
@@ -153,7 +151,7 @@ class Replica(EngineListener):
             # asked to leave while it was connecting: its card was never published
             if self._drain_requested.is_set():
                 return
-            await self._open_memory(connections)
+            self._open_memory(connections)
             frontend.adapters.want(self._model.adapters)
             self._supervisor = self._make_supervisor()
             frontend.on_tick = self._tick
@@ -161,10 +159,9 @@ class Replica(EngineListener):
             await frontend.open(incoming, partial(nats.connect, self._settings.broker, f"worker {self.worker_id} kv"))
             await self._serve((connection, incoming), frontend)
 
-    async def _open_memory(self, connections: contextlib.AsyncExitStack) -> None:
-        """Opens the file for copies of blocks, which the replica's engines use in turn. Raises EngineStartError."""
-        path = self._host_cache_file
-        fd = self._memory_fd = await host_memory.open_file(path) if path else host_memory.open_memory()
+    def _open_memory(self, connections: contextlib.AsyncExitStack) -> None:
+        """Opens the file in memory for copies of blocks, which the replica's engines use in turn."""
+        fd = self._memory_fd = host_memory.open_memory()
         connections.callback(os.close, fd)
 
     async def _connect(self, connections: contextlib.AsyncExitStack, name: str) -> nats.Connection:
@@ -233,8 +230,6 @@ class Replica(EngineListener):
         self._config = config
         if self._supervisor is not None and self._supervisor.engine is not None:
             self._health.engine_started(self._supervisor.engine, config)
-        if self._host_cache_file and not config.host_kv_blocks:
-            self._log.warning("host_cache_unused", path=self._host_cache_file)
         self._engine = successor_settings(self._engine, config)
         assert self.frontend is not None
         self.frontend.engine_started(engine, config)

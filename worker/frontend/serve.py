@@ -38,6 +38,8 @@ _NOT_LOADABLE = {"model", "files", "engine", "scheduler", "onnx"} | {
     "memory_share",
     "memory_parts",
     "memory_kept_bytes",
+    "keep_cache",
+    "keep_cache_mib",
 }
 """Engine settings that a `load` message can't set by name."""
 
@@ -221,10 +223,8 @@ class Worker:
         # only a single replica keeps the plain name; loaded ones get numbers from 2 on
         alone = self._is_single and self._last_number == 1
         worker_id = self._name if alone else f"{self._name}-{self._last_number}"
-        file = self._settings.host_cache_file
-        file = file if alone or not file else f"{file}-{self._last_number}"
         if model.on_demand:
-            own = OnDemandReplica(self._settings, model, worker_id, self._metrics, self._tracer, file)
+            own = OnDemandReplica(self._settings, model, worker_id, self._metrics, self._tracer)
             self._on_demand.add(own)
             return self._start(own)
         engine = self._on_demand.sized(model)
@@ -238,7 +238,7 @@ class Worker:
             memory_kept_bytes=coming_weights,
         )
         return self._start(
-            Replica(self._settings, model, worker_id, engine, self._process, self._metrics, self._tracer, file)
+            Replica(self._settings, model, worker_id, engine, self._process, self._metrics, self._tracer)
         )
 
     def _start(self, replica: Replica) -> Replica:

@@ -68,9 +68,6 @@ class WorkerSettings:
     """Export metrics under vLLM's names too."""
     hub_cache: str = ""
     """The folder for models from the Hub; the variables of the Hub's library say where if it is empty."""
-    host_cache_file: str = ""
-    """File for copies of blocks, which outlive the worker in it; with several replicas, the beginning of the names of
-    several files. If it is empty, copies are in memory and outlive only the engine."""
     kv_budget_bytes: int = 0
     """KV memory that all replicas together may take; 0 leaves it to each replica's own settings."""
     memory_budget_bytes: int = 0

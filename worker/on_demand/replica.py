@@ -52,10 +52,9 @@ class OnDemandReplica(Replica):
         worker_id: str,
         metrics: WorkerMetrics,
         tracer: tracing.Tracer,
-        host_cache_file: str = "",
     ) -> None:
         process = EngineProcess(settings.log.variables())
-        super().__init__(settings, model, worker_id, model.engine, process, metrics, tracer, host_cache_file)
+        super().__init__(settings, model, worker_id, model.engine, process, metrics, tracer)
         self.listener: LoadListener | None = None
         self.on_want: Callable[[], internal.ControlReply] | None = None
         """Answers a router that asks for the model."""
@@ -148,7 +147,7 @@ class OnDemandReplica(Replica):
         """Prepares for the next load: another file may have taken the place of the one that was loaded."""
         self._engine, self._config = self._model.engine, None
         self._metrics.engine_unloaded()
-        if not self._host_cache_file and self._memory_fd is not None:
+        if self._memory_fd is not None:
             os.ftruncate(self._memory_fd, 0)
         self._load_requested.clear()
         self._supervisor = self._make_supervisor()

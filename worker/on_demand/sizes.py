@@ -40,7 +40,8 @@ def _need(facts: ModelFacts, settings: EngineSettings, longest: int) -> MemoryNe
     shared = max(length, min(_CONTEXTS * length, _MAX_SHARED_TOKENS))
     kv_tokens = settings.kv_tokens or facts.kv_tokens or (length if facts.pools else shared)
     has_prefixes = not facts.pools and (facts.kv_bytes_per_token or facts.state_bytes)
-    cached = sizing.budget_bytes(settings) if has_prefixes else 0
+    # the system takes back the memory in which it holds files
+    cached = sizing.budget_bytes(settings) if has_prefixes and not settings.keep_cache else 0
     return estimate(facts, settings, Sizes(min(length, kv_tokens), kv_tokens, cached))
 
 

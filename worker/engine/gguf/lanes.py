@@ -22,7 +22,6 @@ import numpy as np
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.gguf import backend
-from tokenbus.worker.engine.host_cache.memory_copies import MemoryCopies
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, RestoreState, SaveState, Share, Truncate, Wipe
 from tokenbus.worker.engine.runner import DeviceError
@@ -33,6 +32,7 @@ SCRATCH = 0
 
 _HEADER_BYTES = 8
 """The bytes with which everything begins that llama.cpp writes of a sequence: a magic number and the sequence's id."""
+_MAGIC_BYTES = 4
 _WHOLE, _PARTIAL_STATE = 0, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
@@ -59,14 +59,16 @@ class Lanes:
         self._first = first_seq_id
         self.copies: SlotStore | None = None
         """The copies in host memory; None where there can't be any."""
+        self._magic: bytes | None = None
+        """The bytes with which every partial state begins."""
         self._empty_state: bytes | None = None
         """The partial state of an empty sequence, if lanes have any."""
-        self._checkpoint_copies = MemoryCopies()
         if has_partial_state:
-            self._empty_state = bytes(self._get(SCRATCH, _PARTIAL_STATE))[_HEADER_BYTES:]
+            empty = bytes(self._get(SCRATCH, _PARTIAL_STATE))
+            self._magic, self._empty_state = empty[:_MAGIC_BYTES], empty[_HEADER_BYTES:]
 
     def __repr__(self) -> str:
-        return f"<Lanes, {self.copies or self._checkpoint_copies!r}>"
+        return f"<Lanes, {self.copies!r}>"
 
     @property
     def has_partial_state(self) -> bool:
@@ -126,10 +128,6 @@ class Lanes:
         llama.llama_memory_seq_cp(self._memory, SCRATCH, self._first + lane, start, end)
         self._clear_scratch()
 
-    def num_kv_bytes(self, blob: StateBlob) -> int:
-        """Returns the size of what a copy has besides the bytes with which every copy begins."""
-        return len(blob.data) - _HEADER_BYTES
-
     def save_state(self, lane: int) -> ctypes.Array[ctypes.c_uint8]:
         """Copies the partial state of a lane to host memory. Raises DeviceError."""
         return self._get(self._first + lane, _PARTIAL_STATE)
@@ -137,6 +135,11 @@ class Lanes:
     def restore_state(self, data: ctypes.Array[ctypes.c_uint8], lane: int) -> None:
         """Gives a lane a partial state; it has the KV up to the same position. Raises DeviceError."""
         self._set(self._first + lane, data, _PARTIAL_STATE)
+
+    def state_problem(self, data: memoryview) -> str:
+        """Says in a word why data can't be a partial state; empty if they may be. Wrong numbers can't be told."""
+        assert self._magic is not None
+        return "" if data[: len(self._magic)] == self._magic and len(data) > _HEADER_BYTES else "framing"
 
     def clear(self) -> None:
         """Empties every lane."""
@@ -161,9 +164,7 @@ class Lanes:
                 raise DeviceError(f"llama.cpp could not rewrite its memory: {backend.last_error()}")
 
     @property
-    def _store(self) -> SlotStore | MemoryCopies:
-        if self._empty_state is not None:
-            return self._checkpoint_copies
+    def _store(self) -> SlotStore:
         assert self.copies is not None, "there is no host memory to copy to"
         return self.copies
 

@@ -47,6 +47,8 @@ class CheckpointBytes(NamedTuple):
     """The partial state, at the most."""
     token: int
     """Each token's KV in layers that attend to all of them; 0 if there are none."""
+    copy: int = 0
+    """A copy of KV beside its tokens'."""
 
 
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]
@@ -72,16 +74,16 @@ def capabilities(
         reason = "--kv-layout per-stream keeps sequences apart"
     elif count == TOKENS and lanes.has_partial_state:
         window = min(llama.llama_model_n_swa(model), llama.llama_n_ctx_seq(context))
-        found = _NONE._replace(checkpoint=_try_checkpoint(context, lanes, tokens, window))
+        found = _try_checkpoint(context, lanes, tokens, window)
     elif count == TOKENS:
         found = _try_lanes(context, lanes, tokens)
     if not found.can_share and found.checkpoint is None:
         missing["prefix_cache"] = reason
-    elif found.state_format is None:
-        reason = "its tokens are saved in a form that is not known"
+    else:
+        if found.state_format is None and (found.checkpoint is None or found.checkpoint.token):
+            missing["recovery"] = missing["kv_exchange"] = "its tokens are saved in a form that is not known"
         if found.checkpoint is not None:
-            reason = "its prefixes are reused at checkpoints, which stay in the memory of their engine"
-        missing["kv_exchange"] = missing["recovery"] = reason
+            missing["kv_exchange"] = "its prefixes are reused at checkpoints, which are not exchanged"
     if not _has_states(context, first):
         missing["embeddings"] = "llama.cpp returns no hidden states of its tokens"
     is_tried = llama.llama_n_seq_max(context) >= 2 + first and count == TOKENS
@@ -142,22 +144,19 @@ def _try_lanes(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) 
     spread = float(truth.std()) * _CLOSE
     same = bool(np.abs(truth - shared).max() <= spread and np.abs(truth - restored).max() <= spread)
     # Rounded up, so that the number of host blocks is not too large.
-    vocab_size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(llama.llama_get_model(context)))
-    state_format = state_blob.learn(bytes(blob.data), 0, len(tokens), vocab_size)
+    state_format = state_blob.learn(bytes(blob.data), 0, len(tokens), _vocab_size(context))
     return Capabilities(same, -(-len(blob.data) // len(tokens)), state_format)
 
 
-def _try_checkpoint(
-    context: llama.llama_context_p, lanes: Lanes, tokens: list[int], window: int
-) -> CheckpointBytes | None:
+def _try_checkpoint(context: llama.llama_context_p, lanes: Lanes, tokens: list[int], window: int) -> Capabilities:
     """Computes the last token on a lane, and on one that has only copies of what the first one had before it.
 
-    Returns the sizes of such copies, or None if they can't be made, or restored exactly."""
+    Finds the sizes of such copies and the format of the KV, unless they can't be made, or restored exactly."""
     half, last = len(tokens) // 2, len(tokens) - 1
     lanes.clear()
     try:
         _decode(context, tokens[:half], 0, 1)
-        state_of_half = lanes.save_state(0)
+        blob_of_half, state_of_half = lanes.save(0, 0, half), lanes.save_state(0)
         _decode(context, tokens[half:last], half, 1)
         blob, state = lanes.save(0, 0, last), lanes.save_state(0)
         truth = _decode(context, tokens[last:], last, 1)
@@ -165,14 +164,22 @@ def _try_checkpoint(
         lanes.restore_state(state, 1)
         restored = _decode(context, tokens[last:], last, 2)
     except DeviceError:
-        return None
+        return _NONE
     if truth is None or restored is None or np.abs(truth - restored).max() > float(truth.std()) * _CLOSE:
-        return None
+        return _NONE
     growth = -(-(len(state) - len(state_of_half)) // (last - half))  # of a window that is not full
-    token_bytes = lanes.num_kv_bytes(blob) // last
+    token_bytes = (len(blob.data) - len(blob_of_half.data)) // (last - half)
     if growth and not token_bytes:  # all KV counts as state, which has no largest size then
-        return None
-    return CheckpointBytes(len(state) + growth * max(0, window - last), token_bytes)
+        return _NONE
+    sizes = CheckpointBytes(
+        len(state) + growth * max(0, window - last), token_bytes, len(blob.data) - last * token_bytes
+    )
+    state_format = state_blob.learn(bytes(blob.data), 0, last, _vocab_size(context)) if token_bytes else None
+    return _NONE._replace(checkpoint=sizes, state_format=state_format)
+
+
+def _vocab_size(context: llama.llama_context_p) -> int:
+    return int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(llama.llama_get_model(context))))
 
 
 def _decode(context: llama.llama_context_p, tokens: list[int], start: int, seq_id: int) -> Row | None:

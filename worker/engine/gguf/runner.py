@@ -18,7 +18,7 @@ from tokenbus.worker.engine import poison
 from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 from tokenbus.worker.engine.device_memory import DeviceMemory
 from tokenbus.worker.engine.draws import Matrix
-from tokenbus.worker.engine.gguf import backend, context, devices, kv_memory, probe, settings_resolution
+from tokenbus.worker.engine.gguf import backend, context, devices, kv_memory, probe, settings_resolution, state_blob
 from tokenbus.worker.engine.gguf.batch import Batch
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.gguf.layout import GgufLayout
@@ -29,7 +29,6 @@ from tokenbus.worker.engine.gguf.pooling import pooler
 from tokenbus.worker.engine.gguf.pooling.causal_embedder import CausalEmbedder
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
-from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
 from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.logits_health import LogitsHealth
@@ -179,12 +178,13 @@ class GgufRunner:
         capabilities = probe.capabilities(handle, self._context, self.lanes, settings)
         self._can_batch = capabilities.can_batch
         self.canary: Listing[int] = capabilities.canary
-        self._visible_cells = None if _uses_gpu(settings) else capabilities.state_format
+        can_see = capabilities.can_share and not _uses_gpu(settings)
+        self._visible_cells = capabilities.state_format if can_see else None
         """The format of saved keys and values, if they lie in the host's memory and can be looked at."""
         self.adapters = self._adapters = self._model.adapters_of(self._context)
         self.num_lanes = context.num_lanes(settings, partial_state=partial_state)
         self.kv_identity = _identity(metadata.fingerprint, settings, capabilities)
-        self.copies = self.lanes.copies = _make_store(self.kv_identity, settings, capabilities)
+        self.copies = self.lanes.copies = self._make_store(settings, capabilities)
         self.config = self._describe(settings, capabilities)
         self.embedder = self._embedder = self._make_embedder(settings, capabilities)
         if self._embedder is not None:
@@ -296,12 +296,17 @@ class GgufRunner:
         # With per-stream memory one sequence has only its share of the context.
         fits = llama.llama_n_ctx_seq(self._context) // block_size * block_size
         missing = dict(capabilities.missing)
-        sizes = _checkpoint_sizes(settings, capabilities, missing)
+        sizes = None
+        if capabilities.checkpoint is not None:
+            sizes = sizing.checkpoint_sizes(*capabilities.checkpoint, self.copies)
+        if capabilities.checkpoint is not None and sizes is None:
+            left = sizing.budget_bytes(settings)
+            missing["prefix_cache"] = f"--host-cache-mib leaves {left} bytes, which are too few for a checkpoint"
         if self.bundle is None:
             missing["router_tokenizing"] = "no tokenizer made from its files agrees with llama.cpp's on all probes"
         model_tokens = ModelTokens(self.token_bytes, self.end_token_ids, self.encode)
         self.reasoning_closer = reasoning.closer_of(self._model.chat_format, model_tokens, missing)
-        exchanged = capabilities.state_format if self.copies is not None else None
+        exchanged = capabilities.state_format if self.copies is not None and capabilities.can_share else None
         offered = features.with_sampler(
             chat=self._tokenizer.supports_chat,
             ends=bool(self.end_token_ids),
@@ -317,7 +322,7 @@ class GgufRunner:
             kv_block_size=block_size,
             total_kv_blocks=llama.llama_n_ctx(self._context) // block_size,
             kv_tokens=int(llama.llama_n_ctx(self._context)),
-            host_kv_blocks=0 if self.copies is None else self.copies.layout.num_slots,
+            host_kv_blocks=self.copies.layout.num_slots if self.copies is not None and capabilities.can_share else 0,
             kv_identity="" if exchanged is None else self.kv_identity,
             kv_format=None if exchanged is None else exchanged.block_format(block_size),
             writes_through=_writes_through(settings),
@@ -328,12 +333,25 @@ class GgufRunner:
             kv_bytes=self._kv_bytes(settings, capabilities),
         )
 
+    def _make_store(self, settings: EngineSettings, capabilities: probe.Capabilities) -> SlotStore | None:
+        """Returns a store for copies of blocks, or of checkpoints; None if there can't be any or should be none."""
+        form, block_size = capabilities.state_format, settings.kv_block_size
+        problem = state_blob.unknown if form is None else form.problem  # what can't be checked is not recovered
+        if capabilities.checkpoint is not None:
+            return sizing.make_checkpoint_store(
+                self.kv_identity, *capabilities.checkpoint, settings, problem, self.lanes.state_problem
+            )
+        if not capabilities.can_share or not capabilities.bytes_per_token:
+            return None
+        size = capabilities.bytes_per_token * max(block_size, probe.TOKENS) if form is None else form.size(block_size)
+        return sizing.make_store(self.kv_identity, block_size, size, settings, problem)
+
     def _kv_bytes(self, settings: EngineSettings, capabilities: probe.Capabilities) -> int:
         """Returns the device memory that all lanes take, at the most."""
         num_tokens = int(llama.llama_n_ctx(self._context))
         if capabilities.checkpoint is None:
             return num_tokens * kv_memory.bytes_per_token(self._model.metadata, settings)
-        state_bytes, token_bytes = capabilities.checkpoint
+        state_bytes, token_bytes, _ = capabilities.checkpoint
         return num_tokens * token_bytes + int(llama.llama_n_seq_max(self._context)) * state_bytes
 
 
@@ -346,37 +364,12 @@ def _identity(fingerprint: str, settings: EngineSettings, capabilities: probe.Ca
     return kv_identity(fingerprint, types, f"llama.cpp {llama_cpp.__version__}", settings.kv_block_size)
 
 
-def _make_store(identity: str, settings: EngineSettings, capabilities: probe.Capabilities) -> SlotStore | None:
-    """Returns a store for copies of blocks, or None if there can't be any or should be none."""
-    if not capabilities.can_share or not capabilities.bytes_per_token:
-        return None
-    layout, block_size = capabilities.state_format, settings.kv_block_size
-    if layout is None:  # copies are not restored by another engine, since they can't be checked
-        size = capabilities.bytes_per_token * max(block_size, probe.TOKENS)
-        return sizing.make_store(identity, block_size, size, settings, lambda *_: "framing")
-    return sizing.make_store(identity, block_size, layout.size(block_size), settings, layout.problem)
-
-
-def _checkpoint_sizes(
-    settings: EngineSettings, capabilities: probe.Capabilities, missing: dict[str, str]
-) -> CheckpointSizes | None:
-    """Returns the sizes of checkpoints, or None if there are none; says in `missing` if there is no room for one."""
-    if capabilities.checkpoint is None:
-        return None
-    state_bytes, token_bytes = capabilities.checkpoint
-    budget = sizing.budget_bytes(settings)
-    needed = state_bytes + settings.kv_block_size * token_bytes
-    if budget < needed:
-        missing["prefix_cache"] = f"a checkpoint takes {needed} bytes, and --host-cache-mib leaves {budget}"
-        return None
-    return CheckpointSizes(budget, state_bytes, token_bytes)
-
-
 def _writes_through(settings: EngineSettings) -> bool:
-    """Whether blocks are copied as soon as they are complete. By default they are, where copying takes no device."""
+    """Whether blocks are copied as soon as they are complete. By default they are, where copying takes no device, and
+    where they are to outlive the worker."""
     if settings.host_cache_policy != "auto":
         return settings.host_cache_policy == "write-through"
-    return not _uses_gpu(settings)
+    return not _uses_gpu(settings) or bool(settings.keep_cache)
 
 
 def _uses_gpu(settings: EngineSettings) -> bool:

@@ -155,6 +155,11 @@ class StateFormat(NamedTuple):
             yield tensor.number_type, start, offset
 
 
+def unknown(data: memoryview, start: int, count: int) -> str:
+    """Says of any blob that its form is not known."""
+    return "framing"
+
+
 def learn(blob: bytes, start: int, count: int, vocab_size: int) -> StateFormat | None:
     """Returns the format of a context from a blob of its own; None if it is none that is known here."""
     for cell in _CELLS:

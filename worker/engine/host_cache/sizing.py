@@ -1,8 +1,9 @@
 """Decides how many copies of blocks a host's memory may hold."""
 
 from tokenbus.worker.engine import device_memory
-from tokenbus.worker.engine.host_cache.slot_store import FindProblem, SlotStore
+from tokenbus.worker.engine.host_cache.slot_store import FindProblem, FindStateProblem, SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
+from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
@@ -10,6 +11,16 @@ POLICIES = ("auto", "write-through", "write-back")
 _MAX_SLOTS = 1 << 20
 """The prefix tree takes about 1 kB of memory per block."""
 _DEFAULT_SLOTS = 65_536
+_LEAST_TOKENS = 16
+"""A checkpoint of fewer tokens is of little use."""
+_SLOT_TOKENS = 64
+"""A slot for checkpoints has room for the keys and values of this many tokens, where that is neither too much nor too
+little: `_MIN_SLOT_BYTES` to `_MAX_SLOT_BYTES`."""
+_MIN_SLOT_BYTES = 4_096
+_MAX_SLOT_BYTES = 1 << 20
+_MIN_SLOT_TOKENS = 256
+_BYTES_PER_TOKEN_ID = 64
+"""A slot has room for one token id for so many bytes of data: they take a sixteenth of it."""
 _DEFAULT_BYTES = 1 << 30
 _DEFAULT_SHARE = 8
 """Without a setting, at most one in this many bytes of the machine's memory is used for copies."""
@@ -31,6 +42,49 @@ def make_store(
             f"got {settings.host_cache_mib}: it would hold {count:,} blocks, and a worker keeps up to {_MAX_SLOTS:,}"
         )
     return SlotStore(identity, layout._replace(num_slots=count), find_problem) if count else None
+
+
+def make_checkpoint_store(
+    identity: str,
+    state_bytes: int,
+    token_bytes: int,
+    copy_bytes: int,
+    settings: EngineSettings,
+    find_problem: FindProblem,
+    find_state_problem: FindStateProblem,
+) -> SlotStore | None:
+    """Returns a store for checkpoints with states and keys and values of these sizes, or None without room for any."""
+    layout = _checkpoint_layout(state_bytes, token_bytes)
+    count = min(_MAX_SLOTS, budget_bytes(settings) // layout.slot_bytes)
+    named = f"{identity}:checkpoints {state_bytes},{token_bytes},{copy_bytes}"
+    return SlotStore(named, layout._replace(num_slots=count), find_problem, find_state_problem) if count else None
+
+
+def checkpoint_sizes(
+    state_bytes: int, token_bytes: int, copy_bytes: int, store: SlotStore | None
+) -> CheckpointSizes | None:
+    """Returns the sizes of the checkpoints in a store, or None if there is not even room for one."""
+    if store is None:
+        return None
+    layout = store.layout
+    sizes = CheckpointSizes(
+        layout.num_slots * layout.slot_bytes,
+        state_bytes,
+        token_bytes,
+        copy_bytes,
+        layout.slot_bytes,
+        layout.block_bytes,
+        layout.block_size,
+    )
+    needed = sizes.state_copy_bytes(_LEAST_TOKENS) + sizes.kv_bytes(_LEAST_TOKENS)
+    return sizes if needed <= sizes.budget_bytes else None
+
+
+def _checkpoint_layout(state_bytes: int, token_bytes: int) -> SlotLayout:
+    """Returns slots so small that little is left over in the last one of a copy, and large enough to be few."""
+    least = min(state_bytes, _SLOT_TOKENS * token_bytes or state_bytes)
+    data_bytes = min(_MAX_SLOT_BYTES, max(_MIN_SLOT_BYTES, 1 << max(0, least.bit_length() - 1)))
+    return SlotLayout(max(_MIN_SLOT_TOKENS, data_bytes // _BYTES_PER_TOKEN_ID), data_bytes, 0)
 
 
 def budget_bytes(settings: EngineSettings, total_bytes: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Keeps the copies of an engine's blocks in the slots of a region, which outlives the engine.
+"""Keeps the copies of an engine's blocks, or of its checkpoints, in the slots of a region, which outlives the engine.
 
 The region is a file: either an unnamed one in the host's memory, or one on a disk. It is read and written by system
 calls and never mapped: a disk error or a truncated file is an exception here, but would kill a process that maps it.
@@ -7,27 +7,36 @@ Reads return a private copy, which can't change after it has been checked.
 
 import errno
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import structlog
 
+from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
 from tokenbus.worker.engine.host_cache import slots
 from tokenbus.worker.engine.host_cache.recovery import Recovery
 from tokenbus.worker.engine.host_cache.slots import SlotError, SlotHeader, SlotLayout
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
-from tokenbus.worker.engine.runner import DeviceError, ModelError
+from tokenbus.worker.engine.runner import DeviceError
 
 FindProblem = Callable[[memoryview, int, int], str]
 """Says in a word why data can't be that of the given tokens; empty if it can. Called with the data, the first token's
 position and the number of tokens."""
 
+FindStateProblem = Callable[[memoryview], str]
+"""Says why data are no state of a lane, in a word; empty if they may be."""
+
+
+class RegionError(RuntimeError):
+    """A region can't be used. The message says why."""
+
 
 class _Copy(NamedTuple):
-    slot: int
+    slots: tuple[int, ...]
     num_bytes: int
-    checksum: int
+    checksums: tuple[int, ...]
+    """The checksum of each slot's data."""
     number: int = 0
     """Its place in the order in which copies were sealed; 0 if not sealed."""
 
@@ -35,12 +44,19 @@ class _Copy(NamedTuple):
 class SlotStore:
     """The copies of one engine, by id. Open it before use. Not thread-safe."""
 
-    def __init__(self, identity: str, layout: SlotLayout, find_problem: FindProblem) -> None:
+    def __init__(
+        self,
+        identity: str,
+        layout: SlotLayout,
+        find_problem: FindProblem,
+        find_state_problem: FindStateProblem = lambda data: "framing",
+    ) -> None:
         self.identity = identity
         self.layout = layout
         self.recovered: list[tuple[int, BlockLabel]] = []
         """The copies found when the store was opened, by id, oldest first."""
         self.find_problem = find_problem
+        self._find_state_problem = find_state_problem
         self._fd = -1
         self._copies: dict[int, _Copy] = {}
         self._free: list[int] = []
@@ -50,7 +66,7 @@ class SlotStore:
         self._discarded: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        return f"<SlotStore, {len(self._copies)} of {self.layout.num_slots} slots>"
+        return f"<SlotStore, {len(self._copies)} copies, {len(self._free)} of {self.layout.num_slots} slots free>"
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -58,6 +74,16 @@ class SlotStore:
     @property
     def is_open(self) -> bool:
         return self._fd >= 0
+
+    @property
+    def header(self) -> bytes:
+        """The beginning of its region, which says whose copies these are."""
+        return self.layout.region_header(self.identity)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its region."""
+        return self.layout.region_bytes
 
     @property
     def recovery(self) -> Recovery:
@@ -68,48 +94,51 @@ class SlotStore:
     def open(self, fd: int | None = None) -> None:
         """Uses the given region, or creates one that no child inherits. Only one store may use a region at a time.
 
-        Raises ModelError if the file holds something else, or if there is no room for it."""
-        self._fd = os.memfd_create("tokenbus-kv-slots", os.MFD_CLOEXEC) if fd is None else fd
-        header = self.layout.region_header(self.identity)
-        found = os.pread(self._fd, len(header), 0)
-        if not slots.is_region(found):
-            raise ModelError(
-                "--host-cache-file names a file that is not a cache of Tokenbus: remove it, or name another"
-            )
-        is_known = found == header
-        if any(found) and not is_known:
-            # Another model, version or size: none of it is usable, and no other process may read it.
-            structlog.get_logger().warning("host_cache_started_anew", reason="its identity, version or size differs")
+        Raises RegionError if there is no room for it, or it can't be read; then the caller keeps it."""
+        region = os.memfd_create("tokenbus-kv-slots", os.MFD_CLOEXEC) if fd is None else fd
+        header = self.header
         try:
-            self._allocate(keep=is_known)
+            found = os.pread(region, len(header), 0)
+            is_known = found == header
+            if any(found) and not is_known:
+                # Another model or version, or none: nothing of it can be used, and nobody else may read it.
+                structlog.get_logger().warning("host_cache_started_anew", reason="its identity or version differs")
+            self._allocate(region, keep=is_known)
+            self._fd = region
             if is_known:
                 self._recover()
             else:
-                os.pwrite(self._fd, header, 0)
+                os.pwrite(region, header, 0)
         except OSError as error:
-            raise ModelError(self._allocation_problem(error)) from error
-        used = {copy.slot for copy in self._copies.values()}
+            self._fd = -1
+            raise RegionError(self._allocation_problem(error)) from error
+        used = {slot for copy in self._copies.values() for slot in copy.slots}
         self._free = [slot for slot in reversed(range(self.layout.num_slots)) if slot not in used]
 
     def write(self, copy_id: int, data: bytes | memoryview) -> None:
-        """Puts a copy into a free slot. Only this store can find it until it is sealed. Raises DeviceError."""
+        """Puts a copy into free slots. Only this store can find it until it is sealed. Raises DeviceError."""
         assert copy_id not in self._copies, copy_id
-        assert len(data) <= self.layout.block_bytes, (len(data), self.layout)
-        slot = self._free.pop()
-        self._dirty.add(slot)
-        self._copies[copy_id] = _Copy(slot, len(data), slots.checksum(data))
-        offset = self.layout.offset(slot)
-        self._pwrite(slots.EMPTY, offset)
-        self._pwrite(data, offset + self.layout.header_bytes)
+        view, size = memoryview(data), self.layout.block_bytes
+        pieces = [view[at : at + size] for at in range(0, len(view), size)]
+        assert len(pieces) <= len(self._free), (len(data), self)
+        taken = tuple(self._take_slot() for _ in pieces)
+        self._copies[copy_id] = _Copy(taken, len(view), tuple(map(slots.checksum, pieces)))
+        for slot, piece in zip(taken, pieces, strict=True):
+            self._pwrite(piece, self.layout.offset(slot) + self.layout.header_bytes)
 
     def seal(self, labels: Iterable[tuple[int, BlockLabel]]) -> None:
         """Completes copies: from now on another engine can find them. Raises DeviceError."""
         for copy_id, label in labels:
-            copy = self._copies[copy_id]
             self._last_number += 1
-            header = SlotHeader(self._last_number, label, copy.num_bytes, copy.checksum)
-            self._pwrite(self.layout.pack(header), self.layout.offset(copy.slot))
-            self._copies[copy_id] = copy._replace(number=self._last_number)
+            copy = self._with_room_for(label, self._copies[copy_id]._replace(number=self._last_number))
+            self._copies[copy_id] = copy
+            size, width = self.layout.block_bytes, TOKEN_BYTES * self.layout.block_size
+            for part, (slot, checksum) in enumerate(zip(copy.slots, copy.checksums, strict=True)):
+                tokens = label.tokens[part * width : (part + 1) * width]
+                num_bytes = max(0, min(size, copy.num_bytes - part * size))
+                of_part = label._replace(tokens=tokens)
+                header = SlotHeader(copy.number, of_part, num_bytes, checksum, part, len(copy.slots))
+                self._pwrite(self.layout.pack(header), self.layout.offset(slot))
 
     @property
     def last_number(self) -> int:
@@ -124,17 +153,20 @@ class SlotStore:
     def read(self, copy_id: int) -> bytearray:
         """Returns a copy's data. Raises DeviceError if it is not as it was written."""
         copy = self._copies[copy_id]
-        data = self._read_data(copy.slot, copy.num_bytes)
-        if slots.checksum(memoryview(data)) != copy.checksum:
-            raise DeviceError(f"the host cache has changed what was in slot {copy.slot}")
+        data = self._read_data(copy.slots, copy.num_bytes)
+        size = self.layout.block_bytes
+        for part, (slot, checksum) in enumerate(zip(copy.slots, copy.checksums, strict=True)):
+            if slots.checksum(memoryview(data)[part * size : (part + 1) * size]) != checksum:
+                raise DeviceError(f"the host cache has changed what was in slot {slot}")
         return data
 
     def discard(self, copy_id: int) -> None:
-        """Empties a copy's slot. The data stays in the region until another copy is written there, or `zero` is
+        """Empties a copy's slots. The data stays in the region until another copy is written there, or `zero` is
         called."""
         copy = self._copies.pop(copy_id)
-        self._free.append(copy.slot)
-        self._pwrite(slots.EMPTY, self.layout.offset(copy.slot))
+        self._free += copy.slots
+        for slot in copy.slots:
+            self._pwrite(slots.EMPTY, self.layout.offset(slot))
 
     def reject(self, reasons: dict[int, str]) -> None:
         """Discards recovered copies that the engine can't use, and counts them by reason."""
@@ -145,7 +177,7 @@ class SlotStore:
     def zero(self) -> None:
         """Overwrites all slots without a copy. Raises DeviceError."""
         zeros = bytes(self.layout.slot_bytes)
-        for slot in self._dirty - {copy.slot for copy in self._copies.values()}:
+        for slot in self._dirty - {slot for copy in self._copies.values() for slot in copy.slots}:
             self._pwrite(zeros, self.layout.offset(slot))
             self._dirty.discard(slot)
 
@@ -154,62 +186,93 @@ class SlotStore:
             os.close(self._fd)
             self._fd = -1
 
-    def _allocate(self, *, keep: bool) -> None:
+    def _take_slot(self) -> int:
+        """Takes a free slot, which is empty."""
+        slot = self._free.pop()
+        self._dirty.add(slot)
+        self._pwrite(slots.EMPTY, self.layout.offset(slot))
+        return slot
+
+    def _with_room_for(self, label: BlockLabel, copy: _Copy) -> _Copy:
+        """Returns a copy with further slots, without data, where its tokens need more than its data."""
+        missing = self.layout.parts(copy.num_bytes, len(label.tokens) // TOKEN_BYTES) - len(copy.slots)
+        more = tuple(self._take_slot() for _ in range(missing))
+        return copy._replace(slots=copy.slots + more, checksums=copy.checksums + (slots.checksum(b""),) * missing)
+
+    def _allocate(self, fd: int, *, keep: bool) -> None:
         """Sets the region's size. On a disk it is fully allocated at once, so that no later write finds the disk
         full."""
         if not keep:
-            os.ftruncate(self._fd, 0)
-        if self._is_on_disk:
-            os.posix_fallocate(self._fd, 0, self.layout.region_bytes)
-        os.ftruncate(self._fd, self.layout.region_bytes)
-
-    @property
-    def _is_on_disk(self) -> bool:
-        return os.fstat(self._fd).st_nlink > 0  # a file of memfd_create has no name
+            os.ftruncate(fd, 0)
+        if os.fstat(fd).st_nlink > 0:  # a file of memfd_create has no name
+            os.posix_fallocate(fd, 0, self.layout.region_bytes)
+        os.ftruncate(fd, self.layout.region_bytes)
 
     def _allocation_problem(self, error: OSError) -> str:
         size = f"{self.layout.region_bytes >> 20} MiB"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return f"--host-cache-file: there is no room for {size} ({error.strerror}): pass a smaller --host-cache-mib"
-        return f"--host-cache-file: can't use {size} there: {error}"
+            return f"there is no room for {size} ({error.strerror}): pass a smaller --host-cache-mib"
+        return f"can't use {size} there: {error}"
 
     def _recover(self) -> None:
         """Finds the copies of the region's previous engine, and empties slots that can't be trusted."""
         self._dirty = set(range(self.layout.num_slots))
-        found: list[tuple[SlotHeader, int]] = []
+        parts: defaultdict[int, dict[int, tuple[SlotHeader, int]]] = defaultdict(dict)
         for slot in range(self.layout.num_slots):
-            offset = self.layout.offset(slot)
             try:
-                header = self.layout.unpack(os.pread(self._fd, self.layout.header_bytes, offset))
+                header = self.layout.unpack(os.pread(self._fd, self.layout.header_bytes, self.layout.offset(slot)))
                 if header is not None:
-                    self._check_data(slot, header)
-                    found.append((header, slot))
+                    if header.part in parts[header.number]:
+                        raise SlotError("duplicate")
+                    parts[header.number][header.part] = header, slot
             except SlotError as error:
-                self._discarded[str(error)] += 1
-                os.pwrite(self._fd, slots.EMPTY, offset)
-        found.sort(key=lambda one: one[0].number)
-        for copy_id, (header, slot) in enumerate(found, start=1):
-            self._copies[copy_id] = _Copy(slot, header.num_bytes, header.data_checksum, header.number)
-            self.recovered.append((copy_id, header.label))
-        self._last_number = found[-1][0].number if found else 0
+                self._throw_away([slot], str(error))
+        for number, found in sorted(parts.items()):
+            in_order = [found[part] for part in sorted(found)]
+            try:
+                self._recover_copy(number, in_order)
+            except SlotError as error:
+                self._throw_away([slot for _, slot in in_order], str(error))
+        self._last_number = max(parts, default=0)
 
-    def _check_data(self, slot: int, header: SlotHeader) -> None:
-        """Raises SlotError if a slot's data does not belong to its header's tokens."""
-        data = memoryview(self._read_data(slot, header.num_bytes))
-        if slots.checksum(data) != header.data_checksum:
+    def _recover_copy(self, number: int, parts: list[tuple[SlotHeader, int]]) -> None:
+        """Takes a copy with all its parts. Raises SlotError if one is missing, or their data can't be used."""
+        headers = [header for header, _ in parts]
+        if {header.parts for header in headers} != {len(headers)}:
             raise SlotError("torn")
-        if problem := self.find_problem(data, header.label.start, header.num_tokens):
+        label = headers[0].label._replace(tokens=b"".join(header.label.tokens for header in headers))
+        if any(header.label._replace(tokens=label.tokens) != label for header in headers):
+            raise SlotError("torn")
+        taken, num_bytes = tuple(slot for _, slot in parts), sum(header.num_bytes for header in headers)
+        data = memoryview(self._read_data(taken, num_bytes))
+        size = self.layout.block_bytes
+        for header in headers:
+            if slots.checksum(data[header.part * size : (header.part + 1) * size]) != header.data_checksum:
+                raise SlotError("torn")
+        count = len(label.tokens) // TOKEN_BYTES
+        problem = self._find_state_problem(data) if label.is_state else self.find_problem(data, label.start, count)
+        if problem:
             raise SlotError(problem)
+        copy_id = len(self.recovered) + 1
+        self._copies[copy_id] = _Copy(taken, num_bytes, tuple(header.data_checksum for header in headers), number)
+        self.recovered.append((copy_id, label))
 
-    def _read_data(self, slot: int, num_bytes: int) -> bytearray:
+    def _throw_away(self, taken: list[int], reason: str) -> None:
+        self._discarded[reason] += 1
+        for slot in taken:
+            os.pwrite(self._fd, slots.EMPTY, self.layout.offset(slot))
+
+    def _read_data(self, taken: tuple[int, ...], num_bytes: int) -> bytearray:
         data = bytearray(num_bytes)
-        done = 0
-        while done < num_bytes:
-            offset = self.layout.offset(slot) + self.layout.header_bytes + done
-            count = os.preadv(self._fd, [memoryview(data)[done:]], offset)
-            if not count:
-                break  # the file was truncated: the missing part stays 0, which the checksum detects
-            done += count
+        view, size = memoryview(data), self.layout.block_bytes
+        for part, slot in enumerate(taken):
+            left = view[part * size : (part + 1) * size]
+            offset = self.layout.offset(slot) + self.layout.header_bytes
+            while left:
+                count = os.preadv(self._fd, [left], offset)
+                if not count:
+                    break  # the file was truncated: the missing part stays 0, which the checksum detects
+                left, offset = left[count:], offset + count
         return data
 
     def _pwrite(self, data: bytes | memoryview, offset: int) -> None:

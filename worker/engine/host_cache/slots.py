@@ -2,11 +2,14 @@
 
     region    | region header, 4,096 bytes | slot 0 | slot 1 | ... |
     slot      | slot header | token ids, as many as a block has | data, as much as a block has |
-    header    | checksum | data's checksum | number | start | tokens | bytes | root's hash | digests |
+    header    | checksum | data's checksum | number | start | tokens | bytes | part | parts | kind | root | digests |
 
 A slot is empty while its checksum is 0. A writer empties a slot first and writes the header last, so that at any moment
 a slot is empty, whole or torn; the checksums reveal a torn one. The last block of a path may have fewer tokens than a
 full block, and then less data.
+
+A copy of a block takes one slot. A copy of a checkpoint takes several, its parts, with the same number: each has a
+share of its tokens and of its data. It is whole if all of them are.
 """
 
 import struct
@@ -19,8 +22,8 @@ from tokenbus.worker.engine.kv.prefix_tree import DIGEST_BYTES, BlockLabel
 
 REGION_HEADER_BYTES = 4_096
 _REGION_MAGIC = b"tokenbus kv slots "
-_REGION_VERSION = b"1\n"
-_HEADER = struct.Struct(f"<QQQIIIIQ{DIGEST_BYTES}s{DIGEST_BYTES}s")
+_REGION_VERSION = b"2\n"
+_HEADER = struct.Struct(f"<QQQIIIIIIQ{DIGEST_BYTES}s{DIGEST_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
 _ALIGNMENT = 64
 EMPTY = _CHECKSUM.pack(0)
@@ -32,13 +35,16 @@ class SlotError(ValueError):
 
 
 class SlotHeader(NamedTuple):
-    """A description of a slot's block and data."""
+    """A description of a slot's block, or part of a copy, and its data."""
 
     number: int
     """Increases with every copy made, so that copies can be ordered by age."""
     label: BlockLabel
+    """That of the copy, but with this part's tokens alone."""
     num_bytes: int
     data_checksum: int
+    part: int = 0
+    parts: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -65,14 +71,18 @@ class SlotLayout(NamedTuple):
     def region_bytes(self) -> int:
         return REGION_HEADER_BYTES + self.num_slots * self.slot_bytes
 
+    def parts(self, num_bytes: int, num_tokens: int) -> int:
+        """Returns how many slots a copy takes."""
+        return max(1, -(-num_bytes // self.block_bytes), -(-num_tokens // self.block_size))
+
     def offset(self, slot: int) -> int:
         """The offset of a slot in the region."""
         return REGION_HEADER_BYTES + slot * self.slot_bytes
 
     def region_header(self, identity: str) -> bytes:
         """Returns the beginning of a region for the keys and values of an identity; a region is readable only if it is
-        equal."""
-        sizes = f"{self.block_size} {self.block_bytes} {self.num_slots}\n"
+        equal. A region may get more or fewer slots."""
+        sizes = f"{self.block_size} {self.block_bytes}\n"
         header = _REGION_MAGIC + _REGION_VERSION + sizes.encode() + identity.encode()
         assert len(header) <= REGION_HEADER_BYTES, identity
         return header.ljust(REGION_HEADER_BYTES, b"\0")
@@ -87,7 +97,9 @@ class SlotLayout(NamedTuple):
             label.start,
             header.num_tokens,
             header.num_bytes,
-            0,
+            header.part,
+            header.parts,
+            int(label.is_state),
             label.root_hash,
             label.root_digest,
             label.parent_digest,
@@ -101,25 +113,20 @@ class SlotLayout(NamedTuple):
             raise SlotError("truncated")
         if data[: _CHECKSUM.size] == EMPTY:
             return None
-        found, data_checksum, number, start, num_tokens, num_bytes, _, root_hash, root, parent = _HEADER.unpack_from(
-            data
-        )
+        fields = _HEADER.unpack_from(data)
+        found, data_checksum, number, start, num_tokens, num_bytes, part, parts, kind, root_hash, root, parent = fields
         if found != checksum(data[_CHECKSUM.size : self.header_bytes]):
             raise SlotError("torn")
-        if not 0 < num_tokens <= self.block_size or not 0 < num_bytes <= self.block_bytes:
+        if num_tokens > self.block_size or num_bytes > self.block_bytes or not num_tokens + num_bytes or part >= parts:
             raise SlotError("size")
         tokens = data[_HEADER.size : _HEADER.size + TOKEN_BYTES * num_tokens]
-        return SlotHeader(number, BlockLabel(root_hash, root, parent, start, tokens), num_bytes, data_checksum)
+        label = BlockLabel(root_hash, root, parent, start, tokens, is_state=bool(kind))
+        return SlotHeader(number, label, num_bytes, data_checksum, part, parts)
 
 
 def checksum(data: bytes | memoryview) -> int:
     """Returns a checksum that is never 0."""
     return xxhash.xxh3_64_intdigest(data) or 1
-
-
-def is_region(header: bytes) -> bool:
-    """Whether a file begins like a region of any version, or is empty like one that was never finished."""
-    return header.startswith(_REGION_MAGIC) or not any(header)
 
 
 def _aligned(size: int) -> int:

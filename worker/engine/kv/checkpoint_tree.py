@@ -9,7 +9,7 @@ Unlike the blocks of the prefix tree, runs have any length: a run is cut where a
 from typing import NamedTuple
 
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
-from tokenbus.worker.engine.kv.prefix_tree import Domain, num_common_tokens
+from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, RootName, digest_of, num_common_tokens
 from tokenbus.worker.engine.kv.retention import SessionKey
 
 
@@ -36,7 +36,7 @@ class Checkpoint:
 
     __slots__ = (
         "base",
-        "domain",
+        "digest",
         "end",
         "hash",
         "kept_until",
@@ -44,17 +44,21 @@ class Checkpoint:
         "node",
         "num_dependents",
         "owner",
+        "root",
         "start",
         "state_copy",
     )
 
-    def __init__(self, domain: Domain, base: "Checkpoint | None", node: Run) -> None:
-        self.domain = domain
-        """The domain whose tree it is in."""
+    def __init__(self, root: RootName, base: "Checkpoint | None", node: Run | None, tokens: bytes) -> None:
+        """`tokens` are all of the prefix that ends at it."""
+        self.root = root
+        """The domain in whose tree it is."""
         self.base = base
         """The checkpoint whose KV comes before; None at the beginning."""
         self.start: int = 0 if base is None else base.end
-        self.end: int = node.end
+        self.end: int = len(tokens) // TOKEN_BYTES
+        self.digest = digest_of(self.base_digest + tokens[TOKEN_BYTES * self.start :])
+        """A digest of the tokens, by those of the checkpoints on which it stands."""
         self.node: Run | None = node
         """Its place in the tree; None once it is gone."""
         self.kv_copy: int | None = None
@@ -71,6 +75,22 @@ class Checkpoint:
     def __repr__(self) -> str:
         state = "" if self.has_state else ", no state"
         return f"<Checkpoint {self.start}-{self.end}, {self.num_dependents} dependents{state}>"
+
+    @property
+    def base_digest(self) -> bytes:
+        return self.root.digest if self.base is None else self.base.digest
+
+    def kv_label(self, tokens: bytes) -> BlockLabel:
+        """Returns what another engine must know of the copy of its KV; `tokens` are all of the prefix."""
+        own = tokens[TOKEN_BYTES * self.start :]
+        return BlockLabel(self.root.hash, self.root.digest, self.base_digest, self.start, own)
+
+    def state_label(self, tokens: bytes, *, has_kv: bool) -> BlockLabel:
+        """Returns what another engine must know of the copy of its state: that of the KV, if there is any, names the
+        tokens."""
+        if has_kv:
+            return BlockLabel(self.root.hash, self.root.digest, self.digest, self.end, b"", is_state=True)
+        return self.kv_label(tokens)._replace(is_state=True)
 
     @property
     def has_state(self) -> bool:

@@ -20,13 +20,15 @@ import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
+from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 from tokenbus.protocol.wire import block_hash
-from tokenbus.worker.engine.kv import checkpoint_tree
+from tokenbus.worker.engine.kv import checkpoint_tree, prefix_tree
 from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint, Match, Run
 from tokenbus.worker.engine.kv.ops import Discard, Offload, Onload, OpQueue, RestoreState, SaveState
-from tokenbus.worker.engine.kv.prefix_tree import Domain, KvEvents, StoredBlock
+from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain, KvEvents, RootName, StoredBlock
+from tokenbus.worker.engine.kv.recovered_checkpoints import recovered_checkpoints
 from tokenbus.worker.engine.kv.retention import DEFAULT_LIMITS, Retention, RetentionLimits, SessionKey
 
 
@@ -38,6 +40,27 @@ class CheckpointSizes(NamedTuple):
     """The size of a copy of the partial state, at the most."""
     token_bytes: int
     """The size of the KV of a token; 0 for a model without any."""
+    copy_bytes: int = 0
+    """The size of a copy of KV beside its tokens'."""
+    slot_bytes: int = 0
+    """Copies take slots of this size; 0: they take what they have."""
+    slot_data_bytes: int = 1
+    """The bytes of a copy that a slot has room for."""
+    slot_tokens: int = 1
+    """The tokens of a copy that a slot has room for."""
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Returns the memory that a copy of the KV of tokens takes."""
+        return self._taken(self.copy_bytes + num_tokens * self.token_bytes, num_tokens) if self.token_bytes else 0
+
+    def state_copy_bytes(self, num_tokens: int) -> int:
+        """Returns the memory that a copy of a state takes, which is labelled with tokens where it has no KV."""
+        return self._taken(self.state_bytes, 0 if self.token_bytes else num_tokens)
+
+    def _taken(self, num_bytes: int, num_tokens: int) -> int:
+        if not self.slot_bytes:
+            return num_bytes
+        return self.slot_bytes * max(1, -(-num_bytes // self.slot_data_bytes), -(-num_tokens // self.slot_tokens))
 
 
 class Checkpoints:
@@ -57,12 +80,14 @@ class Checkpoints:
         self._max_count = max_count
         self._ops = ops
         self._fingerprint = fingerprint
-        self._roots: dict[Domain, Run] = {}
+        self._roots: dict[RootName, Run] = {}
         """The trees of domains that have a checkpoint: clients can invent any number of domains."""
         self._states: OrderedDict[Checkpoint, None] = OrderedDict()
         """Checkpoints with a state, the least recently used first."""
         self.retention: Retention[Checkpoint] = Retention(sizes.budget_bytes, limits, self._num_bytes, self._touch)
         self._copy_ids = itertools.count(1)
+        self._labels: dict[int, BlockLabel] = {}
+        """Says of the copies that were made since the labels were taken what they are of, by their ids."""
         self._stored: dict[int, StoredBlock] = {}
         self._removed: list[int] = []
         self.used_bytes = 0
@@ -81,7 +106,7 @@ class Checkpoints:
 
     def match(self, domain: Domain, token_ids: "array[int]", max_tokens: int) -> Match:
         """Returns how much of a prefix is known, and the deepest checkpoint within its first `max_tokens` tokens."""
-        root = self._roots.get(domain)
+        root = self._roots.get(self._root_name(domain))
         if root is None:
             return Match(0, None)
         return checkpoint_tree.match(root, block_hash.pack_token_ids(token_ids), max_tokens)
@@ -103,7 +128,8 @@ class Checkpoints:
 
         `base` is one from which the lane went on, or that was made of it."""
         tokens = block_hash.pack_token_ids(token_ids[:end])
-        root = self._roots.setdefault(domain, Run(None, b""))
+        name = self._root_name(domain)
+        root = self._roots.setdefault(name, Run(None, b""))
         found = checkpoint_tree.match(root, tokens, end).checkpoint
         if found is not None and found.end == end:
             self._states.move_to_end(found)
@@ -111,26 +137,62 @@ class Checkpoints:
         node = checkpoint_tree.insert(root, tokens)
         one = node.checkpoint
         if one is None:
-            one = node.checkpoint = Checkpoint(domain, self._surviving(base), node)
+            one = node.checkpoint = Checkpoint(name, self._surviving(base), node, tokens)
             if one.base is not None:
                 one.base.num_dependents += 1
         one.num_dependents += 1  # making room must not take what it is to stand on
-        num_kv_bytes = 0 if one.kv_copy is not None else (end - one.start) * self._sizes.token_bytes
-        has_room = self._make_room(self._sizes.state_bytes + num_kv_bytes)
+        num_kv_bytes = 0 if one.kv_copy is not None else self._sizes.kv_bytes(end - one.start)
+        num_state_bytes = self._sizes.state_copy_bytes(end - one.start)
+        has_room = self._make_room(num_state_bytes + num_kv_bytes)
         one.num_dependents -= 1
         if not has_room:
             self._collect(one)
             return None
         if num_kv_bytes:
             one.kv_copy = next(self._copy_ids)
+            self._labels[one.kv_copy] = one.kv_label(tokens)
             self._ops.add(Offload(one.kv_copy, lane, one.start, end))
         one.state_copy = next(self._copy_ids)
+        self._labels[one.state_copy] = one.state_label(tokens, has_kv=self._has_kv)
         self._ops.add(SaveState(one.state_copy, lane))
         self._states[one] = None
-        self.used_bytes += self._sizes.state_bytes + num_kv_bytes
+        self.used_bytes += num_state_bytes + num_kv_bytes
         self.saved += 1
-        self._announce(one, domain, tokens)
+        self._announce(one, tokens)
         return one
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether there are copies that the ops have yet to make."""
+        return bool(self._labels)
+
+    def take_labels(self) -> list[tuple[int, BlockLabel]]:
+        """Returns the ids and labels of the copies that were made since the last time, and are still wanted."""
+        labels, self._labels = self._labels, {}
+        return list(labels.items())
+
+    def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
+        """Takes over copies that an earlier engine has made, given by id and in the order in which they were made.
+
+        Returns the ids of those of which nothing is kept, with the reason."""
+        found, rejected = recovered_checkpoints(copies, has_kv=self._has_kv)
+        ages = {copy_id: age for age, (copy_id, _) in enumerate(copies)}
+        for one, tokens in found:
+            one.node = checkpoint_tree.insert(self._roots.setdefault(one.root, Run(None, b"")), tokens)
+            one.node.checkpoint = one
+            if one.base is not None:
+                one.base.num_dependents += 1
+            if one.kv_copy is not None:
+                self.used_bytes += self._sizes.kv_bytes(one.end - one.start)
+        with_state = [(one, tokens) for one, tokens in found if one.state_copy is not None]
+        for one, tokens in sorted(with_state, key=lambda pair: ages[pair[0].state_copy or 0]):
+            self._states[one] = None
+            self.used_bytes += self._sizes.state_copy_bytes(one.end - one.start)
+            self._announce(one, tokens)
+        self._copy_ids = itertools.count(max(ages, default=0) + 1)
+        while len(self) > self._max_count or self.used_bytes > self._sizes.budget_bytes:
+            self._drop_state(next(iter(self._states)))
+        return rejected
 
     def end_session(self, session: SessionKey) -> None:
         """Makes the states that a session alone has used the first to be discarded."""
@@ -176,15 +238,16 @@ class Checkpoints:
         """Asserts that all that is kept is of use, stands on what is kept, and is counted."""
         self.check_counts()
         kept = list(self.all())
-        assert self._roots.keys() == {one.domain for one in kept}, self._roots
+        assert self._roots.keys() == {one.root for one in kept}, self._roots
         dependents = dict.fromkeys(kept, 0)
         used_bytes = 0
         for one in kept:
             assert one.node is not None, one
             assert one.node.checkpoint is one, one
             assert one.start == (0 if one.base is None else one.base.end) < one.end, one
-            assert (one.kv_copy is not None) == (self._sizes.token_bytes > 0), one
-            used_bytes += (one.end - one.start) * self._sizes.token_bytes + one.has_state * self._sizes.state_bytes
+            assert (one.kv_copy is not None) == self._has_kv, one
+            size = one.end - one.start
+            used_bytes += self._sizes.kv_bytes(size) + one.has_state * self._sizes.state_copy_bytes(size)
             if one.base is not None:
                 dependents[one.base] += 1
         assert all(one.num_dependents == count for one, count in dependents.items()), dependents
@@ -199,11 +262,18 @@ class Checkpoints:
         """Returns the last checkpoint up to `base` whose KV is still there; none where tokens have no KV."""
         while base is not None and base.node is None:
             base = base.base
-        return base if self._sizes.token_bytes else None
+        return base if self._has_kv else None
+
+    @property
+    def _has_kv(self) -> bool:
+        return self._sizes.token_bytes > 0
+
+    def _root_name(self, domain: Domain) -> RootName:
+        return prefix_tree.root_name(domain, self._fingerprint)
 
     def _num_bytes(self, one: Checkpoint) -> int:
         """Returns the memory that a checkpoint takes beside those before it."""
-        return self._sizes.state_bytes + (one.end - one.start) * self._sizes.token_bytes
+        return self._sizes.state_copy_bytes(one.end - one.start) + self._sizes.kv_bytes(one.end - one.start)
 
     def _touch(self, one: Checkpoint) -> None:
         self._states.move_to_end(one)
@@ -223,9 +293,9 @@ class Checkpoints:
         assert one.state_copy is not None, one
         del self._states[one]
         self.retention.forget(one)
-        self._ops.add(Discard(one.state_copy))
+        self._discard(one.state_copy)
         one.state_copy = None
-        self.used_bytes -= self._sizes.state_bytes
+        self.used_bytes -= self._sizes.state_copy_bytes(one.end - one.start)
         if one.hash is not None and self._stored.pop(one.hash, None) is None:
             self._removed.append(one.hash)
         self._collect(one)
@@ -235,23 +305,26 @@ class Checkpoints:
         one: Checkpoint | None = checkpoint
         while one is not None and not one.has_state and not one.num_dependents:
             if one.kv_copy is not None:
-                self._ops.add(Discard(one.kv_copy))
-                self.used_bytes -= (one.end - one.start) * self._sizes.token_bytes
+                self._discard(one.kv_copy)
+                self.used_bytes -= self._sizes.kv_bytes(one.end - one.start)
             assert one.node is not None, one
             checkpoint_tree.remove(one.node)
-            if not self._roots[one.domain].children:
-                del self._roots[one.domain]
+            if not self._roots[one.root].children:
+                del self._roots[one.root]
             one.node = one.kv_copy = None
             one = one.base
             if one is not None:
                 one.num_dependents -= 1
 
-    def _announce(self, one: Checkpoint, domain: Domain, tokens: bytes) -> None:
+    def _discard(self, copy_id: int) -> None:
+        self._labels.pop(copy_id, None)
+        self._ops.add(Discard(copy_id))
+
+    def _announce(self, one: Checkpoint, tokens: bytes) -> None:
         """Notes the hash of the block that ends at a checkpoint, for routers."""
         if one.end % self._block_size:
             return
-        named = block_hash.PrefixDomain(self._fingerprint, domain.adapters, domain.tenant, domain.cache_salt)
-        parent = block_hash.root_hash(named)
+        parent = one.root.hash
         hashes = [parent, *block_hash.block_hashes_of_bytes(tokens, self._block_size, parent)]
         one.hash = hashes[-1]
         self._stored[one.hash] = StoredBlock(hashes[-2], one.hash)

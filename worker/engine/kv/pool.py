@@ -12,6 +12,7 @@ needs more takes blocks as long as there are any.
 
 from array import array
 from collections import Counter
+from collections.abc import Sequence as Listing
 
 from tokenbus.worker.engine.kv import exchange
 from tokenbus.worker.engine.kv.allocation import Allocation
@@ -19,7 +20,7 @@ from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint
 from tokenbus.worker.engine.kv.checkpointed import CheckpointedAllocation
 from tokenbus.worker.engine.kv.checkpoints import Checkpoints, CheckpointSizes
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
-from tokenbus.worker.engine.kv.prefix_tree import Block, Domain, KvEvents
+from tokenbus.worker.engine.kv.prefix_tree import Block, BlockLabel, Domain, KvEvents
 from tokenbus.worker.engine.kv.retention import (
     DEFAULT_LIMITS,
     NO_HINT,
@@ -134,6 +135,19 @@ class BlockPool:
         self.cache.clear()
         if self.checkpoints is not None:
             self.checkpoints.clear()
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether copies are to be made although nothing runs."""
+        return self.cache.has_unsaved if self.checkpoints is None else self.checkpoints.has_unsaved
+
+    def take_labels(self) -> list[tuple[int, BlockLabel]]:
+        """Returns what the copies are of that the ops since the last time make, by their ids."""
+        return self.cache.host.take_labels() if self.checkpoints is None else self.checkpoints.take_labels()
+
+    def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
+        """Adopts copies of an earlier engine; returns the ids of those that are of no use, with the reason."""
+        return self.cache.recover(copies) if self.checkpoints is None else self.checkpoints.recover(copies)
 
     def take_kv_events(self) -> KvEvents:
         """Returns which cached blocks came and went since the last time, as far as routers are told."""

@@ -30,6 +30,20 @@ class Domain(NamedTuple):
     adapters: tuple[block_hash.Adapter, ...] = ()
 
 
+class RootName(NamedTuple):
+    """Names a domain without telling its tenant or cache salt."""
+
+    hash: int
+    """The parent of the hashes of its first blocks."""
+    digest: bytes
+
+
+def root_name(domain: Domain, fingerprint: str) -> RootName:
+    """Returns the name of a domain of the model with a fingerprint."""
+    named = block_hash.PrefixDomain(fingerprint, domain.adapters, domain.tenant, domain.cache_salt)
+    return RootName(block_hash.root_hash(named), digest_of(repr(named).encode(errors="surrogatepass")))
+
+
 class StoredBlock(NamedTuple):
     """The hash of a block that is known from now on, and that of the block before it."""
 
@@ -49,6 +63,8 @@ class BlockLabel(NamedTuple):
     """The digest of the block before, or of the root."""
     start: int
     tokens: bytes
+    is_state: bool = False
+    """Whether it is a copy of the state behind its tokens, and not of their keys and values (checkpoints.py)."""
 
 
 class KvEvents(NamedTuple):
@@ -123,7 +139,7 @@ class Block:
         """A digest of all tokens up to its end, and of the domain; computed when it is first wanted."""
         for block in reversed(list(itertools.takewhile(lambda one: not one._digest, self.path()))):
             assert block.parent is not None
-            block._digest = _digest(block.parent._digest + block.tokens)
+            block._digest = digest_of(block.parent._digest + block.tokens)
         return self._digest
 
     def label(self) -> BlockLabel:
@@ -199,8 +215,7 @@ class PrefixTree:
         """The root of a domain, made if there is none."""
         root = self._roots.get(domain)
         if root is None:
-            named = block_hash.PrefixDomain(self._fingerprint, domain.adapters, domain.tenant, domain.cache_salt)
-            name, digest = block_hash.root_hash(named), _digest(repr(named).encode(errors="surrogatepass"))
+            name, digest = root_name(domain, self._fingerprint)
             root = self._recovered_roots.pop((name, digest), None) or Root(domain, name, digest)
             root.domain = domain
             self._roots[domain] = root
@@ -280,7 +295,8 @@ class PrefixTree:
             yield from root.descendants()
 
 
-def _digest(data: bytes) -> bytes:
+def digest_of(data: bytes) -> bytes:
+    """Returns a cryptographic digest."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 

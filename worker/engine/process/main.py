@@ -19,6 +19,7 @@ import structlog
 
 from tokenbus.protocol.process import parent
 from tokenbus.protocol.telemetry import logs
+from tokenbus.worker.engine.host_cache.cache_folder import CacheFolder
 from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine.memory.claims import MemoryClaims
 from tokenbus.worker.engine.process import ipc, replica
@@ -102,6 +103,9 @@ class ReplicaServer:
         try:
             with contextlib.suppress(ConnectionError):  # the frontend has closed this replica's socket
                 target_s = settings.step_target_ms / 1e3
+                folder = (
+                    CacheFolder(settings.keep_cache, settings.keep_cache_mib << 20) if settings.keep_cache else None
+                )
                 replica.serve(
                     sock,
                     load,
@@ -111,6 +115,7 @@ class ReplicaServer:
                     debug=settings.debug,
                     memory_fd=memory_fd,
                     join_pool=join_pool,
+                    folder=folder,
                 )
             if kv_memory is not None:
                 kv_memory.leave()

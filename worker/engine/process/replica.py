@@ -14,7 +14,9 @@ import structlog
 
 from tokenbus.protocol.wire import block_hash, codec, errors
 from tokenbus.worker.engine import pooling
+from tokenbus.worker.engine.host_cache.cache_folder import CacheFolder
 from tokenbus.worker.engine.host_cache.recovery import Recovery
+from tokenbus.worker.engine.host_cache.slot_store import RegionError
 from tokenbus.worker.engine.process import ipc, scheduler_setup
 from tokenbus.worker.engine.process.loop import Inbox, LanesChanged, StepLoop
 from tokenbus.worker.engine.process.settings import SchedulerSettings
@@ -38,10 +40,11 @@ def serve(
     debug: bool = False,
     memory_fd: int | None = None,
     join_pool: Callable[[Runner, Callable[[], None]], LaneShare | None] = lambda runner, wake: None,
+    folder: CacheFolder | None = None,
 ) -> None:
     """Loads a runner, reports it, and steps until the socket's other end closes. `memory_fd` is a file for copies of
-    blocks, in which those of an earlier engine may be. `join_pool` returns the runner's share of a KV pool, if it has
-    one, which calls a function when the loop should ask it again.
+    blocks, in which those of an earlier engine may be; those in a file of `folder` outlive the worker too. `join_pool`
+    returns the runner's share of a KV pool, if it has one, which calls a function when the loop should ask it again.
 
     A model that can't be loaded is reported to the frontend. Raises DeviceError when the device fails, and any
     unexpected exception of any of its threads."""
@@ -56,7 +59,7 @@ def serve(
     try:
         runner = load(lambda fraction: send(ipc.Loading(fraction)))
         scheduler_setup.check(runner.config, scheduler_settings or SchedulerSettings())
-        _open_copies(runner, memory_fd)
+        _open_copies(runner, memory_fd, folder)
         lane_share = join_pool(runner, lambda: inbox.put(LanesChanged()))
     except ModelError as error:
         if runner is not None:
@@ -85,10 +88,24 @@ def serve(
                 runner.copies.close()
 
 
-def _open_copies(runner: Runner, memory_fd: int | None) -> None:
-    """Opens the runner's copies in a file, if it makes any. Raises ModelError if the file can't be used."""
-    if runner.copies is not None:
-        runner.copies.open(memory_fd)
+def _open_copies(runner: Runner, memory_fd: int | None, folder: CacheFolder | None) -> None:
+    """Opens the runner's copies, if it makes any: in a file of the folder if that can be, else in memory. Raises
+    ModelError if there is not enough of that."""
+    copies = runner.copies
+    if copies is None:
+        if folder is not None:
+            structlog.get_logger().warning("cache_not_kept", reason="the engine makes no copies of this model's blocks")
+    elif folder is not None and (fd := folder.take(copies.header, copies.num_bytes)) is not None:
+        try:
+            copies.open(fd)
+        except RegionError as error:
+            os.close(fd)
+            structlog.get_logger().warning("cache_not_kept", reason=str(error))
+    if copies is not None and not copies.is_open:
+        try:
+            copies.open(memory_fd)
+        except RegionError as error:
+            raise ModelError(f"--host-cache-mib: {error}") from error
     elif memory_fd is not None:
         os.close(memory_fd)
 

@@ -144,6 +144,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     host_cache_policy: str = "auto"
     """`write-through` copies blocks to host memory as soon as they are complete, so that they outlive the engine;
     `write-back` only those that have to leave the device. `auto` is `write-through` where the device is the CPU."""
+    keep_cache: str = ""
+    """A folder in which these copies outlive the worker; empty: they end with it."""
+    keep_cache_mib: int = 8_192
+    """The MiB of all files in that folder, which other workers may use too."""
 
 
 def check_choices(settings: EngineSettings) -> None:

@@ -99,7 +99,7 @@ class Scheduler:
     @property
     def has_unsaved_blocks(self) -> bool:
         """Whether blocks remain to be copied to host memory although nothing runs; empty steps copy them."""
-        return self._cache.has_unsaved
+        return self._pool.has_unsaved
 
     @property
     def counts(self) -> SchedulerCounts:
@@ -185,7 +185,7 @@ class Scheduler:
         self._cache.write_through()
         self._cache.trim(self._max_cached_blocks)
         preempted, self._preempted = self._preempted, []
-        ops, labels = tuple(self._cache.ops.take()), tuple(self._cache.host.take_labels())
+        ops, labels = tuple(self._cache.ops.take()), tuple(self._pool.take_labels())
         return StepPlan((*decodes, *prompts), tuple(started), ops, tuple(preempted), labels)
 
     def update(self, plan: StepPlan, outcomes: Listing[Outcome]) -> list[StepResult]:
@@ -223,7 +223,7 @@ class Scheduler:
 
     def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
         """Adopts copies of an earlier engine; returns the ids of unusable ones, with the reason."""
-        return self._cache.recover(copies)
+        return self._pool.recover(copies)
 
     def retain_session(self, session: SessionKey, ttl_s: float, now: float) -> None:
         """Keeps a session's cached blocks for that long; with 0, those that only it has used are evicted first."""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.support import adapters
-from tests.support.engines import DEMO, ONNX, Recorder, exact_demo, gqa_demo
+from tests.support.engines import DEMO, ONNX, Recorder, exact_demo, gqa_demo, stateful
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker import contract, engine_request
 from tokenbus.worker.engine.host_cache.recovery import Recovery
@@ -59,6 +59,11 @@ class Engines(EngineListener):
         self._client.on_kv_events = lambda removed, stored: self.reported.extend(stored)
         self._client.report_recovered()
         self._client.on_kv_events = lambda removed, stored: None
+
+    async def settle(self) -> None:
+        """Waits until all copies are made: an idle engine makes those that are left in its next step."""
+        assert self._client is not None
+        await self._client.export_blocks(contract.CachedPrefix("", "", (), b""), 0, 1)
 
     async def kill(self) -> None:
         assert self._client is not None
@@ -177,29 +182,67 @@ async def test_a_cleared_cache_leaves_nothing_in_the_region(engines: Engines) ->
     assert os.pread(engines.fd, settings_size, 0).count(prompt) <= 1  # of the request behind the clearing
 
 
-async def test_a_file_outlives_the_worker(tmp_path: Path) -> None:
-    path = str(tmp_path / "cache")
-    settings = msgspec.structs.replace(DEMO, host_cache_mib=16)
-    first = Engines(await host_memory.open_file(path))
-    await first.start(settings)
-    undisturbed, _ = await first.ask()
-    await first.kill()
-    os.close(first.fd)
-    second = Engines(await host_memory.open_file(path))
-    await second.start(settings)
-    tokens, cached = await second.ask()
-    assert tokens == undisturbed
-    assert cached >= len(PROMPT) - 16
-    await second.close()
-    os.close(second.fd)
+async def test_a_file_outlives_the_worker_and_memory_takes_its_place_where_it_can_not(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    settings = msgspec.structs.replace(DEMO, host_cache_mib=16, keep_cache=str(folder), keep_cache_mib=24)
+    answers: list[list[int]] = []
+    for number in range(2):
+        fd = host_memory.open_memory()
+        one, other = Engines(fd), Engines(fd)
+        await one.start(settings)
+        await other.start(settings)  # the file is in use, and there is no room for another
+        tokens, cached = await one.ask()
+        assert cached >= (len(PROMPT) - 16 if number else 0)
+        answers.append(tokens)
+        assert await other.ask() == (tokens, 0)
+        await one.kill()
+        await other.close()
+        os.close(fd)
+    assert answers[0] == answers[1]
+    (file,) = folder.iterdir()
+    assert (file.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
-async def test_a_file_of_something_else_is_a_typed_error(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("something else")
-    (tmp_path / "cache").chmod(0o600)
-    fd = await host_memory.open_file(str(tmp_path / "cache"))
+async def test_a_file_that_is_none_any_more_is_started_anew(tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(DEMO, host_cache_mib=16, keep_cache=str(tmp_path / "state"))
+    fd = host_memory.open_memory()
     engines = Engines(fd)
-    with pytest.raises(contract.EngineStartError, match="not a cache of Tokenbus"):
-        await engines.start(DEMO)
-    await engines.close()
+    await engines.start(settings)
+    undisturbed, _ = await engines.ask()
+    await engines.kill()
+    (file,) = (tmp_path / "state").iterdir()
+    for damage in (b"something else", b"", file.read_bytes()[: 1 << 20]):
+        file.write_bytes(damage)
+        await engines.start(settings)
+        tokens, cached = await engines.ask()
+        assert tokens == undisturbed
+        assert cached < len(PROMPT)
+        await engines.kill()
     os.close(fd)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "recurrent", "window"])
+async def test_checkpoints_outlive_their_engine_and_the_worker(tmp_path: Path, kind: str) -> None:
+    settings = msgspec.structs.replace(stateful(kind), host_cache_mib=16)
+    folder = str(tmp_path / "state")
+    for kept in (settings, msgspec.structs.replace(settings, keep_cache=folder)):
+        engines = Engines(host_memory.open_memory())
+        await engines.start(kept)
+        undisturbed, cached = await engines.ask()
+        assert cached == 0
+        await engines.settle()
+        await engines.kill()
+        if kept.keep_cache:
+            os.ftruncate(engines.fd, 0)
+        await engines.start(kept)
+        assert not engines.recovery.discarded
+        assert engines.reported
+        tokens, cached = await engines.ask()
+        assert tokens == undisturbed
+        assert cached >= len(PROMPT) - 24
+        assert (await engines.ask("another salt")) == (undisturbed, 0)
+        await engines.kill()
+        await engines.start(msgspec.structs.replace(kept, cache_type_k="f16", cache_type_v="f16"))
+        assert engines.recovery == Recovery()
+        await engines.close()
+        os.close(engines.fd)

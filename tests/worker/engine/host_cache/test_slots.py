@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenbus.worker.engine.host_cache import slot_store, slots
-from tokenbus.worker.engine.host_cache.slot_store import SlotStore
+from tokenbus.worker.engine.host_cache.slot_store import RegionError, SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotHeader, SlotLayout
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Block, BlockLabel, Domain, PrefixTree
-from tokenbus.worker.engine.runner import DeviceError, ModelError
+from tokenbus.worker.engine.runner import DeviceError
 
 BLOCK = 4
 TOKEN_BYTES = 10
@@ -143,7 +143,6 @@ def test_data_that_change_while_they_are_held_are_never_read(region: int) -> Non
     "other",
     [
         ("another model", LAYOUT),
-        ("model", LAYOUT._replace(num_slots=5)),
         ("model", LAYOUT._replace(block_bytes=50)),
         ("model", LAYOUT._replace(block_size=5)),
     ],
@@ -162,11 +161,22 @@ def test_a_region_of_another_identity_or_size_is_started_anew(region: int, other
     assert len(make_store(region, identity, layout).recovered) == 1
 
 
-def test_a_file_of_something_else_is_refused_and_left_alone(region: int) -> None:
+def test_a_region_may_get_more_slots_or_fewer(region: int) -> None:
+    first, path = make_store(region), path_of(["aaaa", "bbbb", "cccc"])
+    for number, block in enumerate(path, start=1):
+        first.write(number, data_of(block))
+        first.seal([(number, block.label())])
+    first.close()
+    for num_slots, num_found in ((9, 3), (2, 2), (9, 2)):
+        store = make_store(region, layout=LAYOUT._replace(num_slots=num_slots))
+        assert len(store.recovered) == num_found
+        store.close()
+
+
+def test_a_file_of_something_else_is_started_anew(region: int) -> None:
     os.pwrite(region, b"alias ll='ls -l'\n" * 1_000, 0)
-    with pytest.raises(ModelError, match="not a cache"):
-        make_store(region)
-    assert os.fstat(region).st_size == 17_000
+    assert not make_store(region).recovered
+    assert b"alias" not in os.pread(region, LAYOUT.region_bytes, 0)
 
 
 def test_a_region_whose_making_was_cut_off_is_made_anew(region: int) -> None:
@@ -184,7 +194,7 @@ def test_a_disk_without_room_is_a_typed_error(tmp_path: object, monkeypatch: pyt
 
     monkeypatch.setattr(slot_store.os, "posix_fallocate", no_room)
     fd = os.open(f"{tmp_path}/slots", os.O_RDWR | os.O_CREAT)
-    with pytest.raises(ModelError, match=r"no room for 0 MiB .*--host-cache-mib"):
+    with pytest.raises(RegionError, match=r"no room for 0 MiB .*--host-cache-mib"):
         make_store(fd)
     os.close(fd)
 
@@ -195,6 +205,69 @@ def test_a_file_takes_its_room_at_once(tmp_path: object) -> None:
     make_store(fd, layout=layout)
     assert os.fstat(fd).st_blocks * 512 >= layout.region_bytes
     os.close(fd)
+
+
+def label_of(name: str, num_tokens: int) -> BlockLabel:
+    """The label of a copy of a checkpoint."""
+    (block,) = path_of(["aaaa"])
+    return block.label()._replace(tokens=random.Random(name).randbytes(4 * num_tokens))
+
+
+@given(st.integers(1, 6 * LAYOUT.block_bytes), st.integers(0, 6 * BLOCK))
+def test_a_copy_takes_as_many_slots_as_its_data_or_its_tokens_need(num_bytes: int, num_tokens: int) -> None:
+    fd = os.memfd_create("test")
+    store = SlotStore("model", LAYOUT, lambda *_: "")
+    store.open(os.dup(fd))
+    data, label = random.Random(num_bytes).randbytes(num_bytes), label_of("x", num_tokens)
+    store.write(1, data)
+    store.seal([(1, label)])
+    assert bytes(store.read(1)) == data
+    again = SlotStore("model", LAYOUT, lambda *_: "")
+    again.open(fd)
+    assert [found for _, found in again.recovered] == [label]
+    assert bytes(again.read(1)) == data
+    again.discard(1)
+    again.write(2, bytes(LAYOUT.num_slots * LAYOUT.block_bytes))
+    again.close()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 100), st.integers(1, 10)), max_size=12), st.randoms(use_true_random=False))
+def test_after_any_prefix_of_its_writes_only_whole_copies_of_several_slots_are_found(
+    steps: list[tuple[int, int]], choose: random.Random
+) -> None:
+    written: list[tuple[int, bytes]] = []
+    known: set[tuple[BlockLabel, bytes]] = set()
+
+    class Recording(SlotStore):
+        def _pwrite(self, data: bytes | memoryview, offset: int) -> None:
+            written.append((offset, bytes(data)))
+            super()._pwrite(data, offset)
+
+    fd = os.memfd_create("written")
+    store = Recording("model", LAYOUT, lambda *_: "")
+    store.open(fd)
+    start = os.pread(fd, LAYOUT.region_bytes, 0)
+    held: list[int] = []
+    for copy_id, (num_bytes, num_tokens) in enumerate(steps, start=1):
+        while LAYOUT.parts(num_bytes, num_tokens) > len(store._free):
+            store.discard(held.pop(choose.randrange(len(held))))
+        data, label = choose.randbytes(num_bytes), label_of(str(copy_id), num_tokens)
+        store.write(copy_id, data)
+        store.seal([(copy_id, label)])
+        known.add((label, data))
+        held.append(copy_id)
+    store.close()
+    died = bytearray(start)
+    for offset, data in written[: choose.randint(0, len(written))]:
+        died[offset : offset + len(data)] = data
+    fd = os.memfd_create("died")
+    os.pwrite(fd, bytes(died), 0)
+    found = SlotStore("model", LAYOUT, lambda *_: "")
+    found.open(fd)
+    for copy_id, label in found.recovered:
+        assert (label, bytes(found.read(copy_id))) in known
+    found.close()
 
 
 STEPS = st.lists(st.sampled_from(["write", "seal", "discard", "zero"]), max_size=25)

@@ -3,6 +3,7 @@
 import os
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Listing
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,9 +13,9 @@ from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
 from tests.support.stateful import STATE_BYTES, TOKEN_BYTES, StatefulRunner
 from tokenbus.worker import engine_request
 from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
-from tokenbus.worker.engine.kv.ops import Truncate
+from tokenbus.worker.engine.kv.ops import Discard, KvOp, Truncate
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain
 from tokenbus.worker.engine.kv.retention import CacheHint, RetentionLimits
 from tokenbus.worker.engine.scheduling.plan import StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
@@ -40,18 +41,63 @@ class CheckpointHistory(RuleBasedStateMachine):
         config = make_config(max_num_seqs=4, kv_block_size=BLOCK, total_kv_blocks=total, max_num_batched_tokens=99)
         self.budget = num_states * (STATE_BYTES + 20 * TOKEN_BYTES)
         sizes = CheckpointSizes(self.budget, STATE_BYTES, TOKEN_BYTES if has_kv else 0)
-        self.runner = StatefulRunner(config, 4, has_kv=has_kv)
-        limits = RetentionLimits(share, 5.0)
-        self.pool = BlockPool(total, BLOCK, 4, checkpoint_sizes=sizes, limits=limits, min_prefix_tokens=least)
-        self.least = least
-        assert self.pool.checkpoints is not None
-        self.checkpoints = self.pool.checkpoints
-        self.scheduler = Scheduler(self.pool, 4, priority_s=1.0, expected_tokens=expected)
-        self.announced: set[int] = set()
+        self.total, self.config, self.sizes, self.has_kv, self.expected = total, config, sizes, has_kv, expected
+        self.limits, self.least = RetentionLimits(share, 5.0), least
+        self.labels: dict[int, BlockLabel] = {}
+        self.start_engine({}, {})
         self.open: dict[int, Sequence] = {}
         self.told: dict[int, list[int]] = {}
         self.asked: list[Sequence] = []
         self.number = 0
+
+    def start_engine(self, kv: dict[int, dict[int, int]], states: dict[int, list[int]]) -> None:
+        """Makes an engine, which finds these copies of the one before it, as far as they were labelled."""
+        self.runner = StatefulRunner(self.config, 4, has_kv=self.has_kv)
+        self.pool = BlockPool(
+            self.total, BLOCK, 4, checkpoint_sizes=self.sizes, limits=self.limits, min_prefix_tokens=self.least
+        )
+        assert self.pool.checkpoints is not None
+        self.checkpoints = self.pool.checkpoints
+        self.scheduler = Scheduler(self.pool, 4, priority_s=1.0, expected_tokens=self.expected)
+        labels, self.labels = self.labels, {}
+        for number, (copy_id, label) in enumerate(sorted(labels.items()), start=1):
+            self.labels[number] = label
+            if label.is_state:
+                self.runner._saved[number] = states[copy_id]
+            else:
+                self.runner._kv[number] = kv[copy_id]
+        rejected = self.scheduler.recover(list(self.labels.items()))
+        for number in rejected:
+            del self.labels[number]
+            self.runner.apply([Discard(number)])
+        self.announced = set[int]()
+
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        """The engine dies, somewhere among the changes of its next step. Another one continues all sequences."""
+        plan = self.scheduler.schedule(40, now=0.3 * self.number)
+        self.apply(plan.kv_ops[: data.draw(st.integers(0, len(plan.kv_ops)))])
+        opened, self.open = self.open, {}
+        self.start_engine(self.runner._kv, self.runner._saved)
+        for number, sequence in opened.items():
+            self.open[number] = again = Sequence(
+                number,
+                sequence.token_ids,
+                sequence.sampling,
+                frozenset({END_TOKEN}),
+                domain=sequence.domain,
+                priority=sequence.priority,
+                arrived_at=sequence.arrived_at,
+                num_sampled=sequence.num_sampled,
+                hint=sequence.hint,
+            )
+            self.scheduler.add(again)
+
+    def apply(self, kv_ops: Listing[KvOp]) -> None:
+        self.runner.apply(kv_ops)
+        for op in kv_ops:
+            if isinstance(op, Discard):
+                self.labels.pop(op.copy_id, None)
 
     @rule(
         family=st.integers(0, 2),
@@ -151,7 +197,7 @@ class CheckpointHistory(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.runner.apply(self.scheduler.clear_cache())
+        self.apply(self.scheduler.clear_cache())
         assert not len(self.checkpoints)
         assert not self.checkpoints.used_bytes
 
@@ -199,7 +245,8 @@ class CheckpointHistory(RuleBasedStateMachine):
         plan = self.scheduler.schedule(budget, now=0.3 * self.number)
         for sequence in plan.started:
             self.runner.add_sequence(sequence.seq_no, sequence.sampling)
-        self.runner.apply(plan.kv_ops)
+        self.apply(plan.kv_ops)
+        self.labels |= dict(plan.labels)
         assert self.runner.copied_bytes <= self.budget
         return plan
 
