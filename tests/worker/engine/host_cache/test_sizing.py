@@ -4,6 +4,7 @@ import pytest
 
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
+from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError
 
 BLOCK, NUM_BYTES = 16, 4_000
@@ -12,7 +13,9 @@ MOST_MIB = SLOT_BYTES  # 2**20 slots
 
 
 def num_slots(host_cache_mib: int) -> int:
-    store = sizing.make_store("model", BLOCK, NUM_BYTES, host_cache_mib, lambda *_: "")
+    store = sizing.make_store(
+        "model", BLOCK, NUM_BYTES, EngineSettings(model="m", host_cache_mib=host_cache_mib), lambda *_: ""
+    )
     return 0 if store is None else store.layout.num_slots
 
 
