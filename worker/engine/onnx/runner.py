@@ -229,7 +229,8 @@ class OnnxRunner:
         """Raises ModelError if there is not enough memory, or if the graph computes something else in batches."""
         model, where = self._model, str(self._model.files.weights)
         if model.graph.uses_gqa:
-            made = self._make_static_cache(self._lanes, size.context_length)
+            is_lent = settings.kv_pool_bytes > 0 and model.device.kind == "cpu"
+            made = self._make_static_cache(self._lanes, size.context_length, is_lent=is_lent)
             lanes = LaneLengths(probe.LANES)
             trial = self._make_static_cache(lanes, probe.TOKENS)
             if probe.batches_agree(trial, lanes, self._tokenizer.size, where):
@@ -261,7 +262,7 @@ class OnnxRunner:
         block_bytes = size.block_size * token_bytes
         return sizing.make_store(self.kv_identity, size.block_size, block_bytes, settings, find_problem)
 
-    def _make_static_cache(self, lanes: LaneLengths, context_length: int) -> StaticCache:
+    def _make_static_cache(self, lanes: LaneLengths, context_length: int, *, is_lent: bool = False) -> StaticCache:
         num_rows = len(lanes.lengths) + 1  # one is the spare row
         try:
             memory = row_memory.allocate_rows(self._model.graph.kv, num_rows, context_length, self._model.device)
@@ -270,7 +271,7 @@ class OnnxRunner:
             raise ModelError(
                 f"there is no memory for a cache of {size} bytes: pass a smaller --context-length or --max-num-seqs"
             ) from error
-        return StaticCache(self._model.graph_runner, memory, lanes)
+        return StaticCache(self._model.graph_runner, memory, lanes, is_lent=is_lent)
 
 
 def _identity(model: OnnxModel, size: CacheSize) -> str:

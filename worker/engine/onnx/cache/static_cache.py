@@ -5,6 +5,7 @@ rows, whose lengths may differ; sequences with other adapters are in the rows af
 tokens of a prompt are computed by a run over its row alone, because such a graph takes more than one token after a past
 for one row only."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 
 import numpy as np
@@ -21,16 +22,22 @@ from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 
 
 class StaticCache:
-    """`memory` has one entry for each tensor of the cache, with one row more than there are lanes."""
+    """`memory` has one entry for each tensor of the cache, with one row more than there are lanes. If it is lent, empty
+    rows are to take none."""
 
-    def __init__(self, graph_runner: GraphRunner, memory: Listing[RowMemory], lanes: LaneLengths) -> None:
+    def __init__(
+        self, graph_runner: GraphRunner, memory: Listing[RowMemory], lanes: LaneLengths, *, is_lent: bool = False
+    ) -> None:
         self._graph_runner = graph_runner
         self._memory = memory
         self._lanes = lanes
         self._rows = RowTable(len(lanes.lengths), lanes.lengths)
         self._bindings: dict[tuple[int, int], Binding] = {}
-        self._written: set[int] = set()
-        """Rows that may take memory."""
+        self._written = set(range(len(lanes.lengths) + 1))
+        """Rows that may take memory; also new ones, since the heap clears memory that it has had before."""
+        self._is_lent = is_lent
+        if is_lent:
+            self.release_lanes()
 
     def __repr__(self) -> str:
         return f"<StaticCache {self._lanes!r} {self._rows!r}>"
@@ -61,8 +68,11 @@ class StaticCache:
             memory.view(row)[:, start:end] = saved[:, : end - start]
 
     def decode(self, groups: Listing[DecodeGroup]) -> list[DecodeResult]:
-        for copy in self._rows.gather([[part.lane for part in group.parts] for group in groups]):
+        copies = self._rows.gather([[part.lane for part in group.parts] for group in groups])
+        for place, copy in enumerate(copies, start=1):
             self._copy(copy.source, copy.target, 0, copy.num_tokens)
+            if self._is_lent:  # a row that was left takes no memory any more, unless it is still to be copied
+                self._release_all_but(later.source for later in copies[place:])
         return [self._decode(group) for group in groups]
 
     def _decode(self, group: DecodeGroup) -> DecodeResult:
@@ -94,15 +104,20 @@ class StaticCache:
         )
 
     def release_lanes(self) -> bool:
-        held = {self._rows.row_of(lane) for lane, length in enumerate(self._lanes.lengths) if length}
-        for row in self._written - held:
-            for memory in self._memory:
-                memory.release(row)
-        self._written &= held
+        self._release_all_but(())
         return False
 
     def drop_bindings(self) -> None:
         self._bindings.clear()
+
+    def _release_all_but(self, rows: Iterable[int]) -> None:
+        """Releases rows in which no lane has tokens, except these."""
+        held = {self._rows.row_of(lane) for lane, length in enumerate(self._lanes.lengths) if length}
+        held.update(rows)
+        for row in self._written - held:
+            for memory in self._memory:
+                memory.release(row)
+        self._written &= held
 
     def _copy(self, source: int, target: int, start: int, end: int) -> None:
         self._written.add(target)
