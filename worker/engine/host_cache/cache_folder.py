@@ -1,14 +1,14 @@
-"""The folder in which copies outlive the worker: one file for each engine that uses it at a time.
+"""The folder in which copies outlive the worker, with one file for each engine that uses it at a time.
 
-    <digest of whose copies these are>-<number>.kv
+    <digest of the region's header>-<number>.kv
 
-An engine takes a file of its own kind that no other one has locked, the latest first, and makes one if there is none.
-It keeps the lock until it has ended. The files hold what users have written, as numbers: nobody else may read them, and
-nobody else may have written what an engine will believe. So a file that belongs to someone else, or that others may
-read or write, is passed over, as are links.
+An engine takes an unlocked file of its own kind, most recently used first, or creates one if there is none. It holds
+the lock until it ends. The files encode what users have written, so no other user may read them, and an engine must not
+trust what another user has written. So a file that belongs to someone else, or that others may read or write, is
+skipped, as are links.
 
-All files together are bounded: before a new one is made, those that nobody uses go, the longest unused first. Whatever
-is wrong with the folder or a file is logged, and the engine keeps its copies in memory instead.
+All files together are bounded: before a new one is created, unused ones are removed, longest unused first. Any problem
+with the folder or a file is logged, and the engine keeps its copies in memory instead.
 """
 
 import errno
@@ -23,9 +23,9 @@ import structlog
 
 _SUFFIX = ".kv"
 _MAX_FILES = 64
-"""Engines of one kind that use the folder at the same time."""
+"""The most engines of one kind that use the folder at the same time."""
 _LOCK_TIMEOUT_S = 2.0
-"""An engine whose worker was killed needs a moment to end; until then its file is locked."""
+"""Time for the engine of a killed worker to end; until then its file is locked."""
 _LOCK_INTERVAL_S = 0.05
 
 
@@ -40,7 +40,7 @@ class _RefusedError(Exception):
 
 
 class CacheFolder:
-    """The files in a folder, which may take `max_bytes` together."""
+    """The files in a folder, which may take `max_bytes` in total."""
 
     def __init__(self, path: str, max_bytes: int, *, lock_timeout_s: float = _LOCK_TIMEOUT_S) -> None:
         self._path = path
@@ -48,15 +48,15 @@ class CacheFolder:
         self._lock_timeout_s = lock_timeout_s
         self._fd = -1
         self._refused: set[str] = set()
-        """Files whose refusal was logged."""
+        """Files whose refusal has been logged."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
         return f"<CacheFolder {self._path}>"
 
     def take(self, header: bytes, num_bytes: int) -> int | None:
-        """Returns a locked file for copies that begin with a header, which needs room for `num_bytes`; None, and a line
-        in the log, if there can't be any."""
+        """Returns a locked file for copies with this header, with room for `num_bytes`; logs and returns None if there
+        can be none."""
         kind = hashlib.blake2b(header, digest_size=8).hexdigest()
         try:
             self._fd = self._open_folder()
@@ -69,7 +69,7 @@ class CacheFolder:
             return None
 
     def _open_folder(self) -> int:
-        """Raises _RefusedError if others could put files there."""
+        """Raises _RefusedError if others could create files there."""
         os.makedirs(self._path, mode=0o700, exist_ok=True)
         fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         found = os.fstat(fd)
@@ -109,7 +109,7 @@ class CacheFolder:
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # another engine has found it already
+            except BlockingIOError:  # another engine has already found it
                 os.close(fd)
                 continue
             return fd
@@ -120,13 +120,13 @@ class CacheFolder:
         try:
             fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
         except OSError as error:
-            if error.errno != errno.ENOENT:  # else it was removed just now
+            if error.errno != errno.ENOENT:  # otherwise it has just been removed
                 self._refuse(name, "is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror))
             return None
         try:
             _check(os.fstat(fd))
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _check(os.fstat(fd))  # it may have been removed before it was locked
+            _check(os.fstat(fd))  # it may have been removed before the lock
         except BlockingIOError:
             os.close(fd)
             return None
@@ -142,8 +142,8 @@ class CacheFolder:
             self._log.warning("cache_file_refused", path=f"{self._path}/{name}", reason=reason)
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Removes files that nobody uses, the longest unused first, until there is room for that many bytes; returns
-        whether there is."""
+        """Removes unused files, longest unused first, until there is room for that many bytes; returns whether there
+        is."""
         entries = self._entries()
         total = sum(one.num_bytes for one in entries) + num_bytes
         for one in reversed(entries):
@@ -157,7 +157,7 @@ class CacheFolder:
         return total <= self._max_bytes
 
     def _entries(self) -> list[_Entry]:
-        """Returns the cache files, the one that was used last first."""
+        """Returns the cache files, most recently used first."""
         found = []
         for name in os.listdir(self._fd):
             if name.endswith(_SUFFIX):
@@ -170,7 +170,7 @@ class CacheFolder:
 
 
 def _check(found: os.stat_result) -> None:
-    """Raises _RefusedError for a file that others could have written or could read."""
+    """Raises _RefusedError for a file that others could have written or can read."""
     if not stat.S_ISREG(found.st_mode):
         raise _RefusedError("is not a regular file")
     if found.st_uid != os.geteuid():

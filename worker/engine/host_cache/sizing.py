@@ -1,4 +1,4 @@
-"""Decides how many copies of blocks a host's memory may hold."""
+"""Decides how many copies of blocks or checkpoints a host's memory may hold."""
 
 from tokenbus.worker.engine import device_memory
 from tokenbus.worker.engine.host_cache.slot_store import FindProblem, FindStateProblem, SlotStore
@@ -12,15 +12,15 @@ _MAX_SLOTS = 1 << 20
 """The prefix tree takes about 1 kB of memory per block."""
 _DEFAULT_SLOTS = 65_536
 _LEAST_TOKENS = 16
-"""A checkpoint of fewer tokens is of little use."""
+"""A checkpoint with fewer tokens is of little use."""
 _SLOT_TOKENS = 64
-"""A slot for checkpoints has room for the keys and values of this many tokens, where that is neither too much nor too
-little: `_MIN_SLOT_BYTES` to `_MAX_SLOT_BYTES`."""
+"""A slot for checkpoints has room for the keys and values of this many tokens, within the limits `_MIN_SLOT_BYTES` and
+`_MAX_SLOT_BYTES`."""
 _MIN_SLOT_BYTES = 4_096
 _MAX_SLOT_BYTES = 1 << 20
 _MIN_SLOT_TOKENS = 256
 _BYTES_PER_TOKEN_ID = 64
-"""A slot has room for one token id for so many bytes of data: they take a sixteenth of it."""
+"""A slot has room for one token id per this many bytes of data: the ids take a sixteenth of it."""
 _DEFAULT_BYTES = 1 << 30
 _DEFAULT_SHARE = 8
 """Without a setting, at most one in this many bytes of the machine's memory is used for copies."""
@@ -53,7 +53,8 @@ def make_checkpoint_store(
     find_problem: FindProblem,
     find_state_problem: FindStateProblem,
 ) -> SlotStore | None:
-    """Returns a store for checkpoints with states and keys and values of these sizes, or None without room for any."""
+    """Returns a store for checkpoints with states, keys and values of these sizes, or None if there is no room for
+    any."""
     layout = _checkpoint_layout(state_bytes, token_bytes)
     count = min(_MAX_SLOTS, budget_bytes(settings) // layout.slot_bytes)
     named = f"{identity}:checkpoints {state_bytes},{token_bytes},{copy_bytes}"
@@ -63,7 +64,7 @@ def make_checkpoint_store(
 def checkpoint_sizes(
     state_bytes: int, token_bytes: int, copy_bytes: int, store: SlotStore | None
 ) -> CheckpointSizes | None:
-    """Returns the sizes of the checkpoints in a store, or None if there is not even room for one."""
+    """Returns the sizes of checkpoints in a store, or None if there is no room for even one."""
     if store is None:
         return None
     layout = store.layout
@@ -81,15 +82,15 @@ def checkpoint_sizes(
 
 
 def _checkpoint_layout(state_bytes: int, token_bytes: int) -> SlotLayout:
-    """Returns slots so small that little is left over in the last one of a copy, and large enough to be few."""
+    """Returns slots small enough to waste little in the last one of a copy, and large enough to be few."""
     least = min(state_bytes, _SLOT_TOKENS * token_bytes or state_bytes)
     data_bytes = min(_MAX_SLOT_BYTES, max(_MIN_SLOT_BYTES, 1 << max(0, least.bit_length() - 1)))
     return SlotLayout(max(_MIN_SLOT_TOKENS, data_bytes // _BYTES_PER_TOKEN_ID), data_bytes, 0)
 
 
 def budget_bytes(settings: EngineSettings, total_bytes: int | None = None) -> int:
-    """Returns the bytes of host memory that the settings allow for copies, on a machine or in a container that has
-    `total_bytes`; None reads how many."""
+    """Returns the bytes of host memory that the settings allow for copies, on a machine or in a container with
+    `total_bytes`; None reads that from the system."""
     if settings.host_cache_mib >= 0:
         return settings.host_cache_mib << 20
     if total_bytes is None:

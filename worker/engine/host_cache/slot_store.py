@@ -25,7 +25,7 @@ FindProblem = Callable[[memoryview, int, int], str]
 position and the number of tokens."""
 
 FindStateProblem = Callable[[memoryview], str]
-"""Says why data are no state of a lane, in a word; empty if they may be."""
+"""Says in a word why data can't be a lane's state; empty if it can."""
 
 
 class RegionError(RuntimeError):
@@ -61,7 +61,7 @@ class SlotStore:
         self._copies: dict[int, _Copy] = {}
         self._free: list[int] = []
         self._dirty: set[int] = set()
-        """Slots that may hold anything but zeros."""
+        """Slots that may contain anything but zeros."""
         self._last_number = 0
         self._discarded: Counter[str] = Counter()
 
@@ -77,7 +77,7 @@ class SlotStore:
 
     @property
     def header(self) -> bytes:
-        """The beginning of its region, which says whose copies these are."""
+        """The beginning of its region, which identifies the model and format of the copies."""
         return self.layout.region_header(self.identity)
 
     @property
@@ -101,7 +101,7 @@ class SlotStore:
             found = os.pread(region, len(header), 0)
             is_known = found == header
             if any(found) and not is_known:
-                # Another model or version, or none: nothing of it can be used, and nobody else may read it.
+                # Another model or version, or none: none of it is usable, and no other process may read it.
                 structlog.get_logger().warning("host_cache_started_anew", reason="its identity or version differs")
             self._allocate(region, keep=is_known)
             self._fd = region
@@ -187,14 +187,14 @@ class SlotStore:
             self._fd = -1
 
     def _take_slot(self) -> int:
-        """Takes a free slot, which is empty."""
+        """Takes a free, empty slot."""
         slot = self._free.pop()
         self._dirty.add(slot)
         self._pwrite(slots.EMPTY, self.layout.offset(slot))
         return slot
 
     def _with_room_for(self, label: BlockLabel, copy: _Copy) -> _Copy:
-        """Returns a copy with further slots, without data, where its tokens need more than its data."""
+        """Returns a copy with additional slots without data, if its tokens need more slots than its data."""
         missing = self.layout.parts(copy.num_bytes, len(label.tokens) // TOKEN_BYTES) - len(copy.slots)
         more = tuple(self._take_slot() for _ in range(missing))
         return copy._replace(slots=copy.slots + more, checksums=copy.checksums + (slots.checksum(b""),) * missing)
@@ -236,7 +236,7 @@ class SlotStore:
         self._last_number = max(parts, default=0)
 
     def _recover_copy(self, number: int, parts: list[tuple[SlotHeader, int]]) -> None:
-        """Takes a copy with all its parts. Raises SlotError if one is missing, or their data can't be used."""
+        """Recovers a copy from all its parts. Raises SlotError if one is missing, or their data is unusable."""
         headers = [header for header, _ in parts]
         if {header.parts for header in headers} != {len(headers)}:
             raise SlotError("torn")

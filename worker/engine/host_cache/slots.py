@@ -1,4 +1,5 @@
-"""The slots that hold copies of blocks: how a region is divided, and how a slot describes its contents; pure.
+"""The slots that hold copies of blocks and checkpoints: how a region is divided, and how a slot describes its contents;
+pure.
 
     region    | region header, 4,096 bytes | slot 0 | slot 1 | ... |
     slot      | slot header | token ids, as many as a block has | data, as much as a block has |
@@ -8,8 +9,8 @@ A slot is empty while its checksum is 0. A writer empties a slot first and write
 a slot is empty, whole or torn; the checksums reveal a torn one. The last block of a path may have fewer tokens than a
 full block, and then less data.
 
-A copy of a block takes one slot. A copy of a checkpoint takes several, its parts, with the same number: each has a
-share of its tokens and of its data. It is whole if all of them are.
+A copy of a block takes one slot. A copy of a checkpoint takes several, its parts, which have the same number: each has
+a share of its tokens and of its data. The copy is whole if all parts are.
 """
 
 import struct
@@ -31,7 +32,7 @@ EMPTY = _CHECKSUM.pack(0)
 
 
 class SlotError(ValueError):
-    """A slot does not hold a block. The message is a short reason, for metrics."""
+    """A slot does not hold a usable copy. The message is a short reason, for metrics."""
 
 
 class SlotHeader(NamedTuple):
@@ -40,7 +41,7 @@ class SlotHeader(NamedTuple):
     number: int
     """Increases with every copy made, so that copies can be ordered by age."""
     label: BlockLabel
-    """That of the copy, but with this part's tokens alone."""
+    """The copy's label, but with only this part's tokens."""
     num_bytes: int
     data_checksum: int
     part: int = 0
@@ -81,7 +82,7 @@ class SlotLayout(NamedTuple):
 
     def region_header(self, identity: str) -> bytes:
         """Returns the beginning of a region for the keys and values of an identity; a region is readable only if it is
-        equal. A region may get more or fewer slots."""
+        equal. A region may have more or fewer slots."""
         sizes = f"{self.block_size} {self.block_bytes}\n"
         header = _REGION_MAGIC + _REGION_VERSION + sizes.encode() + identity.encode()
         assert len(header) <= REGION_HEADER_BYTES, identity
