@@ -68,6 +68,12 @@ def successor_settings(settings: EngineSettings, config: contract.EngineConfig) 
     )
 
 
+def cautious_settings(settings: EngineSettings, deaths: int) -> EngineSettings:
+    """Returns the settings for an engine after `deaths` others that died while they were loading, perhaps as they took
+    more memory than there was: it plans with half of the memory for each."""
+    return msgspec.structs.replace(settings, memory_share=settings.memory_share / 2**deaths)
+
+
 class Replica(EngineListener):
     """Serves from `run` until it is drained. Its engine is a step loop in `process`."""
 
@@ -270,10 +276,7 @@ class Replica(EngineListener):
         self._metrics.memory_poisoned()
 
     def engine_died(self) -> None:
-        """Announces that there is no engine for now. If it has died while it was loading, it may have taken more memory
-        than there was: the next one plans with half of it."""
-        if self._config is None:
-            self._engine = msgspec.structs.replace(self._engine, memory_share=self._engine.memory_share / 2)
+        """Announces that there is no engine for now."""
         assert self.frontend is not None
         self._health.engine_died()
         self.frontend.engine_died()
@@ -328,6 +331,8 @@ class Replica(EngineListener):
 
     def _make_engine(self) -> EngineClient:
         settings = self._engine
+        if self._config is None and self._supervisor is not None:
+            settings = cautious_settings(settings, self._supervisor.restarts)
         return EngineClient(lambda: self._process.open(settings, self._memory_fd), self._settings.max_waiting)
 
     def _tick(self, now: float, gap_s: float) -> None:

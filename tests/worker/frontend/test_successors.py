@@ -15,7 +15,7 @@ from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.runner import ModelError, Runner
 from tokenbus.worker.engine.sim.runner import SimRunner
-from tokenbus.worker.frontend.replica import successor_settings
+from tokenbus.worker.frontend.replica import cautious_settings, successor_settings
 
 
 def load_onnx(asked: EngineSettings) -> Runner:
@@ -88,3 +88,8 @@ def test_every_engine_that_starts_is_replaced_by_one_of_the_same_sizes(
             raise AssertionError(f"a restart fails: {error}") from error
         assert sizes(second) == sizes(first)
         assert successor_settings(successor, second) == successor, "and so has the one after it"
+
+
+def test_each_engine_that_died_while_it_was_loading_leaves_half_of_the_memory_to_plan_with() -> None:
+    asked = EngineSettings(model="m", memory_share=0.5)
+    assert [cautious_settings(asked, deaths).memory_share for deaths in range(3)] == [0.5, 0.25, 0.125]
