@@ -100,7 +100,7 @@ class MemoryPlanner:
             host_cache_bytes=need.host_cache_bytes,
             reserve_bytes=room.reserve_bytes(host.total_bytes),
             total_bytes=host.total_bytes,
-            free_bytes=host.free_bytes,
+            free_bytes=host.free_bytes + max(0, size - placement.weight_bytes),
             gpu_bytes=need.gpu_bytes(placement),
             gpu_layers=placement.gpu_layers,
         )
