@@ -128,6 +128,11 @@ def context_length(settings: EngineSettings, trained: int) -> int:
     return settings.context_length or min(trained, _MAX_POOLED_INPUT)
 
 
+def embed_outputs(settings: EngineSettings) -> int:
+    """Returns the most tokens of embedded inputs whose states are returned at once."""
+    return MEAN_OUTPUTS if settings.pooling == "mean" else EMBEDDED_INPUTS
+
+
 def embed_tokens(settings: EngineSettings, context_length: int) -> int:
     """Returns the most tokens of an input that a model which generates embeds."""
     return settings.max_embed_tokens or min(context_length, _MAX_DEFAULT_EMBED_TOKENS)

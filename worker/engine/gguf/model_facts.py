@@ -29,7 +29,7 @@ def read(found: Metadata, weight_bytes: int, settings: EngineSettings, num_seqs:
         trained_context=trained,
         width=found.number(f"{architecture}.embedding_length"),
         vocab_size=len(found.texts("tokenizer.ggml.tokens")),
-        rows=num_seqs + OTHER_ROWS + (kv_memory.EMBEDDED_INPUTS if embeds else 0),
+        rows=num_seqs + OTHER_ROWS + (kv_memory.embed_outputs(settings) if embeds else 0),
         state_bytes=kv_memory.states_bytes(found, num_seqs),
         heads=kv_memory.num_heads(found),
         window_bytes_per_token=round(each * windowed),

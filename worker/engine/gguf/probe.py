@@ -96,7 +96,13 @@ def capabilities(
 
 
 def _has_states(context: llama.llama_context_p, seq_id: int) -> bool:
-    """Computes a token with embeddings; returns whether its hidden state is there, and made of numbers."""
+    """Computes a token with embeddings; returns whether its hidden state is there, and made of numbers.
+
+    llama.cpp copies states of another width than the model's beyond their end, and ends the process."""
+    model = llama.llama_get_model(context)
+    width = llama.llama_model_n_embd_out(model)
+    if width != llama.llama_model_n_embd(model):
+        return False
     llama.llama_memory_clear(llama.llama_get_memory(context), False)
     llama.llama_set_embeddings(context, True)
     is_computed = _decode(context, [0], 0, seq_id) is not None
@@ -104,7 +110,6 @@ def _has_states(context: llama.llama_context_p, seq_id: int) -> bool:
     llama.llama_set_embeddings(context, False)
     if not pointer:
         return False
-    width = llama.llama_model_n_embd_out(llama.llama_get_model(context))
     state = np.ctypeslib.as_array(pointer, (width,))
     return bool(np.isfinite(state).all() and state.any())
 

@@ -54,7 +54,7 @@ class CausalEmbedder:
         keeps_states = llama.llama_model_is_recurrent(model.handle) or llama.llama_model_is_hybrid(model.handle)
         max_inputs = 1 if keeps_states else kv_memory.EMBEDDED_INPUTS  # each would have a recurrent state
         self.batch_limits = BatchLimits(most, max_inputs, is_padded=False)
-        outputs = max_inputs if self.pooling == "last" else kv_memory.MEAN_OUTPUTS
+        outputs = kv_memory.embed_outputs(settings)
         self._size = PoolingSize(max(self.max_input_tokens, most), max_inputs, outputs, settings.ubatch_tokens)
         self._model = model
         self._settings = settings
