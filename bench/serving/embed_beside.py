@@ -37,6 +37,7 @@ from tokenbus.worker.engine.scheduling import step_budget
 _STREAMS = 4
 _STREAM_PROMPT = 64
 _TEXTS, _TEXT_TOKENS = 4, 300
+_CONTEXT = 1_024
 _TARGET_S = 0.4
 Load = Literal["nothing", "prompts", "inputs"]
 
@@ -175,7 +176,14 @@ def main() -> None:
         random_model.write(paths[0], shape, "q8_0")
         random_model.write(paths[1], shape, "q8_0", pooling=options.pooling)
         settings = [
-            EngineSettings(model=str(path), threads=options.threads, host_cache_mib=0, pooling=options.pooling)
+            EngineSettings(
+                model=str(path),
+                threads=options.threads,
+                host_cache_mib=0,
+                context_length=_CONTEXT,
+                kv_tokens=8 * _CONTEXT,
+                pooling=options.pooling,
+            )
             for path in paths
         ]
         generates, embeds = (load(one, lambda share: None) for one in settings)
