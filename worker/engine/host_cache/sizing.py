@@ -56,7 +56,8 @@ def make_checkpoint_store(
     """Returns a store for checkpoints with states, keys and values of these sizes, or None if there is no room for
     any."""
     layout = _checkpoint_layout(state_bytes, token_bytes)
-    count = min(_MAX_SLOTS, budget_bytes(settings) // layout.slot_bytes)
+    most = _DEFAULT_SLOTS if settings.host_cache_mib < 0 else _MAX_SLOTS
+    count = min(most, budget_bytes(settings) // layout.slot_bytes)
     named = f"{identity}:checkpoints {state_bytes},{token_bytes},{copy_bytes}"
     return SlotStore(named, layout._replace(num_slots=count), find_problem, find_state_problem) if count else None
 
