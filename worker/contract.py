@@ -41,8 +41,7 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
     of the chat format, and the answer continues. Where it does so follows from the tokens: wherever the request is
     resumed, and when another engine goes on with it, its answer is the same. An engine without the feature ignores the
     limit.
-
-16. An engine with the feature `cache_control` keeps the prefix of a request with a `cache_ttl_s` longer than others,
+17. An engine with the feature `cache_control` keeps the prefix of a request with a `cache_ttl_s` longer than others,
     until it is over or nothing else could go. With `is_warm_up`, it computes the prompt: the output is a terminal with
     `length` and no token, and the prompt is cached as after any request.
 
