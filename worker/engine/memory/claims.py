@@ -11,6 +11,7 @@ import os
 import secrets
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ COPIES_NAME = "tokenbus-host-cache"
 """The name of files in memory for copies of blocks (worker/frontend/host_memory.py)."""
 _BLOCK_BYTES = 512
 _LOCK = "lock"
+_LOCK_TIMEOUT_S = 10.0
+_LOCK_INTERVAL_S = 0.01
 _SUFFIX = ".claim"
 _MAX_BYTES = 65_536
 
@@ -56,13 +59,14 @@ class MemoryClaims:
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
-        """Keeps other processes from planning meanwhile."""
+        """Keeps other processes from planning meanwhile. One that stands still while it plans is not waited for."""
         if self._folder is None:
             yield
             return
         fd = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not _lock(fd, time.monotonic() + _LOCK_TIMEOUT_S):
+                structlog.get_logger().warning("memory_not_shared", error="another process has not ended its plan")
             yield
         finally:
             os.close(fd)
@@ -155,6 +159,19 @@ class MemoryClaims:
             fcntl.flock(self._file, fcntl.LOCK_EX)  # until this process ends; nobody else looks for files meanwhile
         # in one piece: whoever reads it meanwhile finds what was there before, or all of this
         os.pwrite(self._file, msgspec.json.encode(record).ljust(os.fstat(self._file).st_size), 0)
+
+
+def _lock(fd: int, deadline: float) -> bool:
+    """Locks a file; returns whether nobody else has it locked until the deadline."""
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOCK_INTERVAL_S)
+        else:
+            return True
 
 
 def _is_in(group: str, groups: Iterable[str]) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tokenbus.worker.engine.device_memory import HOST, DeviceMemory, HostLimit, groups_of
 from tokenbus.worker.engine.memory import claims
@@ -120,6 +121,12 @@ with MemoryClaims(Path({str(tmp_path)!r})).planning():
         assert second.poll() is None
     with second:
         assert second.stdout.readline() == "plans\n"
+
+
+def test_a_plan_that_never_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "_LOCK_TIMEOUT_S", 0.0)
+    with MemoryClaims(tmp_path).planning(), capture_logs() as logs, MemoryClaims(tmp_path).planning():
+        assert [line["event"] for line in logs] == ["memory_not_shared"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"pid": "x"}', b"\xff" * 100])
