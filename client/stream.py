@@ -1,4 +1,7 @@
-"""A completion as seen by its client: an async iterator of chunks that always ends with one terminal."""
+"""A completion as seen by its client: an async iterator of chunks that always ends with one terminal.
+
+Decision 0016 says what it does beyond the wire: it continues lost requests, for example.
+"""
 
 import asyncio
 import contextlib

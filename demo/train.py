@@ -1,4 +1,4 @@
-"""Trains the demo model and writes demo/demo.gguf. Needs torch, tokenizers and gguf: `make demo-model`.
+"""Trains the demo model and writes demo/demo.gguf. Needs torch, tokenizers and gguf: `make demo-model` (decision 0010).
 
 A llama with 0.9 million parameters learns the text of demo/corpus.py in about a quarter of an hour on two cores. The
 weights are rounded to values exact in F16 before they are evaluated and exported, so that every engine computes with

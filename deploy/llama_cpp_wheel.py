@@ -6,6 +6,8 @@ wheel is for one kind of processor, so the processor's features are part of its 
 vocabularies and its collection of chat templates are kept too: our tests use them, and only the source has them.
 
 Usage: llama_cpp_wheel.py VERSION. Variables: TOKENBUS_CACHE (the cache), CMAKE_ARGS (more options for llama.cpp).
+
+Decision 0006 says how the parts are left out.
 """
 
 import hashlib

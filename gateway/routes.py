@@ -1,4 +1,4 @@
-"""The HTTP routes of the gateway, and its error responses."""
+"""The HTTP routes of the gateway, and its error responses (decision 0031)."""
 
 import asyncio
 import functools

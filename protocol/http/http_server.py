@@ -7,7 +7,7 @@ A connection is in one of three states:
 
 An idle connection has a deadline (`deadlines.py`): for the rest of the head once part of a request has arrived, else
 for the next request. When there are too many connections, the longest idle one is evicted (`connection_table.py`). A
-closing connection accepts no more requests, and lingers until its client has read the last response.
+closing connection accepts no more requests, and lingers until its client has read the last response (decision 0031).
 
 A client that has shut down its sending side may still read: its connection stays open until it has its responses. One
 that has closed the connection looks the same, except that its machine answers anything sent with a reset. So it is sent

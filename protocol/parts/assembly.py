@@ -1,4 +1,4 @@
-"""Reassembles large messages from their parts, within bounds; pure.
+"""Reassembles large messages from their parts, within bounds (decision 0052); pure.
 
     announced --part--> ... --last part--> complete
         |                |

@@ -1,4 +1,4 @@
-"""Handles SIGINT and SIGTERM: the first signal asks a process to stop, the second ends it at once."""
+"""Handles SIGINT and SIGTERM: the first signal asks a process to stop, the second ends it at once (decision 0034)."""
 
 import asyncio
 import contextlib

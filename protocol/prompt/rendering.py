@@ -1,4 +1,4 @@
-"""Renders chat templates in a separate process, because a template is a program that came with a model.
+"""Renders chat templates in a separate process, because a template is a program that came with a model (decision 0005).
 
 jinja2's sandbox keeps a template away from the machine, but not from computing forever, or from filling the memory with
 a single expression. So the renderer process gets little CPU time for each conversation and little memory, and the

@@ -1,4 +1,4 @@
-"""Keeps users' texts apart from a template's markup.
+"""Keeps users' texts apart from a template's markup (decision 0005).
 
 A special token (such as `<|im_end|>`) counts where the template writes it, and never where a user wrote it. So before
 rendering, every special token in a user's text gets a guard character before it and a separator character after it, and

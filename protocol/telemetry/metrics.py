@@ -1,6 +1,9 @@
 """Prometheus metrics as our server processes declare them: outside any global registry, with bounded label values.
 
-The classes are prometheus_client's. Each process declares its metrics in one file and shows them on its status page."""
+The classes are prometheus_client's. Each process declares its metrics in one file and shows them on its status page.
+
+Decision 0032 says what they cost.
+"""
 
 import bisect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

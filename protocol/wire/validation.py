@@ -1,4 +1,4 @@
-"""Validates requests and runs field by field, and says which features they need.
+"""Validates requests and runs field by field, and says which features they need (decision 0001).
 
 A router checks each request, and a worker checks each run again, since it can't know which router sent it. Errors name
 the field, what is wrong with it and what is allowed.

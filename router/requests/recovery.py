@@ -1,4 +1,4 @@
-"""Applies what workers report, and the loss of workers, to the requests that they have accepted.
+"""Applies what workers report, and the loss of workers, to the requests that they have accepted (decision 0048).
 
 A router is the guardian of a request that it has placed, or has taken over from another router: it learns of every
 token before the client does. When the worker is lost or leaves, it has everything that another worker needs to continue

@@ -1,4 +1,7 @@
-"""Virtual time: every process has an event loop of its own, and can be paused while the others go on."""
+"""Virtual time: every process has an event loop of its own, and can be paused while the others go on.
+
+Decision 0018 says what is simulated and what the histories have found.
+"""
 
 import asyncio
 import functools

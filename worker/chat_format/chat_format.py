@@ -7,6 +7,8 @@ has it, and as text if it does not. An empty marker is not written.
 Whitespace that a template writes at the edge of a marker belongs to the marker. So a parser removes it, and tolerates
 more or less of it where a model is careless. A marker without whitespace at an edge leaves the text next to it
 unchanged.
+
+Decision 0051 says how it is found and who parses answers.
 """
 
 from __future__ import annotations

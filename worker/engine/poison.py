@@ -1,4 +1,4 @@
-"""Tells the shares of a batch that are not finite from the others, and samples from the latter."""
+"""Tells the shares of a batch that are not finite from the others, and samples from the latter (decision 0066)."""
 
 from collections.abc import Sequence as Listing
 

@@ -4,6 +4,8 @@ The order is the one that users of llama.cpp know: biases and penalties, then to
 draw. A draw is a hash of the request's seed and the token's position, so there is no state to keep or to hand over when
 another engine goes on with a sequence. Where a constraint leaves one token, that one is taken, together with all that
 must follow it. So are the tokens that close reasoning whose budget is spent, as far as the constraint allows them.
+
+Decision 0022 says why there is one sampler for all engines.
 """
 
 from collections.abc import Iterable

@@ -2,7 +2,7 @@
 
 Every sequence that was in a step is suspect, and every call that was in a batch, whichever replica it belongs to, since
 the replicas share the process. After a crash the suspects are tried one at a time: if the process dies again, only the
-one that was tried is to blame."""
+one that was tried is to blame (decision 0023)."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,7 @@
-"""Keeps an engine running: starts it, notices its end, and starts the next one after a growing pause."""
+"""Keeps an engine running: starts it, notices its end, and starts the next one after a growing pause.
+
+Decision 0023 says how often, and how streams survive.
+"""
 
 import asyncio
 import time

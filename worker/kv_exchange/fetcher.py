@@ -1,4 +1,4 @@
-"""Fetches the blocks of a prompt from another worker, checks them, and hands them to the engine.
+"""Fetches the blocks of a prompt from another worker, checks them, and hands them to the engine (decision 0057).
 
 If anything goes wrong, the prompt is computed from the last received block on. A fetch may take half the time that
 computing its blocks would, within an absolute limit. A leg, whose blocks the other worker has yet to compute, may take

@@ -1,7 +1,7 @@
 """Requests with one answer and no stream: each is sent to one worker, to another if that is lost, and answered once.
 
 Workers keep no state for them, so a request may be sent again without asking what became of the first try. Embeddings
-(embeddings.py) and reranks (reranks.py) differ in their messages only."""
+(embeddings.py) and reranks (reranks.py) differ in their messages only (decision 0030)."""
 
 import asyncio
 import contextlib

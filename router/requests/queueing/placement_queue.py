@@ -1,7 +1,10 @@
 """Places requests on workers: at once, or in turn once a worker has capacity if all are busy or restarting.
 
 A request waits in the fair queue of its model. The result of the wait is a future that is resolved exactly once: by a
-placement, by NoWorker when the model's last worker has left, by None when the request is cancelled, or by an error."""
+placement, by NoWorker when the model's last worker has left, by None when the request is cancelled, or by an error.
+
+Decision 0028 says why requests wait here and not in workers.
+"""
 
 import asyncio
 import time

@@ -1,4 +1,7 @@
-"""Makes token ids of prompts: with the model's tokenizer where routers can have it, else by asking a worker."""
+"""Makes token ids of prompts: with the model's tokenizer where routers can have it, else by asking a worker.
+
+Decision 0019 says which vocabularies routers have, and what long prompts cost.
+"""
 
 import asyncio
 import contextlib

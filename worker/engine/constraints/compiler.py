@@ -1,4 +1,4 @@
-"""Compiles constraints within limits, and caches the most recent ones."""
+"""Compiles constraints within limits, and caches the most recent ones (decision 0050)."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection

@@ -2,7 +2,7 @@
 
 The region is a file: either an unnamed one in the host's memory, or one on a disk. It is read and written by system
 calls and never mapped: a disk error or a truncated file is an exception here, but would kill a process that maps it.
-Reads return a private copy, which can't change after it has been checked.
+Reads return a private copy, which can't change after it has been checked (decision 0020).
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Checkpoints: prefix reuse for models whose state can't be cut at a token.
+"""Checkpoints: prefix reuse for models whose state can't be cut at a token (decision 0061).
 
 A sliding window and a recurrent layer keep only what the next token needs: their state at position 500 says nothing of
 that at 400. So a prefix can be reused only where this *partial state* was copied while a lane stood there. The keys and

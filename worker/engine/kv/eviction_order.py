@@ -1,5 +1,5 @@
 """The order in which cached blocks go: those that nobody came back for, then those of continued prompts, then those
-that clients have asked to keep, each in the order of their last use.
+that clients have asked to keep, each in the order of their last use (decision 0065).
 
 A prompt that goes on from a cached one, like the next turn of a conversation or of an agent, is likely to be continued
 itself; most others never are. Without a difference between them, every document that is asked about once pushes

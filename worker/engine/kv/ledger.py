@@ -1,4 +1,4 @@
-"""The ledger of a KV pool: how many bytes of one budget each replica of a process may hold.
+"""The ledger of a KV pool: how many bytes of one budget each replica of a process may hold (decision 0025).
 
     budget
     |-- fixed --|---------- replica A holds ----------|-- B holds --|-- free --|

@@ -1,4 +1,4 @@
-"""The prefix tree: which runs of tokens are known, each under the run before it.
+"""The prefix tree: which runs of tokens are known, each under the run before it (decision 0008).
 
     root of a domain --- block --- block --- block --- partial block
                                `-- block --- partial block

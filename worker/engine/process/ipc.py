@@ -1,4 +1,4 @@
-"""The messages between a frontend and its engine process: MessagePack behind a length, over a socket.
+"""The messages between a frontend and its engine process: MessagePack behind a length, over a socket (decision 0002).
 
 Each replica has a socket of its own for commands and reports. The control socket of the process carries only
 `OpenReplica`, with the replica's socket beside it, `ReplicaClosed` and `ExitReason`.

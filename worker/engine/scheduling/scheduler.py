@@ -3,7 +3,7 @@
 Prompts are computed in chunks under a token budget, so that a step stays short for those that decode. Sequences start,
 get their share of the budget and keep their memory in the order of their priority keys: a priority of n counts like
 arriving n times `priority_s` seconds later. The order of two sequences never changes, and a waiting one can be
-overtaken only for a bounded time.
+overtaken only for a bounded time (decision 0021).
 
 A sequence starts when there is room for what it and the running ones are expected to use. If that was too little, the
 last in the order is preempted: it waits again at its place in the order, and its blocks go to host memory like all

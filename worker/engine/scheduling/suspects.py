@@ -1,4 +1,4 @@
-"""Finds the sequences for which the model computes non-finite numbers.
+"""Finds the sequences for which the model computes non-finite numbers (decision 0066).
 
 A key or value that is NaN or infinite makes every row that attends to it non-finite; in shared memory it even affects
 rows that do not attend to it (0 x NaN is NaN). So of several non-finite rows in a batch, all but one may be victims.

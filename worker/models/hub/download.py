@@ -2,7 +2,7 @@
 
 `huggingface_hub` starts over after a kill, and compares only sizes. So the bytes are fetched here, to where the library
 looks for them: `blobs/<digest>`, under the library's own lock, so that its programs and ours wait for each other. The
-library then creates links and references."""
+library then creates links and references (decision 0060)."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""The LoRA adapters of one context: loaded beside the model, and set for one decode after another.
+"""The LoRA adapters of one context: loaded beside the model, and set for one decode after another (decision 0059).
 
 llama.cpp sets adapters for a whole context and not for a sequence, so a step is decoded once for each set of adapters
 that its sequences have."""

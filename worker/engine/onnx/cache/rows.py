@@ -5,7 +5,7 @@
             |  group)      |  next)      |
 
 A batch is a run of rows without gaps, since every row in it costs the work of a row. A lane that starts or stops
-decoding costs a copy or two; an empty lane changes rows for free."""
+decoding costs a copy or two; an empty lane changes rows for free (decision 0029)."""
 
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
