@@ -46,7 +46,7 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
     `length` and no token, and the prompt is cached as after any request.
 
 Sinks are called from the event loop, in order. A sink is a plain function and not an async iterator, because waking a
-task for each token and stream costs several times what the token itself does (docs/decisions/0003).
+task for each token and stream costs several times what the token itself does (docs/decisions/0002).
 """
 
 from collections.abc import Callable, Sequence

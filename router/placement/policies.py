@@ -81,7 +81,7 @@ class KvAware:
     - a larger number for each request that would have to wait, and for a full KV cache;
     - the worker's utilization, which spreads requests that arrive one by one.
 
-    Slower workers cost more, and the worker of the session's last request a little less. docs/decisions/0027 explains
+    Slower workers cost more, and the worker of the session's last request a little less. docs/decisions/0026 explains
     the default weights."""
 
     name = "kv"

@@ -1,7 +1,7 @@
 """Chooses the sizes of a model that takes turns with others.
 
 A model that took what there is would have the others unloaded each time. So it has a context that is long enough for
-most, and if that takes more than half of the budget, a short one (decision 0070)."""
+most, and if that takes more than half of the budget, a short one (decision 0064)."""
 
 import msgspec
 

@@ -2,7 +2,7 @@
 
 What a setting says is taken as it is. The rest is the model's own context, a KV cache for several of these, and a
 cache in host memory; if that is too much, the host cache becomes smaller first, then the KV cache, and then the
-context (decision 0070)."""
+context (decision 0064)."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

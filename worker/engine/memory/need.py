@@ -1,6 +1,6 @@
 """Estimates the memory that a model will take before it is loaded, from what its files say; pure.
 
-The parts were compared with what engines really take (decisions 0064 and 0070)."""
+The parts were compared with what engines really take (decision 0064)."""
 
 from typing import NamedTuple
 

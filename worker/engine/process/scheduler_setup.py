@@ -16,7 +16,7 @@ tokens too: 1,000 by 13 % and 2,000 by 20 % (decision 0020). Copying 1,000 back 
 _FEW_STATES = 128
 _SHORT_TOKENS = 128
 """Where fewer states than this fit in host memory, prefixes of fewer tokens than this are not worth one: those of long
-conversations would make room for them (decision 0075)."""
+conversations would make room for them (decision 0061)."""
 
 
 def check(config: contract.EngineConfig, settings: SchedulerSettings) -> None:

@@ -2,7 +2,7 @@
 
 One context could do both: whether a decode has embeddings may change from one to the next. But inputs would then lie
 in the same cells, over all of which attention runs, so that streams would become slower and round differently. In a
-context of its own nothing that is embedded reaches a stream or the prefix cache (decision 0072).
+context of its own nothing that is embedded reaches a stream or the prefix cache (decision 0030).
 
 Of a causal model a token's state does not depend on what follows, so inputs can be cut anywhere: a pass computes as
 many tokens as it is told to, and streams take a step in between. llama.cpp computes the logits of every token whose
