@@ -25,9 +25,9 @@ from llama_cpp import llama_cpp as llama
 
 from tokenbus.demo import ONNX_PATH
 from tokenbus.protocol.telemetry import logs
+from tokenbus.worker.convert.process import Job
 from tokenbus.worker.engine.gguf import backend
-from tokenbus.worker.models.convert.layout import SafetensorsLayout
-from tokenbus.worker.models.convert.process import Job
+from tokenbus.worker.files.safetensors_layout import SafetensorsLayout
 
 _HEAD_SIZE = 128
 _TOKENS = 200
@@ -116,7 +116,7 @@ def _convert(folder: Path, kind: str, output: Path) -> int:
     files = SafetensorsLayout().find(folder)
     sidecars = {name: str(path) for name, path in files.sidecars.items()}
     job = Job(folder.name, [str(files.weights)], sidecars, kind, 1, str(output))
-    command = [sys.executable, "-m", "tokenbus.worker.models.convert.process"]
+    command = [sys.executable, "-m", "tokenbus.worker.convert.process"]
     peak = 0
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None

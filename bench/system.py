@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.client import Client
 from tokenbus.protocol.process.parent import end_with_parent
 from tokenbus.protocol.wire import errors, messages

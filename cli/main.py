@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenbus.cli import config
-from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.cli.console import config
+from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.protocol.telemetry import tracing
 
 _COMMANDS = {
@@ -25,7 +25,7 @@ _COMMANDS = {
     "embed": ("generate:add_embed_flags", "compute embeddings of texts, one line of JSON each"),
     "rerank": ("generate:add_rerank_flags", "put texts in the order of their relevance to a query"),
     "models": ("top:add_models_flags", "list the models and workers being served, or the models in the Hub's cache"),
-    "pull": ("models.pull:add_flags", "fetch a model from the Hugging Face Hub, or go on fetching it"),
+    "pull": ("pull:add_flags", "fetch a model from the Hugging Face Hub, or go on fetching it"),
     "chat": ("chat:add_flags", "chat with a model"),
     "top": ("top:add_flags", "watch the fleet: load, KV blocks, tokens per second"),
     "doctor": ("doctor:add_flags", "check broker, models, ports and fleet, and say how to fix what is wrong"),
@@ -33,10 +33,10 @@ _COMMANDS = {
     "health": ("health:add_flags", "check whether the process at a metrics port is ready"),
     "cancel": ("generate:add_cancel_flags", "cancel a running request"),
     "session": ("generate:add_session_flags", "keep what a session has cached for a while, or say that it has ended"),
-    "load": ("models.load:add_flags", "load another model in a running worker"),
+    "load": ("load:add_flags", "load another model in a running worker"),
     "stop": ("stopping:add_stop_flags", "end one running request with what was generated so far"),
     "drain": ("stopping:add_drain_flags", "let a worker finish, move or stop its requests, and leave"),
-    "unload": ("models.load:add_unload_flags", "let a worker finish its requests, then free its memory"),
+    "unload": ("load:add_unload_flags", "let a worker finish its requests, then free its memory"),
     "replay": ("replay:add_flags", "replay a trace on a simulated fleet and compare policies"),
     "bench": ("bench:add_flags", "put load on a running system and measure it"),
     "wire-check": ("wire_check:add_flags", "check a running system against the rules of the wire contract"),

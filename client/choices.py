@@ -103,7 +103,7 @@ class Choices(Answers):
                 stream.fail(self._failure)
 
 
-class Batch(Answers):
+class ChoiceBatch(Answers):
     """The choices of several requests, numbered as if of one: request `r` has the numbers `r * n` to `r * n + n -
     1`."""
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from nats.aio.msg import Msg
 
-from tokenbus.client.choices import Answers, Batch, Choices
+from tokenbus.client.choices import Answers, ChoiceBatch, Choices
 from tokenbus.client.inbox import Inbox
 from tokenbus.client.stream import Stream
 from tokenbus.protocol.bus import bus
@@ -77,13 +77,13 @@ class Client:
         prefix: str = subjects.DEFAULT_PREFIX,
         encoding: codec.Encoding = codec.Encoding.JSON,
         connect_timeout_s: float = 10.0,
-        settings: nats.Settings | None = None,
+        settings: nats.BusSettings | None = None,
         tracer: tracing.Tracer | None = None,
     ) -> "Client":
         """`settings` hold more about the broker than its address: credentials, TLS, the inbox. `tracer` records a span
         for each stream, as a child of the current one: `opentelemetry.trace.get_tracer(...)` in a traced application.
         Raises ConnectionError when the broker can't be reached."""
-        settings = settings or nats.Settings(url=url, connect_timeout_s=connect_timeout_s)
+        settings = settings or nats.BusSettings(url=url, connect_timeout_s=connect_timeout_s)
         connection = await nats.connect(settings, name="tokenbus client")
         return await cls.from_connection(connection, tenant=tenant, prefix=prefix, encoding=encoding, tracer=tracer)
 
@@ -163,7 +163,7 @@ class Client:
             return self.generate(model, request, headers=headers)
 
         requests = [one if one.id else codec.replace(one, id=secrets.token_urlsafe(16)) for one in requests]
-        return Choices(requests[0], n, submit) if len(requests) == 1 else Batch(requests, n, submit)
+        return Choices(requests[0], n, submit) if len(requests) == 1 else ChoiceBatch(requests, n, submit)
 
     async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
         """Returns the models being served. Raises RequestError(no_worker) if no router answers."""

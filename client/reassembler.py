@@ -17,7 +17,7 @@ class BrokenStreamError(RuntimeError):
     """Chunks contradict each other, so nothing after them can be trusted."""
 
 
-class Ready(NamedTuple):
+class ReadyChunks(NamedTuple):
     """A chunk, or its new part."""
 
     chunk: messages.Chunk
@@ -54,7 +54,7 @@ class Reassembler:
         """Prepares for a request under a new id: its attempts are counted from 1, and its stream continues this one."""
         self.attempt = self._worker_attempt = 0
 
-    def add(self, chunk: messages.Chunk) -> Ready | Duplicate | Gap:
+    def add(self, chunk: messages.Chunk) -> ReadyChunks | Duplicate | Gap:
         """Accepts a chunk if it continues the stream. Raises BrokenStreamError if it contradicts earlier ones."""
         if chunk.attempt < self.attempt:
             return Duplicate()
@@ -74,7 +74,7 @@ class Reassembler:
             self._reasoning_bytes = (new.reasoning_offset or 0) + len(new.reasoning.encode())
         for delta in new.tool_calls or ():
             self._arguments_bytes[delta.index] = delta.arguments_offset + len(delta.function.arguments.encode())
-        return Ready(new)
+        return ReadyChunks(new)
 
     def _check_place(self, chunk: messages.Chunk) -> None:
         """Raises BrokenStreamError if a worker restarts an attempt: it would generate a different text for a known
@@ -89,9 +89,9 @@ class Reassembler:
         if not self._knows_text_bytes and chunk.offset == self.num_tokens:
             self.text_bytes, self._knows_text_bytes = chunk.text_offset, True
 
-    def _add_empty(self, chunk: messages.Chunk) -> Ready | Gap:
+    def _add_empty(self, chunk: messages.Chunk) -> ReadyChunks | Gap:
         is_ahead = chunk.offset > self.num_tokens and not _is_routers(chunk)
-        return Gap() if is_ahead and chunk.finish_reason is not messages.FinishReason.ERROR else Ready(chunk)
+        return Gap() if is_ahead and chunk.finish_reason is not messages.FinishReason.ERROR else ReadyChunks(chunk)
 
     def _is_known(self, chunk: messages.Chunk) -> bool:
         ends_at = chunk.offset + chunk.tokens, chunk.text_offset + len(chunk.text.encode())

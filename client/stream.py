@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tokenbus.client.answer import Answer
 from tokenbus.client.continuation import Continuation
-from tokenbus.client.reassembler import BrokenStreamError, Duplicate, Gap, Ready, Reassembler
+from tokenbus.client.reassembler import BrokenStreamError, Duplicate, Gap, ReadyChunks, Reassembler
 from tokenbus.client.resync_timer import Action, ResyncTimer
 from tokenbus.protocol.bus.bus import OutboundBufferLimitError
 from tokenbus.protocol.telemetry import tracing
@@ -27,7 +27,7 @@ MAX_UNREAD_BYTES = 4 * 1024 * 1024
 they take about four times as much."""
 
 
-class Transport(Protocol):
+class StreamTransport(Protocol):
     """Everything that a stream needs from its client."""
 
     def submit(self, stream: "Stream", request: messages.GenerateRequest) -> None:
@@ -57,7 +57,7 @@ class Stream:
         self,
         request: messages.GenerateRequest,
         encoding: codec.Encoding,
-        transport: Transport,
+        transport: StreamTransport,
         now: float,
         span: tracing.Span = tracing.NOOP_SPAN,
         subject: str = "",
@@ -255,7 +255,7 @@ class Stream:
             return
         self.served_by = chunk.model or self.served_by
         match added:
-            case Ready(new):
+            case ReadyChunks(new):
                 self._resync_timer.chunk_received(now)
                 self._take(self._continuation.take(new), num_bytes, now)
             case Gap():

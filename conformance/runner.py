@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import nats.errors
 
-from tokenbus.conformance.assertions import BrokenError, SkippedError
-from tokenbus.conformance.probe import Probe
-from tokenbus.conformance.report import Outcome, Verdict
+from tokenbus.conformance.probing.assertions import BrokenError, SkippedError
+from tokenbus.conformance.probing.probe import Probe
+from tokenbus.conformance.probing.report import Outcome, RuleVerdict
 from tokenbus.conformance.rules.registry import Rule
 from tokenbus.protocol import tasks
 
@@ -52,7 +52,7 @@ async def run_one(rule: Rule, probe: Probe, timeout_s: float) -> Outcome:
         refusal.cancel()
         await asyncio.wait((judging, refusal))
     if denial := probe.link.denied_reason(probe.used_subjects):  # denied subjects can make rules seem to hold
-        verdict, reason = Verdict.SKIPPED, f"denied by the broker: {denial}"
+        verdict, reason = RuleVerdict.SKIPPED, f"denied by the broker: {denial}"
     else:
         verdict, reason = judging.result()
     with contextlib.suppress(nats.errors.Error):  # the connection itself may have failed
@@ -60,16 +60,16 @@ async def run_one(rule: Rule, probe: Probe, timeout_s: float) -> Outcome:
     return Outcome(rule.name, verdict, reason, (time.monotonic() - began) * 1e3)
 
 
-async def _judge(rule: Rule, probe: Probe, timeout_s: float) -> tuple[Verdict, str]:
+async def _judge(rule: Rule, probe: Probe, timeout_s: float) -> tuple[RuleVerdict, str]:
     try:
         async with asyncio.timeout(timeout_s):
             await rule.check(probe)
     except BrokenError as error:
-        return Verdict.BROKEN, str(error)
+        return RuleVerdict.BROKEN, str(error)
     except SkippedError as error:
-        return Verdict.SKIPPED, str(error)
+        return RuleVerdict.SKIPPED, str(error)
     except TimeoutError:
-        return Verdict.BROKEN, f"no result within {timeout_s:g} s"
+        return RuleVerdict.BROKEN, f"no result within {timeout_s:g} s"
     except Exception as error:  # outermost frame of a rule: malformed messages may make its check raise anything
-        return Verdict.BROKEN, f"{type(error).__name__}: {error}"
-    return Verdict.OK, ""
+        return RuleVerdict.BROKEN, f"{type(error).__name__}: {error}"
+    return RuleVerdict.OK, ""

@@ -14,7 +14,7 @@ from tokenbus.demo import chats
 Array = npt.NDArray[Any]
 
 
-class Sizes(NamedTuple):
+class DemoSizes(NamedTuple):
     """The sizes of a llama."""
 
     vocab: int
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
     norm_epsilon: float
 
 
-def write(path: Path, sizes: Sizes, tokenizer: Tokenizer, tensors: dict[str, Array]) -> None:
+def write(path: Path, sizes: DemoSizes, tokenizer: Tokenizer, tensors: dict[str, Array]) -> None:
     """Writes a model whose tensors have llama.cpp's names."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("Tokenbus demo")

@@ -11,7 +11,7 @@ from tokenbus.gateway.anthropic import model_list
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.ollama import model_info as ollama
 from tokenbus.gateway.openai import error_bodies as openai
-from tokenbus.protocol.http.refusals import Headers, Refusal
+from tokenbus.protocol.http.refusals import Headers, HttpRefusal
 
 _RETRY_REFUSED_AFTER_MS = 1_000.0
 _encoder = msgspec.json.Encoder()
@@ -36,7 +36,7 @@ def form_of(path: str, headers: Mapping[str, str]) -> _Form:
     return _ANTHROPIC if model_list.is_wanted(headers) else _OPENAI
 
 
-def refusal_response(refusal: Refusal, path: str) -> tuple[int, Headers, bytes]:
+def refusal_response(refusal: HttpRefusal, path: str) -> tuple[int, Headers, bytes]:
     """Returns the status, headers and body of a refusal by the server itself; the path is empty if unknown."""
     is_full = refusal.status in (429, 503)
     response = ErrorResponse(

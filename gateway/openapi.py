@@ -22,7 +22,7 @@ Json = dict[str, Any]
 _REFS = "#/components/schemas/{name}"
 
 
-class Operation(NamedTuple):
+class ApiOperation(NamedTuple):
     """A POST endpoint."""
 
     summary: str
@@ -47,61 +47,61 @@ class Resource(NamedTuple):
     error: type[msgspec.Struct] = schemas.ErrorBody
 
 
-OPERATIONS: Mapping[str, Operation] = {
-    "/v1/chat/completions": Operation(
+OPERATIONS: Mapping[str, ApiOperation] = {
+    "/v1/chat/completions": ApiOperation(
         "A chat completion",
         chat_request.ChatRequest,
         schemas.ChatCompletion,
         ("model", "messages"),
         event=schemas.ChatCompletionChunk,
     ),
-    "/v1/completions": Operation(
+    "/v1/completions": ApiOperation(
         "Completions of plain prompts",
         completions_request.CompletionRequest,
         completions_response.Completion,
         ("model", "prompt"),
         event=completions_response.Completion,
     ),
-    "/v1/responses": Operation(
+    "/v1/responses": ApiOperation(
         "A response, without storage",
         responses_body.ResponsesBody,
         responses_response.Response,
     ),
-    "/v1/responses/input_tokens": Operation(
+    "/v1/responses/input_tokens": ApiOperation(
         "The number of tokens of a response's input", input_tokens.CountBody, input_tokens.InputTokens
     ),
-    "/v1/messages": Operation(
+    "/v1/messages": ApiOperation(
         "A message",
         messages_request.MessagesRequest,
-        anthropic_schemas.Message,
+        anthropic_schemas.AnthropicMessage,
         ("model", "messages", "max_tokens"),
-        error=anthropic_schemas.ErrorBody,
+        error=anthropic_schemas.AnthropicErrorBody,
     ),
-    "/v1/messages/count_tokens": Operation(
+    "/v1/messages/count_tokens": ApiOperation(
         "The number of tokens of a message's prompt",
         count_tokens.CountTokensRequest,
         anthropic_schemas.MessageTokensCount,
         ("model", "messages"),
-        error=anthropic_schemas.ErrorBody,
+        error=anthropic_schemas.AnthropicErrorBody,
     ),
-    "/v1/embeddings": Operation(
+    "/v1/embeddings": ApiOperation(
         "Embeddings", embeddings.EmbeddingRequest, embeddings.EmbeddingList, ("model", "input")
     ),
-    "/v1/rerank": Operation(
+    "/v1/rerank": ApiOperation(
         "Documents ordered by relevance",
         rerank.RerankBody,
         rerank.RerankResponse,
         ("model", "query", "documents"),
     ),
-    "/tokenize": Operation("The tokens of a prompt", token_calls.TokenizeBody, token_calls.TokenizeResponse),
-    "/detokenize": Operation(
+    "/tokenize": ApiOperation("The tokens of a prompt", token_calls.TokenizeBody, token_calls.TokenizeResponse),
+    "/detokenize": ApiOperation(
         "The text of tokens",
         token_calls.DetokenizeBody,
         token_calls.DetokenizeResponse,
         ("model", "tokens"),
         ("tokens",),
     ),
-    "/api/show": Operation(
+    "/api/show": ApiOperation(
         "One model, in Ollama's form",
         model_info.ShowBody,
         model_info.ShownModel,
@@ -112,7 +112,7 @@ RESOURCES: Mapping[str, Resource] = {
     "/v1/models": Resource("The models that are served", schemas.ModelList),
     "/v1/models/{model}": Resource("One model", schemas.Model, ("model",)),
     "/api/version": Resource("The version of Ollama that these calls match", model_info.Version),
-    "/api/tags": Resource("The models, in Ollama's form", model_info.ModelList, error=model_info.OllamaError),
+    "/api/tags": Resource("The models, in Ollama's form", model_info.OllamaModelList, error=model_info.OllamaError),
     "/api/ps": Resource("The loaded models", model_info.RunningModelList, error=model_info.OllamaError),
     "/health": Resource("Whether requests can be served", schemas.Health),
     "/livez": Resource("Whether the process runs", None),
@@ -142,7 +142,7 @@ def document(version: str, *, has_default_model: bool = False) -> Json:
     }
 
 
-def _operation(one: Operation, refs: Mapping[type, Json]) -> Json:
+def _operation(one: ApiOperation, refs: Mapping[type, Json]) -> Json:
     content = {"application/json": {"schema": refs[one.response]}}
     if one.event is not None:
         content["text/event-stream"] = {"schema": {"type": "string", "contentSchema": refs[one.event]}}

@@ -19,19 +19,19 @@ from starlette.routing import Route
 
 from tokenbus.client import Client
 from tokenbus.gateway import openapi
+from tokenbus.gateway.admission.endpoint import Endpoint, Services
 from tokenbus.gateway.anthropic import count_tokens, messages_request, model_list
 from tokenbus.gateway.anthropic import error_bodies as anthropic_errors
 from tokenbus.gateway.calls.dialect import CallDialect
 from tokenbus.gateway.calls.embed import embed
 from tokenbus.gateway.calls.endpoint import CallEndpoint
-from tokenbus.gateway.catalog import Catalog, Catalogs, Listing
 from tokenbus.gateway.cohere import rerank
 from tokenbus.gateway.error_forms import form_of
 from tokenbus.gateway.generation.dialect import Dialect
 from tokenbus.gateway.generation.endpoint import GenerationEndpoint
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.http.endpoint import Endpoint, Services
 from tokenbus.gateway.http.http_errors import ApiError
+from tokenbus.gateway.models.catalog import Catalog, Catalogs, Listing
 from tokenbus.gateway.ollama.routes import OllamaRoutes
 from tokenbus.gateway.openai import chat_request, embeddings, error_bodies, schemas
 from tokenbus.gateway.openai.completions import request as completions_request

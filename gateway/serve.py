@@ -9,16 +9,16 @@ from collections.abc import Callable
 import structlog
 from starlette.types import ASGIApp
 
+from tokenbus.gateway.admission.closed_connections import ClosedConnections
+from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
+from tokenbus.gateway.admission.endpoint import Services
+from tokenbus.gateway.admission.metrics import GatewayMetrics
+from tokenbus.gateway.admission.settings import GatewaySettings
+from tokenbus.gateway.admission.tenants import Tenants
 from tokenbus.gateway.error_forms import refusal_response
 from tokenbus.gateway.http import listen
 from tokenbus.gateway.http.body_memory import BodyMemory
-from tokenbus.gateway.http.closed_connections import ClosedConnections
-from tokenbus.gateway.http.concurrency_limit import ConcurrencyLimit
-from tokenbus.gateway.http.endpoint import Services
-from tokenbus.gateway.metrics import GatewayMetrics
 from tokenbus.gateway.routes import Routes, make_app
-from tokenbus.gateway.settings import GatewaySettings
-from tokenbus.gateway.tenants import Tenants
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bus import Bus

@@ -11,7 +11,7 @@ from tokenbus.replay.virtual_worker import DecodeSteps
 _DIGITS = 3
 
 
-class LatencyStats(msgspec.Struct, frozen=True):
+class TimeStats(msgspec.Struct, frozen=True):
     """A distribution of times, in milliseconds."""
 
     mean: float
@@ -33,13 +33,13 @@ class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
     """The share of all prompt tokens that one worker computed for another."""
     predicted_rate: float
     """The hit rate that the router predicted."""
-    ttft_ms: LatencyStats
+    ttft_ms: TimeStats
     """From a request's arrival to its first token."""
-    itl_ms: LatencyStats
+    itl_ms: TimeStats
     """From one token of a request to the next, over all gaps."""
-    e2e_ms: LatencyStats
+    e2e_ms: TimeStats
     """From a request's arrival to its last token."""
-    queue_ms: LatencyStats
+    queue_ms: TimeStats
     """From a request's arrival to its placement."""
     output_tokens_per_s: float
     duration_s: float
@@ -85,13 +85,13 @@ def _share(part: float, whole: float) -> float:
     return round(part / whole, 6)
 
 
-def _latency_stats(seconds: Iterable[float]) -> LatencyStats:
+def _latency_stats(seconds: Iterable[float]) -> TimeStats:
     times = np.fromiter(seconds, float) * 1e3
     mid, high, highest = np.percentile(times, [50, 90, 99])
     return _rounded(float(times.mean()), float(mid), float(high), float(highest))
 
 
-def _itl_stats(steps: Iterable[DecodeSteps]) -> LatencyStats:
+def _itl_stats(steps: Iterable[DecodeSteps]) -> TimeStats:
     """Weights each step by its sequences, since it is a gap for each of them."""
     gaps: list[float] = []
     weights: list[int] = []
@@ -110,5 +110,5 @@ def _itl_stats(steps: Iterable[DecodeSteps]) -> LatencyStats:
     return _rounded(mean, float(mid), float(high), float(highest))
 
 
-def _rounded(mean: float, p50: float, p90: float, p99: float) -> LatencyStats:
-    return LatencyStats(round(mean, _DIGITS), round(p50, _DIGITS), round(p90, _DIGITS), round(p99, _DIGITS))
+def _rounded(mean: float, p50: float, p90: float, p99: float) -> TimeStats:
+    return TimeStats(round(mean, _DIGITS), round(p50, _DIGITS), round(p90, _DIGITS), round(p99, _DIGITS))

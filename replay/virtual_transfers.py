@@ -27,7 +27,7 @@ class Prefix(NamedTuple):
     token_ids: "array[int]"
 
 
-class Transfer(NamedTuple):
+class VirtualTransfer(NamedTuple):
     """Blocks in transit to a receiver that already holds the first `start` tokens of the prefix."""
 
     prefix: Prefix
@@ -54,7 +54,7 @@ class TransferLink:
         """Returns how many tokens of a prefix this worker would have to compute."""
         return len(prefix.token_ids) - self._num_held(prefix)
 
-    def begin(self, source: "TransferLink", prefix: Prefix, compute_s: float, now: float) -> Transfer | None:
+    def begin(self, source: "TransferLink", prefix: Prefix, compute_s: float, now: float) -> VirtualTransfer | None:
         """Begins to fetch the part of a prefix that another worker holds and this one lacks; None if there is none.
 
         `compute_s` is the time this worker would take to compute it."""
@@ -70,9 +70,9 @@ class TransferLink:
         self._num_received += 1
         source._num_sent += 1
         ends_at = self._receives_until = source._sends_until = began_at + count * self._block_s
-        return Transfer(prefix, start, end, now, ends_at)
+        return VirtualTransfer(prefix, start, end, now, ends_at)
 
-    def begin_leg(self, source: "TransferLink", prefix: Prefix, began_at: float, now: float) -> Transfer | None:
+    def begin_leg(self, source: "TransferLink", prefix: Prefix, began_at: float, now: float) -> VirtualTransfer | None:
         """Begins to take the blocks that another worker has just computed, since `began_at`; None if there are none.
 
         All but the last block, which may be partial, have moved meanwhile, as far as both ends were free."""
@@ -88,16 +88,16 @@ class TransferLink:
         self._num_received += 1
         source._num_sent += 1
         self._receives_until = source._sends_until = ends_at
-        return Transfer(prefix, start, end, began_at, ends_at)
+        return VirtualTransfer(prefix, start, end, began_at, ends_at)
 
-    def finish_sending(self, transfer: Transfer) -> None:
+    def finish_sending(self, transfer: VirtualTransfer) -> None:
         """Makes room for another transfer, and demotes the blocks that were sent: they are evicted earlier."""
         self._num_sent -= 1
         prefix = transfer.prefix
         path = self._pool.cache.tree.known_path(prefix.domain, prefix.token_ids[: transfer.end])
         self._pool.cache.demote(path)
 
-    def finish_receiving(self, transfer: Transfer) -> None:
+    def finish_receiving(self, transfer: VirtualTransfer) -> None:
         """Caches the blocks that have arrived, if there is room for them."""
         self._num_received -= 1
         domain, token_ids, end = transfer.prefix.domain, transfer.prefix.token_ids, transfer.end

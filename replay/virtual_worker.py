@@ -10,9 +10,9 @@ from tokenbus.protocol.wire import block_hash, codec, internal, messages
 from tokenbus.replay.fast_forward import FastForwardScheduler
 from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.traces import TracedRequest
-from tokenbus.replay.virtual_transfers import Prefix, Transfer, TransferLink
-from tokenbus.worker import engine_request
+from tokenbus.replay.virtual_transfers import Prefix, TransferLink, VirtualTransfer
 from tokenbus.worker.broker.published_blocks import to_runs
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan, StepResult
@@ -215,7 +215,7 @@ class VirtualWorker:
         source._call_at(transfer.ends_at, lambda at: source._link.finish_sending(transfer))
         self._call_at(transfer.ends_at, lambda at: self._end_leg(sequence, at, transfer))
 
-    def _end_leg(self, sequence: Sequence, now: float, transfer: Transfer | None = None) -> None:
+    def _end_leg(self, sequence: Sequence, now: float, transfer: VirtualTransfer | None = None) -> None:
         self._num_awaited -= 1
         if transfer is not None:
             self._link.finish_receiving(transfer)
@@ -224,7 +224,7 @@ class VirtualWorker:
         if self._plan is None:
             self._start_step(now)
 
-    def _begin_fetch(self, source: "VirtualWorker", sequence: Sequence, now: float) -> Transfer | None:
+    def _begin_fetch(self, source: "VirtualWorker", sequence: Sequence, now: float) -> VirtualTransfer | None:
         assert sequence.domain is not None
         prefix = Prefix(sequence.domain, sequence.token_ids)
         compute_s = self._timing.step_ms(self._link.num_missing(prefix), 0, 0.0) / 1e3 / self._speed
@@ -235,7 +235,7 @@ class VirtualWorker:
             self._call_at(transfer.ends_at, lambda at: self._end_fetch(source, sequence, transfer, at))
         return transfer
 
-    def _end_fetch(self, source: "VirtualWorker", sequence: Sequence, transfer: Transfer, now: float) -> None:
+    def _end_fetch(self, source: "VirtualWorker", sequence: Sequence, transfer: VirtualTransfer, now: float) -> None:
         del self._fetching[sequence.seq_no]
         self._link.finish_receiving(transfer)
         tokens = transfer.end - transfer.start

@@ -20,35 +20,35 @@ from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import codec, internal, subjects
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.models import ModelCatalog
 from tokenbus.router.placement.policies import make_policies
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.cache_hints import CacheHints
 from tokenbus.router.requests.dispatch import Dispatcher
-from tokenbus.router.requests.flight import Flights
+from tokenbus.router.requests.flights.flight import Flights
+from tokenbus.router.requests.flights.internal_parts import InternalParts
+from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
+from tokenbus.router.requests.flights.worker_client import WorkerClient
 from tokenbus.router.requests.guardianship import Guardianship
 from tokenbus.router.requests.intake import Intake
-from tokenbus.router.requests.internal_parts import InternalParts
 from tokenbus.router.requests.lifecycle import RequestLifecycle
-from tokenbus.router.requests.model_loads import ModelLoads
+from tokenbus.router.requests.models import ModelCatalog
 from tokenbus.router.requests.passing_on import PassingOn
 from tokenbus.router.requests.pooling.embeddings import Embeddings
 from tokenbus.router.requests.pooling.reranks import Reranks
+from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter
 from tokenbus.router.requests.queueing.settings import PolicySettings
 from tokenbus.router.requests.recovery import Recovery
-from tokenbus.router.requests.request_telemetry import RequestTelemetry
 from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.requests.tokenization.piece_cache import PieceCache
 from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokenizer
 from tokenbus.router.requests.tokenization.tokenize_requests import TokenizeRequests
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
-from tokenbus.router.requests.worker_client import WorkerClient
 from tokenbus.router.settings import RouterSettings
+from tokenbus.router.telemetry.metrics import RouterMetrics
 from tokenbus.router.watch import FleetWatch
+from tokenbus.router.workers.worker import Worker
 
 _INDEX_BYTES_PER_BLOCK = 87
 """Memory of the prefix index, measured with a million blocks (bench.router.index_memory)."""
@@ -74,7 +74,7 @@ class Router:
         policy = PolicySettings(make_policies(), settings.policy, rng, settings.temperature, settings.min_leg_tokens)
         self._queue = PlacementQueue(self.fleet, policy, settings.queue, self.metrics)
         self._rate_limiter = RateLimiter(settings.tenant_limits, settings.tenant_limit_overrides)
-        self._telemetry = RequestTelemetry(self.metrics, tracer, settings.request_log)
+        self._telemetry = FlightTelemetry(self.metrics, tracer, settings.request_log)
         terminals = TerminalPublisher(bus, self._replies, router_id, self.metrics)
         self._parts = InternalParts(bus, names, router_id, settings.max_upload_bytes)
         workers = WorkerClient(bus, names, self._parts)

@@ -9,16 +9,16 @@ from tokenbus.protocol.telemetry import status
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.placement.legs import MIN_LEG_TOKENS
 from tokenbus.router.placement.policies import make_policies
+from tokenbus.router.requests.flights.request_telemetry import RequestLogSettings
 from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
 from tokenbus.router.requests.queueing.settings import QueueSettings
-from tokenbus.router.requests.request_telemetry import RequestLogSettings
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterSettings:
     """Settings of one router. Limits apply to this router alone, not to all routers together."""
 
-    broker: nats.Settings = dataclasses.field(default_factory=nats.Settings)
+    broker: nats.BusSettings = dataclasses.field(default_factory=nats.BusSettings)
     prefix: str = subjects.DEFAULT_PREFIX
     router_id: str = ""
     """Name of this router in logs; made from host name and process id if empty."""
@@ -55,7 +55,7 @@ class RouterSettings:
     """Limits of each tenant that has no override."""
     tenant_limit_overrides: Mapping[str, TenantLimits] = dataclasses.field(default_factory=dict)
     """Limits of single tenants, by name."""
-    status_page: status.Settings = dataclasses.field(default_factory=status.Settings)
+    status_page: status.StatusSettings = dataclasses.field(default_factory=status.StatusSettings)
     request_log: RequestLogSettings = dataclasses.field(default_factory=RequestLogSettings)
     otlp_traces_endpoint: str = ""
     """Collector to which spans are sent; empty to send none."""

@@ -18,10 +18,10 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.recovery import Recovery
+from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.router.workers.worker import Worker
 
 _cards = codec.Decoder(messages.Card)
 _events = codec.Decoder(internal.Events)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tokenbus.worker import engine_request
-from tokenbus.worker.engine.draws import Row, draw_from_all, draw_from_sorted
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.engine.device.draws import Row, draw_from_all, draw_from_sorted
 
 Draw = Callable[[Row, engine_request.Sampling, float], int]
 

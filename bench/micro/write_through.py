@@ -12,11 +12,11 @@ from pathlib import Path
 from bench import flags
 from bench.models import benchmark_model
 from bench.paired import quartiles
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf.runner import load
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
-from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 

@@ -20,15 +20,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bench.system import card, cpu_seconds, start
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.client import Client, Stream
 from tokenbus.demo import ONNX_PATH
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
-from tokenbus.protocol.wire import block_hash, codec, internal, messages, params, validation
+from tokenbus.protocol.wire import block_hash, codec, internal, messages, params
+from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.placement import PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import make_policies
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
 from tokenbus.worker.engine.process import ipc
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.system import cpu_seconds, start
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.client import Client
 from tokenbus.protocol.wire import codec, errors, messages
 from tokenbus.worker.engine.sim.runner import VOCAB_SIZE

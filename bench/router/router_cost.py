@@ -25,7 +25,7 @@ from nats.aio.msg import Msg
 from tokenizers import Tokenizer
 
 from bench.system import card, cpu_seconds, start
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.prompt import tokenizer_bundle

@@ -17,7 +17,7 @@ from nats.aio.msg import Msg
 
 from bench import flags, paired
 from bench.system import cpu_seconds, start
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 
@@ -97,7 +97,7 @@ async def measure(options: argparse.Namespace) -> None:
         server = await nats_server.start(0, Path(folder) / "nats.log")
         router = start(Path(folder) / "router.log", "router", "--nats", server.url)
         try:
-            bus = await nats.connect(nats.Settings(url=server.url), name="bench")
+            bus = await nats.connect(nats.BusSettings(url=server.url), name="bench")
             worker = ForgedWorker(bus)
             await worker.open()
             await _ask(bus, worker, options.streams)

@@ -18,8 +18,8 @@ from bench.models import benchmark_model, random_adapter
 from bench.models.shape import PRESETS
 from bench.paired import quartiles
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import engine_output, engine_request
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.contract import engine_output, engine_request
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 

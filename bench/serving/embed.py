@@ -17,9 +17,9 @@ import numpy as np
 from bench.models import random_encoder
 from bench.paired import cpu_seconds, quartiles
 from tokenbus.protocol.telemetry import logs
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.runner import Embedder
 from tokenbus.worker.engine.gguf.runner import load
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import Embedder
 
 _WORDS = ["the", "fox", "and", "an", "owl", "met", "at", "7,", "by", "a", "lake;", "it", "was", "cold."]
 _BATCH_TOKENS = 512

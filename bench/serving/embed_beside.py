@@ -26,12 +26,12 @@ from bench.models import random_model
 from bench.models.shape import PRESETS
 from bench.paired import cpu_seconds, quartiles
 from tokenbus.protocol.wire import block_hash, internal
-from tokenbus.worker import engine_request
-from tokenbus.worker.engine import pooling
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device import pooling
+from tokenbus.worker.engine.device.runner import Embedder, Runner
 from tokenbus.worker.engine.gguf.runner import GgufRunner, load
 from tokenbus.worker.engine.process import ipc, loop
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import Embedder, Runner
 from tokenbus.worker.engine.scheduling import step_budget
 
 _STREAMS = 4

@@ -13,8 +13,8 @@ from bench import flags, system
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
-from tokenbus.worker import engine_output, engine_request
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.contract import engine_output, engine_request
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine_client import engine_process
 from tokenbus.worker.engine_client.client import EngineClient
 

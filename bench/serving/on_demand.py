@@ -21,7 +21,7 @@ from tokenbus import demo
 from tokenbus.client import Client
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import messages
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.on_demand import model_facts, sizes

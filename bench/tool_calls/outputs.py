@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 from canitoolcall.fixtures import Family, Fixture, ReferenceModel
 
-from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
 from tokenbus.worker.chat_format.parsing.scans import Rules
+from tokenbus.worker.contract.chat_format import ChatFormat
 
 IDS: dict[str, dict[str, int]] = json.loads(Path(__file__).with_name("tokens.json").read_text())
 CHARACTERS_PER_TOKEN = 3.5

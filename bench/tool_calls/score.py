@@ -11,8 +11,8 @@ from canitoolcall.fixtures import Family, Fixture, load_families, load_fixtures
 from canitoolcall.results import CheckResult, Observation, ParseResult, Status, StreamAccumulator
 
 from bench.tool_calls.outputs import IDS, generation_prompt_of, rules_of, tokens_of
-from tokenbus.worker.chat_format import deltas
-from tokenbus.worker.chat_format.parsing.parser import Parser
+from tokenbus.worker.chat_format.parsing import deltas
+from tokenbus.worker.chat_format.parsing.parser import AnswerParser
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -30,9 +30,9 @@ STRATEGIES = chunking.parse_strategies(None)
 Token = tuple[int, str]
 
 
-def parser_for(fixture: Fixture, family: Family, *, hold_calls: bool) -> Parser:
+def parser_for(fixture: Fixture, family: Family, *, hold_calls: bool) -> AnswerParser:
     tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in fixture.tools}
-    return Parser(
+    return AnswerParser(
         rules_of(fixture, family),
         tools=tools,
         key=fixture.id,
@@ -41,7 +41,7 @@ def parser_for(fixture: Fixture, family: Family, *, hold_calls: bool) -> Parser:
     )
 
 
-def read(parser: Parser, groups: Sequence[Sequence[Token]], *, cut_off: bool) -> list[deltas.Delta]:
+def read(parser: AnswerParser, groups: Sequence[Sequence[Token]], *, cut_off: bool) -> list[deltas.Delta]:
     """Returns all a parser says of tokens that arrive in groups."""
     found = [delta for group in groups for delta in parser.feed_tokens(group)]
     return found + parser.finish(cut_off=cut_off)
@@ -65,7 +65,7 @@ def streamed(found: Sequence[deltas.Delta]) -> ParseResult:
         match one:
             case deltas.Content(text):
                 together.add_content(text)
-            case deltas.Reasoning(text):
+            case deltas.ReasoningDelta(text):
                 together.add_reasoning(text)
             case deltas.CallBegin(index, _, name):
                 together.add_tool_call(index, name)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tokenbus.cli import connection_flags
-from tokenbus.cli.session import EXIT_INTERRUPTED, print_error, with_client
+from tokenbus.cli.console import connection_flags
+from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, with_client
 from tokenbus.client import Client
 from tokenbus.protocol import tasks
 from tokenbus.protocol.process import shutdown
@@ -20,7 +20,7 @@ from tokenbus.replay.load import options as load_options
 from tokenbus.replay.load.measure import measure, warm_up
 from tokenbus.replay.load.options import TO_STANDARD_OUTPUT, Plan, plan_of
 from tokenbus.replay.load.page import page
-from tokenbus.replay.load.results import Report, RunResult, as_json, summarize
+from tokenbus.replay.load.results import LoadReport, RunResult, as_json, summarize
 from tokenbus.replay.load.stats import RunStats
 from tokenbus.replay.load.table import run_lines, run_table, sweep_table
 from tokenbus.replay.load.workload import FittedWorkload
@@ -100,8 +100,8 @@ class Bench:
             self._console.print(line, markup=False)
         self._console.print()
 
-    def _report(self, fitted: FittedWorkload, began_at: datetime.datetime) -> Report:
-        return Report(
+    def _report(self, fitted: FittedWorkload, began_at: datetime.datetime) -> LoadReport:
+        return LoadReport(
             model=self._plan.model,
             workload=fitted.workload.describe(),
             began_at=began_at.isoformat(timespec="seconds"),
@@ -112,7 +112,7 @@ class Bench:
             runs=self._runs,
         )
 
-    def _finish(self, report: Report) -> None:
+    def _finish(self, report: LoadReport) -> None:
         """Prints and writes the results. Raises ValueError for a file that can't be written."""
         if len(self._runs) > 1:
             self._console.print(sweep_table(self._runs))

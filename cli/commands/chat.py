@@ -8,9 +8,9 @@ import sys
 from collections.abc import AsyncIterator
 from functools import partial
 
-from tokenbus.cli import answers, connection_flags
 from tokenbus.cli.commands import generate
-from tokenbus.cli.session import decode_utf8, print_request_error, with_client
+from tokenbus.cli.console import answers, connection_flags
+from tokenbus.cli.console.session import decode_utf8, print_request_error, with_client
 from tokenbus.client import Client
 from tokenbus.client.answer import Answer
 from tokenbus.protocol.process import shutdown

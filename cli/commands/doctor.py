@@ -12,27 +12,26 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenbus.cli import arguments, connection_flags, hub_flags, inspection
+from tokenbus.cli.console import arguments, connection_flags, hub_flags, inspection
 from tokenbus.client import Client
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import ping_probe
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import contract
-from tokenbus.worker.engine import device_memory
+from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory import claims, fit, room
 from tokenbus.worker.engine.memory.claims import MemoryClaims
 from tokenbus.worker.engine.memory.fit import Rooms
 from tokenbus.worker.engine.memory.need import MemoryNeed, mib
 from tokenbus.worker.engine.memory.room import Room
-from tokenbus.worker.engine.models import model_files, registry
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineProcess
-from tokenbus.worker.models import transfer
-from tokenbus.worker.models.hub import location
+from tokenbus.worker.files import device_memory, model_files, transfer
+from tokenbus.worker.hub import location
+from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_facts, sizes
 
 _CONNECT_TIMEOUT_S = 3.0

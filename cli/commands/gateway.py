@@ -2,10 +2,10 @@
 
 import argparse
 
-from tokenbus.cli import arguments, config, connection_flags, serve
-from tokenbus.gateway import keys
-from tokenbus.gateway.aliases import Aliases
-from tokenbus.gateway.settings import GatewaySettings
+from tokenbus.cli.console import arguments, config, connection_flags, serve
+from tokenbus.gateway.admission import keys
+from tokenbus.gateway.admission.aliases import Aliases
+from tokenbus.gateway.admission.settings import GatewaySettings
 
 _DEFAULTS = GatewaySettings()
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.cli import answers, arguments, connection_flags
-from tokenbus.cli.session import EXIT_INTERRUPTED, decode_utf8, print_error, with_client
+from tokenbus.cli.console import answers, arguments, connection_flags
+from tokenbus.cli.console.session import EXIT_INTERRUPTED, decode_utf8, print_error, with_client
 from tokenbus.client import Client, Stream
 from tokenbus.protocol.process import shutdown
-from tokenbus.protocol.wire import codec, messages, pooling
+from tokenbus.protocol.wire import codec, messages
+from tokenbus.protocol.wire.checks import pooling
 
 _CANCEL_TIMEOUT_S = 2.0
 """Time that a cancelled stream has to end."""

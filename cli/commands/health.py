@@ -6,7 +6,7 @@ import argparse
 import socket
 import sys
 
-from tokenbus.cli import arguments
+from tokenbus.cli.console import arguments
 
 PORT = 9_100
 _TIMEOUT_S = 2.0

@@ -15,14 +15,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tokenbus.cli import nats_server
-from tokenbus.cli.replay_live import LiveError, run_live
-from tokenbus.cli.session import EXIT_INTERRUPTED, print_error
-from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS, StartError
+from tokenbus.cli.console import nats_server
+from tokenbus.cli.console.replay_live import LiveError, run_live
+from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
+from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, StartError
 from tokenbus.protocol.process.parent import end_with
 from tokenbus.replay.offline import load_requests, play_all
 from tokenbus.replay.page import document
-from tokenbus.replay.results import LatencyStats, PolicyResult
+from tokenbus.replay.results import PolicyResult, TimeStats
 from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.svg import Axis, Series, bar_chart
 from tokenbus.router.placement.policies import POLICIES, make_policies
@@ -209,7 +209,7 @@ def _table(runs: Sequence[PolicyResult]) -> Table:
     return table
 
 
-def _cells(spread: LatencyStats, *names: str) -> list[str]:
+def _cells(spread: TimeStats, *names: str) -> list[str]:
     return [f"{getattr(spread, name):,.{1 if spread.mean < _SMALL_MS else 0}f}" for name in names]
 
 
@@ -232,7 +232,7 @@ def _page(settings: ReplaySettings, runs: Sequence[PolicyResult]) -> str:
     return document(f"Replay of {_name(settings)}", [f"<p>{summary}</p>", '<div class="plots">', *plots, "</div>"])
 
 
-def _times(title: str, runs: Sequence[PolicyResult], of: Callable[[PolicyResult], LatencyStats]) -> str:
+def _times(title: str, runs: Sequence[PolicyResult], of: Callable[[PolicyResult], TimeStats]) -> str:
     series = [
         Series(run.policy, [(place, getattr(of(run), part)) for place, part in enumerate(_STATISTICS)]) for run in runs
     ]

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from tokenbus.cli import arguments, connection_flags, serve
+from tokenbus.cli.console import arguments, connection_flags, serve
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.placement.legs import MIN_LEG_TOKENS
 from tokenbus.router.placement.policies import POLICIES
@@ -108,7 +108,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def settings_of(options: argparse.Namespace) -> "RouterSettings":
     """Returns the settings that parsed flags describe. Raises ValueError."""
     # Every server parses these flags, only a router needs these modules.
-    from tokenbus.router.requests.request_telemetry import RequestLogSettings
+    from tokenbus.router.requests.flights.request_telemetry import RequestLogSettings
     from tokenbus.router.settings import RouterSettings
 
     return RouterSettings(

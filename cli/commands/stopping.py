@@ -3,8 +3,8 @@
 import argparse
 from functools import partial
 
-from tokenbus.cli import connection_flags, worker_control
-from tokenbus.cli.session import print_error, print_request_error, with_client
+from tokenbus.cli.console import connection_flags, worker_control
+from tokenbus.cli.console.session import print_error, print_request_error, with_client
 from tokenbus.client import Client
 from tokenbus.protocol.wire import errors, internal, subjects
 from tokenbus.protocol.wire.params import SECONDS

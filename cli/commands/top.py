@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tokenbus.cli import arguments, connection_flags, hub_flags
-from tokenbus.cli.session import with_client
+from tokenbus.cli.console import arguments, connection_flags, hub_flags
+from tokenbus.cli.console.session import with_client
 from tokenbus.client import Client
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.wire import codec, errors, messages, subjects
@@ -51,9 +51,7 @@ def add_models_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run_models(options: argparse.Namespace) -> int:
     if options.local or options.remove:
-        from tokenbus.cli.commands.models import (
-            pull,  # what only asks a router waits for nothing that knows models' files
-        )
+        from tokenbus.cli.commands import pull
 
         return pull.run_local(options)
     return with_client(options, partial(_models, options))

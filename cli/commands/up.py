@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tokenbus.cli import arguments, connection_flags, nats_server, screen, serve
 from tokenbus.cli.commands import worker
-from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS, StartError, Supervisor
+from tokenbus.cli.console import arguments, connection_flags, nats_server, screen, serve
+from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, ProcessSupervisor, StartError
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH, ONNX_PATH
 from tokenbus.gateway.http import listen
@@ -68,7 +68,7 @@ class LocalSystem:
     """Starts a broker, a router, workers and a gateway, shows what they do, and stops them in reverse order."""
 
     def __init__(
-        self, options: argparse.Namespace, settings: nats.Settings, log_folder: Path, out: screen.Screen
+        self, options: argparse.Namespace, settings: nats.BusSettings, log_folder: Path, out: screen.Screen
     ) -> None:
         """`settings` are those of the broker named in the options, if there is one."""
         self._options = options
@@ -80,7 +80,7 @@ class LocalSystem:
         self._metrics_sockets: dict[str, socket.socket] = {}
         """By process name. Like the gateway's they stay open, so that a restarted process is where it was."""
         self._is_ready = False
-        self._supervisor = Supervisor(log_folder, out.write)
+        self._supervisor = ProcessSupervisor(log_folder, out.write)
 
     def __repr__(self) -> str:
         return f"<LocalSystem at {self._settings.redacted_url}: {self._supervisor!r}>"
@@ -111,7 +111,7 @@ class LocalSystem:
         self._gateway_socket = _listen(self._options)  # before anything is started: the port may be taken
         if not self._options.nats:
             self._broker = await nats_server.start(self._options.port, self._log_folder / "nats-server.log")
-            self._settings = nats.Settings(url=self._broker.url)
+            self._settings = nats.BusSettings(url=self._broker.url)
         self._start_processes()
         async with await Client.connect(settings=self._settings) as client:
             reply = await self._until_ready(client)
@@ -245,7 +245,7 @@ def run(options: argparse.Namespace) -> int:
         print("tokenbus: --prefill-workers must be less than --workers", file=sys.stderr)
         return EXIT_BAD_SETTINGS
     try:
-        settings = connection_flags.settings_from_environment(options.nats) if options.nats else nats.Settings()
+        settings = connection_flags.settings_from_environment(options.nats) if options.nats else nats.BusSettings()
     except ValueError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS

@@ -5,13 +5,13 @@ import asyncio
 import sys
 from functools import partial
 
-from tokenbus.cli import connection_flags
-from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
-from tokenbus.conformance.assertions import BrokenError, Message
-from tokenbus.conformance.exchange import Exchange
-from tokenbus.conformance.link import Link
-from tokenbus.conformance.probe import Probe, Target
-from tokenbus.conformance.report import Verdict, json_line, line, summary
+from tokenbus.cli.console import connection_flags
+from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.conformance.probing.assertions import BrokenError, Message
+from tokenbus.conformance.probing.exchange import Exchange
+from tokenbus.conformance.probing.link import ProbeLink
+from tokenbus.conformance.probing.probe import Probe, ProbeTarget
+from tokenbus.conformance.probing.report import RuleVerdict, json_line, line, summary
 from tokenbus.conformance.rules.registry import Rule, all_rules
 from tokenbus.conformance.runner import run_all
 from tokenbus.protocol.bus import connection
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
 async def _check(options: argparse.Namespace, rules: list[Rule]) -> int:
     names = subjects.Subjects(options.prefix)
-    link = await Link.open(connection_flags.settings_of(options), options.inbox_prefix)
+    link = await ProbeLink.open(connection_flags.settings_of(options), options.inbox_prefix)
     try:
         target = await _find(link, names, options)
         make_probe = partial(Probe, link, names, options.tenant, options.inbox_prefix, target)
@@ -70,10 +70,10 @@ async def _check(options: argparse.Namespace, rules: list[Rule]) -> int:
         await link.close()
     if not options.json:
         print(summary(outcomes))
-    return int(any(outcome.verdict is Verdict.BROKEN for outcome in outcomes))
+    return int(any(outcome.verdict is RuleVerdict.BROKEN for outcome in outcomes))
 
 
-async def _find(link: Link, names: subjects.Subjects, options: argparse.Namespace) -> Target:
+async def _find(link: ProbeLink, names: subjects.Subjects, options: argparse.Namespace) -> ProbeTarget:
     """Returns what the models reply says about the model. Raises ValueError if no worker serves it."""
     exchange = Exchange(link.new_inbox(), msgpack=False)
     await link.subscribe(exchange.inbox, exchange.take)
@@ -85,14 +85,14 @@ async def _find(link: Link, names: subjects.Subjects, options: argparse.Namespac
     return _served(reply, options.model)
 
 
-def _served(reply: Message, model: str) -> Target:
+def _served(reply: Message, model: str) -> ProbeTarget:
     """Reads only what the rules need. Whether the reply follows the contract is for them to check."""
     known = {served.get("model"): served for served in reply.get("models") or []}
     if model not in known:
         raise ValueError(f"no worker serves {model!r}; served models: {', '.join(map(str, known)) or 'nothing'}")
     served = known[model]
     ready = [card for card in served.get("workers") or [] if card.get("state") == "ready"]
-    return Target(
+    return ProbeTarget(
         model,
         int(served.get("context_length") or 0),
         tuple(str(card.get("worker_id")) for card in ready),

@@ -5,17 +5,18 @@ import os
 import sys
 from pathlib import Path
 
-from tokenbus.cli import arguments, connection_flags, hub_flags, serve
-from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.cli.console import arguments, connection_flags, hub_flags, serve
+from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import codec, messages, subjects
-from tokenbus.worker.engine.models import model_files, registry
-from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings, check_choices
-from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.frontend import adapter_settings
-from tokenbus.worker.frontend.adapter_settings import AdapterSettings
-from tokenbus.worker.frontend.settings import FrontendSettings, ServedModel, WorkerSettings
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings, OnnxSettings, SchedulerSettings, check_choices
+from tokenbus.worker.files import model_files
+from tokenbus.worker.models import registry
+from tokenbus.worker.settings import adapter_settings
+from tokenbus.worker.settings.adapter_settings import AdapterSettings
+from tokenbus.worker.settings.settings import FrontendSettings, ModelToServe, WorkerSettings
 
 _ENGINE = EngineSettings(model="")
 _SCHEDULER = SchedulerSettings()
@@ -279,7 +280,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
     on_demand = _on_demand_of(options, names)
     return WorkerSettings(
         models=tuple(
-            ServedModel(name, engine, replicas, tuple(options.lora), name in on_demand, options.lora_dir)
+            ModelToServe(name, engine, replicas, tuple(options.lora), name in on_demand, options.lora_dir)
             for name, model in zip(names, options.model, strict=True)
             for engine, replicas in _engines_of(options, model, on_demand=name in on_demand)
         ),
@@ -291,7 +292,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         prefix=options.prefix,
         worker_id=options.worker_id,
         status_page=serve.status_settings(options),
-        log=logs.Settings(options.log_level or "", options.log_format or ""),
+        log=logs.LogSettings(options.log_level or "", options.log_format or ""),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         vllm_metrics=options.vllm_metrics,
         frontend=FrontendSettings(
@@ -389,8 +390,8 @@ def run(options: argparse.Namespace) -> int:
     if problem:
         print(f"tokenbus: {problem}", file=sys.stderr)
         return status
-    from tokenbus.worker.frontend import serve as worker  # every server parses these flags, only a worker needs this
-    from tokenbus.worker.frontend.frontend import ReplacedError
+    from tokenbus.worker import serve as worker  # every server parses these flags, only a worker needs this
+    from tokenbus.worker.replica.frontend import ReplacedError
 
     try:
         return serve.run("worker", options, settings_of, worker.serve)

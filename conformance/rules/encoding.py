@@ -4,10 +4,10 @@ import json
 
 import msgspec
 
-from tokenbus.conformance import stream_checks
-from tokenbus.conformance.assertions import BrokenError, expect
-from tokenbus.conformance.exchange import Exchange
-from tokenbus.conformance.probe import MSGPACK, Probe, short_request
+from tokenbus.conformance.probing import stream_checks
+from tokenbus.conformance.probing.assertions import BrokenError, expect
+from tokenbus.conformance.probing.exchange import Exchange
+from tokenbus.conformance.probing.probe import MSGPACK, Probe, short_request
 
 _OPTIONAL = (
     "id", "messages", "token_ids", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",

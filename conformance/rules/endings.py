@@ -4,10 +4,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from tokenbus.conformance import stream_checks
-from tokenbus.conformance.assertions import SkippedError, expect
-from tokenbus.conformance.exchange import Exchange, any_tokens
-from tokenbus.conformance.probe import Probe
+from tokenbus.conformance.probing import stream_checks
+from tokenbus.conformance.probing.assertions import SkippedError, expect
+from tokenbus.conformance.probing.exchange import Exchange, any_tokens
+from tokenbus.conformance.probing.probe import Probe
 
 _TIMEOUT_MS = 250
 _SLACK_MS = 10_000

@@ -3,10 +3,10 @@
 import json
 import re
 
-from tokenbus.conformance import field_types, schemas, stream_checks
-from tokenbus.conformance.assertions import BrokenError, SkippedError, expect, shorten
-from tokenbus.conformance.exchange import Exchange
-from tokenbus.conformance.probe import Probe, short_request, skip_if_unsupported
+from tokenbus.conformance.probing import field_types, schemas, stream_checks
+from tokenbus.conformance.probing.assertions import BrokenError, SkippedError, expect, shorten
+from tokenbus.conformance.probing.exchange import Exchange
+from tokenbus.conformance.probing.probe import Probe, short_request, skip_if_unsupported
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 _TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}

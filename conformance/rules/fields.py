@@ -4,10 +4,10 @@ import asyncio
 import json
 from typing import NamedTuple
 
-from tokenbus.conformance import stream_checks
-from tokenbus.conformance.assertions import BrokenError, Message, SkippedError, expect, shorten
-from tokenbus.conformance.exchange import Exchange
-from tokenbus.conformance.probe import MSGPACK, Probe, short_request
+from tokenbus.conformance.probing import stream_checks
+from tokenbus.conformance.probing.assertions import BrokenError, Message, SkippedError, expect, shorten
+from tokenbus.conformance.probing.exchange import Exchange
+from tokenbus.conformance.probing.probe import MSGPACK, Probe, short_request
 
 
 class FieldLimits(NamedTuple):

@@ -2,12 +2,12 @@
 
 import msgspec
 
-from tokenbus.conformance import acting_router, field_types, internal_schemas, stream_checks
-from tokenbus.conformance.acting_router import PROMPT_IDS
-from tokenbus.conformance.assertions import Message, expect
-from tokenbus.conformance.exchange import Exchange
-from tokenbus.conformance.link import Received
-from tokenbus.conformance.probe import Probe
+from tokenbus.conformance.probing import acting_router, field_types, internal_schemas, stream_checks
+from tokenbus.conformance.probing.acting_router import PROMPT_IDS
+from tokenbus.conformance.probing.assertions import Message, expect
+from tokenbus.conformance.probing.exchange import Exchange
+from tokenbus.conformance.probing.link import Received
+from tokenbus.conformance.probing.probe import Probe
 from tokenbus.protocol.wire import subjects
 
 _MIN_CHECK_S, _MAX_CHECK_S = 0.4, 2.5

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from tokenbus.conformance import schemas, stream_checks
-from tokenbus.conformance.assertions import expect, shorten
-from tokenbus.conformance.probe import Probe, short_request
+from tokenbus.conformance.probing import schemas, stream_checks
+from tokenbus.conformance.probing.assertions import expect, shorten
+from tokenbus.conformance.probing.probe import Probe, short_request
 
 _LONGEST_ID = 128
 _SILENCE_S = 0.6

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from tokenbus.conformance import field_types, schemas, stream_checks
-from tokenbus.conformance.assertions import Message, expect, shorten
-from tokenbus.conformance.probe import PROMPT, Probe, short_request
+from tokenbus.conformance.probing import field_types, schemas, stream_checks
+from tokenbus.conformance.probing.assertions import Message, expect, shorten
+from tokenbus.conformance.probing.probe import PROMPT, Probe, short_request
 from tokenbus.protocol.wire.subjects import DEFAULT_TENANT
 
 _OTHER_TENANT = "wire-check.é"

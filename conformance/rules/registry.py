@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from tokenbus.conformance.probe import Probe
+from tokenbus.conformance.probing.probe import Probe
 from tokenbus.conformance.rules import (
     encoding,
     endings,

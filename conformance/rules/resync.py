@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokenbus.conformance import stream_checks
-from tokenbus.conformance.assertions import Message, expect
-from tokenbus.conformance.exchange import Exchange
-from tokenbus.conformance.probe import Probe
+from tokenbus.conformance.probing import stream_checks
+from tokenbus.conformance.probing.assertions import Message, expect
+from tokenbus.conformance.probing.exchange import Exchange
+from tokenbus.conformance.probing.probe import Probe
 
 _SETTLE_S = 0.5
 

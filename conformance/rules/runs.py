@@ -4,10 +4,10 @@ import asyncio
 
 import xxhash
 
-from tokenbus.conformance import acting_router, field_types, internal_schemas, stream_checks
-from tokenbus.conformance.assertions import Message, SkippedError, expect, shorten
-from tokenbus.conformance.exchange import Exchange
-from tokenbus.conformance.probe import Probe
+from tokenbus.conformance.probing import acting_router, field_types, internal_schemas, stream_checks
+from tokenbus.conformance.probing.assertions import Message, SkippedError, expect, shorten
+from tokenbus.conformance.probing.exchange import Exchange
+from tokenbus.conformance.probing.probe import Probe
 from tokenbus.protocol.wire import subjects
 
 _SILENCE_S = 0.4

@@ -1,10 +1,10 @@
 """Rules of sampling: lengths, stops, seeds. They run alone, since batching with other sequences may change the
 numbers."""
 
-from tokenbus.conformance import stream_checks
-from tokenbus.conformance.assertions import Message, SkippedError, expect, shorten
-from tokenbus.conformance.exchange import Exchange
-from tokenbus.conformance.probe import Probe, short_request, skip_if_unsupported
+from tokenbus.conformance.probing import stream_checks
+from tokenbus.conformance.probing.assertions import Message, SkippedError, expect, shorten
+from tokenbus.conformance.probing.exchange import Exchange
+from tokenbus.conformance.probing.probe import Probe, short_request, skip_if_unsupported
 
 _STOP_CHARACTERS = 3
 

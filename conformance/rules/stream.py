@@ -2,9 +2,9 @@
 
 import asyncio
 
-from tokenbus.conformance import stream_checks
-from tokenbus.conformance.assertions import expect
-from tokenbus.conformance.probe import Probe, short_request
+from tokenbus.conformance.probing import stream_checks
+from tokenbus.conformance.probing.assertions import expect
+from tokenbus.conformance.probing.probe import Probe, short_request
 
 _AFTERWARDS_S = 0.5
 

@@ -4,11 +4,11 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
-from tokenbus.conformance import field_types, internal_schemas, schemas
-from tokenbus.conformance.assertions import Message, expect
-from tokenbus.conformance.exchange import Exchange
-from tokenbus.conformance.link import Received
-from tokenbus.conformance.probe import Probe, short_request
+from tokenbus.conformance.probing import field_types, internal_schemas, schemas
+from tokenbus.conformance.probing.assertions import Message, expect
+from tokenbus.conformance.probing.exchange import Exchange
+from tokenbus.conformance.probing.link import Received
+from tokenbus.conformance.probing.probe import Probe, short_request
 from tokenbus.protocol.wire import block_hash, subjects
 
 _WATCH_S = 2.0

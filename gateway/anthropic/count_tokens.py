@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from tokenbus.gateway.anthropic import messages_request, schemas
-from tokenbus.gateway.anthropic.field_names import FieldNames, with_name_first
+from tokenbus.gateway.anthropic.field_names import AnthropicFieldNames, with_name_first
 from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
@@ -18,12 +18,12 @@ class CountTokensRequest(messages_request.MessagesRequest, frozen=True, kw_only=
     """The body: that of a message request, without the fields that only matter for an answer."""
 
 
-class ParsedCount(msgspec.Struct, frozen=True, kw_only=True):
+class ParsedMessageCount(msgspec.Struct, frozen=True, kw_only=True):
     """A valid request for the number of tokens of a conversation."""
 
     model: str
     request: wire.TokenizeRequest
-    names: FieldNames
+    names: AnthropicFieldNames
 
     def encode(self, reply: wire.TokenizeReply) -> bytes:
         """Returns the body of the response."""
@@ -34,8 +34,8 @@ class ParsedCount(msgspec.Struct, frozen=True, kw_only=True):
         return http_errors.renamed(error, self.names.of, with_name_first)
 
 
-def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedCount:
+def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedMessageCount:
     """Parses a body, and validates it like a message request's. Raises RequestError with Anthropic's name for the field
     at fault."""
     asked, request, names = messages_request.to_wire(body, headers, request_id, default_model)
-    return ParsedCount(model=asked.model or "", request=conversation.counting(request), names=names)
+    return ParsedMessageCount(model=asked.model or "", request=conversation.counting(request), names=names)

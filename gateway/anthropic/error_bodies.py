@@ -3,7 +3,7 @@
 import msgspec
 
 from tokenbus.gateway.anthropic import schemas
-from tokenbus.gateway.anthropic.field_names import FieldNames, with_name_first
+from tokenbus.gateway.anthropic.field_names import AnthropicFieldNames, with_name_first
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.wire import errors
@@ -20,7 +20,7 @@ _TYPES = {
     529: "overloaded_error",
 }
 _OVERLOADED = (errors.Code.OVERLOADED, errors.Code.INSUFFICIENT_MEMORY)
-_NAMES = FieldNames()
+_NAMES = AnthropicFieldNames()
 _encoder = msgspec.json.Encoder()
 
 
@@ -43,10 +43,10 @@ def message_of(response: ErrorResponse) -> str:
     return f"prompt is too long: {response.prompt_tokens} tokens > {response.context_length - 1} maximum"
 
 
-def to_body(response: ErrorResponse) -> schemas.ErrorBody:
+def to_body(response: ErrorResponse) -> schemas.AnthropicErrorBody:
     """Returns the body of an error response, which is also the data of an error event."""
-    detail = schemas.ErrorDetail(type=type_of(response), message=message_of(response))
-    return schemas.ErrorBody(error=detail, request_id=response.request_id)
+    detail = schemas.AnthropicErrorDetail(type=type_of(response), message=message_of(response))
+    return schemas.AnthropicErrorBody(error=detail, request_id=response.request_id)
 
 
 def encode(response: ErrorResponse) -> bytes:

@@ -31,7 +31,7 @@ _IN_MESSAGE = {
 }
 
 
-class FieldNames:
+class AnthropicFieldNames:
     """The field names of one request."""
 
     def __init__(self, turns: Sequence[Turn] = (), tool_numbers: Sequence[int] = ()) -> None:
@@ -40,7 +40,7 @@ class FieldNames:
         self._tool_numbers = tool_numbers
 
     def __repr__(self) -> str:
-        return f"<FieldNames of {len(self._turns)} turns>"
+        return f"<AnthropicFieldNames of {len(self._turns)} turns>"
 
     def of(self, param: str) -> str:
         """Returns the name of a field, unchanged if it is already Anthropic's."""

@@ -6,24 +6,25 @@ from typing import Any, Literal
 import msgspec
 
 from tokenbus.gateway.anthropic import messages_response
-from tokenbus.gateway.anthropic.field_names import FieldNames, with_name_first
+from tokenbus.gateway.anthropic.field_names import AnthropicFieldNames, with_name_first
 from tokenbus.gateway.anthropic.turns import CacheBreakpoint, Content, InputMessage, Turn, cache_ttl_ms, to_turns
 from tokenbus.gateway.generation import conversation
-from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.generation.answer_events import AnswerEventReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.prompt import history
-from tokenbus.protocol.wire import codec, errors, reasoning, validation
+from tokenbus.protocol.wire import codec, errors, reasoning
 from tokenbus.protocol.wire import messages as wire
+from tokenbus.protocol.wire.checks import validation
 
 _CLIENT_TOOL = (None, "custom")
 """Types of tools that the client describes and runs. All others are known only to Anthropic's models."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class Tool(msgspec.Struct, frozen=True, kw_only=True):
+class AnthropicTool(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
     name: str | None = None
     description: str | None = None
@@ -71,7 +72,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     thinking: Thinking | None = None
-    tools: list[Tool] | None = None
+    tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
@@ -99,7 +100,7 @@ class ParsedMessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     request: wire.GenerateRequest
     stream: bool
-    names: FieldNames
+    names: AnthropicFieldNames
     n: int = 1
 
     @property
@@ -111,7 +112,7 @@ class ParsedMessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the encoder of a streamed response."""
         return messages_response.MessageEncoder(head)
 
-    def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
+    def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerEventReader]) -> bytes:
         """Returns the body of an unstreamed response."""
         return messages_response.encode_whole(head, answers[0])
 
@@ -131,17 +132,17 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_mode
 
 def to_wire(
     body: bytes, headers: Mapping[str, str], request_id: str, default_model: str
-) -> tuple[MessagesRequest, wire.GenerateRequest, FieldNames]:
+) -> tuple[MessagesRequest, wire.GenerateRequest, AnthropicFieldNames]:
     """Returns a body, the valid request that it becomes (perhaps only to count its tokens), and its names for the
     request's fields."""
-    with http_errors.renaming(FieldNames().of, with_name_first):
+    with http_errors.renaming(AnthropicFieldNames().of, with_name_first):
         asked = _decoder.decode(body, codec.Encoding.JSON)
     asked = codec.replace(asked, model=checked_model(asked.model, default_model))
     _check_conversation(asked.messages)
     turns = to_turns(asked.system, asked.messages or [])
     tools = _client_tools(asked.tools or [])
     request = _to_request(asked, turns, list(tools.values()), conversation.session_of(headers), request_id)
-    names = FieldNames(turns, list(tools))
+    names = AnthropicFieldNames(turns, list(tools))
     with http_errors.renaming(names.of, with_name_first):
         validation.check_request(request)
         # Routers check past calls only when rendering them; here the blocks that they came from are known.
@@ -160,12 +161,12 @@ def _check_conversation(given: Sequence[InputMessage] | None) -> None:
         raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="messages")
 
 
-def _client_tools(given: Sequence[Tool]) -> dict[int, dict[str, Any]]:
+def _client_tools(given: Sequence[AnthropicTool]) -> dict[int, dict[str, Any]]:
     """Returns the tools that a client describes and runs, by their position in the request."""
     return {number: _to_tool(tool) for number, tool in enumerate(given) if tool.type in _CLIENT_TOOL}
 
 
-def _to_tool(tool: Tool) -> dict[str, Any]:
+def _to_tool(tool: AnthropicTool) -> dict[str, Any]:
     fields = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 

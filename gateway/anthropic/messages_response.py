@@ -10,8 +10,8 @@ from tokenbus.gateway.anthropic import error_bodies, schemas
 from tokenbus.gateway.generation.answer_events import (
     AnswerEnded,
     AnswerEvent,
-    AnswerReader,
-    Part,
+    AnswerEventReader,
+    AnswerPart,
     PartEnded,
     PartGrew,
     PartKind,
@@ -79,36 +79,41 @@ class MessageEncoder:
             return []
         self._has_started = True
         cached = self._prompt.cached_tokens
-        usage = schemas.Usage(
+        usage = schemas.AnthropicUsage(
             input_tokens=self._prompt.prompt_tokens - cached, cache_read_input_tokens=cached, output_tokens=0
         )
         return [_event(schemas.MessageStart(message=_message(self._head, [], None, usage)))]
 
 
-def encode_whole(head: ResponseHead, answer: AnswerReader) -> bytes:
+def encode_whole(head: ResponseHead, answer: AnswerEventReader) -> bytes:
     """Returns the JSON body of a message. A tool call whose input was cut off is left out."""
     assert answer.end is not None, answer
     content = [block for part in answer.parts if (block := _whole_block(part)) is not None]
     return _encoder.encode(_message(head, content, _stop(answer.end), encode_usage(answer.end.usage)))
 
 
-def encode_usage(usage: messages.Usage | None) -> schemas.Usage:
+def encode_usage(usage: messages.Usage | None) -> schemas.AnthropicUsage:
     """Returns token counts in Anthropic's form, in which input tokens exclude cached ones."""
     if usage is None:
-        return schemas.Usage(input_tokens=0, cache_read_input_tokens=0, output_tokens=0)
+        return schemas.AnthropicUsage(input_tokens=0, cache_read_input_tokens=0, output_tokens=0)
     thought = usage.reasoning_tokens
-    return schemas.Usage(
+    return schemas.AnthropicUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_read_input_tokens=usage.cached_tokens,
         output_tokens=usage.completion_tokens,
-        output_tokens_details=UNSET if thought is UNSET else schemas.OutputTokensDetails(thinking_tokens=thought),
+        output_tokens_details=UNSET
+        if thought is UNSET
+        else schemas.AnthropicOutputTokensDetails(thinking_tokens=thought),
     )
 
 
 def _message(
-    head: ResponseHead, content: list[schemas.ContentBlock], stop: schemas.StopDelta | None, usage: schemas.Usage
-) -> schemas.Message:
-    return schemas.Message(
+    head: ResponseHead,
+    content: list[schemas.ContentBlock],
+    stop: schemas.StopDelta | None,
+    usage: schemas.AnthropicUsage,
+) -> schemas.AnthropicMessage:
+    return schemas.AnthropicMessage(
         id=f"msg_{head.request_id}",
         model=head.model,
         content=content,
@@ -124,7 +129,7 @@ def _stop(end: AnswerEnded) -> schemas.StopDelta:
     return schemas.StopDelta(stop_reason=_STOP_REASONS[end.finish_reason], stop_sequence=None)
 
 
-def _empty_block(part: Part) -> schemas.ContentBlock:
+def _empty_block(part: AnswerPart) -> schemas.ContentBlock:
     match part.kind:
         case PartKind.TEXT:
             return schemas.TextBlock(text="")
@@ -134,7 +139,7 @@ def _empty_block(part: Part) -> schemas.ContentBlock:
             return schemas.ToolUseBlock(id=part.call_id, name=part.name, input={})
 
 
-def _delta(part: Part, added: str) -> schemas.BlockDelta:
+def _delta(part: AnswerPart, added: str) -> schemas.BlockDelta:
     match part.kind:
         case PartKind.TEXT:
             return schemas.TextDelta(text=added)
@@ -144,14 +149,14 @@ def _delta(part: Part, added: str) -> schemas.BlockDelta:
             return schemas.InputJsonDelta(partial_json=added)
 
 
-def _end_block(part: Part) -> list[schemas.StreamEvent]:
+def _end_block(part: AnswerPart) -> list[schemas.StreamEvent]:
     stop = schemas.ContentBlockStop(index=part.index)
     if part.kind is not PartKind.REASONING:
         return [stop]
     return [schemas.ContentBlockDelta(index=part.index, delta=schemas.SignatureDelta(signature=SIGNATURE)), stop]
 
 
-def _whole_block(part: Part) -> schemas.ContentBlock | None:
+def _whole_block(part: AnswerPart) -> schemas.ContentBlock | None:
     match part.kind:
         case PartKind.TEXT:
             return schemas.TextBlock(text=part.text)

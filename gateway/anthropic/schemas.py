@@ -6,30 +6,30 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 
-class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     message: str
 
 
-class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
+class AnthropicErrorBody(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
     """The body of an error response, and the last event of a failed stream."""
 
-    error: ErrorDetail
+    error: AnthropicErrorDetail
     request_id: str | None
 
 
-class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+class AnthropicOutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     thinking_tokens: int
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class AnthropicUsage(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of a request. Those of the prompt are the sum of the first three."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
-    output_tokens_details: OutputTokensDetails | UnsetType = UNSET
+    output_tokens_details: AnthropicOutputTokensDetails | UnsetType = UNSET
 
 
 class TextBlock(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
@@ -50,7 +50,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True, tag="tool_use"):
 ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
+class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
     """The response to an unstreamed request and, without content, the first event of a stream."""
 
     id: str
@@ -60,7 +60,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
     stop_reason: str | None
     """null only in a stream."""
     stop_sequence: str | None
-    usage: Usage
+    usage: AnthropicUsage
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag="text_delta"):
@@ -83,7 +83,7 @@ BlockDelta = TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class MessageStart(msgspec.Struct, frozen=True, kw_only=True, tag="message_start"):
-    message: Message
+    message: AnthropicMessage
 
 
 class ContentBlockStart(msgspec.Struct, frozen=True, kw_only=True, tag="content_block_start"):
@@ -109,7 +109,7 @@ class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, tag="message_delta
     """Ends the message, with the token counts of all of it."""
 
     delta: StopDelta
-    usage: Usage
+    usage: AnthropicUsage
 
 
 class MessageStop(msgspec.Struct, frozen=True, kw_only=True, tag="message_stop"):
@@ -128,7 +128,7 @@ StreamEvent = (
     | MessageDelta
     | MessageStop
     | Ping
-    | ErrorBody
+    | AnthropicErrorBody
 )
 
 

@@ -29,7 +29,7 @@ class CacheBreakpoint(msgspec.Struct, frozen=True, kw_only=True):
         return 300_000.0 if self.ttl == "5m" else 3_600_000.0
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True):
+class ContentBlock(msgspec.Struct, frozen=True, kw_only=True):
     """A content block. Its type determines which of the fields it has."""
 
     type: str
@@ -39,12 +39,12 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: "str | list[Block] | None" = None
+    content: "str | list[ContentBlock] | None" = None
     is_error: bool | None = None
     cache_control: CacheBreakpoint | None = None
 
 
-Content = str | list[Block]
+Content = str | list[ContentBlock]
 
 
 class InputMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class Turn(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    block: Block
+    block: ContentBlock
     path: str
 
 
@@ -103,7 +103,7 @@ def cache_ttl_ms(system: Content | None, conversation: Sequence[InputMessage]) -
 def _placed(message: InputMessage, path: str) -> list[_Placed]:
     if message.role == "system":
         return [
-            _Placed(Block(type="text", text=f"<system-reminder>\n{text}\n</system-reminder>"), path)
+            _Placed(ContentBlock(type="text", text=f"<system-reminder>\n{text}\n</system-reminder>"), path)
             for text in _system_texts(message.content, path)
         ]
     return _blocks(message.content, path)
@@ -111,7 +111,7 @@ def _placed(message: InputMessage, path: str) -> list[_Placed]:
 
 def _blocks(content: Content | None, path: str) -> list[_Placed]:
     if content is None or isinstance(content, str):
-        return [_Placed(Block(type="text", text=content), path)] if content else []
+        return [_Placed(ContentBlock(type="text", text=content), path)] if content else []
     return [_Placed(block, f"{path}.{number}") for number, block in enumerate(content)]
 
 
@@ -164,7 +164,7 @@ def _assistant_turn(blocks: Sequence[_Placed], path: str) -> Turn:
     return Turn(message, path, [place for _, place in said], [place for _, place in calls])
 
 
-def _call(block: Block) -> dict[str, Any]:
+def _call(block: ContentBlock) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
 
 

@@ -5,9 +5,9 @@ import functools
 from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
 
+from tokenbus.gateway.admission.endpoint import Endpoint, HttpExchange, Services
 from tokenbus.gateway.calls.dialect import CallDialect, ParsedCall, ReplyT, RequestT
 from tokenbus.gateway.http import body, http_errors
-from tokenbus.gateway.http.endpoint import Endpoint, Exchange, Services
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import errors
 
@@ -21,7 +21,7 @@ class CallEndpoint(Endpoint, Generic[RequestT, ReplyT]):
         super().__init__(services, dialect)
         self._dialect = dialect
 
-    async def _serve(self, exchange: Exchange) -> None:
+    async def _serve(self, exchange: HttpExchange) -> None:
         parsed = await self._read(exchange)
         served_as = self._services.aliases.resolve(parsed.model, exchange.request_id)
         try:
@@ -29,7 +29,7 @@ class CallEndpoint(Endpoint, Generic[RequestT, ReplyT]):
         except errors.RequestError as refused:
             raise http_errors.ApiError(parsed.named(http_errors.from_error(refused.error))) from refused
 
-    async def _read(self, exchange: Exchange) -> ParsedCall[RequestT, ReplyT]:
+    async def _read(self, exchange: HttpExchange) -> ParsedCall[RequestT, ReplyT]:
         # In a separate method, so that nothing holds the body while the request is served.
         payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
         default = self._services.aliases.default
@@ -38,7 +38,7 @@ class CallEndpoint(Endpoint, Generic[RequestT, ReplyT]):
         exchange.log.received(parsed.model, body_bytes=len(payload))
         return parsed
 
-    async def _respond(self, exchange: Exchange, served_as: str, parsed: ParsedCall[RequestT, ReplyT]) -> None:
+    async def _respond(self, exchange: HttpExchange, served_as: str, parsed: ParsedCall[RequestT, ReplyT]) -> None:
         open_call = OpenCall()
         with self._services.limit.track(open_call):
             reply = await open_call.run(self._dialect.send(exchange.tenant.client, served_as, parsed.request))

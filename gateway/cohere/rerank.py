@@ -7,8 +7,9 @@ from msgspec import UNSET, UnsetType
 
 from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.http.http_errors import ErrorResponse
-from tokenbus.protocol.wire import codec, pooling
+from tokenbus.protocol.wire import codec
 from tokenbus.protocol.wire import messages as wire
+from tokenbus.protocol.wire.checks import pooling
 
 _encoder = msgspec.json.Encoder()
 
@@ -29,7 +30,7 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
     """Not from Cohere or Jina; has the same meaning as on the wire."""
 
 
-class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
+class CohereRerankResult(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """The number of the document in the request, from 0."""
     relevance_score: float
@@ -46,7 +47,7 @@ class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
-    results: list[RerankResult]
+    results: list[CohereRerankResult]
     usage: RerankUsage
 
 
@@ -64,7 +65,7 @@ class ParsedRerank(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the body of the response."""
         documents = self.request.documents or []
         results = [
-            RerankResult(
+            CohereRerankResult(
                 index=one.index,
                 relevance_score=one.relevance_score,
                 document=Document(text=documents[one.index]) if self.returns_documents else UNSET,

@@ -19,7 +19,7 @@ class PartKind(enum.Enum):
     TOOL_CALL = "tool_call"
 
 
-class Part(msgspec.Struct, kw_only=True, eq=False):
+class AnswerPart(msgspec.Struct, kw_only=True, eq=False):
     """A part of an answer, as received so far."""
 
     kind: PartKind
@@ -54,16 +54,16 @@ class TokensSampled(NamedTuple):
 
 
 class PartStarted(NamedTuple):
-    part: Part
+    part: AnswerPart
 
 
 class PartGrew(NamedTuple):
-    part: Part
+    part: AnswerPart
     added: str
 
 
 class PartEnded(NamedTuple):
-    part: Part
+    part: AnswerPart
 
 
 class AnswerEnded(NamedTuple):
@@ -78,23 +78,23 @@ class AnswerEnded(NamedTuple):
 AnswerEvent = PromptSeen | TokensSampled | PartStarted | PartGrew | PartEnded | AnswerEnded
 
 
-class AnswerReader:
+class AnswerEventReader:
     """Turns the chunks of one stream into events, and collects the parts."""
 
     def __init__(self, *, keeps_logprobs: bool = True) -> None:
         """Log probabilities are kept only on request: a token's may take 10 KB, a thousand times its text."""
         self._keeps_logprobs = keeps_logprobs
-        self.parts: list[Part] = []
+        self.parts: list[AnswerPart] = []
         self.logprobs: list[messages.TokenLogprob] = []
         self.end: AnswerEnded | None = None
         """None until the answer has ended successfully."""
-        self._open: Part | None = None
+        self._open: AnswerPart | None = None
         self._unplaced: list[messages.TokenLogprob] = []
         """Those of tokens that do not belong to a part yet."""
         self._prompt_seen = False
 
     def __repr__(self) -> str:
-        return f"<AnswerReader, {len(self.parts)} parts{', ended' if self.end else ''}>"
+        return f"<AnswerEventReader, {len(self.parts)} parts{', ended' if self.end else ''}>"
 
     def read(self, chunk: messages.Chunk) -> list[AnswerEvent]:
         """Returns the events of the next chunk, as the client's `Stream` yields them: each once and in order."""
@@ -127,14 +127,14 @@ class AnswerReader:
     def _grow(self, events: list[AnswerEvent], kind: PartKind, added: str) -> None:
         part = self._open
         if part is None or part.kind is not kind:
-            part = self._start(events, Part(kind=kind, index=len(self.parts)))
+            part = self._start(events, AnswerPart(kind=kind, index=len(self.parts)))
         part.pieces.append(added)
         events.append(PartGrew(part, added))
 
     def _add_to_call(self, events: list[AnswerEvent], delta: messages.ToolCallDelta) -> None:
         part = self._open
         if part is None or part.kind is not PartKind.TOOL_CALL or part.call_index != delta.index:
-            call = Part(
+            call = AnswerPart(
                 kind=PartKind.TOOL_CALL,
                 index=len(self.parts),
                 call_index=delta.index,
@@ -146,7 +146,7 @@ class AnswerReader:
             part.pieces.append(delta.function.arguments)
             events.append(PartGrew(part, delta.function.arguments))
 
-    def _start(self, events: list[AnswerEvent], part: Part) -> Part:
+    def _start(self, events: list[AnswerEvent], part: AnswerPart) -> AnswerPart:
         self._end_part(events)
         self.parts.append(part)
         self._open = part

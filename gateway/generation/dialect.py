@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from tokenbus.gateway.generation.answer_events import AnswerEvent, AnswerReader
+from tokenbus.gateway.generation.answer_events import AnswerEvent, AnswerEventReader
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.wire import messages
 
@@ -64,7 +64,7 @@ class ParsedRequest(Protocol):
         """Returns the encoder of a streamed response."""
         ...
 
-    def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
+    def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerEventReader]) -> bytes:
         """Returns the body of an unstreamed response. All answers have ended successfully."""
         ...
 

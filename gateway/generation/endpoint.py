@@ -7,12 +7,12 @@ from collections.abc import Callable
 from msgspec import UNSET
 
 from tokenbus.client.choices import Answers
-from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.admission.endpoint import Endpoint, HttpExchange, Services
+from tokenbus.gateway.admission.request_log import RequestLog
+from tokenbus.gateway.generation.answer_events import AnswerEventReader
 from tokenbus.gateway.generation.dialect import Dialect, EventEncoder, ParsedRequest, ResponseHead
 from tokenbus.gateway.http import body, http_errors
-from tokenbus.gateway.http.endpoint import Endpoint, Exchange, Services
 from tokenbus.gateway.http.response_writer import ResponseWriter
-from tokenbus.gateway.request_log import RequestLog
 from tokenbus.protocol.wire import messages
 
 STATUS_HOLD_S = 10.0
@@ -31,7 +31,7 @@ class GenerationEndpoint(Endpoint):
         super().__init__(services, dialect)
         self._dialect = dialect
 
-    async def _serve(self, exchange: Exchange) -> None:
+    async def _serve(self, exchange: HttpExchange) -> None:
         request, writer, log = exchange.request, exchange.writer, exchange.log
         parsed = await self._read(exchange)
         served_as = self._services.aliases.resolve(parsed.model, parsed.requests[0].session_id or exchange.request_id)
@@ -42,7 +42,7 @@ class GenerationEndpoint(Endpoint):
         except http_errors.ApiError as error:
             raise http_errors.ApiError(parsed.named(error.response)) from error
 
-    async def _read(self, exchange: Exchange) -> ParsedRequest:
+    async def _read(self, exchange: HttpExchange) -> ParsedRequest:
         # In a separate method, so that nothing holds the body while the request is served.
         payload = await body.read(exchange.request, self._services.bodies.max_body_bytes, exchange.held_body)
         default = self._services.aliases.default
@@ -76,12 +76,12 @@ class GenerationEndpoint(Endpoint):
 async def respond(
     choices: Answers,
     num_choices: int,
-    encode: Callable[[list[AnswerReader]], bytes],
+    encode: Callable[[list[AnswerEventReader]], bytes],
     writer: ResponseWriter,
     log: RequestLog,
 ) -> None:
     """Waits for all answers to end, and sends one response. Raises ApiError if any of them fails."""
-    answers = [AnswerReader() for _ in range(num_choices)]
+    answers = [AnswerEventReader() for _ in range(num_choices)]
     num_logprobs = 0
     async for number, chunk in choices.chunks():
         log.on_chunk(chunk, number)
@@ -108,7 +108,7 @@ async def stream_response(
 ) -> None:
     """Sends the answers as events. Raises ApiError if any of them fails before the first event, unless the error is to
     be streamed."""
-    answers = [AnswerReader(keeps_logprobs=keeps_logprobs) for _ in range(num_choices)]
+    answers = [AnswerEventReader(keeps_logprobs=keeps_logprobs) for _ in range(num_choices)]
     num_open = num_choices
     sent_s = 0.0
     async for number, chunk in choices.chunks():

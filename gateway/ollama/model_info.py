@@ -43,7 +43,7 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
     details: Details
 
 
-class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+class OllamaModelList(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ListedModel]
 
 
@@ -89,9 +89,9 @@ _NEVER = "2318-01-01T00:00:00Z"
 _decoder = codec.Decoder(ShowBody)
 
 
-def to_list(models: Sequence[schemas.Model]) -> ModelList:
+def to_list(models: Sequence[schemas.Model]) -> OllamaModelList:
     """Returns the usable models."""
-    return ModelList(models=[_listed(one) for one in models])
+    return OllamaModelList(models=[_listed(one) for one in models])
 
 
 def to_running(models: Sequence[schemas.Model]) -> RunningModelList:

@@ -7,9 +7,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tokenbus.gateway.catalog import Listing
 from tokenbus.gateway.http import body
 from tokenbus.gateway.http.body_memory import BodyMemory
+from tokenbus.gateway.models.catalog import Listing
 from tokenbus.gateway.ollama import model_info
 
 _MAX_BODY_BYTES = 64 * 1024

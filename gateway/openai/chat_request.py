@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokenbus.gateway.generation import conversation
-from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.generation.answer_events import AnswerEventReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.http import http_errors
@@ -14,11 +14,12 @@ from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import chat_response
 from tokenbus.gateway.openai.reasoning_fields import ReasoningWishes, RequestedReasoning, read_wishes
 from tokenbus.gateway.openai.sampling_fields import SamplingFields
-from tokenbus.protocol.wire import codec, errors, validation
+from tokenbus.protocol.wire import codec, errors
 from tokenbus.protocol.wire import messages as wire
+from tokenbus.protocol.wire.checks import validation
 
 
-class ChatMessage(wire.ChatMessage, frozen=True, kw_only=True, omit_defaults=True):
+class OpenAIChatMessage(wire.ChatMessage, frozen=True, kw_only=True, omit_defaults=True):
     """A message of the conversation."""
 
     reasoning: str | None = None
@@ -28,7 +29,7 @@ class ChatMessage(wire.ChatMessage, frozen=True, kw_only=True, omit_defaults=Tru
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """The body of a chat completion request. Unknown fields are ignored, as OpenAI's clients expect."""
 
-    messages: list[ChatMessage] | None = None
+    messages: list[OpenAIChatMessage] | None = None
     max_completion_tokens: int | None = None
     """The newer name of `max_tokens`, which takes precedence."""
     logprobs: bool | None = None
@@ -49,7 +50,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 _decoder = codec.Decoder(ChatRequest)
 
 
-class FieldNames(NamedTuple):
+class ChatFieldNames(NamedTuple):
     """OpenAI's names for the fields of one request."""
 
     renamed: Mapping[str, str]
@@ -70,7 +71,7 @@ class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     n: int
     include_usage: bool
-    names: FieldNames
+    names: ChatFieldNames
 
     @property
     def requests(self) -> tuple[wire.GenerateRequest, ...]:
@@ -80,7 +81,7 @@ class ParsedChatRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the encoder of a streamed response."""
         return chat_response.ChunkEncoder(head, include_usage=self.include_usage)
 
-    def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
+    def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerEventReader]) -> bytes:
         """Returns the body of an unstreamed response."""
         return chat_response.encode_whole(head, answers)
 
@@ -110,13 +111,13 @@ def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_mode
     )
 
 
-def _names_of(chat: ChatRequest, wishes: ReasoningWishes, request: wire.GenerateRequest) -> FieldNames:
+def _names_of(chat: ChatRequest, wishes: ReasoningWishes, request: wire.GenerateRequest) -> ChatFieldNames:
     renamed = chat.renamed | wishes.names
     if chat.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
     if chat.top_logprobs is not None:
         renamed["logprobs"] = "top_logprobs"
-    return FieldNames(renamed, len(chat.messages or []) - len(request.messages or []))
+    return ChatFieldNames(renamed, len(chat.messages or []) - len(request.messages or []))
 
 
 def _check(chat: ChatRequest) -> None:
@@ -145,7 +146,7 @@ def _to_wire(chat: ChatRequest, wishes: ReasoningWishes, session: str | None, re
     )
 
 
-def to_wire_message(one: ChatMessage) -> wire.ChatMessage:
+def to_wire_message(one: OpenAIChatMessage) -> wire.ChatMessage:
     """Returns a message in the wire's form."""
     return wire.ChatMessage(
         role=one.role,

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
+from tokenbus.gateway.admission.usage import usage_of
 from tokenbus.gateway.generation.answer_events import (
     AnswerEnded,
     AnswerEvent,
-    AnswerReader,
-    Part,
+    AnswerEventReader,
+    AnswerPart,
     PartGrew,
     PartKind,
     PartStarted,
     TokensSampled,
 )
 from tokenbus.gateway.generation.dialect import ResponseHead
-from tokenbus.gateway.generation.usage import usage_of
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import error_bodies, schemas
 from tokenbus.protocol.wire import messages
@@ -97,7 +97,7 @@ class ChunkEncoder:
         return b"data: %b\n\n" % _encoder.encode(chunk)
 
 
-def encode_whole(head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
+def encode_whole(head: ResponseHead, answers: Sequence[AnswerEventReader]) -> bytes:
     """Returns the JSON body of a chat completion."""
     ends = [answer.end for answer in answers if answer.end is not None]
     completion = schemas.ChatCompletion(
@@ -128,7 +128,7 @@ def logprobs_of(tokens: list[messages.TokenLogprob]) -> schemas.ChoiceLogprobs |
     return schemas.ChoiceLogprobs(content=[_logprob(token) for token in tokens]) if tokens else None
 
 
-def _whole_choice(number: int, answer: AnswerReader) -> schemas.Choice:
+def _whole_choice(number: int, answer: AnswerEventReader) -> schemas.Choice:
     assert answer.end is not None, answer
     text, reasoning = (
         "".join(part.text for part in answer.parts if part.kind is kind) for kind in (PartKind.TEXT, PartKind.REASONING)
@@ -149,23 +149,23 @@ def _choice(choice: int, delta: schemas.ChoiceDelta) -> schemas.ChunkChoice:
     return schemas.ChunkChoice(index=choice, delta=delta)
 
 
-def _delta(part: Part, added: str) -> schemas.ChoiceDelta:
+def _delta(part: AnswerPart, added: str) -> schemas.ChoiceDelta:
     if part.kind is PartKind.TEXT:
         return schemas.ChoiceDelta(content=added)
     if part.kind is PartKind.REASONING:
         return schemas.ChoiceDelta(reasoning_content=added, reasoning=added)
-    more = schemas.ToolCall(index=part.call_index, function=schemas.Function(arguments=added))
+    more = schemas.ChatToolCall(index=part.call_index, function=schemas.Function(arguments=added))
     return schemas.ChoiceDelta(tool_calls=[more])
 
 
-def _call_start(part: Part) -> schemas.ToolCall:
+def _call_start(part: AnswerPart) -> schemas.ChatToolCall:
     function = schemas.Function(name=part.name, arguments="")
-    return schemas.ToolCall(index=part.call_index, id=part.call_id, type="function", function=function)
+    return schemas.ChatToolCall(index=part.call_index, id=part.call_id, type="function", function=function)
 
 
-def _whole_call(part: Part) -> schemas.ToolCall:
+def _whole_call(part: AnswerPart) -> schemas.ChatToolCall:
     function = schemas.Function(name=part.name, arguments=part.text)
-    return schemas.ToolCall(id=part.call_id, type="function", function=function)
+    return schemas.ChatToolCall(id=part.call_id, type="function", function=function)
 
 
 def _logprob(token: messages.TokenLogprob) -> schemas.ChatCompletionTokenLogprob:

@@ -8,8 +8,9 @@ import msgspec
 
 from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.http.http_errors import ErrorResponse
-from tokenbus.protocol.wire import codec, errors, pooling
+from tokenbus.protocol.wire import codec, errors
 from tokenbus.protocol.wire import messages as wire
+from tokenbus.protocol.wire.checks import pooling
 
 _encoder = msgspec.json.Encoder()
 

@@ -58,7 +58,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     arguments: str | UnsetType = UNSET
 
 
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+class ChatToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call, or the next piece of one."""
 
     index: int | UnsetType = UNSET
@@ -78,7 +78,7 @@ class ChatCompletionMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Not OpenAI's, but the name used by servers of open models."""
     reasoning: str | UnsetType = UNSET
     """The same text under the other common name."""
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
     """Not OpenAI's, but the name used by servers of open models."""
     reasoning: str | UnsetType = UNSET
     """The same text under the other common name."""
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,9 +9,10 @@ from tokenbus.gateway.generation import conversation
 from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
-from tokenbus.gateway.openai.chat_request import ChatMessage, to_wire_message
-from tokenbus.protocol.wire import codec, errors, validation
+from tokenbus.gateway.openai.chat_request import OpenAIChatMessage, to_wire_message
+from tokenbus.protocol.wire import codec, errors
 from tokenbus.protocol.wire import messages as wire
+from tokenbus.protocol.wire.checks import validation
 
 _encoder = msgspec.json.Encoder()
 
@@ -21,7 +22,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: list[OpenAIChatMessage] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None

@@ -28,7 +28,7 @@ from tokenbus.protocol.bus.bus import (
 from tokenbus.protocol.bus.cancellation import CancellationGuard
 from tokenbus.protocol.bus.handshake import BrokerRefusedError
 from tokenbus.protocol.bus.nats_client import OPTIONS, HardenedClient
-from tokenbus.protocol.bus.settings import Settings as Settings
+from tokenbus.protocol.bus.settings import BusSettings as BusSettings
 from tokenbus.protocol.bus.settings import redact_url as redact_url
 from tokenbus.protocol.wire import limits
 
@@ -41,7 +41,7 @@ _MAX_ADDRESSES = 1_024
 class Connection:
     """A connection that survives the broker. Open it with `connect`; bus.py says what it guarantees."""
 
-    def __init__(self, settings: Settings, name: str) -> None:
+    def __init__(self, settings: BusSettings, name: str) -> None:
         self._settings = settings
         self._log = structlog.get_logger().bind(nats=name)
         self._client = HardenedClient(settings)
@@ -245,7 +245,7 @@ class Connection:
             self._log.exception("message_failed", subject=subject)
 
 
-async def connect(settings: Settings, name: str) -> Connection:
+async def connect(settings: BusSettings, name: str) -> Connection:
     """Connects, retrying for `connect_timeout_s`. After that the connection reconnects by itself.
 
     Raises ValueError for invalid settings, ConnectionError, which says what to do, if the broker can't be reached, and
@@ -258,7 +258,7 @@ async def connect(settings: Settings, name: str) -> Connection:
     return connection
 
 
-def connect_error(settings: Settings, error: Exception, otherwise: str) -> ConnectionError:
+def connect_error(settings: BusSettings, error: Exception, otherwise: str) -> ConnectionError:
     """Describes the failure of a first connect in a sentence; `otherwise` is the reason if the error has no text."""
     if isinstance(error, BrokerRefusedError):
         return BrokerRefusedError(f"the NATS broker at {settings.redacted_url} {error}")

@@ -16,7 +16,7 @@ import nats.errors
 from nats.aio import client
 from nats.aio.transport import TcpTransport
 
-from tokenbus.protocol.bus.settings import Settings
+from tokenbus.protocol.bus.settings import BusSettings
 
 
 class BrokerRefusedError(ConnectionError):
@@ -27,7 +27,7 @@ class BrokerRefusedError(ConnectionError):
 class HandshakeClient(client.Client):
     """nats-py's client with these gaps closed. Files are read at each connect, since they may have been renewed."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BusSettings) -> None:
         super().__init__()
         self._credentials = settings.credentials
         self._tls = settings.tls

@@ -28,7 +28,7 @@ from nats.aio.transport import TcpTransport
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import bus, clock, handshake
-from tokenbus.protocol.bus.settings import Settings
+from tokenbus.protocol.bus.settings import BusSettings
 
 _PING = b"PING\r\n"
 _NO_LINGER = struct.pack("ii", 1, 0)
@@ -70,7 +70,7 @@ class _RandomNuid:
 class HardenedClient(handshake.HandshakeClient):
     """nats-py's client as `Connection` needs it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BusSettings) -> None:
         super().__init__(settings)
         self._nuid = _RandomNuid()  # type: ignore[assignment]
         self.may_write: Callable[[], bool] = lambda: True

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from tokenbus.protocol.bus.nats_client import OPTIONS, HardenedClient
-from tokenbus.protocol.bus.settings import Settings
+from tokenbus.protocol.bus.settings import BusSettings
 
 LIMIT_S = 2.0
 """The longest acceptable interval: with two missed PINGs, a frozen router is dropped within six seconds."""
@@ -24,7 +24,7 @@ _SILENT: dict[str, Any] = {"ping_interval": 3_600, "max_reconnect_attempts": 0}
 class _Listener(HardenedClient):
     """A client that sends nothing and records when it was pinged."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BusSettings) -> None:
         super().__init__(settings)
         self.pinged_at: list[float] = []
         self.is_pinged_twice = asyncio.Event()
@@ -36,7 +36,7 @@ class _Listener(HardenedClient):
         await super()._process_ping()
 
 
-async def ping_interval_s(settings: Settings) -> float | None:
+async def ping_interval_s(settings: BusSettings) -> float | None:
     """Returns the interval between the broker's PINGs; None if it exceeds a few seconds. Raises OSError and
     nats.errors.Error if it can't connect."""
     client = _Listener(settings)
@@ -52,7 +52,7 @@ async def ping_interval_s(settings: Settings) -> float | None:
     return rest[0] - first if rest else None
 
 
-async def warn_if_slow(settings: Settings) -> None:
+async def warn_if_slow(settings: BusSettings) -> None:
     """Logs `broker_drops_late` if a frozen process would keep its connection for too long."""
     interval_s = await ping_interval_s(settings)
     if interval_s is None or interval_s > LIMIT_S:

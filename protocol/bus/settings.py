@@ -12,7 +12,7 @@ _COMMA_BEFORE_SCHEME = re.compile(r",(?=\s*\w+://)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class BusSettings:
     """Settings of one process's connection to the broker."""
 
     url: str = dataclasses.field(default="nats://127.0.0.1:4222", repr=False)

@@ -21,7 +21,7 @@ _MIN_CHUNK_BYTES = 16
 size: a 256 KiB read full of one-byte chunks would block the event loop for a fifth of a second."""
 
 
-class Parser(h11.Connection):
+class HttpParser(h11.Connection):
     """The server's side of one connection. After a RemoteProtocolError, `status` and `problem` say how to answer it."""
 
     def __init__(self) -> None:

@@ -34,8 +34,8 @@ from tokenbus.protocol.http import refusals
 from tokenbus.protocol.http.connection_table import ConnectionLimits, ConnectionTable, LimitReached, client_address
 from tokenbus.protocol.http.deadlines import Deadline, Timeouts
 from tokenbus.protocol.http.disconnects import Disconnect, Scope, note_disconnect
-from tokenbus.protocol.http.http_parser import MAX_HEAD_BYTES, Parser
-from tokenbus.protocol.http.refusals import Headers, Reason, Refusal, plain_text_response
+from tokenbus.protocol.http.http_parser import MAX_HEAD_BYTES, HttpParser
+from tokenbus.protocol.http.refusals import Headers, HttpRefusal, Reason, plain_text_response
 
 DEFAULT_TIMEOUTS = Timeouts()
 _MAX_REFUSED = 64
@@ -54,7 +54,7 @@ class ServerConfig(uvicorn.Config):
         app: ASGIApp,
         limits: ConnectionLimits,
         *,
-        refusal_response: Callable[[Refusal, str], tuple[int, Headers, bytes]] = plain_text_response,
+        refusal_response: Callable[[HttpRefusal, str], tuple[int, Headers, bytes]] = plain_text_response,
         on_closed: Callable[[Reason, str], None] = lambda reason, address: None,
         timeouts: Timeouts = DEFAULT_TIMEOUTS,
         grace_s: int = 1,
@@ -64,7 +64,7 @@ class ServerConfig(uvicorn.Config):
         shutdown open connections have `grace_s`."""
         super().__init__(
             app,
-            http=Connection,
+            http=HttpConnection,
             interface="asgi3",
             ws="none",
             lifespan="off",
@@ -75,8 +75,8 @@ class ServerConfig(uvicorn.Config):
             proxy_headers=False,
             timeout_graceful_shutdown=grace_s,
         )
-        self.open_connections: ConnectionTable[Connection] = ConnectionTable(limits)
-        self.refused: set[Connection] = set()
+        self.open_connections: ConnectionTable[HttpConnection] = ConnectionTable(limits)
+        self.refused: set[HttpConnection] = set()
         self.refusal_response = refusal_response
         self.on_closed = on_closed
         self.timeouts = timeouts
@@ -91,11 +91,11 @@ class EmbeddedServer(uvicorn.Server):
         yield
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One connection, from accept to close."""
 
     config: ServerConfig
-    conn: Parser
+    conn: HttpParser
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Connection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.conn = Parser()
+        self.conn = HttpParser()
         self._address = ""
         self._deadline = Deadline(self.loop)
         self._reader_deadline = Deadline(self.loop)
@@ -116,7 +116,7 @@ class Connection(H11Protocol):
         self._reads_too_little = False
 
     def __repr__(self) -> str:
-        return f"<Connection of {self._address or 'nobody'}, {'busy' if self._is_busy else 'idle'}>"
+        return f"<HttpConnection of {self._address or 'nobody'}, {'busy' if self._is_busy else 'idle'}>"
 
     # Overrides, which uvicorn calls.
 
@@ -238,14 +238,14 @@ class Connection(H11Protocol):
         self.config.on_closed(Reason.EVICTED, self._address)
         self._close_idle(refusals.EVICTED)
 
-    def _close_idle(self, refusal: Refusal) -> None:
+    def _close_idle(self, refusal: HttpRefusal) -> None:
         """Closes an idle connection, with a response if part of a request has come."""
         # A client that has sent nothing would take the response for the one to its next request.
         if self.conn.has_begun and self.conn.our_state is h11.IDLE:
             self._write(refusal)
         self._close()
 
-    def _turn_away(self, reason: Reason, refusal: Refusal) -> None:
+    def _turn_away(self, reason: Reason, refusal: HttpRefusal) -> None:
         self.config.on_closed(reason, self._address)
         if len(self.config.refused) < _MAX_REFUSED:
             self.config.refused.add(self)
@@ -254,7 +254,7 @@ class Connection(H11Protocol):
             self._is_closing = True  # a flood: not even worth a response
             self.transport.abort()
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: HttpRefusal) -> None:
         """Sends a refusal and closes. If a response has already begun, it is cut off instead."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self._close()
@@ -267,7 +267,7 @@ class Connection(H11Protocol):
         self.flow.resume_reading()
         self._linger()
 
-    def _write(self, refusal: Refusal) -> None:
+    def _write(self, refusal: HttpRefusal) -> None:
         self._is_closing = True
         if self.cycle is not None:  # the application may be waiting for the rest of a body
             self.cycle.disconnected = True

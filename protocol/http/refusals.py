@@ -21,7 +21,7 @@ class Reason(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Refusal:
+class HttpRefusal:
     """A response by the server itself."""
 
     status: int
@@ -32,20 +32,20 @@ class Refusal:
 LIMIT_REFUSALS = {
     LimitReached.PER_ADDRESS: (
         Reason.TOO_MANY_PER_ADDRESS,
-        Refusal(429, "too many connections from this address", LimitReached.PER_ADDRESS),
+        HttpRefusal(429, "too many connections from this address", LimitReached.PER_ADDRESS),
     ),
-    LimitReached.TOTAL: (Reason.TOO_MANY, Refusal(503, "too many connections", LimitReached.TOTAL)),
+    LimitReached.TOTAL: (Reason.TOO_MANY, HttpRefusal(503, "too many connections", LimitReached.TOTAL)),
 }
-SLOW_HEAD = Refusal(408, "the head of the request was not received in time", "request_timeout")
-EVICTED = Refusal(408, "there are too many connections, and this one has been idle longest", "request_timeout")
+SLOW_HEAD = HttpRefusal(408, "the head of the request was not received in time", "request_timeout")
+EVICTED = HttpRefusal(408, "there are too many connections, and this one has been idle longest", "request_timeout")
 
 
-def malformed(status: int, problem: str) -> Refusal:
+def malformed(status: int, problem: str) -> HttpRefusal:
     """Returns the response to input that can't be parsed as a request."""
     code = "headers_too_large" if status == 431 else "invalid_http"
-    return Refusal(status, f"this is not a valid HTTP request: {problem}", code)
+    return HttpRefusal(status, f"this is not a valid HTTP request: {problem}", code)
 
 
-def plain_text_response(refusal: Refusal, path: str) -> tuple[int, Headers, bytes]:
+def plain_text_response(refusal: HttpRefusal, path: str) -> tuple[int, Headers, bytes]:
     """Returns the status, headers and body of a refusal as human-readable text."""
     return refusal.status, [(b"content-type", b"text/plain; charset=utf-8")], f"{refusal.message}\n".encode()

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokenbus.protocol.wire import codec, messages, validation
+from tokenbus.protocol.wire import codec, messages
+from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.errors import invalid_field
 
 MessageDict = dict[str, Any]

@@ -78,7 +78,7 @@ class FloodFilter:
         return {**line, "unlogged": unlogged} if unlogged else line
 
 
-class Settings(NamedTuple):
+class LogSettings(NamedTuple):
     """Level and format of the log. Empty values are taken from the environment; the defaults are `info`, and JSON
     unless standard error is a terminal."""
 
@@ -91,10 +91,10 @@ class Settings(NamedTuple):
         return {variable: value for variable, value in pairs if value}
 
 
-DEFAULTS = Settings()
+DEFAULTS = LogSettings()
 
 
-def configure(process: str, settings: Settings = DEFAULTS) -> LevelFilter:
+def configure(process: str, settings: LogSettings = DEFAULTS) -> LevelFilter:
     """Sends logs to standard error, with `process` on every line. Returns the filter, to change the level later."""
     level = LevelFilter(settings.level or os.environ.get(LEVEL_VARIABLE, "info"))
     form = settings.form or os.environ.get(FORMAT_VARIABLE, "console" if sys.stderr.isatty() else "json")

@@ -18,7 +18,7 @@ Describe = Callable[[], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class StatusSettings:
     """The address of a process's status page."""
 
     host: str = "127.0.0.1"
@@ -30,7 +30,7 @@ class Settings:
 
 @contextlib.asynccontextmanager
 async def serving(
-    settings: Settings, registry: CollectorRegistry, unready_reason: ReadinessCheck, describe: Describe = dict
+    settings: StatusSettings, registry: CollectorRegistry, unready_reason: ReadinessCheck, describe: Describe = dict
 ) -> AsyncIterator[None]:
     """Serves the status page while the block runs. Raises ValueError if no port is free, or `fd` is not a socket."""
     if not settings.ports and settings.fd is None:

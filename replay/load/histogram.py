@@ -22,7 +22,7 @@ class LatencyStats(msgspec.Struct, frozen=True):
     max: float | None
 
 
-class Histogram:
+class LatencyHistogram:
     """Counts values by size. Mean and extremes are exact; percentiles are by nearest rank."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Histogram:
         self.count = 0
 
     def __repr__(self) -> str:
-        return f"<Histogram of {self.count} in {len(self._counts)} buckets>"
+        return f"<LatencyHistogram of {self.count} in {len(self._counts)} buckets>"
 
     def add(self, value: float, times: int = 1) -> None:
         bucket = math.floor(math.log(min(max(value, _SMALLEST), _LARGEST), _GROWTH))

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from tokenbus.replay.load.histogram import Histogram
+from tokenbus.replay.load.histogram import LatencyHistogram
 from tokenbus.replay.load.points import LoadKind
-from tokenbus.replay.load.results import Report, RunResult
+from tokenbus.replay.load.results import LoadReport, RunResult
 from tokenbus.replay.load.table import ROWS, number, run_lines
 from tokenbus.replay.page import document
 from tokenbus.replay.svg import Axis, Series, bar_chart, line_chart
@@ -21,7 +21,7 @@ _LOADS = {
 }
 
 
-def page(report: Report, times: Sequence[Mapping[str, Histogram]]) -> str:
+def page(report: LoadReport, times: Sequence[Mapping[str, LatencyHistogram]]) -> str:
     """Returns the page; `times` are the histograms of the report's runs."""
     parts = [f"<p>{escape(report.began_at)}, seed {report.seed}</p>"]
     parts += ['<div class="plots">', *_sweep(report.runs), *_distributions(report.runs, times)]
@@ -47,7 +47,7 @@ def _points(runs: Sequence[RunResult], name: str, percentile: str) -> list[tuple
     return [point for point in values if point[1] is not None]
 
 
-def _distributions(runs: Sequence[RunResult], times: Sequence[Mapping[str, Histogram]]) -> Iterator[str]:
+def _distributions(runs: Sequence[RunResult], times: Sequence[Mapping[str, LatencyHistogram]]) -> Iterator[str]:
     for name in _PLOTTED:
         series = [
             Series(str(run.point), [(value, 100 * share) for value, share in one[name].cumulative()])

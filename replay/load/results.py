@@ -63,7 +63,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
         return LoadPoint(self.load, self.value)
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """The results of a sweep."""
 
     version: int = 1
@@ -110,5 +110,5 @@ def summarize(point: LoadPoint, stats: RunStats, *, interrupted: bool) -> RunRes
     )
 
 
-def as_json(report: Report) -> bytes:
+def as_json(report: LoadReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"

@@ -7,7 +7,7 @@ late, its users wait for the sender too. Without this, an overloaded sender woul
 from collections import Counter
 
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.replay.load.histogram import Histogram
+from tokenbus.replay.load.histogram import LatencyHistogram
 
 TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "accept_ms", "queue_ms", "late_ms")
 _MAX_WORKERS = 1_024
@@ -22,7 +22,7 @@ class RunStats:
         self.began_at = began_at
         self.last_at = began_at
         """When the last chunk arrived."""
-        self.times = {name: Histogram() for name in TIMES}
+        self.times = {name: LatencyHistogram() for name in TIMES}
         self.finish_reasons: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.examples: dict[str, str] = {}

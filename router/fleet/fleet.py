@@ -14,10 +14,10 @@ from tokenbus.protocol.wire import internal, messages
 from tokenbus.protocol.wire.subjects import WorkerAddress
 from tokenbus.router.fleet.registry import WorkerRegistry
 from tokenbus.router.fleet.stats import DecisionStats
-from tokenbus.router.fleet.updates import FleetUpdate
-from tokenbus.router.fleet.worker import Worker, incarnation_key
 from tokenbus.router.placement.placement import NoWorker, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import Policy
+from tokenbus.router.workers.updates import FleetUpdate
+from tokenbus.router.workers.worker import Worker, incarnation_key
 
 _BOOKING_TTL_S = 5.0
 """A booking not confirmed by an event within this time is dropped: its request was lost in transit."""

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, limits, messages
 from tokenbus.protocol.wire.subjects import WorkerAddress, epoch_sort_key
-from tokenbus.router.fleet.request_owners import RequestOwners
-from tokenbus.router.fleet.updates import FleetUpdate
-from tokenbus.router.fleet.worker import SETTLE_S, Worker, incarnation_key
 from tokenbus.router.placement.hash_scheme import HashScheme
 from tokenbus.router.placement.model_workers import ModelWorkers
 from tokenbus.router.placement.placement import Capacity, PlacementOptions
+from tokenbus.router.workers.request_owners import RequestOwners
+from tokenbus.router.workers.updates import FleetUpdate
+from tokenbus.router.workers.worker import SETTLE_S, Worker, incarnation_key
 
 MAX_WORKERS = 4_096
 """Workers and model names that are kept: bounds a router's memory whatever is published."""

@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from tokenbus.protocol.wire import messages
-from tokenbus.router.fleet.decaying_rate import DecayingRate
-from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement.placement import Placement
+from tokenbus.router.workers.decaying_rate import DecayingRate
+from tokenbus.router.workers.worker import Worker
 
 _MAX_SAMPLES = 1_024
 """The number of decisions whose durations are kept."""

@@ -36,7 +36,7 @@ _MIN_PREFILL_S = 1e-12
 _NO_GROUP = -1
 
 
-class Holder(NamedTuple):
+class HolderCandidate(NamedTuple):
     """The worker of a group that holds most of a prompt and can serve it."""
 
     row: int
@@ -51,14 +51,14 @@ class FetchOffer(NamedTuple):
     """Tokens that a candidate might fetch only to measure the rate."""
     groups: Rows
     """The group of each candidate."""
-    holders: dict[int, Holder]
+    holders: dict[int, HolderCandidate]
 
     @property
     def tokens(self) -> Floats:
         """The tokens that each candidate would fetch if it were chosen."""
         return np.maximum(self.fetchable.tokens, self.probed)
 
-    def holder_for(self, candidate: int) -> Holder | None:
+    def holder_for(self, candidate: int) -> HolderCandidate | None:
         """Returns the worker that a candidate should fetch from, if any."""
         if not self.tokens[candidate]:
             return None
@@ -71,7 +71,7 @@ class _Transfer(NamedTuple):
     receiver: int
 
 
-class KvExchange:
+class FetchPlanner:
     """The groups of a model's workers that can read each other's blocks, by row, and the transfers between them."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class KvExchange:
         """Whether any worker could fetch from another."""
 
     def __repr__(self) -> str:
-        return f"<KvExchange {len(self._members)} groups, {len(self._transfers)} transfers>"
+        return f"<FetchPlanner {len(self._members)} groups, {len(self._transfers)} transfers>"
 
     def set_worker(self, row: int, identity: str, token_bytes: int) -> None:
         """Records what a worker's card says; without an identity it exchanges nothing."""
@@ -179,14 +179,16 @@ class KvExchange:
         assert self._given == Counter(one.holder for one in self._transfers)
         assert self._received == Counter(one.receiver for one in self._transfers)
 
-    def _find_holders(self, levels: Sequence[MatchLevel], can_give: Callable[[int], bool]) -> dict[int, Holder]:
+    def _find_holders(
+        self, levels: Sequence[MatchLevel], can_give: Callable[[int], bool]
+    ) -> dict[int, HolderCandidate]:
         """Returns the holder of each group that has one."""
-        holders: dict[int, Holder] = {}
+        holders: dict[int, HolderCandidate] = {}
         for group, members in self._members.items():
             for level in levels:
                 row = self._find_giver(level.worker_bits & members, can_give)
                 if row is not None:
-                    holders[group] = Holder(row, level.overlap_blocks)
+                    holders[group] = HolderCandidate(row, level.overlap_blocks)
                     break
         return holders
 

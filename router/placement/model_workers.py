@@ -13,12 +13,10 @@ import numpy as np
 
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, internal, limits, messages
-from tokenbus.router.fleet.transfer_rate import TransferRate
-from tokenbus.router.fleet.worker import MAX_STEP_AGE_MS, Booking, Worker
 from tokenbus.router.placement import legs
 from tokenbus.router.placement.adapters import has_all
 from tokenbus.router.placement.hash_scheme import HashScheme, hash_scheme_of
-from tokenbus.router.placement.kv_exchange import KvExchange
+from tokenbus.router.placement.kv_exchange import FetchPlanner
 from tokenbus.router.placement.placement import (
     Capacity,
     NoWorker,
@@ -30,8 +28,10 @@ from tokenbus.router.placement.placement import (
 from tokenbus.router.placement.policies import Policy, View, draw
 from tokenbus.router.placement.predictions import Predictions
 from tokenbus.router.placement.prefix_index import MatchLevel, PrefixIndex
-from tokenbus.router.placement.worker_row import WorkerRow
 from tokenbus.router.placement.worker_table import Floats, Rows, WorkerTable, is_contiguous
+from tokenbus.router.workers.transfer_rate import TransferRate
+from tokenbus.router.workers.worker import MAX_STEP_AGE_MS, Booking, Worker
+from tokenbus.router.workers.worker_row import WorkerRow
 
 _SAMPLE_SIZE = 8
 _DEFAULT_ANSWER_TOKENS = 256
@@ -53,7 +53,7 @@ class ModelWorkers:
         self._table = WorkerTable(limits.WORKER_SUSPECT_AFTER_S, MAX_STEP_AGE_MS)
         self._index = PrefixIndex()
         self._predictions = Predictions()
-        self._exchange = KvExchange()
+        self._exchange = FetchPlanner()
         self._transfer_rate = TransferRate()
         self._prefill_s = np.zeros(0)
         """Seconds that each row takes to compute a prompt token; the fastest row's where unknown, 0 if all are

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from tokenbus.protocol.wire import messages
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement.adapters import has_all
 from tokenbus.router.placement.legs import MIN_LEG_TOKENS
 from tokenbus.router.placement.policies import View
 from tokenbus.router.placement.worker_table import Floats
+from tokenbus.router.workers.worker import Worker
 
 
 class PlacementRequest(NamedTuple):

@@ -24,12 +24,13 @@ import structlog
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, PayloadTooLargeError
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import codec, errors, internal, limits, messages, params, subjects, validation
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages, params, subjects
+from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement.placement import Placement
-from tokenbus.router.requests.flight import Flight, Flights
-from tokenbus.router.requests.worker_client import Headers, Operation, ReplyT, WorkerClient
+from tokenbus.router.requests.flights.flight import Flight, Flights
+from tokenbus.router.requests.flights.worker_client import Headers, Operation, ReplyT, WorkerClient
+from tokenbus.router.workers.worker import Worker
 
 _RUN = Operation("run", codec.Decoder(internal.RunReply))
 _CONTROL = Operation("control", codec.Decoder(internal.ControlReply))

@@ -12,9 +12,9 @@ from tokenbus.protocol.bus.bus import OutboundBufferLimitError
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.metrics import RouterMetrics
+from tokenbus.router.requests.flights.worker_client import WorkerClient, workers_for
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter
-from tokenbus.router.requests.worker_client import WorkerClient, workers_for
+from tokenbus.router.telemetry.metrics import RouterMetrics
 
 FEATURE = "cache_control"
 

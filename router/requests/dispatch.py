@@ -9,14 +9,14 @@ import structlog
 
 from tokenbus.protocol.wire import errors, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.adapters import has_all
 from tokenbus.router.placement.placement import NoWorker, Placement
 from tokenbus.router.requests.attempts import AlreadyStreamingError, Attempts, Revocation
-from tokenbus.router.requests.flight import Flight
-from tokenbus.router.requests.model_loads import ModelLoads
+from tokenbus.router.requests.flights.flight import Flight
+from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
+from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.router.workers.worker import Worker
 
 _MAX_TRIES = 12
 """Tries after which a request ends with one of its refusals. A worker that could not be reached does not count."""

@@ -21,14 +21,15 @@ from tokenbus.protocol.bus.bus import (
 )
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.parts import headers
-from tokenbus.protocol.wire import codec, errors, internal, messages, subjects, validation
+from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.protocol.wire.block_hash import Adapter
+from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests.attempts import Attempts
-from tokenbus.router.requests.flight import Flight, Flights
-from tokenbus.router.requests.internal_parts import InternalParts
+from tokenbus.router.requests.flights.flight import Flight, Flights
+from tokenbus.router.requests.flights.internal_parts import InternalParts
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.workers.worker import Worker
 
 _guards = codec.Decoder(internal.Guard)
 _checks = codec.Decoder(internal.GuardCheck)

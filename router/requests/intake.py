@@ -16,19 +16,20 @@ from tokenbus.protocol.bus.bus import Bus, Subscription
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.receiver import PartsReceiver
-from tokenbus.protocol.wire import codec, errors, messages, subjects, validation
-from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.models import ModelCatalog
+from tokenbus.protocol.wire import codec, errors, messages, subjects
+from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.requests.cache_hints import CacheHints
-from tokenbus.router.requests.flight import Flight
+from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.models import ModelCatalog
 from tokenbus.router.requests.passing_on import PassingOn, is_passed_on
 from tokenbus.router.requests.pooling.embeddings import Embeddings
 from tokenbus.router.requests.pooling.pooling_request import BodyT, PoolingRequest, WorkT
 from tokenbus.router.requests.pooling.pooling_requests import PoolingRequests, ResultT
 from tokenbus.router.requests.pooling.reranks import Reranks
 from tokenbus.router.requests.terminals import TerminalPublisher
-from tokenbus.router.requests.tokenization.tokenize_requests import TokenizeCall, TokenizeRequests
+from tokenbus.router.requests.tokenization.tokenize_requests import ClientTokenizeCall, TokenizeRequests
+from tokenbus.router.telemetry.metrics import RouterMetrics
 
 _requests = codec.Decoder(messages.GenerateRequest)
 _embeds = codec.Decoder(messages.EmbedRequest)
@@ -251,7 +252,7 @@ class Intake:
             self._check_size(message)
             (address, _), body = self._models.with_adapter(self._parse_address(message)), read(encoding)
             request_id, size = body.id or secrets.token_urlsafe(16), len(message.data)
-            call = TokenizeCall(request_id, address, body, message.reply, encoding, time.monotonic(), size)
+            call = ClientTokenizeCall(request_id, address, body, message.reply, encoding, time.monotonic(), size)
             self._tokenizations.start(call, message.headers)
             return
         except codec.MediaTypeError as problem:

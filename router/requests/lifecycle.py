@@ -19,16 +19,16 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, errors, limits, subjects
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests.attempts import AlreadyStreamingError
 from tokenbus.router.requests.dispatch import Dispatcher
-from tokenbus.router.requests.flight import Flight, Flights
-from tokenbus.router.requests.model_loads import ModelLoads
+from tokenbus.router.requests.flights.flight import Flight, Flights
+from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
+from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter, Throttled
-from tokenbus.router.requests.request_telemetry import RequestTelemetry
 from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokenizer
+from tokenbus.router.workers.worker import Worker
 
 _FIRST_KEEPALIVE_S = 1.0 - 2 * limits.TICK_S
 """A client whose request is held here gets its first keepalive within a second."""
@@ -52,7 +52,7 @@ class RequestLifecycle:
         loads: ModelLoads,
         terminals: TerminalPublisher,
         rate_limiter: RateLimiter,
-        telemetry: RequestTelemetry,
+        telemetry: FlightTelemetry,
     ) -> None:
         self._fleet = fleet
         self._flights = flights

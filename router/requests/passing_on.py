@@ -8,7 +8,7 @@ from nats.aio.msg import Msg
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import codec, subjects
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.requests.flight import Flights
+from tokenbus.router.requests.flights.flight import Flights
 
 VIA = "Tokenbus-Via"
 """Header with the id of the router that has passed a message on; other routers have heard what the client sent."""

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import structlog
 
 from tokenbus.protocol.wire import block_hash, internal, messages, subjects
-from tokenbus.router.fleet.event_log import AppliedSnapshot
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.updates import FleetUpdate
-from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.attempts import Attempts
-from tokenbus.router.requests.flight import Flight, Flights
+from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.router.workers.event_log import AppliedSnapshot
+from tokenbus.router.workers.updates import FleetUpdate
+from tokenbus.router.workers.worker import Worker
 
 _KNOWN_BYTES = 16
 """Bytes that a snapshot request takes for each request that it names, in addition to its key."""

@@ -12,8 +12,8 @@ from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, PayloadTooL
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, errors, limits, messages
-from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.requests.flight import Flight
+from tokenbus.router.requests.flights.flight import Flight
+from tokenbus.router.telemetry.metrics import RouterMetrics
 
 _MAX_KEY_CHARS = 256
 _MAX_ENDED = 4_096

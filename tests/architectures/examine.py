@@ -23,8 +23,8 @@ from tests.architectures.finding import Finding, Outcome
 from tests.architectures.hyperparameters import VOCABULARY
 from tests.contracts import driving
 from tests.support.engines import Recorder, demo_engine
-from tokenbus.worker import contract
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
 

@@ -17,8 +17,8 @@ from tests.support import engines
 from tests.support.greedy import greedy
 from tokenbus.demo import chats
 from tokenbus.protocol.wire import internal, messages
-from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.runner import GgufRunner
+from tokenbus.worker.files import gguf_metadata
 
 TINY = PRESETS["tiny"]
 TEXT = "The owl lives in Zürich, 日本 and \x00 10 other places.\n 👍🏽 "
@@ -180,7 +180,7 @@ def test_the_command_takes_a_preset_and_overrides(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{path.stat().st_size:,} bytes" in done.stdout
     assert [path] == list(tmp_path.iterdir())
-    values = metadata.read(path).values
+    values = gguf_metadata.read(path).values
     written = {name: values[f"llama.{name}"] for name in ("block_count", "attention.head_count_kv", "context_length")}
     assert written == {"block_count": 3, "attention.head_count_kv": 4, "context_length": 99}
     assert values["llama.embedding_length"] == PRESETS["demo"].width

@@ -21,8 +21,8 @@ from tests.support import engines
 from tests.support.greedy import greedy
 from tokenbus.demo import onnx_graph
 from tokenbus.protocol.wire import internal
+from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.onnx.runner import OnnxRunner, load
-from tokenbus.worker.engine.process.loaded_models import LoadedModels
 
 TINY = PRESETS["tiny"]
 TEXT = "The owl lives in Zürich, 日本 and \x00 10 other places.\n 👍🏽 "

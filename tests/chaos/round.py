@@ -160,7 +160,7 @@ def broken_promises(record: Record) -> list[str]:
 @contextlib.asynccontextmanager
 async def _watching(url: str) -> AsyncIterator[Router]:
     """Runs a router that hears everything and accepts no requests."""
-    bus = await connection.connect(connection.Settings(url=url), name="router witness")
+    bus = await connection.connect(connection.BusSettings(url=url), name="router witness")
     witness = Router(bus, subjects.Subjects(), "witness", RouterSettings(), random.Random(1), NoopTracer())
     await witness.open()
     await witness.stop_intake()

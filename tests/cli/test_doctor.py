@@ -6,8 +6,8 @@ from pathlib import Path
 from tests.router.builders import card
 from tests.support import auth_brokers, broken_models
 from tokenbus import demo
-from tokenbus.cli import connection_flags
 from tokenbus.cli.commands import doctor
+from tokenbus.cli.console import connection_flags
 from tokenbus.protocol.wire import messages
 from tokenbus.worker.engine.memory.room import Room
 

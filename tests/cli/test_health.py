@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 async def process(reason: str) -> AsyncIterator[str]:
     """Serves a status page; yields its port."""
     with structlog.testing.capture_logs() as logs:
-        async with status.serving(status.Settings(ports=range(1)), CollectorRegistry(), lambda: reason):
+        async with status.serving(status.StatusSettings(ports=range(1)), CollectorRegistry(), lambda: reason):
             yield str(logs[0]["port"])
 
 

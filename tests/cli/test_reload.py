@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from tokenbus.cli import main
 from tokenbus.cli.commands import router
-from tokenbus.cli.serve import CHANGEABLE, Reloader
+from tokenbus.cli.console.serve import CHANGEABLE, Reloader
 from tokenbus.protocol.telemetry import logs
 from tokenbus.router.settings import RouterSettings
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from tokenbus.cli import supervisor
+from tokenbus.cli.console import supervisor
 
 
 async def test_an_exit_is_not_reported_with_what_an_earlier_start_wrote(tmp_path: Path) -> None:

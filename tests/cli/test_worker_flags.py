@@ -9,10 +9,10 @@ import pytest
 from tokenbus.cli import main
 from tokenbus.cli.commands import worker
 from tokenbus.demo import MODEL_PATH, ONNX_PATH
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.process import main as engine_main
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.frontend.settings import WorkerSettings
+from tokenbus.worker.settings.settings import WorkerSettings
 
 
 def settings(*flags: str) -> WorkerSettings:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.fed_stream import FakeTransport, stream_over
-from tokenbus.client.choices import Batch
+from tokenbus.client.choices import ChoiceBatch
 from tokenbus.client.stream import Stream
 from tokenbus.protocol.wire import errors, messages
 
@@ -42,7 +42,7 @@ def requests(*names: str) -> list[messages.GenerateRequest]:
 async def test_the_answers_to_a_request_are_numbered_behind_those_of_the_one_before(n: int) -> None:
     server = Server()
     texts: dict[int, str] = {}
-    async with Batch(requests("a", "b"), n, server.submit) as batch:
+    async with ChoiceBatch(requests("a", "b"), n, server.submit) as batch:
         async for number, one in batch.chunks():
             texts[number] = texts.get(number, "") + one.text
     expected = [name if not k else f"{name}-{k}" for name in ("a", "b") for k in range(n)]
@@ -52,7 +52,7 @@ async def test_the_answers_to_a_request_are_numbered_behind_those_of_the_one_bef
 
 async def test_the_further_answers_to_each_request_follow_its_own_first_one() -> None:
     server = Server("b")
-    async with Batch(requests("a", "b"), 2, server.submit) as batch:
+    async with ChoiceBatch(requests("a", "b"), 2, server.submit) as batch:
         seen = [(number, one.text) async for number, one in _until(batch, 4)]
     assert sorted(seen) == [(0, ""), (0, "a"), (1, ""), (1, "a-1")]
     assert [(one.id, one.seed, one.session_id) for one in server.asked] == [
@@ -62,14 +62,14 @@ async def test_the_further_answers_to_each_request_follow_its_own_first_one() ->
 
 
 async def test_an_error_ends_all_answers() -> None:
-    batch = Batch(requests("a", "b"), 1, Server("a", "b").submit)
+    batch = ChoiceBatch(requests("a", "b"), 1, Server("a", "b").submit)
     batch.cancel()
     batch.fail(errors.make_error(errors.Code.SHUTTING_DOWN))
     ends = [(number, one.error.code) async for number, one in batch.chunks() if one.error]
     assert sorted(ends) == [(0, errors.Code.SHUTTING_DOWN), (1, errors.Code.SHUTTING_DOWN)]
 
 
-async def _until(batch: Batch, count: int):  # type: ignore[no-untyped-def]
+async def _until(batch: ChoiceBatch, count: int):  # type: ignore[no-untyped-def]
     async for item in batch.chunks():
         yield item
         count -= 1

@@ -10,7 +10,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from tests.support.raw_client import PREFIX, RawClient
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.client import Client
 
 LOST = {"code": "worker_lost", "message": "it is gone", "retryable": True}

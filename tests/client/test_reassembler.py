@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.client.reassembler import BrokenStreamError, Duplicate, Gap, Ready, Reassembler
+from tokenbus.client.reassembler import BrokenStreamError, Duplicate, Gap, ReadyChunks, Reassembler
 from tokenbus.protocol.wire import messages
 
 ERROR, STOP = messages.FinishReason.ERROR, messages.FinishReason.STOP
@@ -31,7 +31,7 @@ def begun() -> Reassembler:
 def test_chunks_that_continue_each_other_are_taken_and_counted() -> None:
     reassembler = Reassembler()
     for one in (chunk(), chunk(0, 1, 0, "né"), chunk(1, 1, 3), chunk(2, 3, 3, "😀"), chunk(5, 0, 7, "!")):
-        assert reassembler.add(one) == Ready(one)
+        assert reassembler.add(one) == ReadyChunks(one)
     assert (reassembler.attempt, reassembler.num_tokens, reassembler.text_bytes) == (0, 5, 8)
 
 
@@ -50,7 +50,7 @@ def test_what_is_ahead_shows_a_gap_and_is_not_taken(ahead: messages.Chunk) -> No
     reassembler = begun()
     assert reassembler.add(ahead) == Gap()
     assert (reassembler.num_tokens, reassembler.text_bytes) == (2, 2)
-    assert reassembler.add(chunk(2, 1, 2, "c", attempt=ahead.attempt)) == Ready(
+    assert reassembler.add(chunk(2, 1, 2, "c", attempt=ahead.attempt)) == ReadyChunks(
         chunk(2, 1, 2, "c", attempt=ahead.attempt)
     )
 
@@ -69,13 +69,13 @@ def test_what_is_known_is_not_taken_again() -> None:
 def test_a_chunk_cut_anew_is_taken_from_what_is_known_on() -> None:
     reassembler = begun()
     taken = reassembler.add(chunk(0, 4, 0, "abçd", attempt=1, token_ids=[7, 8, 9, 10]))
-    assert taken == Ready(chunk(2, 2, 2, "çd", attempt=1, token_ids=[9, 10]))
+    assert taken == ReadyChunks(chunk(2, 2, 2, "çd", attempt=1, token_ids=[9, 10]))
     assert (reassembler.num_tokens, reassembler.text_bytes) == (4, 5)
 
 
 def test_a_terminal_that_repeats_all_that_is_known_ends_the_stream_all_the_same() -> None:
     reassembler = begun()
-    assert reassembler.add(chunk(1, 1, 1, "b", attempt=1, finish_reason=STOP)) == Ready(
+    assert reassembler.add(chunk(1, 1, 1, "b", attempt=1, finish_reason=STOP)) == ReadyChunks(
         chunk(2, 0, 2, "", attempt=1, finish_reason=STOP)
     )
 
@@ -92,14 +92,14 @@ def test_offsets_that_contradict_each_other_break_the_stream(wrong: messages.Chu
 def test_what_a_router_says_carries_nothing_and_its_offsets_mean_nothing() -> None:
     reassembler = begun()
     for one in (chunk(attempt=1, worker_id=None), chunk(attempt=1, worker_id=None, finish_reason=ERROR)):
-        assert reassembler.add(one) == Ready(one)
+        assert reassembler.add(one) == ReadyChunks(one)
     assert (reassembler.num_tokens, reassembler.text_bytes) == (2, 2)
 
 
 def test_an_error_ends_the_stream_wherever_it_was() -> None:
     reassembler = begun()
     terminal = chunk(9, 0, 9, attempt=1, worker_id="w1", finish_reason=ERROR)
-    assert reassembler.add(terminal) == Ready(terminal)
+    assert reassembler.add(terminal) == ReadyChunks(terminal)
 
 
 def test_chunks_of_an_earlier_attempt_are_ignored_whatever_they_carry() -> None:
@@ -113,7 +113,7 @@ def test_chunks_of_an_earlier_attempt_are_ignored_whatever_they_carry() -> None:
 def test_a_later_attempt_goes_on_where_the_stream_is() -> None:
     reassembler = begun()
     later = chunk(2, 1, 2, "c", attempt=3)
-    assert reassembler.add(later) == Ready(later)
+    assert reassembler.add(later) == ReadyChunks(later)
     assert (reassembler.attempt, reassembler.num_tokens, reassembler.text_bytes) == (3, 3, 3)
 
 
@@ -132,9 +132,9 @@ def test_a_later_attempt_that_begins_again_after_something_was_said_breaks_the_s
 def test_a_stream_that_continues_an_earlier_one_begins_where_its_first_chunk_says() -> None:
     for first in (chunk(2, 0, 3, worker_id="w1"), chunk(2, 1, 3, "c")):
         reassembler = Reassembler(2)
-        assert reassembler.add(chunk(worker_id=None)) == Ready(chunk(worker_id=None))
+        assert reassembler.add(chunk(worker_id=None)) == ReadyChunks(chunk(worker_id=None))
         assert reassembler.add(chunk(3, 1, 4, "d")) == Gap()
-        assert reassembler.add(first) == Ready(first)
+        assert reassembler.add(first) == ReadyChunks(first)
         assert reassembler.text_bytes == 3 + len(first.text)
 
 
@@ -142,7 +142,7 @@ def test_attempts_of_a_new_request_are_counted_anew_and_go_on_where_the_stream_i
     reassembler = begun()
     reassembler.restart_attempts()
     again = chunk(2, 1, 2, "c", attempt=0)
-    assert reassembler.add(again) == Ready(again)
+    assert reassembler.add(again) == ReadyChunks(again)
     reassembler.restart_attempts()
     with pytest.raises(BrokenStreamError):
         reassembler.add(chunk(0, 3, 0, "abc", attempt=1))
@@ -173,7 +173,7 @@ def test_a_stream_with_losses_repeats_and_new_cuts_is_exact_once_everything_has_
             one = cut(text, ends, at, stop, last=stop == num_tokens)
             if data.draw(st.integers(0, 3)):
                 match reassembler.add(one):
-                    case Ready(new):
+                    case ReadyChunks(new):
                         assert not gapped
                         said += new.text
                         assert text.startswith(said)

@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 
 from tests.client.test_stream import CANCELLED, STOP, FakeTransport, chunk, code_of
 from tests.support.raw_client import PREFIX, RawClient
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.client import Client
 from tokenbus.protocol.wire import codec, errors, messages
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.client import Client, Stream
 from tokenbus.client.continuation import MAX_RESUBMITS
 from tokenbus.client.stream import MAX_UNREAD_BYTES

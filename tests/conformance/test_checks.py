@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import xxhash
 
-from tokenbus.conformance import field_types, stream_checks
-from tokenbus.conformance.acting_router import PROMPT_IDS
-from tokenbus.conformance.assertions import BrokenError
-from tokenbus.conformance.exchange import Exchange, any_tokens, decode
-from tokenbus.conformance.link import Received
-from tokenbus.conformance.report import Outcome, Verdict, json_line, line, summary
+from tokenbus.conformance.probing import field_types, stream_checks
+from tokenbus.conformance.probing.acting_router import PROMPT_IDS
+from tokenbus.conformance.probing.assertions import BrokenError
+from tokenbus.conformance.probing.exchange import Exchange, any_tokens, decode
+from tokenbus.conformance.probing.link import Received
+from tokenbus.conformance.probing.report import Outcome, RuleVerdict, json_line, line, summary
 from tokenbus.conformance.rules import fields
 from tokenbus.conformance.rules.guardians import check_guardian_check, check_offer
 from tokenbus.conformance.rules.models import check_embeddings, check_models, check_ranks, check_text, check_tokens
@@ -583,9 +583,9 @@ def test_every_range_is_tried_at_its_limit_and_beyond() -> None:
 
 def test_an_outcome_is_one_line_or_one_object() -> None:
     outcomes = [
-        Outcome("A holds", Verdict.OK, "", 1.0),
-        Outcome("B holds", Verdict.BROKEN, "it was C", 2.04),
-        Outcome("D holds", Verdict.SKIPPED, "no E", 3.0),
+        Outcome("A holds", RuleVerdict.OK, "", 1.0),
+        Outcome("B holds", RuleVerdict.BROKEN, "it was C", 2.04),
+        Outcome("D holds", RuleVerdict.SKIPPED, "no E", 3.0),
     ]
     assert [line(outcome) for outcome in outcomes] == [
         "ok       A holds",

@@ -13,7 +13,7 @@ from tests.contracts.driving import request as make_request
 from tests.support import adapters
 from tokenbus.protocol.wire import block_hash, codec, errors
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import contract, engine_request
+from tokenbus.worker.contract import contract, engine_request
 
 
 def request(token_ids: list[int], *used: Adapter, **fields: object) -> engine_request.EngineRequest:

@@ -3,7 +3,7 @@
 from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import block_hash, codec, messages
-from tokenbus.worker import contract, engine_request
+from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.kv_exchange import block_check
 
 

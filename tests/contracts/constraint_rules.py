@@ -10,7 +10,7 @@ from tests.contracts.driving import new_key, prompt, request, run, settled, star
 from tests.support.engines import Recorder
 from tests.support.tiny_vocabulary import preamble_until
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import contract, engine_request
+from tokenbus.worker.contract import contract, engine_request
 
 KINDS = engine_request.ConstraintKind
 _LIVELY = {"temperature": 1.3, "top_k": 0, "top_p": 1.0, "seed": 5, "ignore_eos": False}

@@ -5,8 +5,8 @@ import itertools
 from collections.abc import AsyncIterator
 
 from tests.support.engines import Recorder
-from tokenbus.worker import contract, engine_output, engine_request
-from tokenbus.worker.validator import StreamValidator
+from tokenbus.worker.contract import contract, engine_output, engine_request
+from tokenbus.worker.contract.validator import StreamValidator
 
 SETTLE_S = 10.0
 

@@ -1,4 +1,4 @@
-"""The conformance kit: every rule of worker/contract.py as a check that any engine can be put through.
+"""The conformance kit: every rule of worker/contract/contract.py as a check that any engine can be put through.
 
 A check gets a started engine and its config, drives it, and raises AssertionError (or TimeoutError, where the engine
 keeps it waiting) if the rule does not hold. `lifecycle_rules` get a factory instead, since they are about starting.
@@ -21,7 +21,7 @@ from tests.contracts import (
 from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import errors, internal
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
 
 Check = Callable[[contract.Engine, contract.EngineConfig], Awaitable[None]]
 LifecycleCheck = Callable[[Callable[[], contract.Engine]], Awaitable[None]]

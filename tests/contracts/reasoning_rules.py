@@ -5,9 +5,9 @@ import msgspec
 from tests.contracts.driving import new_key, prompt, request, run, settled, start
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import messages
-from tokenbus.worker import contract, engine_request
 from tokenbus.worker.chat_format.grammar.answer import reasoning_grammar
-from tokenbus.worker.chat_format.reasoning_budget import MAX_WAIT
+from tokenbus.worker.chat_format.grammar.reasoning_budget import MAX_WAIT
+from tokenbus.worker.contract import contract, engine_request
 
 _MARKER = 8
 """More tokens than any marker has."""

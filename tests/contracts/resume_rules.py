@@ -8,7 +8,7 @@ import pytest
 from tests.contracts.driving import new_key, prompt, request, run, settled, start
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import contract, engine_request
+from tokenbus.worker.contract import contract, engine_request
 
 _LIVELY = {"temperature": 1.2, "top_k": 0, "top_p": 1.0, "seed": 7}
 _PENALIZED = _LIVELY | {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2}

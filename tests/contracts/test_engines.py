@@ -20,10 +20,11 @@ from tests.support.engines import DEMO, ONNX, demo_engine, exact_demo, gqa_demo,
 from tests.support.hostile_constraints import ALL as ALL_HOSTILE
 from tokenbus.protocol.wire import codec, errors, internal
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import contract, engine_request
+from tokenbus.worker.contract import contract, engine_request
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings, SchedulerSettings
+from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine.process.settings import EngineSettings, SchedulerSettings
-from tokenbus.worker.engine.runner import ModelError, Runner
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.listener import EngineListener
 

@@ -20,8 +20,8 @@ from tests.contracts import (
 from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
 from tests.support.engines import Recorder, demo_engine, thread_engine
 from tokenbus.protocol.wire import errors, internal, messages
-from tokenbus.worker import contract, engine_output, engine_request
-from tokenbus.worker.validator import ContractError, StreamValidator
+from tokenbus.worker.contract import contract, engine_output, engine_request
+from tokenbus.worker.contract.validator import ContractError, StreamValidator
 
 
 class Honest:

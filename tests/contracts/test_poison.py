@@ -17,8 +17,8 @@ from tests.support.engines import ONNX, Recorder, demo_engine, exact_demo, gqa_d
 from tests.support.poisoned_model import POISON
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import contract, engine_request
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.contract import contract, engine_request
+from tokenbus.worker.contract.engine_settings import EngineSettings
 
 LATER = 40
 TOKENS = 40

@@ -7,7 +7,7 @@ import pytest
 
 from tests.contracts.driving import prompt, request, run, settled
 from tests.support.engines import DEMO, ONNX, demo_engine, stateful
-from tokenbus.worker.engine.process.settings import EngineSettings, SchedulerSettings
+from tokenbus.worker.contract.engine_settings import EngineSettings, SchedulerSettings
 
 KINDS: dict[str, Callable[[], EngineSettings]] = {
     "gguf": lambda: DEMO,

@@ -11,7 +11,7 @@ from tests.support.engines import DEMO, ONNX, Recorder, demo_engine, gqa_demo
 from tokenbus import demo
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine_client.client import EngineClient
 
 QUESTION = "What is the capital of Avaria?"

@@ -9,7 +9,7 @@ from tests.support.engines import DEMO, Recorder, demo_engine
 from tokenbus import demo
 from tokenbus.demo import corpus
 from tokenbus.protocol.wire import internal, messages
-from tokenbus.worker import contract, engine_request
+from tokenbus.worker.contract import contract, engine_request
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tokenbus.cli import config, main
+from tokenbus.cli import main
+from tokenbus.cli.console import config
 from tokenbus.protocol.wire import subjects
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -65,7 +65,7 @@ async def test_a_client_that_reconnects_keeps_its_streams(system: System) -> Non
     simulated(system)
     bare = await system.connect()
     await until_ready(bare, 1)
-    connection = await nats.connect(nats.Settings(url=system.url), name="reconnecting")
+    connection = await nats.connect(nats.BusSettings(url=system.url), name="reconnecting")
     async with await Client.from_connection(connection) as client:
         undisturbed = await ask(client, 250).end()
         told = [ask(client, 250) for _ in range(8)]
@@ -160,7 +160,7 @@ async def test_a_client_that_reconnects_every_second_only_harms_itself(system: S
     simulated(system)
     bare = await system.connect()
     await until_ready(bare, 1)
-    connection = await nats.connect(nats.Settings(url=system.url), name="restless")
+    connection = await nats.connect(nats.BusSettings(url=system.url), name="restless")
     async with await Client.connect(system.url) as calm_client, await Client.from_connection(connection) as restless:
         calm = [ask(calm_client, 500) for _ in range(4)]
         told: list[ExactStream] = []

@@ -95,7 +95,7 @@ async def test_a_tenant_with_one_request_is_not_behind_all_of_another(system: Sy
 
 async def test_a_router_that_has_left_sends_nothing_more_of_what_waited(system: System) -> None:
     system.worker("worker", "--engine", "sim", "--max-num-seqs", "2", model=SIM)
-    bus = await connection.connect(connection.Settings(url=system.url), name="router")
+    bus = await connection.connect(connection.BusSettings(url=system.url), name="router")
     router = Router(bus, subjects.Subjects(), "router", RouterSettings(), random.Random(1), NoopTracer())
     await router.open()
     watching = asyncio.create_task(router.run())

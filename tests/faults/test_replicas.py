@@ -192,7 +192,8 @@ async def test_sigterm_drains_every_replica(system: System) -> None:
 
 
 def _bytes_per_token() -> int:
-    from tokenbus.worker.engine.gguf import kv_memory, metadata
-    from tokenbus.worker.engine.process.settings import EngineSettings
+    from tokenbus.worker.contract.engine_settings import EngineSettings
+    from tokenbus.worker.engine.gguf import kv_memory
+    from tokenbus.worker.files import gguf_metadata
 
-    return kv_memory.bytes_per_token(metadata.read(Path(demo.MODEL_PATH)), EngineSettings(model="demo"))
+    return kv_memory.bytes_per_token(gguf_metadata.read(Path(demo.MODEL_PATH)), EngineSettings(model="demo"))

@@ -9,13 +9,13 @@ import pytest
 
 from tests.support.fed_stream import FakeTransport, stream_over
 from tokenbus.client.choices import Choices
+from tokenbus.gateway.admission.metrics import GatewayMetrics
+from tokenbus.gateway.admission.request_log import RequestLog
 from tokenbus.gateway.generation import endpoint
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.http.response_writer import ResponseWriter
-from tokenbus.gateway.metrics import GatewayMetrics
 from tokenbus.gateway.openai import chat_response
-from tokenbus.gateway.request_log import RequestLog
 from tokenbus.protocol.wire import codec, errors, messages
 
 HEADING = ResponseHead("r", 1_700_000_000, "demo")

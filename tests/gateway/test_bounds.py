@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.http_stream import ENDLESS, post
 from tests.support.system import Gateway, command, running_gateway
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 
 HELLO: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tokenbus.cli import screen
+from tokenbus.cli.console import screen
 
 PLACE = screen.SystemAddresses("nats://127.0.0.1:4222", "http://127.0.0.1:8000/v1", "demo", Path("logs"))
 

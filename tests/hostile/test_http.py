@@ -10,7 +10,7 @@ import pytest
 from tests.hostile.scale import times
 from tests.support.raw_http import HALF_A_HEAD, LIVEZ, Socket, ask, cut_after, small_server
 from tests.support.system import running_gateway
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.gateway.http import listen
 from tokenbus.protocol.http.connection_table import ConnectionLimits
 from tokenbus.protocol.http.deadlines import Timeouts

@@ -12,8 +12,8 @@ from tests.support.raw_client import Answer, RawClient, check_stream
 from tokenbus import demo
 from tokenbus.demo import corpus
 from tokenbus.protocol.wire import internal, messages
-from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
+from tokenbus.worker.files import gguf_metadata
 
 NEAR_TIE = 1e-3
 
@@ -44,7 +44,7 @@ class Judge:
         params.n_ctx, params.n_batch, params.n_threads = 2048, 2048, 1
         self._context = llama.llama_init_from_model(self._model, params)
         vocab = llama.llama_model_get_vocab(self._model)
-        self._vocabulary = GgufTokenizer(vocab, metadata.read(demo.MODEL_PATH))
+        self._vocabulary = GgufTokenizer(vocab, gguf_metadata.read(demo.MODEL_PATH))
 
     def prompt_ids(self, body: dict[str, Any]) -> list[int]:
         turns = [messages.ChatMessage(**turn) for turn in body["messages"]] if "messages" in body else None

@@ -118,7 +118,7 @@ async def test_counts_go_on_when_the_engine_is_killed_and_health_tells_of_a_drai
 async def test_a_router_is_ready_only_while_it_takes_requests(system: System) -> None:
     system.worker("worker")
     await system.until_logged("worker", "engine_ready")
-    bus = await connection.connect(connection.Settings(url=system.url), name="router")
+    bus = await connection.connect(connection.BusSettings(url=system.url), name="router")
     router = Router(bus, subjects.Subjects(), "router", RouterSettings(), random.Random(1), NoopTracer())
     assert router.unready_reason == "no worker is known"
     await router.open()

@@ -487,11 +487,11 @@ async def test_a_worker_s_credentials_can_not_speak_for_a_worker_of_another_mode
 async def test_whoever_has_no_or_wrong_credentials_is_told_so_and_shown_no_secret(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = connection.Settings(url=guarded.system.url, connect_timeout_s=1)
+    settings = connection.BusSettings(url=guarded.system.url, connect_timeout_s=1)
     with pytest.raises(ConnectionError, match="refuses the credentials"):
         await connection.connect(settings, "nobody")
     wrong = Credentials(user="acme", password="guessed-wrong")
-    settings = connection.Settings(url=guarded.system.url, connect_timeout_s=1, credentials=wrong)
+    settings = connection.BusSettings(url=guarded.system.url, connect_timeout_s=1, credentials=wrong)
     with pytest.raises(ConnectionError, match="refuses the credentials"):
         await connection.connect(settings, "acme")
     assert "guessed-wrong" not in repr(settings)
@@ -509,7 +509,7 @@ async def test_who_asks_as_somebody_else_is_told_so_at_once(
 ) -> None:
     await until_served(await guarded.connect("acme", "_INBOX_acme"), "acme", 1)
     who = Credentials(user="acme", password=guarded.passwords["acme"])
-    settings = connection.Settings(url=guarded.system.url, inbox_prefix=inbox, credentials=who)
+    settings = connection.BusSettings(url=guarded.system.url, inbox_prefix=inbox, credentials=who)
     async with await Client.connect(settings=settings, tenant=tenant) as client, asyncio.timeout(2):
         (end,) = [chunk async for chunk in client.generate("demo", prompt="12 + 30 =")]
     assert "permissions violation" in end.error.message

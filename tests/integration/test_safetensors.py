@@ -11,7 +11,7 @@ from tests.support.exact_client import until_ready
 from tests.support.raw_client import PREFIX
 from tests.support.system import System, command
 from tokenbus import demo
-from tokenbus.worker.models.convert import quantize
+from tokenbus.worker.convert import quantize
 
 PROMPTS = ("What is 12 + 30?", "What is the capital of Avaria?", "Tell me a story about a fox.")
 

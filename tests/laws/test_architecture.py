@@ -28,6 +28,7 @@ PURE = (
     "protocol/parts/assembly.py",
     "protocol/parts/headers.py",
     "protocol/wire/internal/*.py",
+    "protocol/wire/checks/*.py",
     "protocol/prompt/token_bound.py",
     "protocol/telemetry/backoff.py",
     "protocol/telemetry/long_waits.py",
@@ -36,11 +37,12 @@ PURE = (
     "protocol/http/refusals.py",
     "protocol/ttl_cache.py",
     "router/fleet/*.py",
+    "router/workers/*.py",
     "router/placement/*.py",
     "router/requests/queueing/rate_limiter.py",
     "router/requests/queueing/fair_queue.py",
-    "router/requests/completion.py",
-    "router/requests/flight.py",
+    "router/requests/flights/completion.py",
+    "router/requests/flights/flight.py",
     "worker/broker/fence.py",
     "worker/broker/event_log.py",
     "worker/broker/published_blocks.py",
@@ -48,7 +50,7 @@ PURE = (
     "worker/broker/snapshot.py",
     "worker/chat_format/*.py",
     "worker/chat_format/parsing/*.py",
-    "worker/chat_format/parsing/calls/*.py",
+    "worker/contract/*.py",
     "worker/chat_format/grammar/*.py",
     "worker/chat_format/inference/*.py",
     "worker/engine_client/detokenizer.py",
@@ -61,11 +63,11 @@ PURE = (
     "worker/engine_client/admission.py",
     "worker/engine_client/crash_attribution.py",
     "worker/engine_client/watchdog.py",
-    "worker/engine/draws.py",
+    "worker/engine/device/draws.py",
     "worker/on_demand/load_plan.py",
     "worker/engine/memory/fit.py",
     "worker/engine/memory/need.py",
-    "worker/engine/memory/plan.py",
+    "worker/contract/memory_plan.py",
     "worker/engine/memory/room.py",
     "worker/on_demand/planned_model.py",
     "worker/engine/scheduling/*.py",
@@ -76,8 +78,8 @@ PURE = (
     "client/continuation.py",
     "client/reassembler.py",
     "client/resync_timer.py",
-    "gateway/keys.py",
-    "gateway/aliases.py",
+    "gateway/admission/keys.py",
+    "gateway/admission/aliases.py",
     "gateway/openapi.py",
     "gateway/openapi_bodies.py",
     "gateway/http/http_errors.py",
@@ -85,7 +87,7 @@ PURE = (
     "gateway/generation/conversation.py",
     "gateway/generation/dialect.py",
     "gateway/generation/model_names.py",
-    "gateway/generation/usage.py",
+    "gateway/admission/usage.py",
     "gateway/anthropic/*.py",
     "gateway/openai/*.py",
     "gateway/openai/responses/*.py",
@@ -98,7 +100,7 @@ PURE = (
 """Files that decide: values and the time go in, values come out."""
 IMPURE = {"asyncio", "time", "nats", "prometheus_client", "threading", "socket", "structlog"}
 ONLY_IN = {
-    "llama_cpp": ("worker/engine/gguf/", "worker/models/convert/quantize.py"),
+    "llama_cpp": ("worker/engine/gguf/", "worker/convert/quantize.py"),
     "onnxruntime": ("worker/engine/onnx/",),
     "onnx": ("worker/engine/onnx/", "demo/"),
     "starlette": ("gateway/", "protocol/http/status_server.py", "protocol/http/http_server.py"),
@@ -106,7 +108,7 @@ ONLY_IN = {
     "h11": ("protocol/http/http_parser.py", "protocol/http/http_server.py"),
     "opentelemetry": ("protocol/telemetry/tracing.py", "protocol/telemetry/span_exporter.py"),
     "torch": ("demo/train.py", "demo/train_adapters.py"),
-    "gguf": ("demo/", "worker/models/convert/gguf_file.py"),
+    "gguf": ("demo/", "worker/convert/gguf_file.py"),
 }
 FORBIDDEN = {"pickle", "marshal", "shelve"}
 
@@ -259,7 +261,7 @@ def test_every_module_and_public_class_says_what_it_is() -> None:
 
 def test_only_the_subjects_module_puts_subjects_together() -> None:
     for path in sources():
-        if name(path) in ("protocol/wire/subjects.py", "cli/screen.py"):
+        if name(path) in ("protocol/wire/subjects.py", "cli/console/screen.py"):
             continue
         assert "tokenbus.v1" not in path.read_text(), name(path)
 
@@ -278,7 +280,7 @@ def imported_by(code: str) -> set[str]:
 @pytest.mark.parametrize(
     ("modules", "unused"),
     [
-        ("cli.commands.worker, tokenbus.worker.frontend.serve", {"numpy", "jinja2", "tokenizers", "rich"}),
+        ("cli.commands.worker, tokenbus.worker.serve", {"numpy", "jinja2", "tokenizers", "rich"}),
         ("cli.commands.router, tokenbus.router.serve", {"rich", "uvicorn", "llguidance"}),
         ("cli.commands.gateway, tokenbus.gateway.serve", {"rich", "numpy", "jinja2", "tokenizers"}),
         ("worker.engine.process.main", {"rich", "nats", "prometheus_client", "jinja2"}),
@@ -299,9 +301,9 @@ def test_a_command_that_only_asks_waits_for_nothing_that_serves_or_measures() ->
         "numpy",
         "cli.commands.worker",
         "cli.commands.bench",
-        "worker.contract",
+        "worker.contract.contract",
         "router.fleet",
-        "gateway.settings",
+        "gateway.admission.settings",
     }
     asking = ("generate", "embed", "models", "chat", "top", "health", "cancel", "load", "unload")
     assert not imported_by(f"{MAIN}.make_parser({asking})") & heavy

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from tokenbus.replay.load.histogram import Histogram, LatencyStats
+from tokenbus.replay.load.histogram import LatencyHistogram, LatencyStats
 
 
-def of(*values: float) -> Histogram:
-    histogram = Histogram()
+def of(*values: float) -> LatencyHistogram:
+    histogram = LatencyHistogram()
     for value in values:
         histogram.add(value)
     return histogram
@@ -55,7 +55,7 @@ def test_values_outside_all_buckets_are_exact_extremes(value: float) -> None:
 
 
 def test_memory_does_not_grow_with_values() -> None:
-    histogram = Histogram()
+    histogram = LatencyHistogram()
     for power in range(-20, 20):
         for part in range(100):
             histogram.add((1 + part / 100) * 10.0**power)

@@ -5,7 +5,7 @@ import re
 from tokenbus.protocol.wire import messages
 from tokenbus.replay.load.page import page
 from tokenbus.replay.load.points import LoadKind, LoadPoint
-from tokenbus.replay.load.results import Report, as_json, summarize
+from tokenbus.replay.load.results import LoadReport, as_json, summarize
 from tokenbus.replay.load.stats import RunStats
 from tokenbus.replay.load.table import number, sweep_table
 
@@ -20,10 +20,10 @@ def stats_of(*e2e_s: float) -> RunStats:
     return stats
 
 
-def report_of(stats: dict[float, RunStats]) -> Report:
+def report_of(stats: dict[float, RunStats]) -> LoadReport:
     runs = [summarize(LoadPoint(LoadKind.RATE, rate), stats, interrupted=False) for rate, stats in stats.items()]
     said = {"workload": "<words>", "began_at": "2026-01-01T00:00:00+00:00", "seed": 0, "temperature": 0.0}
-    return Report(model="m&m", skipped=0, clipped=0, runs=runs, **said)  # type: ignore[arg-type]
+    return LoadReport(model="m&m", skipped=0, clipped=0, runs=runs, **said)  # type: ignore[arg-type]
 
 
 def page_of(stats: dict[float, RunStats]) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.requests.flight import Flight
+from tokenbus.router.requests.flights.flight import Flight
+from tokenbus.router.workers.worker import Worker
 
 READY = messages.WorkerState.READY
 DRAINING, RESTARTING, STARTING, STOPPED = (

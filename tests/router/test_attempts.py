@@ -7,13 +7,13 @@ import pytest
 from tests.router.builders import at, card, events, fleet_of, flight, known
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects
-from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.placement import Placement, PlacementRequest
 from tokenbus.router.requests.attempts import Attempts, Revocation
-from tokenbus.router.requests.flight import Flights
+from tokenbus.router.requests.flights.flight import Flights
+from tokenbus.router.requests.flights.worker_client import Operation
 from tokenbus.router.requests.recovery import Recovery
-from tokenbus.router.requests.worker_client import Operation
+from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.router.workers.worker import Worker
 
 KEY = "default:r1"
 LEAVING = messages.WorkerState.LEAVING

@@ -10,9 +10,9 @@ from tests.router.builders import card, fleet_of
 from tests.support.refusals import refusal_of
 from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.protocol.wire.subjects import ModelAddress
-from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.cache_hints import CacheHints
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter, TenantLimits
+from tokenbus.router.telemetry.metrics import RouterMetrics
 
 
 class Told(NamedTuple):

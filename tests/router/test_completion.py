@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenbus.protocol.wire import block_hash, errors, internal
-from tokenbus.router.requests.completion import LOSS_WINDOW_TOKENS, MAX_DEATHS, MAX_LOSSES, Completion
+from tokenbus.router.requests.flights.completion import LOSS_WINDOW_TOKENS, MAX_DEATHS, MAX_LOSSES, PartialCompletion
 
 FIRST = internal.FirstToken(stream_no=7, cached_tokens=3, queue_ms=1.0, prefill_ms=2.0)
 
 
-def of(*token_ids: int) -> Completion:
-    completion = Completion()
+def of(*token_ids: int) -> PartialCompletion:
+    completion = PartialCompletion()
     for token_id in token_ids:
         completion.append(token_id, seq=0)
     return completion
@@ -32,7 +32,7 @@ def running(num_tokens: int, *token_ids: int, logprobs: bytes = b"") -> internal
 
 
 def test_a_completion_without_tokens_is_not_resumed() -> None:
-    assert Completion().resume_from(5.0) is None
+    assert PartialCompletion().resume_from(5.0) is None
 
 
 def test_the_next_worker_gets_every_token_and_the_account_of_the_first() -> None:
@@ -59,7 +59,7 @@ def test_log_probabilities_are_added_in_place() -> None:
 
 
 def test_the_last_entry_with_tokens_is_that_of_the_present_worker() -> None:
-    completion = Completion()
+    completion = PartialCompletion()
     completion.append(11, seq=5)
     assert completion.last_seq == 5
     completion.start_attempt()
@@ -108,7 +108,7 @@ def test_workers_that_cut_themselves_off_are_no_deaths_but_too_many_of_them_end_
 
 @pytest.mark.parametrize("is_death", [False, True])
 def test_losses_with_enough_tokens_between_them_are_forgotten(is_death: bool) -> None:
-    completion = Completion()
+    completion = PartialCompletion()
     for _ in range(5 * MAX_LOSSES):
         assert completion.add_loss(is_death=is_death) is None
         for token_id in range(LOSS_WINDOW_TOKENS // (MAX_DEATHS - 1)):

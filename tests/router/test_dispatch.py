@@ -7,13 +7,13 @@ import pytest
 from tests.router.builders import NoLoads, at, card, events, fleet_of, flight, known
 from tests.sim.world import Process, world
 from tokenbus.protocol.wire import errors, internal, messages, subjects
-from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.placement import NoWorker, Placement, PlacementRequest
 from tokenbus.router.requests.attempts import AlreadyStreamingError, Revocation
 from tokenbus.router.requests.dispatch import Dispatcher
-from tokenbus.router.requests.flight import Flight, Flights
+from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.recovery import Recovery
+from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.router.workers.worker import Worker
 
 KEY = "default:r1"
 

@@ -7,7 +7,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from tests.router.builders import at, flight
 from tokenbus.protocol.wire import messages
-from tokenbus.router.requests.flight import Flight, Flights
+from tokenbus.router.requests.flights.flight import Flight, Flights
 
 
 def test_a_new_flight_is_not_accepted() -> None:

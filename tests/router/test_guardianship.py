@@ -14,15 +14,15 @@ from tokenbus.protocol.parts import headers
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
-from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.attempts import Attempts
-from tokenbus.router.requests.flight import Flight, Flights
+from tokenbus.router.requests.flights.flight import Flight, Flights
+from tokenbus.router.requests.flights.internal_parts import InternalParts
+from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry, RequestLogSettings
 from tokenbus.router.requests.guardianship import Guardianship
-from tokenbus.router.requests.internal_parts import InternalParts
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.recovery import Recovery
-from tokenbus.router.requests.request_telemetry import RequestLogSettings, RequestTelemetry
+from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.router.workers.worker import Worker
 
 NAMES = subjects.Subjects()
 KEY = "default:r1"
@@ -104,7 +104,7 @@ class Testbed:
         self.broker = Broker()
         replies = ReplySender(self.broker)  # type: ignore[arg-type]
         metrics = RouterMetrics()
-        telemetry = RequestTelemetry(metrics, tracing.NoopTracer(), RequestLogSettings())
+        telemetry = FlightTelemetry(metrics, tracing.NoopTracer(), RequestLogSettings())
         self.dispatcher = Dispatcher()
         parts = (self.dispatcher, NoLoads(), Terminals(), None, telemetry)
         self.lifecycle = RequestLifecycle(self.fleet, self.flights, None, Queue(), *parts)  # type: ignore[arg-type]

@@ -8,11 +8,11 @@ import pytest
 from tests.router.builders import NoLoads, card, fleet_of, flight, known
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.requests.flight import Flight, Flights
+from tokenbus.router.requests.flights.flight import Flight, Flights
+from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry, RequestLogSettings
 from tokenbus.router.requests.lifecycle import RequestLifecycle
-from tokenbus.router.requests.request_telemetry import RequestLogSettings, RequestTelemetry
+from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.router.workers.worker import Worker
 
 
 class Dispatcher:
@@ -62,7 +62,7 @@ class Testbed:
         self.fleet = fleet_of(card("w1"))
         self.flights = Flights(8, 1_000)
         self.dispatcher, self.terminals = Dispatcher(), Terminals()
-        telemetry = RequestTelemetry(RouterMetrics(), tracing.NoopTracer(), RequestLogSettings())
+        telemetry = FlightTelemetry(RouterMetrics(), tracing.NoopTracer(), RequestLogSettings())
         queue = Queue(self.dispatcher)
         parts = (self.dispatcher, NoLoads(), self.terminals, None, telemetry)
         self.lifecycle = RequestLifecycle(self.fleet, self.flights, None, queue, *parts)  # type: ignore[arg-type]

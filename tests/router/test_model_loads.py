@@ -9,9 +9,9 @@ from tests.router.builders import DRAINING, READY, STARTING, card, events, fleet
 from tokenbus.protocol.bus.bus import NoRespondersError
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.requests import model_loads
-from tokenbus.router.requests.model_loads import ModelLoads
+from tokenbus.router.requests.queueing import model_loads
+from tokenbus.router.requests.queueing.model_loads import ModelLoads
+from tokenbus.router.workers.worker import Worker
 
 
 class Queue:

@@ -13,9 +13,9 @@ from tests.support.engines import gguf_runner
 from tokenbus import demo
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.wire import block_hash, codec, internal, messages
-from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.tokenization.piece_cache import _ENTRY_BYTES, PieceCache
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.worker.contract.engine_settings import EngineSettings
 
 ENTRY = _ENTRY_BYTES + 4
 

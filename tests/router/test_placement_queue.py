@@ -8,13 +8,13 @@ import pytest
 from tests.router.builders import card, events, flight, known, stored
 from tokenbus.protocol.wire import block_hash, codec, errors, messages
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement.placement import NoWorker, Placement
 from tokenbus.router.placement.policies import View, make_policies
 from tokenbus.router.placement.worker_table import Floats
-from tokenbus.router.requests.flight import Flight
+from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 from tokenbus.router.requests.queueing.settings import PolicySettings, QueueSettings
+from tokenbus.router.telemetry.metrics import RouterMetrics
 
 FULL = messages.Load(running=9)
 """A worker that runs 8 requests gets one more, and no further ones."""

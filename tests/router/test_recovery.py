@@ -6,10 +6,10 @@ import pytest
 
 from tests.router.builders import at, card, events, fleet_of, flight, known, part
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
-from tokenbus.router.fleet.worker import Worker
-from tokenbus.router.metrics import RouterMetrics
-from tokenbus.router.requests.flight import Flight, Flights
+from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.recovery import Recovery
+from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.router.workers.worker import Worker
 
 KEY = "default:r1"
 HELD = internal.RunningRequest(

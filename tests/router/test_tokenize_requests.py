@@ -11,10 +11,10 @@ from tokenbus.protocol.bus.bus import PayloadTooLargeError
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, messages
 from tokenbus.protocol.wire.subjects import ModelAddress
-from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.tokenization import tokenize_requests
 from tokenbus.router.requests.tokenization.prompt_tokenizer import Prompt
-from tokenbus.router.requests.tokenization.tokenize_requests import TokenizeCall, TokenizeRequests
+from tokenbus.router.requests.tokenization.tokenize_requests import ClientTokenizeCall, TokenizeRequests
+from tokenbus.router.telemetry.metrics import RouterMetrics
 
 FULL = tokenize_requests.MAX_TENANT_BYTES - tokenize_requests.REQUEST_BYTES
 
@@ -64,7 +64,7 @@ class Testbed:
         body = messages.TokenizeRequest(id=request_id, prompt="x", only_count=only_count)
         address = ModelAddress("demo", tenant)
         now = time.monotonic()
-        call = TokenizeCall(request_id, address, body, "_INBOX.a.b", codec.Encoding.JSON, now, num_bytes)
+        call = ClientTokenizeCall(request_id, address, body, "_INBOX.a.b", codec.Encoding.JSON, now, num_bytes)
         self.requests.start(call, None)
 
 

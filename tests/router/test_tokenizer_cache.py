@@ -10,7 +10,7 @@ import pytest
 
 from tests.router.builders import RESTARTING, STOPPED, card, fleet_of, known
 from tests.support.renderer_processes import ended, renderers
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import codec, messages, subjects
@@ -45,7 +45,7 @@ class Bed(NamedTuple):
 async def bed(tmp_path: Path) -> AsyncIterator[Bed]:
     before = renderers()
     broker = await nats_server.start(0, tmp_path / "nats.log")
-    bus = await connection.connect(connection.Settings(url=broker.url), "test")
+    bus = await connection.connect(connection.BusSettings(url=broker.url), "test")
     fleet = fleet_of(CARD)
     cache = TokenizerCache(bus, NAMES, fleet)
     (part,) = tokenizer_bundle.to_parts(PACKED)

@@ -6,9 +6,9 @@ import pytest
 
 from tests.router.builders import card, fleet_of
 from tokenbus.protocol.wire import errors
-from tokenbus.router.fleet.worker import Worker
+from tokenbus.router.requests.flights.worker_client import workers_for
 from tokenbus.router.requests.tokenization.worker_rounds import WorkerRounds
-from tokenbus.router.requests.worker_client import workers_for
+from tokenbus.router.workers.worker import Worker
 
 
 class Attempts:

@@ -14,7 +14,7 @@ import xxhash
 
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.protocol.wire.params import SamplingParams
-from tokenbus.worker import contract, engine_output, engine_request
+from tokenbus.worker.contract import contract, engine_output, engine_request
 
 _CONTEXT_LENGTH = 4_096
 _VALUES = 1_000
@@ -66,9 +66,9 @@ def _hash(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
-def first_token(token: Token) -> engine_output.FirstToken:
+def first_token(token: Token) -> engine_output.FirstTokenStats:
     """Returns the account of a generation's first token, with different numbers for different tokens."""
-    return engine_output.FirstToken(
+    return engine_output.FirstTokenStats(
         cached_tokens=token.value % 4, queue_ms=float(token.value % 5), prefill_ms=float(token.value % 7)
     )
 
@@ -131,7 +131,7 @@ class _Generation:
         is_first: bool = False,
     ) -> None:
         """Hands out the terminal."""
-        first = self._first or engine_output.FirstToken(cached_tokens=0, queue_ms=0.0, prefill_ms=0.0)
+        first = self._first or engine_output.FirstTokenStats(cached_tokens=0, queue_ms=0.0, prefill_ms=0.0)
         prompt, completion = len(self.request.token_ids), self.num_tokens
         ttft_ms = first.queue_ms + first.prefill_ms
         self.sink(
@@ -158,8 +158,8 @@ class _Generation:
         )
 
 
-def _first_token_of(resumed: engine_request.ResumedCompletion) -> engine_output.FirstToken:
-    return engine_output.FirstToken(
+def _first_token_of(resumed: engine_request.ResumedCompletion) -> engine_output.FirstTokenStats:
+    return engine_output.FirstTokenStats(
         cached_tokens=resumed.cached_tokens, queue_ms=resumed.queue_ms, prefill_ms=resumed.prefill_ms
     )
 

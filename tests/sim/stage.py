@@ -13,7 +13,7 @@ from tests.sim.world import World
 from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
-from tokenbus.router.requests.internal_parts import InternalParts
+from tokenbus.router.requests.flights.internal_parts import InternalParts
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 

@@ -11,9 +11,9 @@ from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.serve import Router
 from tokenbus.router.settings import RouterSettings
-from tokenbus.worker.frontend.frontend import Frontend
-from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
-from tokenbus.worker.frontend.settings import FrontendSettings
+from tokenbus.worker.replica.frontend import Frontend
+from tokenbus.worker.settings.settings import FrontendSettings
+from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
 MODEL = "sim"
 LIMITS = (20, 40)

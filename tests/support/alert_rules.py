@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.gateway.metrics import GatewayMetrics
-from tokenbus.router.metrics import RouterMetrics
-from tokenbus.worker.frontend.metrics import WorkerMetrics
+from tokenbus.gateway.admission.metrics import GatewayMetrics
+from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.worker.telemetry.metrics import WorkerMetrics
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "prometheus"

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tokenbus.worker.chat_format import deltas
-from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
-from tokenbus.worker.chat_format.parsing.parser import Parser
+from tokenbus.worker.chat_format.parsing import deltas
+from tokenbus.worker.chat_format.parsing.parser import AnswerParser
 from tokenbus.worker.chat_format.parsing.scans import Rules
+from tokenbus.worker.contract.chat_format import ChatFormat
 
 Token = tuple[int, str]
 ORDINARY = -1
@@ -50,7 +50,7 @@ def together(found: Iterable[deltas.Delta]) -> Answer:
         match one:
             case deltas.Content(text):
                 answer.content += text
-            case deltas.Reasoning(text):
+            case deltas.ReasoningDelta(text):
                 answer.reasoning += text
             case deltas.CallBegin(index, given, name):
                 assert index == len(answer.calls)
@@ -74,7 +74,7 @@ def read(
     pieces: int = 0,
 ) -> Answer:
     """Reads an answer: a text without special tokens, whole or in pieces of a length, or tokens, one by one."""
-    parser = Parser(
+    parser = AnswerParser(
         form if isinstance(form, Rules) else Rules(form),
         tools={} if tools is None else tools,
         key="request",

@@ -13,16 +13,17 @@ import numpy as np
 
 from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.protocol.wire.params import SamplingParams
-from tokenbus.worker import contract, engine_request
-from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
-from tokenbus.worker.engine.device_memory import DeviceMemory
-from tokenbus.worker.engine.draws import Matrix
+from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
+from tokenbus.worker.contract import contract, engine_request
+from tokenbus.worker.contract.engine_errors import InsufficientMemoryError
+from tokenbus.worker.engine.device.draws import Matrix
+from tokenbus.worker.engine.device.runner import BatchLimits, Embedder, Reranker, RunnerAdapters, WholePass
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate
-from tokenbus.worker.engine.runner import Adapters, BatchLimits, Embedder, InsufficientMemoryError, Reranker, WholePass
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, StepPlan, Undone
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
+from tokenbus.worker.files.device_memory import DeviceMemory
 
 END_TOKEN = 0
 PIECES = [
@@ -129,7 +130,7 @@ class ArithmeticRunner:
         self.copies = _make_store(self.config) if self.config.host_kv_blocks else None
         self.embedder: Embedder | None = Sums(self.config)
         self.reranker: Reranker | None = Sums(self.config)
-        self.adapters: Adapters | None = None
+        self.adapters: RunnerAdapters | None = None
         self.reasoning_closer: ReasoningCloser | None = None
         self.num_lanes = num_lanes
         self.logits = None

@@ -15,7 +15,7 @@ import pytest
 import trustme
 
 from tests.support.system import System
-from tokenbus.cli import connection_flags
+from tokenbus.cli.console import connection_flags
 from tokenbus.protocol.bus import connection
 
 
@@ -245,7 +245,7 @@ async def guarded(guard: AuthSetup, folder: Path) -> AsyncIterator[System]:
         await system.stop()
 
 
-def settings(url: str, way: ClientAuth, monkeypatch: pytest.MonkeyPatch) -> connection.Settings:
+def settings(url: str, way: ClientAuth, monkeypatch: pytest.MonkeyPatch) -> connection.BusSettings:
     """Returns the connection settings for these flags. The timeout is long, so only a refusal ends it soon."""
     for name, value in way.variables.items():
         monkeypatch.setenv(name, value)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 
 LAME_DUCK = 'lame_duck_grace_period: "3s"\nlame_duck_duration: "30s"\n'
 """After the first period a server closes the connections that are left, one by one over the second, which can't be

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 
 from tests.support.arithmetic import ArithmeticRunner, next_token
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.onnx import host_moves
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, KvCache
 from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
+from tokenbus.worker.engine.onnx.cache.row_memory import HostRows
 from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
 from tokenbus.worker.engine.onnx.graphs.graph import Graph, KvTensor
-from tokenbus.worker.engine.onnx.row_memory import HostRows
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, ScheduledTokens, StepPlan
 
 ROW_TOKENS = 64

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import Recorder, ThreadLink
-from tokenbus.worker import contract, engine_request
-from tokenbus.worker.engine.runner import DeviceError
+from tokenbus.worker.contract import contract, engine_request
+from tokenbus.worker.contract.engine_errors import DeviceError
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client import engine_process
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.listener import EngineListener
-from tokenbus.worker.engine_client.supervisor import Supervisor
+from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 
 POISON = 66
 
@@ -44,7 +44,7 @@ class Life(EngineListener):
         self.serves = asyncio.Event()
         self.is_down = asyncio.Event()
         self.runners = iter(runners)
-        self.supervisor = Supervisor(self._make, "w", self, step_timeout_s=30.0)
+        self.supervisor = EngineSupervisor(self._make, "w", self, step_timeout_s=30.0)
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         self.engine = engine
@@ -58,7 +58,7 @@ class Life(EngineListener):
     def _make(self) -> EngineClient:
         runner = next(self.runners)
 
-        async def launch() -> engine_process.Link:
+        async def launch() -> engine_process.EngineLink:
             return ThreadLink(lambda _: runner)
 
         return EngineClient(launch, max_waiting=64)

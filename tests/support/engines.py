@@ -17,11 +17,12 @@ from llama_cpp import llama_cpp as llama
 from bench.models import random_stateful
 from tokenbus import demo
 from tokenbus.demo import export_onnx
-from tokenbus.worker import engine_output
+from tokenbus.worker.contract import engine_output
+from tokenbus.worker.contract.engine_errors import DeviceError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.gguf.runner import GgufRunner, load
 from tokenbus.worker.engine.process import replica
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import DeviceError, Runner
 from tokenbus.worker.engine_client import engine_process
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
@@ -60,7 +61,7 @@ class ThreadLink:
 def thread_engine(load: Callable[[Callable[[float], None]], Runner], max_waiting: int = 64) -> EngineClient:
     """Returns a client of an engine that runs in a thread, with the runner that `load` makes."""
 
-    async def launch() -> engine_process.Link:
+    async def launch() -> engine_process.EngineLink:
         return ThreadLink(load)
 
     return EngineClient(launch, max_waiting)

@@ -4,7 +4,7 @@ from array import array
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.scheduling.lanes import LaneShare

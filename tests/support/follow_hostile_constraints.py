@@ -22,10 +22,15 @@ from tests.support import tiny_vocabulary, vocabularies
 from tests.support.hostile_constraints import ALL
 from tests.support.tiny_vocabulary import constraint
 from tokenbus.worker.engine.constraints.compilation import Compilation, Event
-from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
-from tokenbus.worker.engine.constraints.grammar import ConstraintError
-from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
+from tokenbus.worker.engine.constraints.grammars.compiled import (
+    CompiledConstraint,
+    CompileJob,
+    CompileStarted,
+    ConstraintRefusal,
+)
+from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.matcher import SequenceMatcher
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
 
 _MAX_TOKENS = 400 if IS_LONG else 100
 _MAX_S = 5.0
@@ -37,7 +42,7 @@ class _Engine:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.compilation = Compilation(lambda: tokens, 4, self.events.put)
 
-    def compile(self, kind: str, source: str) -> SequenceMatcher | Refusal:
+    def compile(self, kind: str, source: str) -> SequenceMatcher | ConstraintRefusal:
         self.compilation.submit(CompileJob(1, "a", constraint(kind, source), []))
         while isinstance(event := self.events.get(timeout=60), CompileStarted):
             pass
@@ -47,7 +52,7 @@ class _Engine:
     def follow(self, kind: str, source: str) -> tuple[float, float, int, str | None, int]:
         cpu, before, tokens, longest_s = time.process_time(), _forget_peak(), 0, 0.0
         found, problem = self.compile(kind, source), None
-        if isinstance(found, Refusal):
+        if isinstance(found, ConstraintRefusal):
             problem = found.problem.message
         else:
             try:

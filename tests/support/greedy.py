@@ -1,6 +1,6 @@
 """Continues a prompt with a runner alone, without a scheduler."""
 
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.kv.ops import Truncate
 from tokenbus.worker.engine.onnx.runner import OnnxRunner

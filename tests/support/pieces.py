@@ -6,8 +6,8 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from tokenbus.protocol.wire import messages
-from tokenbus.worker.engine.draws import Matrix
-from tokenbus.worker.engine.runner import BatchLimits, PoolingPass, WholePass
+from tokenbus.worker.engine.device.draws import Matrix
+from tokenbus.worker.engine.device.runner import BatchLimits, PoolingPass, WholePass
 
 
 class Lengths:

@@ -12,7 +12,7 @@ from bench.models import random_model, random_stateful
 from bench.models.shape import Shape
 from tests.support import adapters
 from tests.support.engines import DEMO
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.contract.engine_settings import EngineSettings
 
 POISON = 301
 """The token after which nothing is a number: its embedding is infinite."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Listing
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.stateful import StatefulRunner
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
 from tokenbus.worker.engine.kv.ops import Truncate
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tokenbus.worker import engine_request
-from tokenbus.worker.chat_format.chat_format import ChatFormat
-from tokenbus.worker.chat_format.chat_rules import ChatRules
+from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
+from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningBudget, ReasoningCloser, closing_marker
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
-from tokenbus.worker.chat_format.parsing.parser import Parser
-from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget, ReasoningCloser, closing_marker
+from tokenbus.worker.chat_format.parsing.parser import AnswerParser
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.chat_format import ChatFormat
 
 SPECIAL = re.compile(r"<\|[^|>]+\|>|\[/?[A-Z_]+\]|</?think>|<channel\|>|<\|channel>")
 KNOWN = {known.name: known.format for known in KNOWN_FORMATS if closing_marker(known.format)}
@@ -50,7 +50,7 @@ class ReasoningVocabulary:
 
     def counted(self, token_ids: Sequence[int], prompt: str | None) -> int:
         """Returns the tokens of an answer that its reader takes for reasoning."""
-        parser = Parser(self.rules.rules, tools=TOOLS, key="", generation_prompt=prompt)
+        parser = AnswerParser(self.rules.rules, tools=TOOLS, key="", generation_prompt=prompt)
         count = 0
         for token_id in token_ids:
             count += parser.is_reasoning

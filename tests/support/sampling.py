@@ -5,8 +5,8 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from tokenbus.worker import engine_request
-from tokenbus.worker.engine.draws import Matrix
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.engine.device.draws import Matrix
 
 
 def asked(**fields: object) -> engine_request.Sampling:

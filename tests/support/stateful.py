@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence as Listing
 
 from tests.support.arithmetic import ArithmeticRunner, Cell
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, RestoreState, SaveState, Truncate, Wipe
 from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from tests.support.raw_client import RawClient
 from tokenbus import demo
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.protocol.process.parent import end_with_parent
 
 

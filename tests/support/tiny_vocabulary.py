@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from tokenbus.worker import engine_request
 from tokenbus.worker.chat_format.grammar.lark import LarkWriter
-from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
-from tokenbus.worker.engine.constraints.matcher import Matcher
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.grammars.matcher import Matcher
 
 END, OTHER_END, MARKER = 0, 1, 2
 WORDS = [b'{"', b'": ', b'", "', b", ", b"true", b"false", b"null", b"name", b"na", b"me", b"ab", b"abc", b"[]", b"}}"]

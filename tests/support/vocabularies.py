@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine.gguf import backend, metadata
+from tokenbus.worker.engine.gguf import backend
 from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
+from tokenbus.worker.files import gguf_metadata
 
 _SCALARS = {str: 8, bool: 7, int: 4, float: 6}
 _ITEMS = _SCALARS | {int: 5}
@@ -20,7 +21,7 @@ Entry = Scalar | list[str] | list[int] | list[float]
 
 
 class Loaded(NamedTuple):
-    metadata: metadata.Metadata
+    metadata: gguf_metadata.Metadata
     tokenizer: GgufTokenizer
 
 
@@ -32,7 +33,7 @@ def load(path: Path) -> Iterator[Loaded]:
     params.vocab_only = True
     model = llama.llama_model_load_from_file(str(path).encode(), params)
     assert model is not None, backend.last_error()
-    found = metadata.read(path)
+    found = gguf_metadata.read(path)
     yield Loaded(found, GgufTokenizer(llama.llama_model_get_vocab(model), found))
     llama.llama_model_free(model)
 

@@ -11,12 +11,13 @@ import pytest
 from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.params import GenerationParams
-from tokenbus.worker import contract
+from tokenbus.worker.adapters import adapter_folder
+from tokenbus.worker.adapters.adapter_folder import AdapterFolder
+from tokenbus.worker.adapters.adapters import Adapters
+from tokenbus.worker.contract import contract
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
-from tokenbus.worker.frontend import adapter_folder, adapter_settings
-from tokenbus.worker.frontend.adapter_folder import AdapterFolder
-from tokenbus.worker.frontend.adapter_settings import AdapterSettings
-from tokenbus.worker.frontend.adapters import Adapters
+from tokenbus.worker.settings import adapter_settings
+from tokenbus.worker.settings.adapter_settings import AdapterSettings
 
 
 class Engine:

@@ -17,11 +17,11 @@ import xxhash
 
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing
 from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages, subjects
-from tokenbus.worker import contract
 from tokenbus.worker.broker.event_log import Ends, EventLog
 from tokenbus.worker.broker.published_blocks import PublishedBlocks
 from tokenbus.worker.broker.sampled_tokens import SampledTokens
 from tokenbus.worker.broker.snapshot import split
+from tokenbus.worker.contract import contract
 
 _HEARTBEAT_INTERVAL_S = 0.8 * limits.HEARTBEAT_S
 """Less than the promised interval, since the event loop may be busy."""

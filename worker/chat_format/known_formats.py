@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tokenbus.worker.chat_format.chat_format import Calls, Channels, ChatFormat, Kind, Reasoning, Values
+from tokenbus.worker.contract.chat_format import Calls, Channels, ChatFormat, Kind, Reasoning, Values
 
 THINK = Reasoning(open="<think>", close="</think>", switch="enable_thinking")
 THINK_LINES = Reasoning(open="<think>\n", close="\n</think>\n\n", switch="enable_thinking")

@@ -1,7 +1,7 @@
 """Decides which requests an engine can serve, and how many at a time; pure."""
 
 from tokenbus.protocol.wire import errors
-from tokenbus.worker import contract, engine_request
+from tokenbus.worker.contract import contract, engine_request
 
 
 class CapacityLimit:

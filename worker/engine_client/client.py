@@ -1,4 +1,4 @@
-"""The engine contract (worker/contract.py) over a step loop in another process.
+"""The engine contract (worker/contract/contract.py) over a step loop in another process.
 
 The client writes commands to a socket and reads reports from it, both as ipc messages. It owns the connection and its
 end; `OpenSequences` owns what the engine works on, `StepWatchdog` decides whether a step hangs, and `PendingCalls`
@@ -13,25 +13,25 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
-from tokenbus.worker import contract, engine_output, engine_request
-from tokenbus.worker.chat_format.answer_reader import AnswerReader
-from tokenbus.worker.chat_format.chat_rules import ChatRules
-from tokenbus.worker.engine.device_memory import DeviceMemory
+from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
+from tokenbus.worker.contract import contract, engine_output, engine_request
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client import admission, sequences
 from tokenbus.worker.engine_client.admission import CapacityLimit
-from tokenbus.worker.engine_client.calls.engine_adapters import EngineAdapters
-from tokenbus.worker.engine_client.calls.pending_calls import PendingCalls
-from tokenbus.worker.engine_client.calls.pooling_calls import PoolingCalls
+from tokenbus.worker.engine_client.answer_reader import AnswerReader
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
-from tokenbus.worker.engine_client.engine_process import EngineDiedError, Link
+from tokenbus.worker.engine_client.engine_adapters import EngineAdapters
+from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineLink
 from tokenbus.worker.engine_client.generation import Generation
 from tokenbus.worker.engine_client.idle import Idle
 from tokenbus.worker.engine_client.listener import EngineListener
+from tokenbus.worker.engine_client.pending_calls import PendingCalls
+from tokenbus.worker.engine_client.pooling_calls import PoolingCalls
+from tokenbus.worker.engine_client.prefill_speed import PrefillSpeed
 from tokenbus.worker.engine_client.sequences import OpenSequences
 from tokenbus.worker.engine_client.watchdog import StepWatchdog
-from tokenbus.worker.kv_exchange.prefill_speed import PrefillSpeed
+from tokenbus.worker.files.device_memory import DeviceMemory
 
 _CLOSE_TIMEOUT_S = 5.0
 _STALL_S = 1.0
@@ -41,12 +41,12 @@ _RECEIVE_BYTES = 256 * 1024
 class EngineClient(asyncio.Protocol):
     """An `Engine` at the other end of a socket."""
 
-    def __init__(self, launch: Callable[[], Awaitable[Link]], max_waiting: int) -> None:
+    def __init__(self, launch: Callable[[], Awaitable[EngineLink]], max_waiting: int) -> None:
         """`launch` starts the other side; up to `max_waiting` requests may be held beyond those that run."""
         self._launch = launch
         self.listener = EngineListener()
         self.capacity = CapacityLimit(max_waiting)
-        self._link: Link | None = None
+        self._link: EngineLink | None = None
         self._transport: asyncio.Transport | None = None
         self._config: contract.EngineConfig | None = None
         self.token_bytes: list[bytes] = []
@@ -333,7 +333,7 @@ class EngineClient(asyncio.Protocol):
                 self._sequences.constraint_started(number)
             case ipc.ConstraintCompiled() as compiled:
                 self._take_constraint(compiled)
-            case ipc.TokenizeResult(call_id, token_ids, error):
+            case ipc.TokenizeCallResult(call_id, token_ids, error):
                 self._tokenizing.end(call_id, block_hash.unpack_token_ids(token_ids), error)
             case ipc.AdapterResult() as loaded:
                 self._adapters.loaded(loaded)

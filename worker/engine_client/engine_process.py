@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Protocol
 
 from tokenbus.protocol import tasks
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
 
 _MALLOC = "GLIBC_TUNABLES"
@@ -24,7 +24,7 @@ class EngineDiedError(RuntimeError):
     """The engine process ended while a replica was starting; another start may help."""
 
 
-class Link(Protocol):
+class EngineLink(Protocol):
     """A replica's step loop at the other end of a socket."""
 
     sock: socket.socket

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from tokenbus.protocol.wire import codec, errors, messages
-from tokenbus.worker import engine_output, engine_request
-from tokenbus.worker.chat_format.answer_reader import AnswerReader
+from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.engine.process.ipc import SequenceOutput
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, FinishRule
+from tokenbus.worker.engine_client.answer_reader import AnswerReader
 from tokenbus.worker.engine_client.detokenizer import Detokenizer
 
 _FAILURES = {
@@ -59,7 +59,7 @@ class Generation:
         self._elapsed_ms = 0.0
         """The completion's age when it was accepted here."""
         self.started_at: float | None = None
-        self._first_token: engine_output.FirstToken | None = None
+        self._first_token: engine_output.FirstTokenStats | None = None
         self.last_token_at: float | None = None
         self.sampled = array("I")
         """The tokens that another engine needs after the prompt to continue."""
@@ -98,7 +98,7 @@ class Generation:
             texts, parts = self._read_resumed(resumed.token_ids, rule)
         self.sampled.extend(resumed.token_ids)
         self._elapsed_ms = resumed.elapsed_ms
-        self._first_token = engine_output.FirstToken(
+        self._first_token = engine_output.FirstTokenStats(
             cached_tokens=resumed.cached_tokens, queue_ms=resumed.queue_ms, prefill_ms=resumed.prefill_ms
         )
         whole = engine_output.Output(
@@ -300,10 +300,10 @@ class Generation:
             reasoning_tokens=UNSET if self._reader is None else self._reader.reasoning_tokens,
         )
 
-    def _account(self, now: float, cached_tokens: int = 0) -> engine_output.FirstToken:
+    def _account(self, now: float, cached_tokens: int = 0) -> engine_output.FirstTokenStats:
         """Says how it came to its first token, if that came now."""
         started = now if self.started_at is None else self.started_at
-        return engine_output.FirstToken(
+        return engine_output.FirstTokenStats(
             cached_tokens=cached_tokens, queue_ms=_ms(started - self.accepted_at), prefill_ms=_ms(now - started)
         )
 

@@ -1,7 +1,7 @@
 """Events of a supervised engine, for the replica that it serves."""
 
-from tokenbus.worker import contract
-from tokenbus.worker.engine.host_cache.recovery import Recovery
+from tokenbus.worker.contract import contract
+from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
 from tokenbus.worker.engine.process import ipc
 
 
@@ -14,7 +14,7 @@ class EngineListener:
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """An engine serves; it continues the streams that the previous one left open."""
 
-    def copies_recovered(self, recovery: Recovery) -> None:
+    def copies_recovered(self, recovery: RecoveredCopies) -> None:
         """The engine has found these copies of blocks when it started."""
 
     def memory_poisoned(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
 from tokenbus.worker.engine_client.listener import EngineListener
@@ -30,7 +30,7 @@ def next_backoff(backoff_s: float, uptime_s: float) -> float:
     return INITIAL_BACKOFF_S if uptime_s >= HEALTHY_AFTER_S else min(2 * backoff_s, MAX_BACKOFF_S)
 
 
-class Supervisor:
+class EngineSupervisor:
     """Runs one engine after another, each made by `make_engine`."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Supervisor:
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Supervisor of {self.engine!r}, {self.restarts} restarts>"
+        return f"<EngineSupervisor of {self.engine!r}, {self.restarts} restarts>"
 
     async def run(self) -> None:
         """Runs until cancelled or cleaned up. Raises EngineStartError if the model can't be loaded, unless it has

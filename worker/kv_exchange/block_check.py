@@ -5,7 +5,7 @@ Everything else is compared, since an engine may abort on a block in another for
 
 import struct
 
-from tokenbus.worker.contract import KvBlockFormat
+from tokenbus.worker.contract.contract import KvBlockFormat
 
 _NUMBER = struct.Struct("<i")
 

@@ -9,13 +9,13 @@ import structlog
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.wire import block_hash, internal, subjects
-from tokenbus.worker import contract, engine_request
 from tokenbus.worker.broker.announcer import Announcer
-from tokenbus.worker.frontend.metrics import ReplicaMetrics
+from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
 from tokenbus.worker.kv_exchange.holder import Holder
 from tokenbus.worker.kv_exchange.legs import Leg
 from tokenbus.worker.kv_exchange.nats_transport import Connect, NatsTransport
+from tokenbus.worker.telemetry.metrics import ReplicaMetrics
 
 
 class KvExchange:

@@ -14,7 +14,7 @@ import structlog
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange import block_check
 from tokenbus.worker.kv_exchange.pace import Pace
 from tokenbus.worker.kv_exchange.transport import LeasedBlocks, TransferError, Transport

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, errors, internal, limits
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES, Adapter
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange.leases import Lease, Leases
 from tokenbus.worker.kv_exchange.legs import Leg
 from tokenbus.worker.kv_exchange.transport import NoBlock

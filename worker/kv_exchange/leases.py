@@ -4,7 +4,7 @@ import secrets
 from typing import NamedTuple
 
 from tokenbus.protocol.wire import limits
-from tokenbus.worker.contract import CachedPrefix
+from tokenbus.worker.contract.contract import CachedPrefix
 
 MAX_LEASES = 2
 LEASE_S = 10.0

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from tokenbus.protocol.wire import block_hash, messages
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
-from tokenbus.worker import contract, engine_output
-from tokenbus.worker.engine_request import EngineRequest, Sampling
+from tokenbus.worker.contract import contract, engine_output
+from tokenbus.worker.contract.engine_request import EngineRequest, Sampling
 
 
 class Leg:

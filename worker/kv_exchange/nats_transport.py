@@ -28,7 +28,8 @@ from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.headers import part_bytes
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
-from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects, validation
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
+from tokenbus.protocol.wire.checks import validation
 from tokenbus.worker.kv_exchange.leases import MAX_LEASES
 from tokenbus.worker.kv_exchange.pace import Pace
 from tokenbus.worker.kv_exchange.transport import BlockHolder, LeasedBlocks, NoBlock, TransferError

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tokenbus.worker.engine.models.model_files import Layout, ModelFiles, is_hub_name
+from tokenbus.worker.files.model_files import Layout, ModelFiles, is_hub_name
 from tokenbus.worker.models import transfer_log
 
 
@@ -13,7 +13,7 @@ def find(model: str, layouts: Sequence[Layout], progress: Callable[[float], None
     `progress` is called with the share downloaded. Raises ModelError, saying what to do, if there is no such model or
     it can't be fetched."""
     if is_hub_name(model):
-        from tokenbus.worker.models.hub import fetch  # slow to import, and local models don't need it
+        from tokenbus.worker.hub import fetch  # slow to import, and local models don't need it
 
         return fetch.fetch(model, layouts, transfer_log.LoggedTransfer(model, progress))
     path = Path(model)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import structlog
 
-from tokenbus.worker.models import transfer
+from tokenbus.worker.files import transfer
 
 _INTERVAL_S = 5.0
 
@@ -16,7 +16,7 @@ class LoggedTransfer:
     def __init__(self, model: str, progress: Callable[[float], None]) -> None:
         self._model = model
         self._progress = progress
-        self._rate = transfer.TransferRate()
+        self._rate = transfer.DownloadRate()
         self._logged_at = time.monotonic()
 
     def __repr__(self) -> str:

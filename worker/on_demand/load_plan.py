@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.engine.memory.need import MemoryNeed, mib
-from tokenbus.worker.on_demand.planned_model import LINGER_S, PlannedModel, State
+from tokenbus.worker.on_demand.planned_model import LINGER_S, LoadState, PlannedModel
 
 _WANT_TTL_S = 3.0
 """A model that nobody has asked for since this time is not loaded any more; routers ask twice a second."""
@@ -24,7 +24,7 @@ _PATIENCE_S = 5.0
 """The first model in the order waits this long before a busy one has to finish its requests."""
 
 
-class Load(NamedTuple):
+class LoadStep(NamedTuple):
     """A model is to be loaded; its state is LOADING already."""
 
     name: str
@@ -50,7 +50,7 @@ class LoadPlan:
     def __repr__(self) -> str:
         return f"<LoadPlan {', '.join(f'{name} {one.state}' for name, one in self._models.items())}>"
 
-    def state_of(self, name: str) -> State:
+    def state_of(self, name: str) -> LoadState:
         return self._models[name].state
 
     def need_of(self, name: str) -> MemoryNeed | None:
@@ -60,7 +60,7 @@ class LoadPlan:
     @property
     def reserved_bytes(self) -> int:
         """The memory of all models that are not unloaded."""
-        return sum(one.num_bytes for one in self._models.values() if one.state is not State.UNLOADED)
+        return sum(one.num_bytes for one in self._models.values() if one.state is not LoadState.UNLOADED)
 
     def take(self, num_bytes: int) -> bool:
         """Takes memory for a model that is loaded beside these out of the budget; returns whether there was enough."""
@@ -79,13 +79,13 @@ class LoadPlan:
     def set_need(self, name: str, need: MemoryNeed) -> None:
         """Notes the memory that a model takes. It is not loaded before this is known."""
         model = self._models[name]
-        if model.state is State.UNLOADED:  # what is loaded keeps what it was loaded with
+        if model.state is LoadState.UNLOADED:  # what is loaded keeps what it was loaded with
             model.need = need
 
     def want(self, name: str, now: float) -> errors.Error | None:
         """Notes that somebody asks for a model; returns why it can't be had, if it can't."""
         model = self._models[name]
-        if model.state in (State.LOADING, State.LOADED):
+        if model.state in (LoadState.LOADING, LoadState.LOADED):
             return None
         if model.failure is not None and now - model.failed_at < _FAILURE_TTL_S:
             return model.failure
@@ -100,13 +100,13 @@ class LoadPlan:
     def loaded(self, name: str, now: float) -> None:
         """A model that was LOADING serves."""
         model = self._models[name]
-        assert model.state is State.LOADING, self
-        model.state, model.idle_since, model.was_used = State.LOADED, now, False
+        assert model.state is LoadState.LOADING, self
+        model.state, model.idle_since, model.was_used = LoadState.LOADED, now, False
 
     def failed(self, name: str, reason: str, now: float, code: errors.Code = errors.Code.NO_WORKER) -> None:
         """A model could not be loaded, or it was lost and can't be loaded again. It takes no memory now."""
         model = self._models[name]
-        model.state, model.wanted_since = State.UNLOADED, None
+        model.state, model.wanted_since = LoadState.UNLOADED, None
         text = f"the model {name} can't be loaded: {reason}"
         model.failure = errors.make_error(code, text, retry_after_ms=_FAILURE_TTL_S * 1e3)
         model.failed_at = now
@@ -114,8 +114,8 @@ class LoadPlan:
     def unloaded(self, name: str) -> None:
         """A model that was UNLOADING takes no memory any more."""
         model = self._models[name]
-        assert model.state is State.UNLOADING, self
-        model.state = State.UNLOADED
+        assert model.state is LoadState.UNLOADING, self
+        model.state = LoadState.UNLOADED
 
     def remove(self, name: str) -> None:
         """Forgets a model that is not served any more."""
@@ -124,34 +124,36 @@ class LoadPlan:
     def used(self, name: str, *, idle_since: float | None) -> None:
         """Notes since when a LOADED model has had no request; None while it has one."""
         model = self._models[name]
-        if model.state is not State.LOADED:
+        if model.state is not LoadState.LOADED:
             return
         if idle_since is None or model.idle_since is None or idle_since > model.idle_since:
             model.was_used, model.idle_since = True, idle_since
 
-    def next_action(self, now: float, free_bytes: int) -> Load | Unload | None:
+    def next_action(self, now: float, free_bytes: int) -> LoadStep | Unload | None:
         """Returns what is to be done now, and assumes that it is done. `free_bytes` of memory are free on the machine.
 
         It is to be called again after each action, after each change, and several times a second."""
         if overdue := self._overdue(now):
             return self._unload(overdue, "idle")
         name = self._first_wanted(now)
-        if name is None or any(one.state is State.LOADING for one in self._models.values()):
+        if name is None or any(one.state is LoadState.LOADING for one in self._models.values()):
             return None
         model = self._models[name]
         assert model.need is not None
         if self._missing_bytes(model.need, free_bytes) <= 0:
-            model.state, model.wanted_since, model.failure = State.LOADING, None, None
-            return Load(name)
+            model.state, model.wanted_since, model.failure = LoadState.LOADING, None, None
+            return LoadStep(name)
         return self._make_room(name, now, free_bytes)
 
     def check_integrity(self) -> None:
         states = [one.state for one in self._models.values()]
-        assert states.count(State.LOADING) <= 1, self
+        assert states.count(LoadState.LOADING) <= 1, self
         assert not self.budget_bytes or self.reserved_bytes <= self.budget_bytes, self
         for model in self._models.values():
-            assert model.state is State.UNLOADED or model.need is not None, self
-            assert model.state is State.UNLOADED or model.wanted_since is None or model.state is State.UNLOADING, self
+            assert model.state is LoadState.UNLOADED or model.need is not None, self
+            assert (
+                model.state is LoadState.UNLOADED or model.wanted_since is None or model.state is LoadState.UNLOADING
+            ), self
 
     def _overdue(self, now: float) -> str:
         """Returns a model that nobody has used for too long, if there is one."""
@@ -166,7 +168,7 @@ class LoadPlan:
         for name, model in self._models.items():
             if model.wanted_since is not None and now - model.wanted_at > _WANT_TTL_S:
                 model.wanted_since = None
-            if model.wanted_since is not None and model.state is State.UNLOADED and model.need is not None:
+            if model.wanted_since is not None and model.state is LoadState.UNLOADED and model.need is not None:
                 waiting.append((model.wanted_since, name))
         return min(waiting)[1] if waiting else None
 
@@ -180,8 +182,8 @@ class LoadPlan:
         model = self._models[name]
         assert model.need is not None
         assert model.wanted_since is not None
-        loaded = [one for one in self._models if self._models[one].state is State.LOADED]
-        if any(one.state is State.UNLOADING for one in self._models.values()):
+        loaded = [one for one in self._models if self._models[one].state is LoadState.LOADED]
+        if any(one.state is LoadState.UNLOADING for one in self._models.values()):
             return None
         if not loaded:  # the machine's own memory is missing, or what was taken out of the budget meanwhile
             free_bytes = min(free_bytes, self.budget_bytes or free_bytes)
@@ -199,7 +201,7 @@ class LoadPlan:
         return self._unload(victim, "room")
 
     def _unload(self, name: str, reason: Literal["idle", "room"]) -> Unload:
-        self._models[name].state = State.UNLOADING
+        self._models[name].state = LoadState.UNLOADING
         return Unload(name, reason)
 
 

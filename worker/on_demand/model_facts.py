@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tokenbus.worker.engine.gguf import metadata
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import model_facts as gguf_facts
 from tokenbus.worker.engine.memory.need import ModelFacts
-from tokenbus.worker.engine.models import config_json, registry
-from tokenbus.worker.engine.models.model_files import Layout, ModelFiles, is_hub_name
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.files import config_json, gguf_metadata
+from tokenbus.worker.files.model_files import Layout, ModelFiles, is_hub_name
+from tokenbus.worker.models import registry
 from tokenbus.worker.models.find import find
 
 _F16_BYTES, _F32_BYTES = 2, 4
@@ -30,8 +30,8 @@ def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFa
     num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else 16
     if files.weights.suffix == ".gguf":
         size = gguf_facts.weight_bytes(files.weights)
-        return gguf_facts.read(metadata.read(files.weights), size, settings, num_seqs)
-    config = config_json.read(files.sidecars.get("config.json"), config_json.Sizes)
+        return gguf_facts.read(gguf_metadata.read(files.weights), size, settings, num_seqs)
+    config = config_json.read(files.sidecars.get("config.json"), config_json.ModelSizes)
     weight_bytes = _size(files, layouts)
     if engine == "onnx":
         rows = num_seqs + max(4, num_seqs // 2)
@@ -55,7 +55,7 @@ def weight_bytes(settings: EngineSettings) -> int:
         return 0
 
 
-def _of_config(config: config_json.Sizes, weight_bytes: int, value_bytes: int, rows: int) -> ModelFacts:
+def _of_config(config: config_json.ModelSizes, weight_bytes: int, value_bytes: int, rows: int) -> ModelFacts:
     return ModelFacts(
         weight_bytes=weight_bytes,
         kv_bytes_per_token=2 * config.num_hidden_layers * config.kv_heads * config.head_size * value_bytes,

@@ -8,17 +8,17 @@ import structlog
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import errors, internal
-from tokenbus.worker import contract
-from tokenbus.worker.engine import device_memory
+from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.need import MemoryNeed, mib
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.frontend.metrics import WorkerMetrics
-from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
+from tokenbus.worker.files import device_memory
 from tokenbus.worker.on_demand import model_facts, sizes
-from tokenbus.worker.on_demand.load_plan import Load, LoadPlan, Unload
-from tokenbus.worker.on_demand.planned_model import State
+from tokenbus.worker.on_demand.load_plan import LoadPlan, LoadStep, Unload
+from tokenbus.worker.on_demand.planned_model import LoadState
 from tokenbus.worker.on_demand.replica import OnDemandReplica
+from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
+from tokenbus.worker.telemetry.metrics import WorkerMetrics
 
 _TICK_S = 0.1
 
@@ -62,7 +62,7 @@ class OnDemandModels:
                 )
         self._plan = LoadPlan(self._models, budget, self._settings.idle_unload_s)
 
-    async def take(self, model: ServedModel) -> int:
+    async def take(self, model: ModelToServe) -> int:
         """Takes the memory of a replica that is loaded beside these models out of their budget; returns its bytes.
 
         Raises EngineStartError if there is not so much left."""
@@ -77,7 +77,7 @@ class OnDemandModels:
             )
         return need.total_bytes
 
-    def sized(self, model: ServedModel) -> EngineSettings:
+    def sized(self, model: ModelToServe) -> EngineSettings:
         """Returns the settings of a model that is loaded beside these, with the sizes for which it was counted."""
         need = self._beside.get(model.served_name)
         return model.engine if need is None else sizes.sized(model.engine, need)
@@ -103,11 +103,11 @@ class OnDemandModels:
     def update_gauges(self) -> None:
         """Updates the gauges for a scrape."""
         for name, replica in self._replicas.items():
-            need, is_reserved = self._plan.need_of(name), self._plan.state_of(name) is not State.UNLOADED
+            need, is_reserved = self._plan.need_of(name), self._plan.state_of(name) is not LoadState.UNLOADED
             reserved = need.total_bytes if need is not None and is_reserved else 0
             self._metrics.memory_budget.labels(name, replica.worker_id).set(self._plan.budget_bytes)
             self._metrics.memory_reserved.labels(name, replica.worker_id).set(reserved)
-            for state in State:
+            for state in LoadState:
                 own = self._metrics.model_state.labels(name, replica.worker_id, state)
                 own.set(self._plan.state_of(name) is state)
 
@@ -129,7 +129,7 @@ class OnDemandModels:
             await asyncio.gather(*running, return_exceptions=True)
 
     def model_loaded(self, name: str) -> None:
-        if self._plan.state_of(name) is not State.LOADING:
+        if self._plan.state_of(name) is not LoadState.LOADING:
             return  # its engine was restarted
         seconds = time.monotonic() - self._began_at[name]
         self._plan.loaded(name, time.monotonic())
@@ -164,7 +164,7 @@ class OnDemandModels:
             self._start_measuring(name)
         self._changed.set()
         replica, state = self._replicas[name], self._plan.state_of(name)
-        progress = {State.LOADING: min(replica.load_progress, 0.99), State.LOADED: 1.0}.get(state, 0.0)
+        progress = {LoadState.LOADING: min(replica.load_progress, 0.99), LoadState.LOADED: 1.0}.get(state, 0.0)
         return internal.ControlReply(ok=True, progress=round(progress, 3))
 
     def _act(self, now: float) -> None:
@@ -172,7 +172,7 @@ class OnDemandModels:
             self._plan.used(name, idle_since=replica.idle_since)
         while (action := self._plan.next_action(now, device_memory.free_host_bytes())) is not None:
             match action:
-                case Load(name):
+                case LoadStep(name):
                     self._began_at[name] = now
                     need = self._plan.need_of(name)
                     assert need is not None, self._plan
@@ -215,14 +215,14 @@ class OnDemandModels:
             self._plan.failed(name, str(error) or type(error).__name__, time.monotonic())
             self._log.error("model_not_loaded", worker_id=worker_id, model=name, error=str(error))
 
-    async def _need_to_start(self, model: ServedModel) -> MemoryNeed:
+    async def _need_to_start(self, model: ModelToServe) -> MemoryNeed:
         """Raises EngineStartError for a model that can't be measured."""
         try:
             return await self._measure_files(model)
         except (ModelError, OSError) as error:
             raise contract.EngineStartError(str(error)) from error
 
-    async def _measure_files(self, model: ServedModel) -> MemoryNeed:
+    async def _measure_files(self, model: ModelToServe) -> MemoryNeed:
         """Reads files on a thread. Raises ModelError and OSError."""
         facts = await asyncio.to_thread(model_facts.read, model.engine, lambda _: None)
         return sizes.choose(facts, model.engine, self._settings.memory_budget_bytes)

@@ -11,7 +11,7 @@ _FIRST_USE_S = 2.0
 """The same for one that has been loaded and not used yet: the requests that it was loaded for are on their way."""
 
 
-class State(enum.StrEnum):
+class LoadState(enum.StrEnum):
     """The states of a model."""
 
     UNLOADED = "unloaded"
@@ -24,7 +24,7 @@ class PlannedModel:
     """One model: its state, who wants it, and how it was used."""
 
     def __init__(self) -> None:
-        self.state = State.UNLOADED
+        self.state = LoadState.UNLOADED
         self.need: MemoryNeed | None = None
         self.wanted_since: float | None = None
         self.wanted_at = 0.0
@@ -38,7 +38,7 @@ class PlannedModel:
 
     def idle_s(self, now: float) -> float:
         """Returns for how long nobody has used it."""
-        return now - self.idle_since if self.state is State.LOADED and self.idle_since is not None else 0.0
+        return now - self.idle_since if self.state is LoadState.LOADED and self.idle_since is not None else 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -48,4 +48,4 @@ class PlannedModel:
 
     def is_idle(self, now: float) -> bool:
         """Whether it may be unloaded now."""
-        return self.state is State.LOADED and self.idle_s(now) >= (LINGER_S if self.was_used else _FIRST_USE_S)
+        return self.state is LoadState.LOADED and self.idle_s(now) >= (LINGER_S if self.was_used else _FIRST_USE_S)

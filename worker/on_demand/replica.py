@@ -8,17 +8,17 @@ from typing import ClassVar, Protocol
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal
 from tokenbus.protocol.wire.params import SamplingParams
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.need import MemoryNeed
-from tokenbus.worker.engine.models import registry
-from tokenbus.worker.engine.models.model_files import source_name
-from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine_client.engine_process import EngineProcess
-from tokenbus.worker.engine_client.supervisor import Supervisor
-from tokenbus.worker.frontend.metrics import WorkerMetrics
-from tokenbus.worker.frontend.replica import Replica
-from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
+from tokenbus.worker.engine_client.supervisor import EngineSupervisor
+from tokenbus.worker.files.model_files import source_name
+from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import sizes
+from tokenbus.worker.replica.replica import Replica
+from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
+from tokenbus.worker.telemetry.metrics import WorkerMetrics
 
 _POLL_S = 0.05
 
@@ -48,7 +48,7 @@ class OnDemandReplica(Replica):
     def __init__(
         self,
         settings: WorkerSettings,
-        model: ServedModel,
+        model: ModelToServe,
         worker_id: str,
         metrics: WorkerMetrics,
         tracer: tracing.Tracer,
@@ -91,7 +91,7 @@ class OnDemandReplica(Replica):
         """Ends the engine at once, which has to end and does not. No other is started."""
         self._process.kill()
 
-    async def _wait_idle(self, supervisor: Supervisor) -> None:
+    async def _wait_idle(self, supervisor: EngineSupervisor) -> None:
         """Returns when the engine has no request, or when there is no engine any more."""
         while supervisor.engine is not None and supervisor is self._supervisor:
             await supervisor.engine.drain()

@@ -5,10 +5,10 @@ most, and if that takes more than half of the budget, a short one (decision 0064
 
 import msgspec
 
-from tokenbus.worker.engine import device_memory
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.memory.need import MemoryNeed, ModelFacts, Sizes, estimate
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.files import device_memory
 
 _LONG_CONTEXT = 32_768
 _SHORT_CONTEXT = 8_192

@@ -9,7 +9,7 @@ packed tokens can be put together, and cut apart, without being read:
 import struct
 from collections.abc import Iterable
 
-from tokenbus.worker import engine_output
+from tokenbus.worker.contract import engine_output
 
 _RECORD = struct.Struct("<Id")
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from tokenbus.protocol.wire import block_hash, messages
-from tokenbus.worker import engine_output
+from tokenbus.worker.contract import engine_output
 
 _JSON_GROWTH = 6
 """A control character of one byte becomes six bytes of JSON."""

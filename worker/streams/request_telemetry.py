@@ -8,13 +8,13 @@ import structlog
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.telemetry.long_waits import LongWaits, WaitLog
 from tokenbus.protocol.wire import errors, messages, subjects
-from tokenbus.worker import engine_request
-from tokenbus.worker.frontend.metrics import ReplicaMetrics
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.streams.long_prompt import LongPrompt
-from tokenbus.worker.streams.stream import Stream
+from tokenbus.worker.streams.stream import WorkerStream
+from tokenbus.worker.telemetry.metrics import ReplicaMetrics
 
 
-class RequestTelemetry:
+class StreamTelemetry:
     """Writes down what happens to streams; it changes nothing of them but their span."""
 
     def __init__(self, metrics: ReplicaMetrics, tracer: tracing.Tracer, model: str, worker_id: str) -> None:
@@ -26,11 +26,11 @@ class RequestTelemetry:
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<RequestTelemetry of {self._worker_id}>"
+        return f"<StreamTelemetry of {self._worker_id}>"
 
     def started(
         self,
-        stream: Stream,
+        stream: WorkerStream,
         request: engine_request.EngineRequest,
         headers: tracing.Headers,
         load: messages.Load,
@@ -71,7 +71,7 @@ class RequestTelemetry:
                 max_reasoning_tokens=asked.max_tokens,
             )
 
-    def prompt_progress(self, stream: Stream, computed_tokens: int, cached_tokens: int, now: float) -> None:
+    def prompt_progress(self, stream: WorkerStream, computed_tokens: int, cached_tokens: int, now: float) -> None:
         """The engine has computed so much of a prompt, of which some was cached. One that takes long is logged after
         two seconds, again each time that has doubled, and when it is done."""
         if stream.long_prompt is None:
@@ -94,7 +94,7 @@ class RequestTelemetry:
         """A run is refused; the router logs it."""
         self._metrics.request_refused(code)
 
-    def waits(self, stream: Stream, waited_s: float) -> None:
+    def waits(self, stream: WorkerStream, waited_s: float) -> None:
         """A stream has waited for its first token for long. `log_waits` logs it."""
         self._waits.add(
             LongWaits("first_token", 1, waited_s, stream.key, stream.run.attempt, self._worker_id, self._model)
@@ -117,20 +117,20 @@ class RequestTelemetry:
                 step_age_ms=round(load.step_age_ms),
             )
 
-    def replayed(self, stream: Stream, offset: int) -> None:
+    def replayed(self, stream: WorkerStream, offset: int) -> None:
         """A client asks for lost chunks for the first time."""
         self._log.info("stream_replayed", request_id=stream.key, worker_id=self._worker_id, offset=offset)
 
-    def client_gone(self, stream: Stream) -> None:
+    def client_gone(self, stream: WorkerStream) -> None:
         """Nobody listens to a stream any more."""
         self._metrics.client_gone()
         self._log.info("client_gone", request_id=stream.key, worker_id=self._worker_id)
 
-    def failed(self, stream: Stream) -> None:
+    def failed(self, stream: WorkerStream) -> None:
         """A bug is about to end a stream; call it from the `except` clause."""
         self._log.exception("stream_failed", request_id=stream.key, worker_id=self._worker_id)
 
-    def abandoned(self, stream: Stream, reason: str) -> None:
+    def abandoned(self, stream: WorkerStream, reason: str) -> None:
         """A stream ends without a terminal."""
         self._metrics.request_finished(reason, None, None)
         self._log.info(
@@ -143,7 +143,7 @@ class RequestTelemetry:
         stream.span.set_error(reason)
         stream.span.end()
 
-    def finished(self, stream: Stream, terminal: messages.Chunk) -> None:
+    def finished(self, stream: WorkerStream, terminal: messages.Chunk) -> None:
         """A stream has published its terminal."""
         code = terminal.error.code if terminal.error else None
         usage, timings = terminal.usage or None, terminal.timings or None

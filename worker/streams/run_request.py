@@ -4,9 +4,10 @@ the seed, which is random if the client gave none."""
 import secrets
 from typing import Any
 
-from tokenbus.protocol.wire import block_hash, codec, errors, internal, params, reasoning, subjects, validation
-from tokenbus.worker import contract, engine_output, engine_request
-from tokenbus.worker.chat_format.chat_rules import ChatRules
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, params, reasoning, subjects
+from tokenbus.protocol.wire.checks import validation
+from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
+from tokenbus.worker.contract import contract, engine_output, engine_request
 from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.answer_rules import AnswerRules, answer_rules
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from tokenbus.protocol.wire import codec, messages
 from tokenbus.worker.broker.announcer import Announcer
-from tokenbus.worker.broker.outbox import Outbox
-from tokenbus.worker.streams.stream import Stream
+from tokenbus.worker.streams.outbox import Outbox
+from tokenbus.worker.streams.stream import WorkerStream
 
 STRANDED_S = 10.0
 """Routers have so long to take a stream; then its client gets the terminal."""
@@ -27,7 +27,7 @@ class StrandedStreams:
     def __repr__(self) -> str:
         return f"<StrandedStreams, announced at {self._announced_at:.1f}>"
 
-    def tick(self, streams: Iterable[Stream], now: float) -> None:
+    def tick(self, streams: Iterable[WorkerStream], now: float) -> None:
         """Ends those of the streams that were stranded for too long, and tells routers of the others."""
         keys: list[str] = []
         for stream in streams:
@@ -40,14 +40,14 @@ class StrandedStreams:
             self._announcer.requests_stranded(keys)
             self._announcer.publish_events()
 
-    def cancel(self, stream: Stream, now: float) -> None:
+    def cancel(self, stream: WorkerStream, now: float) -> None:
         """Ends a stream as cancelled, if it is stranded."""
         if stream.last_words is not None:
             cancelled = messages.FinishReason.CANCELLED
             stream.last_words = codec.replace(stream.last_words, finish_reason=cancelled, error=None)
             self._end(stream, now)
 
-    def _end(self, stream: Stream, now: float) -> None:
+    def _end(self, stream: WorkerStream, now: float) -> None:
         assert stream.last_words is not None, stream
         output, stream.last_words = stream.last_words, None
         self._outbox.put(stream, output, now)

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
-from tokenbus.worker import engine_output
+from tokenbus.worker.contract import engine_output
 from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.long_prompt import LongPrompt
@@ -22,7 +22,7 @@ _ANSWER_SIZE = "the whole answer does not fit one message: stream it"
 _STEP_SIZE = "what one step brought does not fit one message of this broker: ask for fewer logprobs"
 
 
-class Stream:
+class WorkerStream:
     """Makes the chunks of one request; the outbox publishes them. Only this class counts offsets."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Stream:
         """Who has stopped it: the terminal says `length` then in place of `cancelled`, and who it was."""
 
     def __repr__(self) -> str:
-        return f"<Stream {self.key} attempt {self.run.attempt}: {self._replay_buffer.num_tokens} tokens>"
+        return f"<WorkerStream {self.key} attempt {self.run.attempt}: {self._replay_buffer.num_tokens} tokens>"
 
     @property
     def num_tokens(self) -> int:
@@ -383,7 +383,7 @@ class Stream:
             was_leg=self.run.fetch_from.leg_ms > 0,
         )
 
-    def _to_first_token(self, found: engine_output.FirstToken) -> internal.FirstToken:
+    def _to_first_token(self, found: engine_output.FirstTokenStats) -> internal.FirstToken:
         return internal.FirstToken(
             stream_no=self.stream_no,
             cached_tokens=found.cached_tokens,

@@ -14,21 +14,21 @@ from functools import partial
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
-from tokenbus.worker import contract, engine_output
+from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.broker.announcer import Announcer
-from tokenbus.worker.broker.outbox import Outbox
-from tokenbus.worker.chat_format.chat_rules import ChatRules
-from tokenbus.worker.frontend.adapters import Adapters
-from tokenbus.worker.frontend.settings import FrontendSettings
+from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
+from tokenbus.worker.contract import contract, engine_output
+from tokenbus.worker.contract.validator import StreamValidator
 from tokenbus.worker.kv_exchange.exchange import KvExchange
 from tokenbus.worker.kv_exchange.fetcher import Fetch
+from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.streams.early_cancels import EarlyCancels
 from tokenbus.worker.streams.liveness import ClientLiveness
-from tokenbus.worker.streams.request_telemetry import RequestTelemetry
+from tokenbus.worker.streams.outbox import Outbox
+from tokenbus.worker.streams.request_telemetry import StreamTelemetry
 from tokenbus.worker.streams.run_request import to_engine_request
 from tokenbus.worker.streams.stranded import StrandedStreams
-from tokenbus.worker.streams.stream import Stream
-from tokenbus.worker.validator import StreamValidator
+from tokenbus.worker.streams.stream import WorkerStream
 
 _MAX_TAKEN_BYTES = 32 * 1024 * 1024
 
@@ -40,7 +40,7 @@ class Streams:
         self,
         announcer: Announcer,
         outbox: Outbox,
-        telemetry: RequestTelemetry,
+        telemetry: StreamTelemetry,
         settings: FrontendSettings,
         exchange: KvExchange,
         adapters: Adapters | None = None,
@@ -54,10 +54,10 @@ class Streams:
         self._engine: contract.Engine | None = None
         self._config: contract.EngineConfig | None = None
         self._chat: ChatRules | None = None
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, WorkerStream] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._liveness = ClientLiveness()
-        self._ended: TTLCache[Stream] = TTLCache(limits.ENDED_STREAM_TTL_S, limits.MAX_ENDED_STREAM_BYTES)
+        self._ended: TTLCache[WorkerStream] = TTLCache(limits.ENDED_STREAM_TTL_S, limits.MAX_ENDED_STREAM_BYTES)
         self._taken: TTLCache[internal.TakeReply] = TTLCache(limits.ENDED_STREAM_TTL_S, _MAX_TAKEN_BYTES)
         """The replies to `take`, by request key, attempt and router."""
         self._none_open = asyncio.Event()
@@ -181,11 +181,11 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def __iter__(self) -> Iterator[Stream]:
+    def __iter__(self) -> Iterator[WorkerStream]:
         """Yields the open streams."""
         return iter(self._streams.values())
 
-    def find(self, key: str) -> Stream | None:
+    def find(self, key: str) -> WorkerStream | None:
         """Returns the open stream of a request."""
         return self._streams.get(key)
 
@@ -306,7 +306,7 @@ class Streams:
         gone = announcer.gone_subject(run.request_id)
         scheme = block_hash.scheme_of(self._config.fingerprint)
         token_bytes, stream_no = self._engine.token_bytes, next(self._stream_nos)
-        stream = Stream(run, announcer.model, announcer.worker_id, now, gone, token_bytes, scheme, stream_no)
+        stream = WorkerStream(run, announcer.model, announcer.worker_id, now, gone, token_bytes, scheme, stream_no)
         stream.max_tokens = request.sampling.max_tokens
         if request.reasoning_limit is not None:
             stream.max_reasoning_tokens = request.reasoning_limit.max_tokens
@@ -340,7 +340,7 @@ class Streams:
             self._exchange.start_fetch(run, request, partial(self._fetched, stream))
         self._outbox.flush()
 
-    def _fetched(self, stream: Stream, fetch: Fetch) -> None:
+    def _fetched(self, stream: WorkerStream, fetch: Fetch) -> None:
         """Has a stream computed whose blocks have been fetched, as many as could be."""
         if self._streams.get(stream.key) is not stream or self._engine is None:
             return
@@ -362,7 +362,7 @@ class Streams:
             cancelled=self._early_cancels.is_cancelled(run, time.monotonic()),
         )
 
-    def _abandon(self, stream: Stream, reason: str) -> None:
+    def _abandon(self, stream: WorkerStream, reason: str) -> None:
         """Ends a stream and its engine request without a terminal."""
         # first, so that the engine's last output for the stream is ignored
         self._forget(stream)
@@ -371,7 +371,7 @@ class Streams:
             self._engine.abort(stream.key)
         self._telemetry.abandoned(stream, reason)
 
-    def _end_early(self, stream: Stream) -> None:
+    def _end_early(self, stream: WorkerStream) -> None:
         """Has the engine end a stream as cancelled; the stream's terminal says why."""
         assert self._engine is not None
         self._stranded.cancel(stream, time.monotonic())
@@ -395,7 +395,7 @@ class Streams:
         if run.request_id in self._streams:
             raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
 
-    def _guard(self, stream: Stream, sink: engine_output.Sink, output: engine_output.Output) -> None:
+    def _guard(self, stream: WorkerStream, sink: engine_output.Sink, output: engine_output.Output) -> None:
         """The error boundary of a stream: a bug in it ends this stream in `internal`, and no other."""
         # resumed tokens come before the stream is open, and an aborted engine request may still have outputs
         if not output.is_resumed and (stream.terminal is not None or self._streams.get(stream.key) is not stream):
@@ -413,7 +413,7 @@ class Streams:
                 raise errors.request_error(errors.Code.INTERNAL) from None
             self._outbox.fail(stream)
 
-    def _put(self, stream: Stream, output: engine_output.Output) -> None:
+    def _put(self, stream: WorkerStream, output: engine_output.Output) -> None:
         if output.is_resumed:
             stream.resume(output)
             return
@@ -422,7 +422,7 @@ class Streams:
             return
         self._outbox.put(stream, output, time.monotonic())
 
-    def _close(self, stream: Stream) -> None:
+    def _close(self, stream: WorkerStream) -> None:
         """Keeps a stream that has ended for a while, so that its client can ask for lost chunks."""
         self._forget(stream)
         stream.forget_prompt()
@@ -431,7 +431,7 @@ class Streams:
         if self._engine is not None:
             self._engine.abort(stream.key)
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: WorkerStream) -> None:
         del self._streams[stream.key]
         self._exchange.cancel(stream.key)
         if not self._streams:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from bench import flags, streams, system
 from bench.models import benchmark_model
 from bench.paired import Ratio, quartiles
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.client import Client
 from tokenbus.protocol.wire import messages
 

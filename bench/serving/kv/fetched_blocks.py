@@ -21,7 +21,7 @@ from bench import flags, system
 from bench.models import benchmark_model
 from bench.paired import quartiles
 from bench.run_sender import RunSender, Streamed
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.protocol.wire import codec, internal, messages
 
 _STREAMS = 4

@@ -20,16 +20,16 @@ from typing import NamedTuple
 from tokenbus.demo import ONNX_PATH, export_onnx
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import block_hash, codec
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.kv.ledger import KvUsage
 from tokenbus.worker.engine.onnx.model import OnnxModel
 from tokenbus.worker.engine.onnx.runner import OnnxRunner, load
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.kv_pool import KvPool, KvShare
-from tokenbus.worker.engine.process.loaded_models import LoadedModels
 from tokenbus.worker.engine.process.loop import Inbox, LanesChanged, StepLoop
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
 
 _CONTEXT = 1_024
 _PROMPT_TOKENS = 32

@@ -4,7 +4,7 @@ from typing import Any
 
 from tokenbus.protocol.telemetry import metrics
 from tokenbus.worker.engine.process import ipc, step_timer
-from tokenbus.worker.frontend.metrics import ReplicaMetrics
+from tokenbus.worker.telemetry.metrics import ReplicaMetrics
 
 _STATS = ipc.StepStats(ipc.StepKind.DECODE, 0.0, 0.0, 0, 0)
 

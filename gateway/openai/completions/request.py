@@ -5,15 +5,16 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tokenbus.gateway.generation import conversation
-from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.generation.answer_events import AnswerEventReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai.completions import response
 from tokenbus.gateway.openai.sampling_fields import SamplingFields
-from tokenbus.protocol.wire import codec, errors, validation
+from tokenbus.protocol.wire import codec, errors
 from tokenbus.protocol.wire import messages as wire
+from tokenbus.protocol.wire.checks import validation
 
 DEFAULT_MAX_TOKENS = 16
 MAX_ANSWERS = 512
@@ -50,11 +51,11 @@ class ParsedCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
         echoed = [one.prompt or "" if self.echo else "" for one in self.requests]
         return response.Form(n=self.n, echoed=echoed, include_usage=self.include_usage)
 
-    def encoder(self, head: ResponseHead) -> response.EventEncoder:
+    def encoder(self, head: ResponseHead) -> response.CompletionEncoder:
         """Returns the encoder of a streamed response."""
-        return response.EventEncoder(head, self.form)
+        return response.CompletionEncoder(head, self.form)
 
-    def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
+    def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerEventReader]) -> bytes:
         """Returns the body of an unstreamed response."""
         return response.encode_whole(head, self.form, answers)
 

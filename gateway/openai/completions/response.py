@@ -5,9 +5,15 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokenbus.gateway.generation.answer_events import AnswerEnded, AnswerEvent, AnswerReader, PartGrew, TokensSampled
+from tokenbus.gateway.admission.usage import total_usage
+from tokenbus.gateway.generation.answer_events import (
+    AnswerEnded,
+    AnswerEvent,
+    AnswerEventReader,
+    PartGrew,
+    TokensSampled,
+)
 from tokenbus.gateway.generation.dialect import ResponseHead
-from tokenbus.gateway.generation.usage import total_usage
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import error_bodies, schemas
 from tokenbus.gateway.openai.chat_response import DONE, KEEP_ALIVE, encode_usage
@@ -58,7 +64,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
 
 
-class EventEncoder:
+class CompletionEncoder:
     """Encodes answers as server-sent events."""
 
     def __init__(self, head: ResponseHead, form: Form) -> None:
@@ -70,7 +76,7 @@ class EventEncoder:
         self._usages: dict[int, messages.Usage] = {}
 
     def __repr__(self) -> str:
-        return f"<EventEncoder of {self._head.request_id}>"
+        return f"<CompletionEncoder of {self._head.request_id}>"
 
     def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
         """Returns the events of one chunk of an answer."""
@@ -115,7 +121,7 @@ class EventEncoder:
         return b"data: %b\n\n" % _encoder.encode(_completion(self._head, choices, shown))
 
 
-def encode_whole(head: ResponseHead, form: Form, answers: Sequence[AnswerReader]) -> bytes:
+def encode_whole(head: ResponseHead, form: Form, answers: Sequence[AnswerEventReader]) -> bytes:
     """Returns the JSON body of a whole response."""
     usages = {number: one.end.usage for number, one in enumerate(answers) if one.end is not None and one.end.usage}
     choices = [_whole_choice(number, form.echoed[number // form.n], one) for number, one in enumerate(answers)]
@@ -130,7 +136,7 @@ def _completion(
     )
 
 
-def _whole_choice(number: int, echoed: str, answer: AnswerReader) -> CompletionChoice:
+def _whole_choice(number: int, echoed: str, answer: AnswerEventReader) -> CompletionChoice:
     assert answer.end is not None, answer
     return CompletionChoice(
         text=echoed + "".join(part.text for part in answer.parts),

@@ -9,7 +9,7 @@ from tokenbus.gateway.openai.sampling_fields import CommonFields
 from tokenbus.protocol.wire import messages as wire
 
 
-class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
+class InputContentPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a message, of a reasoning item or of a tool's output."""
 
     type: str
@@ -23,7 +23,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
     """Optional in a message."""
     role: str | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | list[InputContentPart] | None = None
     encrypted_content: str | None = None
     """In reasoning items."""
     call_id: str | None = None
@@ -33,7 +33,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     """In function calls."""
     input: str | None = None
     """In custom tool calls."""
-    output: str | list[ContentPart] | None = None
+    output: str | list[InputContentPart] | None = None
     tools: list[dict[str, Any]] | None = None
     """In items that offer more tools."""
 

@@ -7,13 +7,20 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokenbus.gateway.generation.answer_events import AnswerEnded, AnswerEvent, Part, PartGrew, PartKind, PartStarted
+from tokenbus.gateway.generation.answer_events import (
+    AnswerEnded,
+    AnswerEvent,
+    AnswerPart,
+    PartGrew,
+    PartKind,
+    PartStarted,
+)
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import schemas
 from tokenbus.gateway.openai.responses import response as responses
 from tokenbus.gateway.openai.responses.custom_input import CustomInput
-from tokenbus.gateway.openai.responses.field_names import FieldNames
+from tokenbus.gateway.openai.responses.field_names import ResponsesFieldNames
 from tokenbus.gateway.openai.responses.output_items import (
     FunctionCallItem,
     OutputItem,
@@ -50,7 +57,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 class _OpenItem:
     """The growing item."""
 
-    def __init__(self, part: Part, *, is_custom: bool) -> None:
+    def __init__(self, part: AnswerPart, *, is_custom: bool) -> None:
         self.part = part
         self.custom = CustomInput() if is_custom else None
         self.num_logprobs = 0
@@ -60,7 +67,7 @@ class _OpenItem:
 class ResponseEncoder:
     """Encodes an answer as server-sent events."""
 
-    def __init__(self, begun: responses.Response, items: OutputItems, names: FieldNames) -> None:
+    def __init__(self, begun: responses.Response, items: OutputItems, names: ResponsesFieldNames) -> None:
         self._response = begun
         self._items = items
         self._names = names
@@ -115,7 +122,7 @@ class ResponseEncoder:
         self._add("response.in_progress", response=self._response)
         return True
 
-    def _start_item(self, part: Part) -> None:
+    def _start_item(self, part: AnswerPart) -> None:
         self._open = _OpenItem(part, is_custom=self._items.is_custom(part))
         self._add("response.output_item.added", output_index=len(self._output), item=self._items.begun(part))
         if part.kind is PartKind.TEXT:

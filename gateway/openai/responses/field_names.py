@@ -19,7 +19,7 @@ _CALL = re.compile(r"tool_calls\[(\d+)\](?:\.(.*))?")
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)")
 
 
-class FieldNames:
+class ResponsesFieldNames:
     """The field names of one request."""
 
     def __init__(self, messages: Sequence[MessagePath], tools: Sequence[str], renamed: Mapping[str, str]) -> None:
@@ -28,7 +28,7 @@ class FieldNames:
         self._renamed = {**_RENAMED, **renamed}
 
     def __repr__(self) -> str:
-        return f"<FieldNames of {len(self._messages)} messages, {len(self._tools)} tools>"
+        return f"<ResponsesFieldNames of {len(self._messages)} messages, {len(self._tools)} tools>"
 
     def of(self, param: str) -> str:
         """Returns OpenAI's name of a field."""

@@ -5,7 +5,7 @@ Consecutive reasoning, texts and calls of the assistant form one message, as cha
 from typing import Any, NamedTuple
 
 from tokenbus.gateway.openai.responses import custom_input, encrypted_content
-from tokenbus.gateway.openai.responses.body import ContentPart, InputItem, ResponsesBody
+from tokenbus.gateway.openai.responses.body import InputContentPart, InputItem, ResponsesBody
 from tokenbus.gateway.openai.responses.tools import full_name
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
@@ -121,13 +121,13 @@ def _joined(texts: list[str]) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
-def _text(content: str | list[ContentPart] | None, path: str) -> str | None:
+def _text(content: str | list[InputContentPart] | None, path: str) -> str | None:
     if not isinstance(content, list):
         return content
     return "".join(_part_text(part, f"{path}[{index}]") for index, part in enumerate(content))
 
 
-def _part_text(part: ContentPart, path: str) -> str:
+def _part_text(part: InputContentPart, path: str) -> str:
     if part.type not in (*_TEXTS, "refusal"):
         raise _unsupported(f"{path}.type", "only text parts are served")
     name = "refusal" if part.type == "refusal" else "text"

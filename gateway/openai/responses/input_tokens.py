@@ -9,7 +9,7 @@ from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai.responses import request as responses_request
 from tokenbus.gateway.openai.responses.body import ResponsesBody
-from tokenbus.gateway.openai.responses.field_names import FieldNames
+from tokenbus.gateway.openai.responses.field_names import ResponsesFieldNames
 from tokenbus.protocol.wire import messages as wire
 
 _encoder = msgspec.json.Encoder()
@@ -26,12 +26,12 @@ class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "response.input_tokens"
 
 
-class ParsedCount(msgspec.Struct, frozen=True, kw_only=True):
+class ParsedInputCount(msgspec.Struct, frozen=True, kw_only=True):
     """A valid request for the number of tokens in an input."""
 
     model: str
     request: wire.TokenizeRequest
-    names: FieldNames
+    names: ResponsesFieldNames
 
     def encode(self, reply: wire.TokenizeReply) -> bytes:
         """Returns the body of the response."""
@@ -42,8 +42,8 @@ class ParsedCount(msgspec.Struct, frozen=True, kw_only=True):
         return http_errors.renamed(error, self.names.of)
 
 
-def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedCount:
+def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedInputCount:
     """Parses a body, and validates it like a response request's. Raises RequestError with OpenAI's name for the field
     at fault."""
     asked = responses_request.parse(body, headers, request_id, default_model)
-    return ParsedCount(model=asked.model, request=conversation.counting(asked.request), names=asked.names)
+    return ParsedInputCount(model=asked.model, request=conversation.counting(asked.request), names=asked.names)

@@ -5,11 +5,11 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokenbus.gateway.generation.answer_events import Part, PartKind
+from tokenbus.gateway.generation.answer_events import AnswerPart, PartKind
 from tokenbus.gateway.openai import schemas
 from tokenbus.gateway.openai.chat_response import logprobs_of
 from tokenbus.gateway.openai.responses import custom_input, encrypted_content
-from tokenbus.gateway.openai.responses.tools import OfferedTools, Tool
+from tokenbus.gateway.openai.responses.tools import OfferedTools, ResponsesTool
 
 Status = Literal["in_progress", "completed", "incomplete"]
 _PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.TOOL_CALL: "fc"}
@@ -76,16 +76,16 @@ class OutputItems:
     def __repr__(self) -> str:
         return f"<OutputItems of {self._request_id}>"
 
-    def id(self, part: Part) -> str:
+    def id(self, part: AnswerPart) -> str:
         """Returns the id of a part's item."""
         prefix = "ctc" if self.is_custom(part) else _PREFIXES[part.kind]
         return f"{prefix}_{self._request_id}_{part.index}"
 
-    def is_custom(self, part: Part) -> bool:
+    def is_custom(self, part: AnswerPart) -> bool:
         """Whether a part is the call of a custom tool."""
         return part.kind is PartKind.TOOL_CALL and self._tools.called(part.name).is_custom
 
-    def begun(self, part: Part) -> OutputItem:
+    def begun(self, part: AnswerPart) -> OutputItem:
         """Returns the item of a part that has just begun, without content."""
         match part.kind:
             case PartKind.REASONING:
@@ -95,7 +95,7 @@ class OutputItems:
             case PartKind.TOOL_CALL:
                 return self._call(part, "", "in_progress")
 
-    def whole(self, part: Part, *, is_cut: bool = False) -> OutputItem:
+    def whole(self, part: AnswerPart, *, is_cut: bool = False) -> OutputItem:
         """Returns the item of a part that has ended; `is_cut`: it was cut off."""
         status: Status = "incomplete" if is_cut else "completed"
         match part.kind:
@@ -108,8 +108,8 @@ class OutputItems:
             case PartKind.TOOL_CALL:
                 return self._call(part, part.text, status)
 
-    def _call(self, part: Part, arguments: str, status: Status) -> FunctionCallItem | CustomToolCallItem:
-        tool: Tool = self._tools.called(part.name)
+    def _call(self, part: AnswerPart, arguments: str, status: Status) -> FunctionCallItem | CustomToolCallItem:
+        tool: ResponsesTool = self._tools.called(part.name)
         namespace = UNSET if tool.namespace is None else tool.namespace
         if tool.is_custom:
             return CustomToolCallItem(
@@ -130,12 +130,12 @@ class OutputItems:
         )
 
 
-def output_text(part: Part) -> OutputText:
+def output_text(part: AnswerPart) -> OutputText:
     """Returns the text of a message, with its log probabilities."""
     return OutputText(text=part.text, logprobs=text_logprobs(part))
 
 
-def text_logprobs(part: Part, start: int = 0) -> list[schemas.ChatCompletionTokenLogprob]:
+def text_logprobs(part: AnswerPart, start: int = 0) -> list[schemas.ChatCompletionTokenLogprob]:
     """Returns the log probabilities of a part's tokens, from token `start` on."""
     found = logprobs_of(part.logprobs[start:])
     return found.content if found else []

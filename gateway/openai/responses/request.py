@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tokenbus.gateway.generation import conversation
-from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.generation.answer_events import AnswerEventReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.generation.model_names import checked_model
 from tokenbus.gateway.http import http_errors
@@ -14,12 +14,13 @@ from tokenbus.gateway.openai.reasoning_fields import ReasoningWishes, read_wishe
 from tokenbus.gateway.openai.responses import response
 from tokenbus.gateway.openai.responses.body import ResponsesBody
 from tokenbus.gateway.openai.responses.events import ResponseEncoder
-from tokenbus.gateway.openai.responses.field_names import FieldNames
+from tokenbus.gateway.openai.responses.field_names import ResponsesFieldNames
 from tokenbus.gateway.openai.responses.input_items import conversation_of
 from tokenbus.gateway.openai.responses.output_items import OutputItems
 from tokenbus.gateway.openai.responses.tools import OfferedTools
-from tokenbus.protocol.wire import codec, errors, validation
+from tokenbus.protocol.wire import codec, errors
 from tokenbus.protocol.wire import messages as wire
+from tokenbus.protocol.wire.checks import validation
 
 _STORED = ("previous_response_id", "conversation", "prompt")
 """Fields that refer to data that a server would have stored."""
@@ -36,7 +37,7 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     request: wire.GenerateRequest
     body: ResponsesBody
     tools: OfferedTools
-    names: FieldNames
+    names: ResponsesFieldNames
     n: int = 1
 
     @property
@@ -53,7 +54,7 @@ class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the encoder of a streamed response."""
         return ResponseEncoder(self._begun(head), self._items(head), self.names)
 
-    def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerReader]) -> bytes:
+    def encode_whole(self, head: ResponseHead, answers: Sequence[AnswerEventReader]) -> bytes:
         """Returns the body of an unstreamed response."""
         (answer,) = answers
         return _encoder.encode(response.whole(self._begun(head), self._items(head), answer))
@@ -82,7 +83,7 @@ def parse(
     messages = conversation.normalized(items.messages)
     paths = items.paths[len(items.messages) - len(messages) :]  # without those of joined system messages
     wishes = read_wishes(body)
-    names = FieldNames(paths, tools.paths, body.renamed | wishes.names)
+    names = ResponsesFieldNames(paths, tools.paths, body.renamed | wishes.names)
     request = _to_wire(body, messages, tools, wishes, conversation.session_of(headers), request_id)
     with http_errors.renaming(names.of):
         validation.check_request(request)

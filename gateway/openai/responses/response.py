@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokenbus.gateway.generation.answer_events import AnswerEnded, AnswerReader
+from tokenbus.gateway.generation.answer_events import AnswerEnded, AnswerEventReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import error_bodies
@@ -126,7 +126,7 @@ def failed(response: Response, output: Sequence[OutputItem], error: ErrorRespons
     return msgspec.structs.replace(response, status="failed", error=failure, output=list(output))
 
 
-def whole(response: Response, items: OutputItems, answer: AnswerReader) -> Response:
+def whole(response: Response, items: OutputItems, answer: AnswerEventReader) -> Response:
     """Returns the response for a complete answer."""
     assert answer.end is not None, answer
     is_cut = answer.end.finish_reason is messages.FinishReason.LENGTH

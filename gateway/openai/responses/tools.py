@@ -10,7 +10,7 @@ from tokenbus.gateway.openai.responses import custom_input
 from tokenbus.protocol.wire import errors
 
 
-class Tool(NamedTuple):
+class ResponsesTool(NamedTuple):
     """A tool as the client knows it."""
 
     name: str
@@ -30,7 +30,7 @@ class OfferedTools:
         """The path of each function in the request."""
         self.given: list[dict[str, Any]] = []
         """The request's tools that are offered."""
-        self._tools: dict[str, Tool] = {}
+        self._tools: dict[str, ResponsesTool] = {}
         for path, tool in given:
             before = len(self.functions)
             self._offer(tool, path, None)
@@ -42,9 +42,9 @@ class OfferedTools:
     def __repr__(self) -> str:
         return f"<OfferedTools {list(self._tools)}>"
 
-    def called(self, function: str) -> Tool:
+    def called(self, function: str) -> ResponsesTool:
         """Returns the tool named by a call."""
-        return self._tools.get(function, Tool(function, None, False))
+        return self._tools.get(function, ResponsesTool(function, None, False))
 
     def _choose(self, choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
         if not isinstance(choice, dict):
@@ -96,7 +96,7 @@ class OfferedTools:
     ) -> None:
         name = tool.get("name")
         if isinstance(name, str):
-            known = Tool(name, namespace, tool["type"] == "custom")
+            known = ResponsesTool(name, namespace, tool["type"] == "custom")
             name = full_name(name, namespace)
             self._tools[name] = known
         fields = {"name": name, "description": description, "parameters": parameters}

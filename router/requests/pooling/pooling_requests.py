@@ -20,11 +20,11 @@ from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.telemetry import metrics, tracing
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement.placement import Capacity
-from tokenbus.router.requests.model_loads import ModelLoads
+from tokenbus.router.requests.flights.worker_client import Headers, Operation, WorkerClient, invalid_reply, workers_for
 from tokenbus.router.requests.pooling.pooling_request import BodyT, PoolingRequest, WorkT
-from tokenbus.router.requests.worker_client import Headers, Operation, WorkerClient, invalid_reply, workers_for
+from tokenbus.router.requests.queueing.model_loads import ModelLoads
+from tokenbus.router.workers.worker import Worker
 
 _MAX_OPEN = 1_024
 """Requests of one kind that one router holds at a time."""

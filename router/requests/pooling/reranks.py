@@ -1,6 +1,7 @@
 """Requests to rank documents."""
 
-from tokenbus.protocol.wire import errors, internal, messages, pooling
+from tokenbus.protocol.wire import errors, internal, messages
+from tokenbus.protocol.wire.checks import pooling
 from tokenbus.router.requests.pooling.pooling_request import PoolingRequest
 from tokenbus.router.requests.pooling.pooling_requests import PoolingRequests
 

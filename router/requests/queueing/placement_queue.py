@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from tokenbus.protocol.wire import block_hash, errors, messages
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.placement import adapters
 from tokenbus.router.placement.placement import Capacity, NoWorker, Placement, PlacementOptions, PlacementRequest
-from tokenbus.router.requests.flight import Flight
+from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.requests.queueing.fair_queue import FairQueue, QueuedRequest
 from tokenbus.router.requests.queueing.settings import PolicySettings, QueueSettings
+from tokenbus.router.telemetry.metrics import RouterMetrics
 
 _NO_ROUTING = messages.RoutingOptions()
 

@@ -11,18 +11,19 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
-from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, reasoning, validation
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, reasoning
+from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement import adapters
-from tokenbus.router.requests.flight import Flight
-from tokenbus.router.requests.model_loads import ModelLoads
-from tokenbus.router.requests.request_telemetry import RequestTelemetry
+from tokenbus.router.requests.flights.flight import Flight
+from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
+from tokenbus.router.requests.flights.worker_client import Operation, WorkerClient, invalid_reply, workers_for
+from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.tokenization.fair_executor import FairExecutor
 from tokenbus.router.requests.tokenization.piece_cache import PieceCache
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
 from tokenbus.router.requests.tokenization.worker_rounds import WorkerRounds
-from tokenbus.router.requests.worker_client import Operation, WorkerClient, invalid_reply, workers_for
+from tokenbus.router.workers.worker import Worker
 
 _INLINE_CHARS = 2_048
 """Longer texts are tokenized on a thread: these take at most half a millisecond of the event loop."""
@@ -54,7 +55,7 @@ class PromptTokenizer:
         tokenizers: TokenizerCache,
         workers: WorkerClient,
         loads: ModelLoads,
-        telemetry: RequestTelemetry,
+        telemetry: FlightTelemetry,
         pieces: PieceCache,
     ) -> None:
         self._fleet = fleet

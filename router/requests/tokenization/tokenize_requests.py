@@ -17,8 +17,8 @@ from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.metrics import RouterMetrics
 from tokenbus.router.requests.tokenization.prompt_tokenizer import Prompt, PromptTokenizer
+from tokenbus.router.telemetry.metrics import RouterMetrics
 
 MAX_OPEN_BYTES = 64 * 1024 * 1024
 MAX_TENANT_BYTES = MAX_OPEN_BYTES // 4
@@ -31,7 +31,7 @@ Reply = messages.TokenizeReply | messages.DetokenizeReply
 _Replies = type[messages.TokenizeReply] | type[messages.DetokenizeReply]
 
 
-class TokenizeCall(NamedTuple):
+class ClientTokenizeCall(NamedTuple):
     """A valid request, and where its reply goes."""
 
     request_id: str
@@ -87,7 +87,7 @@ class TokenizeRequests:
     def __repr__(self) -> str:
         return f"<TokenizeRequests, {len(self._tasks)} open>"
 
-    def start(self, call: TokenizeCall, headers: tracing.Headers) -> None:
+    def start(self, call: ClientTokenizeCall, headers: tracing.Headers) -> None:
         """Takes a request. Raises RequestError(overloaded) if too many are open."""
         tenant = call.address.tenant
         if (
@@ -124,7 +124,7 @@ class TokenizeRequests:
         self._log.info("tokenize_refused", request_id=request_id, code=error.code, param=error.param)
         self._send(subject, encoding, replies(id=request_id, error=error))
 
-    async def _carry(self, call: TokenizeCall, span: tracing.Span) -> None:
+    async def _carry(self, call: ClientTokenizeCall, span: tracing.Span) -> None:
         with span:
             try:
                 reply = await self._answer(call)
@@ -152,7 +152,7 @@ class TokenizeRequests:
             total_ms=round((time.monotonic() - call.received_at) * 1e3, 1),
         )
 
-    async def _answer(self, call: TokenizeCall) -> Reply:
+    async def _answer(self, call: ClientTokenizeCall) -> Reply:
         model, body = call.address.model, call.body
         if isinstance(body, messages.DetokenizeRequest):
             text = await self._prompts.detokenize(model, body.token_ids or [], call.remaining_s)

@@ -19,8 +19,8 @@ from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, errors, internal, limits, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.registry import MAX_WORKERS
-from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.requests.tokenization.fair_executor import FairExecutor
+from tokenbus.router.workers.worker import Worker
 
 _MAX_BUNDLES = 64
 """Tokenizers that are kept; the least recently used one is dropped."""

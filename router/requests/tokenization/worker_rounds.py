@@ -8,9 +8,9 @@ from typing import TypeVar
 from tokenbus.protocol.bus.bus import NoRespondersError, PayloadTooLargeError
 from tokenbus.protocol.wire import errors, limits, messages
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.worker import Worker
 from tokenbus.router.placement.placement import Capacity
-from tokenbus.router.requests.worker_client import Operation, ReplyT, WorkerClient, workers_for
+from tokenbus.router.requests.flights.worker_client import Operation, ReplyT, WorkerClient, workers_for
+from tokenbus.router.workers.worker import Worker
 
 _TIMEOUT_S = 4.0
 _WORKERS_PER_ROUND = 3

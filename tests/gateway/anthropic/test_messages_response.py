@@ -15,7 +15,7 @@ from anthropic.types import (
 )
 
 from tokenbus.gateway.anthropic.messages_response import SIGNATURE, MessageEncoder, encode_whole
-from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.generation.answer_events import AnswerEventReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.http import http_errors
 from tokenbus.protocol.wire import errors, messages
@@ -58,7 +58,7 @@ ANSWER = [
 
 
 def streamed(*chunks: messages.Chunk) -> list[tuple[str, dict[str, Any]]]:
-    encoder, reader = MessageEncoder(HEAD), AnswerReader()
+    encoder, reader = MessageEncoder(HEAD), AnswerEventReader()
     events = [event for chunk in chunks for event in encoder.encode(0, reader.read(chunk))]
     return [parsed(event) for event in [*events, *encoder.end()]]
 
@@ -70,7 +70,7 @@ def parsed(event: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def whole(*chunks: messages.Chunk) -> dict[str, Any]:
-    reader = AnswerReader()
+    reader = AnswerEventReader()
     for chunk in chunks:
         reader.read(chunk)
     message: dict[str, Any] = json.loads(encode_whole(HEAD, reader))
@@ -168,7 +168,7 @@ def test_a_call_that_was_cut_off_is_left_out_of_a_whole_message() -> None:
 
 
 def test_while_nothing_comes_the_message_begins_once_and_is_kept_alive() -> None:
-    encoder, reader = MessageEncoder(HEAD), AnswerReader()
+    encoder, reader = MessageEncoder(HEAD), AnswerEventReader()
     assert encoder.encode(0, reader.read(SEEN)) == []
     start, ping, empty = encoder.keep_alive().split(b"\n\n")
     assert (parsed(start + b"\n\n")[0], ping, empty) == ("message_start", b'event: ping\ndata: {"type":"ping"}', b"")

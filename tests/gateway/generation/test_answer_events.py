@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tokenbus.gateway.generation.answer_events import (
     AnswerEnded,
-    AnswerReader,
-    Part,
+    AnswerEventReader,
+    AnswerPart,
     PartEnded,
     PartGrew,
     PartKind,
@@ -32,12 +32,12 @@ def call(index: int, arguments: str, name: str = "") -> messages.ToolCallDelta:
     return messages.ToolCallDelta(index=index, function=messages.FunctionDelta(arguments=arguments))
 
 
-def parts_of(reader: AnswerReader) -> list[tuple[PartKind, str, str]]:
+def parts_of(reader: AnswerEventReader) -> list[tuple[PartKind, str, str]]:
     return [(part.kind, part.name, part.text) for part in reader.parts]
 
 
 def test_a_part_ends_when_the_next_begins_or_with_the_answer() -> None:
-    reader = AnswerReader()
+    reader = AnswerEventReader()
     events = reader.read(chunk(reasoning="hm", text="so"))
     events += reader.read(chunk(text=" it is", tool_calls=[call(0, "{", "f"), call(0, "}"), call(1, "{}", "g")]))
     events += reader.read(chunk(messages.FinishReason.TOOL_CALLS))
@@ -70,14 +70,14 @@ def test_a_part_ends_when_the_next_begins_or_with_the_answer() -> None:
 
 def test_the_prompt_is_seen_once() -> None:
     progress = messages.Progress(prompt_tokens=9, processed_tokens=4, cached_tokens=4)
-    reader = AnswerReader()
+    reader = AnswerEventReader()
     assert reader.read(chunk(progress=progress)) == [PromptSeen(9, 4)]
     assert reader.read(chunk(progress=progress)) == []
 
 
 def test_an_answer_that_fails_ends_its_part_and_has_no_end() -> None:
     for reason in (messages.FinishReason.ERROR, messages.FinishReason.CANCELLED):
-        reader = AnswerReader()
+        reader = AnswerEventReader()
         reader.read(chunk(text="a"))
         (ended,) = reader.read(chunk(reason))
         assert isinstance(ended, PartEnded)
@@ -86,7 +86,7 @@ def test_an_answer_that_fails_ends_its_part_and_has_no_end() -> None:
 
 def test_a_part_has_the_log_probabilities_of_its_tokens_and_of_those_before_it_without_a_text() -> None:
     a, b, c, d, e = (messages.TokenLogprob(id=number, text="", bytes=[], logprob=-1.0, top=[]) for number in range(5))
-    reader = AnswerReader()
+    reader = AnswerEventReader()
     for one in (
         chunk(reasoning="hm", logprobs=[a]),
         chunk(logprobs=[b]),
@@ -102,7 +102,7 @@ def test_a_part_has_the_log_probabilities_of_its_tokens_and_of_those_before_it_w
 
 def test_log_probabilities_that_need_not_be_kept_are_only_passed_on() -> None:
     one = messages.TokenLogprob(id=1, text="", bytes=[], logprob=-1.0, top=[])
-    reader = AnswerReader(keeps_logprobs=False)
+    reader = AnswerEventReader(keeps_logprobs=False)
     events = [*reader.read(chunk(text="a", logprobs=[one])), *reader.read(chunk(messages.FinishReason.STOP))]
     assert [event.logprobs for event in events if isinstance(event, TokensSampled)] == [[one]]
     assert (reader.logprobs, reader.parts[0].logprobs) == ([], [])
@@ -117,11 +117,11 @@ deltas = st.one_of(
 
 @given(st.lists(deltas))
 def test_grown_pieces_are_the_texts_between_a_start_and_an_end_each(fields: list[dict[str, str]]) -> None:
-    reader = AnswerReader()
+    reader = AnswerEventReader()
     events = [event for one in fields for event in reader.read(chunk(**one))]
     events += reader.read(chunk(messages.FinishReason.STOP))
     grown: dict[int, str] = {}
-    open_part: Part | None = None
+    open_part: AnswerPart | None = None
     for event in events:
         match event:
             case PartStarted(part):

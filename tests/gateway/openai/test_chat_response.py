@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.generation.answer_events import AnswerEventReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai import chat_response
@@ -29,7 +29,7 @@ def chunk(text: str = "", reason: messages.FinishReason | None = None, **fields:
 def events_of(*chunks: messages.Chunk, include_usage: bool = False) -> list[Any]:
     """The data of all events, as a client reads them."""
     encoder = chat_response.ChunkEncoder(HEADING, include_usage=include_usage)
-    reader = AnswerReader()
+    reader = AnswerEventReader()
     encoded: list[bytes] = []
     for one in chunks:
         encoded += encoder.encode(0, reader.read(one))
@@ -43,7 +43,7 @@ def events_of(*chunks: messages.Chunk, include_usage: bool = False) -> list[Any]
 
 
 def whole_of(*chunks: messages.Chunk) -> Any:
-    reader = AnswerReader()
+    reader = AnswerEventReader()
     for one in chunks:
         reader.read(one)
     return json.loads(chat_response.encode_whole(HEADING, [reader]))
@@ -173,7 +173,7 @@ def test_reasoning_is_apart_from_content() -> None:
 
 def test_several_answers_interleave_with_their_indices_and_their_usage_is_one() -> None:
     encoder = chat_response.ChunkEncoder(HEADING, include_usage=True)
-    readers = [AnswerReader(), AnswerReader()]
+    readers = [AnswerEventReader(), AnswerEventReader()]
     cached = msgspec.structs.replace(USAGE, cached_tokens=5, completion_tokens=7, total_tokens=12)
     encoded: list[bytes] = []
     for number, one in (

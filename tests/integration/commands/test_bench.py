@@ -15,8 +15,8 @@ import structlog
 from tests.support.exact_client import cards, until_idle
 from tests.support.raw_client import RawClient
 from tests.support.system import command
-from tokenbus.cli import connection_flags
 from tokenbus.cli.commands import bench as run
+from tokenbus.cli.console import connection_flags
 from tokenbus.replay.load import options
 
 

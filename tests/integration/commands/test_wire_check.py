@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.rule_breaker import MODEL, RuleBreaker
 from tests.support.system import System, command
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.conformance.rules.registry import all_rules
 from tokenbus.protocol.process.parent import end_with_parent
 

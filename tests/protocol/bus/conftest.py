@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.protocol.bus.harness import Connect, Server
-from tokenbus.protocol.bus.connection import Connection, Settings, connect
+from tokenbus.protocol.bus.connection import BusSettings, Connection, connect
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ async def connected(server: Server) -> AsyncIterator[Connect]:
 
     async def make(**changes: object) -> Connection:
         assert server.running is not None
-        settings = Settings(**({"url": server.running.url} | changes))  # type: ignore[arg-type]
+        settings = BusSettings(**({"url": server.running.url} | changes))  # type: ignore[arg-type]
         made.append(await connect(settings, f"test-{len(made)}"))
         return made[-1]
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from nats.aio.msg import Msg
 
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.protocol.bus.connection import Connection
 
 Connect = Callable[..., Awaitable[Connection]]

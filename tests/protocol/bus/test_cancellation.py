@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.hostile.scale import times
-from tokenbus.cli import nats_server
-from tokenbus.protocol.bus.connection import Settings, connect
+from tokenbus.cli.console import nats_server
+from tokenbus.protocol.bus.connection import BusSettings, connect
 
 SUBJECT = "test.subject"
 MOST_TURNS = 10_000
@@ -50,7 +50,7 @@ async def test_a_cancel_while_a_connection_is_being_made_is_never_lost(url: str)
     opened = []
 
     async def open_one() -> None:
-        opened.append(await connect(Settings(url=url), "cancelled"))
+        opened.append(await connect(BusSettings(url=url), "cancelled"))
 
     async def close() -> None:
         await opened.pop().close()
@@ -61,7 +61,7 @@ async def test_a_cancel_while_a_connection_is_being_made_is_never_lost(url: str)
 
 
 async def test_a_cancel_while_a_request_waits_for_its_reply_is_never_lost(url: str) -> None:
-    connection = await connect(Settings(url=url), "cancelled")
+    connection = await connect(BusSettings(url=url), "cancelled")
     await connection.subscribe(SUBJECT, lambda message: connection.publish(message.reply, b"reply"))
 
     async def nothing() -> None: ...

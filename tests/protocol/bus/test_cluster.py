@@ -14,7 +14,7 @@ import pytest
 from tests.protocol.bus.harness import PATIENCE_S, SUBJECT, Connect, Inbox, Server, works
 from tests.support.cluster import Cluster
 from tokenbus.protocol.bus import nats_client
-from tokenbus.protocol.bus.connection import Connection, Settings, connect
+from tokenbus.protocol.bus.connection import BusSettings, Connection, connect
 from tokenbus.protocol.bus.credentials import Credentials
 from tokenbus.protocol.bus.nats_client import MAX_MOVE_DELAY_S, OPTIONS, HardenedClient
 from tokenbus.worker.broker.fence import FENCE_S
@@ -38,7 +38,7 @@ def reconnects(connection: Connection) -> asyncio.Event:
 
 @pytest.mark.parametrize("turn", range(4))  # servers are tried in any order
 async def test_a_server_that_is_not_there_is_passed_over(cluster: Cluster, turn: int) -> None:
-    settings = Settings(url=f"{NOBODY}, {cluster['a'].url}", connect_timeout_s=PATIENCE_S)
+    settings = BusSettings(url=f"{NOBODY}, {cluster['a'].url}", connect_timeout_s=PATIENCE_S)
     settings.check()
     connection = await connect(settings, "test")
     await works(connection)
@@ -49,7 +49,7 @@ async def test_a_server_that_is_not_there_is_passed_over(cluster: Cluster, turn:
 async def test_the_others_of_a_cluster_are_found_when_a_server_dies_before_a_frontend_would_fence_itself(
     cluster: Cluster,
 ) -> None:
-    connection = await connect(Settings(url=cluster["a"].url), "test")
+    connection = await connect(BusSettings(url=cluster["a"].url), "test")
     again = reconnects(connection)
     cluster["a"].kill()
     async with asyncio.timeout(FENCE_S):
@@ -59,7 +59,7 @@ async def test_the_others_of_a_cluster_are_found_when_a_server_dies_before_a_fro
 
 
 async def test_a_server_that_was_cut_off_because_it_stood_still_is_tried_last(cluster: Cluster) -> None:
-    connections = [await connect(Settings(url=cluster["a"].url), "test") for _ in range(8)]
+    connections = [await connect(BusSettings(url=cluster["a"].url), "test") for _ in range(8)]
     again = [reconnects(one) for one in connections]
     with cluster.frozen("a"):
         for one in connections:
@@ -72,7 +72,7 @@ async def test_a_server_that_was_cut_off_because_it_stood_still_is_tried_last(cl
 
 
 async def test_who_is_sent_away_by_a_server_goes_soon_and_loses_nothing_that_it_has_published(cluster: Cluster) -> None:
-    sender, receiver = [await connect(Settings(url=cluster[name].url), "test") for name in "ab"]
+    sender, receiver = [await connect(BusSettings(url=cluster[name].url), "test") for name in "ab"]
     inbox = Inbox()
     await receiver.subscribe(SUBJECT, inbox)
     await receiver.flush()
@@ -131,7 +131,7 @@ async def test_who_is_sent_away_goes_when_the_server_has_everything(monkeypatch:
     ):
         urls = [f"127.0.0.1:{one.sockets[0].getsockname()[1]}" for one in (at_old, at_new)]
         old.others = new.others = urls
-        connection = await connect(Settings(url=f"nats://{urls[0]}"), "test")
+        connection = await connect(BusSettings(url=f"nats://{urls[0]}"), "test")
         old.may_answer.clear()
         connection.publish(SUBJECT, b"last")
         old.send_away()
@@ -161,7 +161,7 @@ async def test_a_user_that_is_named_in_the_url_is_one_at_every_server(tmp_path: 
     cluster = await Cluster.start(tmp_path, "ab", "authorization { user: ada, password: secret }\n")
     try:
         url = cluster["a"].url.replace("://", "://ada:secret@")
-        connection = await connect(Settings(url=url), "test")
+        connection = await connect(BusSettings(url=url), "test")
         again = reconnects(connection)
         cluster["a"].kill()
         async with asyncio.timeout(PATIENCE_S):
@@ -173,7 +173,7 @@ async def test_a_user_that_is_named_in_the_url_is_one_at_every_server(tmp_path: 
 
 
 async def test_a_server_that_has_left_the_cluster_is_forgotten_unless_it_was_named(cluster: Cluster) -> None:
-    settings = Settings(url=f"{cluster['a'].url},{cluster['b'].url}")
+    settings = BusSettings(url=f"{cluster['a'].url},{cluster['b'].url}")
     client = HardenedClient(settings)
     ports = {name: urlsplit(cluster[name].url).port for name in "abc"}
     await client.connect(**settings.server_options, **OPTIONS)
@@ -197,7 +197,7 @@ async def test_a_server_that_has_left_the_cluster_is_forgotten_unless_it_was_nam
     ],
 )
 def test_urls_are_taken_apart(url: str, user: str | None, password: str | None, token: str | None) -> None:
-    settings = Settings(url=url)
+    settings = BusSettings(url=url)
     settings.check()
     options = settings.server_options
     assert sorted(options.pop("servers")) == ["nats://a:1", "nats://b:2"]
@@ -205,13 +205,13 @@ def test_urls_are_taken_apart(url: str, user: str | None, password: str | None, 
 
 
 def test_credentials_that_are_given_otherwise_come_before_those_in_a_url() -> None:
-    settings = Settings(url="nats://ada:secret@a:1", credentials=Credentials(user="bob", password="other"))
+    settings = BusSettings(url="nats://ada:secret@a:1", credentials=Credentials(user="bob", password="other"))
     assert settings.server_options == {"servers": ["nats://a:1"], "user": "bob", "password": "other", "token": None}
 
 
 def test_one_tls_url_means_tls_for_all() -> None:
-    assert Settings(url="nats://a:1,tls://b:2").insists_on_tls
-    assert not Settings(url="nats://a:1,nats://b:2").insists_on_tls
+    assert BusSettings(url="nats://a:1,tls://b:2").insists_on_tls
+    assert not BusSettings(url="nats://a:1,nats://b:2").insists_on_tls
 
 
 @pytest.mark.parametrize(
@@ -224,5 +224,5 @@ def test_one_tls_url_means_tls_for_all() -> None:
 )
 def test_urls_that_contradict_each_other_are_refused_without_their_secrets(url: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
-        Settings(url=url).check()
+        BusSettings(url=url).check()
     assert "sec" not in str(caught.value)

@@ -9,7 +9,7 @@ import structlog
 
 from tests.support.auth_brokers import AuthSetup, CertificateAuthority, ClientAuth, Key, creds, guarded, secret_file
 from tokenbus.protocol.bus import connection
-from tokenbus.protocol.bus.connection import Settings
+from tokenbus.protocol.bus.connection import BusSettings
 from tokenbus.protocol.bus.credentials import Credentials
 from tokenbus.protocol.bus.tls import Tls
 
@@ -68,7 +68,7 @@ def test_half_of_what_is_needed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="only one"):
         Credentials(user="acme", password="x", token="t").check()
     with pytest.raises(ValueError, match="pass --nats-cert as well"):
-        Settings(tls=Tls(key_file="key.pem")).check()
+        BusSettings(tls=Tls(key_file="key.pem")).check()
 
 
 def test_files_of_tls_that_are_no_good_are_refused_by_name(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_files_of_tls_that_are_no_good_are_refused_by_name(tmp_path: Path) -> No
         (Tls(cert_file=junk, key_file=key), junk),
     ):
         with pytest.raises(ValueError, match=named):
-            Settings(tls=tls).check()
-    Settings(tls=Tls(ours.file, certificate, key)).check()
+            BusSettings(tls=tls).check()
+    BusSettings(tls=Tls(ours.file, certificate, key)).check()
 
 
 async def test_a_secret_that_everybody_can_read_is_told_of(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ async def test_a_secret_that_everybody_can_read_is_told_of(tmp_path: Path) -> No
     path = tmp_path / "seed"
     path.write_bytes(key.seed)
     async with guarded(guard, tmp_path) as system:
-        settings = Settings(url=system.url, credentials=Credentials(nkey_file=str(path)))
+        settings = BusSettings(url=system.url, credentials=Credentials(nkey_file=str(path)))
         for mode, told in ((0o644, [str(path)]), (0o640, [])):
             path.chmod(mode)
             assert settings.world_readable_files == told

@@ -11,7 +11,7 @@ import structlog
 from tests.support import auth_brokers
 from tests.support.auth_brokers import GUARDS, AuthSetup, CertificateAuthority, ClientAuth, guarded, settings
 from tokenbus.protocol.bus import connection
-from tokenbus.protocol.bus.connection import Settings, redact_url
+from tokenbus.protocol.bus.connection import BusSettings, redact_url
 from tokenbus.protocol.bus.credentials import Credentials
 from tokenbus.protocol.bus.handshake import BrokerRefusedError
 
@@ -44,14 +44,14 @@ async def test_a_broker_without_the_tls_that_was_wanted_is_told_nothing() -> Non
     async with Impostor().listening() as impostor, asyncio.timeout(PATIENCE_S):
         url = impostor.url.replace("nats://", "tls://")
         with pytest.raises(BrokerRefusedError, match="does not speak TLS"):
-            await connection.connect(Settings(url=url, credentials=Credentials(user="a", password="b")), "test")
+            await connection.connect(BusSettings(url=url, credentials=Credentials(user="a", password="b")), "test")
         assert impostor.heard == b""
 
 
 async def test_a_broker_that_hangs_up_without_an_answer_is_none() -> None:
     async with Impostor().listening() as impostor, asyncio.timeout(PATIENCE_S):
         with pytest.raises(ConnectionError, match="no NATS broker at"):
-            await connection.connect(Settings(url=impostor.url, connect_timeout_s=0.5), "test")
+            await connection.connect(BusSettings(url=impostor.url, connect_timeout_s=0.5), "test")
         assert impostor.heard.startswith(b"CONNECT ")
 
 
@@ -120,10 +120,10 @@ async def test_credentials_that_expire_are_replaced_by_those_that_the_file_holds
 )
 def test_a_url_is_shown_without_its_secrets(url: str, shown: str) -> None:
     assert redact_url(url) == shown
-    assert "pass" not in repr(Settings(url=url))
+    assert "pass" not in repr(BusSettings(url=url))
 
 
 async def test_an_error_shows_no_secret_of_the_url() -> None:
     with pytest.raises(ConnectionError, match=r"no NATS broker at nats://127\.0\.0\.1:1 ") as caught:
-        await connection.connect(Settings(url="nats://user:hidden@127.0.0.1:1", connect_timeout_s=0.1), "test")
+        await connection.connect(BusSettings(url="nats://user:hidden@127.0.0.1:1", connect_timeout_s=0.1), "test")
     assert "hidden" not in str(caught.value)

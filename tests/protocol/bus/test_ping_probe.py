@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import structlog
 
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.protocol.bus import ping_probe
-from tokenbus.protocol.bus.settings import Settings
+from tokenbus.protocol.bus.settings import BusSettings
 
 SHIPPED = Path(__file__).parents[3] / "deploy/nats.conf"
 
@@ -15,7 +15,7 @@ SHIPPED = Path(__file__).parents[3] / "deploy/nats.conf"
 async def test_the_broker_that_comes_with_it_pings_each_second(tmp_path: Path) -> None:
     broker = await nats_server.start(0, tmp_path / "nats.log")
     with structlog.testing.capture_logs() as lines:
-        await ping_probe.warn_if_slow(Settings(url=broker.url))
+        await ping_probe.warn_if_slow(BusSettings(url=broker.url))
     assert not lines
     broker.stop()
 
@@ -26,7 +26,7 @@ async def test_a_broker_that_drops_late_is_reported(interval: str, seen: float |
     config.write_text(f'ping_interval: "{interval}"')
     broker = await nats_server.start(0, tmp_path / "nats.log", config)
     with structlog.testing.capture_logs() as lines:
-        await ping_probe.warn_if_slow(Settings(url=broker.url))
+        await ping_probe.warn_if_slow(BusSettings(url=broker.url))
     assert [(line["event"], line["ping_interval_s"]) for line in lines] == [
         ("broker_drops_late", None if seen is None else pytest.approx(seen, abs=0.5))
     ]

@@ -10,7 +10,7 @@ from tests.protocol.bus.harness import PATIENCE_S, SUBJECT, Connect, Inbox, Serv
 from tokenbus.protocol.bus.bus import (
     OutboundBufferLimitError,
 )
-from tokenbus.protocol.bus.connection import Settings, connect
+from tokenbus.protocol.bus.connection import BusSettings, connect
 from tokenbus.protocol.bus.handshake import HandshakeClient
 
 # The broker goes away
@@ -133,14 +133,14 @@ async def test_a_broker_that_is_not_there_is_told_of_within_the_given_time(serve
     loop = asyncio.get_running_loop()
     begun = loop.time()
     with pytest.raises(ConnectionError, match="start one or pass --nats URL") as caught:
-        await connect(Settings(url=url, connect_timeout_s=0.5), "test")
+        await connect(BusSettings(url=url, connect_timeout_s=0.5), "test")
     assert 0.5 <= loop.time() - begun < 3
     assert url in str(caught.value)
 
 
 async def test_a_broker_that_comes_within_the_given_time_is_found(server: Server, connected: Connect) -> None:
     assert server.running is not None
-    settings = Settings(url=server.running.url, connect_timeout_s=PATIENCE_S)
+    settings = BusSettings(url=server.running.url, connect_timeout_s=PATIENCE_S)
     server.kill()
     connecting = asyncio.create_task(connect(settings, "test"))
     await asyncio.sleep(0)  # one turn, in which it begins
@@ -153,7 +153,7 @@ async def test_a_broker_that_comes_within_the_given_time_is_found(server: Server
 @pytest.mark.parametrize("url", ["nats://127.0.0.1:notaport", "nats://"])
 async def test_an_address_that_is_none_is_told_of(url: str) -> None:
     with pytest.raises(ConnectionError):
-        await connect(Settings(url=url, connect_timeout_s=0.2), "test")
+        await connect(BusSettings(url=url, connect_timeout_s=0.2), "test")
 
 
 async def test_closing_writes_out_what_is_pending(connected: Connect) -> None:

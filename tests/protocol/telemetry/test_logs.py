@@ -19,7 +19,7 @@ def test_what_a_client_has_chosen_is_logged_on_one_line_and_controls_no_terminal
     out = io.StringIO()
     monkeypatch.setattr(sys, "stderr", out)
     try:
-        logs.configure("test", logs.Settings(form=form))
+        logs.configure("test", logs.LogSettings(form=form))
         structlog.get_logger().info("request_received", model=name)
     finally:
         structlog.reset_defaults()

@@ -4,10 +4,10 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tokenbus.gateway.metrics import GatewayMetrics
+from tokenbus.gateway.admission.metrics import GatewayMetrics
 from tokenbus.protocol.telemetry import metrics
-from tokenbus.router.metrics import RouterMetrics
-from tokenbus.worker.frontend.metrics import WorkerMetrics
+from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.worker.telemetry.metrics import WorkerMetrics
 
 BOUNDS = (0.1, 1.0, 10.0)
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.protocol.wire import errors, limits, messages, pooling
+from tokenbus.protocol.wire import errors, limits, messages
+from tokenbus.protocol.wire.checks import pooling
 
 
 def refused(**fields: object) -> errors.Error:

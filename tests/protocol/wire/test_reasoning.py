@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.protocol.wire.test_validation import USER, make, refusal
-from tokenbus.protocol.wire import limits, validation
+from tests.protocol.wire.checks.test_validation import USER, make, refusal
+from tokenbus.protocol.wire import limits
+from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.params import ReasoningOptions
 from tokenbus.protocol.wire.reasoning import template_arguments, token_limit
 

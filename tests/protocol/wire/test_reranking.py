@@ -4,7 +4,8 @@ import struct
 
 import pytest
 
-from tokenbus.protocol.wire import errors, limits, messages, pooling
+from tokenbus.protocol.wire import errors, limits, messages
+from tokenbus.protocol.wire.checks import pooling
 
 
 def refused(**fields: object) -> errors.Error:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tokenbus.protocol.wire import errors, internal, limits, validation
+from tokenbus.protocol.wire import errors, internal, limits
+from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.messages import ChatMessage, GenerateRequest
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from tests.router.builders import LOAD_OF_3, at, card, events, fleet_of, known
 from tokenbus.protocol.wire import messages
-from tokenbus.router.fleet.updates import FleetUpdate
 from tokenbus.router.placement.placement import Capacity, PlacementRequest
+from tokenbus.router.workers.updates import FleetUpdate
 
 BLOCKS = {"kv_block_size": 16, "total_kv_blocks": 100, "max_num_seqs": 64}
 

@@ -21,8 +21,8 @@ from tests.router.builders import (
 from tokenbus.protocol.wire import messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.registry import MAX_WORKERS
-from tokenbus.router.fleet.updates import FleetUpdate
 from tokenbus.router.placement.placement import PlacementRequest
+from tokenbus.router.workers.updates import FleetUpdate
 
 
 def test_a_card_makes_a_worker_known_and_a_candidate() -> None:

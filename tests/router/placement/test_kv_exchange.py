@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tests.router.builders import card, events, fleet_of, known, part, stored
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.transfer_rate import FIRST_MB_PER_S, TransferRate
-from tokenbus.router.placement.kv_exchange import FetchOffer, Holder, KvExchange
+from tokenbus.router.placement.kv_exchange import FetchOffer, FetchPlanner, HolderCandidate
 from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import POLICIES, KvAware, View, make_policies
 from tokenbus.router.placement.prefix_index import PrefixIndex
+from tokenbus.router.workers.transfer_rate import FIRST_MB_PER_S, TransferRate
 
 BLOCK = 16
 KB = 10_000
@@ -268,7 +268,7 @@ WORKERS = st.lists(
 def test_every_candidate_is_offered_what_the_best_free_worker_of_its_group_has_beyond_its_own(
     workers: list[tuple[str, int, int, bool]], transfers: list[tuple[int, int]]
 ) -> None:
-    exchange, index = KvExchange(), PrefixIndex()
+    exchange, index = FetchPlanner(), PrefixIndex()
     for identity, held, _, _ in workers:
         row = index.add_worker(1_000)
         index.store(row, range(1, held + 1))
@@ -307,7 +307,7 @@ def test_every_candidate_is_offered_what_the_best_free_worker_of_its_group_has_b
         assert (holder is not None) == (expected > 0)
         if holder is not None:
             assert workers[holder.row][:2] == (identity, best)
-            assert isinstance(holder, Holder)
+            assert isinstance(holder, HolderCandidate)
     for row in range(len(workers)):
         exchange.remove_worker(row)
         exchange.check_integrity()
@@ -319,7 +319,7 @@ def _offered(offer: FetchOffer | None, row: int) -> float:
 
 
 def test_an_exchange_is_possible_once_two_workers_have_the_same_identity() -> None:
-    exchange = KvExchange()
+    exchange = FetchPlanner()
     seen = []
     for row, identity in enumerate(["x", "y", "", "y"]):
         exchange.set_worker(row, identity, KB)

@@ -9,10 +9,10 @@ from tests.support.engines import thread_engine
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
-from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.event_log import NO_ENDS
-from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind
+from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind
 
 ROOT = 1
 MOST = 512

@@ -6,10 +6,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
 
-from tests.worker.broker.test_outbox import Published, Sender, chunks_in, decoded, entries_in, output, stream, tokens_in
+from tests.worker.streams.test_outbox import (
+    Published,
+    Sender,
+    chunks_in,
+    decoded,
+    entries_in,
+    output,
+    stream,
+    tokens_in,
+)
 from tokenbus.protocol.wire import internal, messages
-from tokenbus.worker import engine_output
-from tokenbus.worker.streams.stream import Stream
+from tokenbus.worker.contract import engine_output
+from tokenbus.worker.streams.stream import WorkerStream
 
 TEXTS = st.sampled_from(["", "a", "né", "😀 and more"])
 
@@ -17,7 +26,7 @@ TEXTS = st.sampled_from(["", "a", "né", "😀 and more"])
 class Record:
     """One stream: what its engine has put out, what its client got, and what routers heard."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: WorkerStream) -> None:
         self.stream = stream
         self.made: list[int] = []
         self.made_text = ""

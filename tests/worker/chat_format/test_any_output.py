@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.answers import ORDINARY, Answer, Token, read, together
-from tokenbus.worker.chat_format import deltas
-from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, KnownFormat, with_tokens
+from tokenbus.worker.chat_format.parsing import deltas
 from tokenbus.worker.chat_format.parsing.markers import MAX_WHITESPACE
-from tokenbus.worker.chat_format.parsing.parser import Parser
+from tokenbus.worker.chat_format.parsing.parser import AnswerParser
 from tokenbus.worker.chat_format.parsing.scans import Rules
+from tokenbus.worker.contract.chat_format import ChatFormat
 
 TOOLS: dict[str, dict[str, object]] = {
     "f": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "c": {}}},
@@ -73,7 +73,7 @@ def outputs(draw: st.DrawFn) -> tuple[Rules, list[Token]]:
 def read_groups(
     rules: Rules, groups: Sequence[Sequence[Token]], *, hold: bool, cut_off: bool, tools: bool = True
 ) -> Answer:
-    parser = Parser(rules, tools=TOOLS if tools else None, key="request", hold_calls=hold)
+    parser = AnswerParser(rules, tools=TOOLS if tools else None, key="request", hold_calls=hold)
     found = [one for group in groups for one in parser.feed_tokens(group)]
     answer = together(found + parser.finish(cut_off=cut_off))
     assert parser.calls == len(answer.calls)
@@ -128,11 +128,11 @@ def test_no_character_of_an_answer_without_calls_is_lost(drawn: tuple[Rules, lis
     rules, tokens = drawn
     if rules.form.channels is not None:
         return
-    parser = Parser(rules, tools=TOOLS, key="request", hold_calls=True)
+    parser = AnswerParser(rules, tools=TOOLS, key="request", hold_calls=True)
     found = parser.feed_tokens(tokens) + parser.finish(cut_off=False)
     if parser.calls:
         return
-    said = "".join(one.text for one in found if isinstance(one, deltas.Content | deltas.Reasoning))
+    said = "".join(one.text for one in found if isinstance(one, deltas.Content | deltas.ReasoningDelta))
     texts = {token: text for text, token in rules.form.tokens.items()}
     written = "".join(texts.get(token, text) for token, text in tokens)
     pattern = "|".join(re.escape(one.strip()) for one in sorted(markers(rules.form), key=len, reverse=True))
@@ -153,6 +153,6 @@ def is_contained(part: str, text: str) -> bool:
 def test_what_is_held_back_is_bounded(known: KnownFormat, text: str) -> None:
     """Only a call without a name and a value whose type is not known may be held back for long."""
     form = known.format
-    parser = Parser(Rules(form), tools={"f": {}}, key="request")
+    parser = AnswerParser(Rules(form), tools={"f": {}}, key="request")
     said = sum(len(getattr(one, "text", "")) for _ in range(3000) for one in parser.feed_text(text))
     assert said >= 3000 * len(text) - 2 * 1024 - len(text) or said == 0 == len(text.strip())

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from tokenbus.worker.chat_format import deltas
-from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind
 from tokenbus.worker.chat_format.grammar.answer import Tools, calls_grammar, reasoning_grammar
 from tokenbus.worker.chat_format.grammar.lark import GrammarError
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
-from tokenbus.worker.chat_format.parsing.parser import Parser
+from tokenbus.worker.chat_format.parsing import deltas
+from tokenbus.worker.chat_format.parsing.parser import AnswerParser
 from tokenbus.worker.chat_format.parsing.scans import Rules
+from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -145,7 +145,7 @@ def _choose(forced: list[int], allowed: list[int], vocabulary: Vocabulary, rng: 
 LIMITS = LLParserLimits(verbose_errors=False)
 
 
-def parsed(parser: Parser, tokens: list[int]) -> list[deltas.Delta]:
+def parsed(parser: AnswerParser, tokens: list[int]) -> list[deltas.Delta]:
     """Returns all that a parser finds in an answer."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = [decoder.decode(bytes([one])) if one < 256 else "" for one in tokens]
@@ -155,7 +155,7 @@ def parsed(parser: Parser, tokens: list[int]) -> list[deltas.Delta]:
 
 def read(form: ChatFormat, tokens: list[int], tools: Tools) -> tuple[list[tuple[str, str]], bool]:
     """Returns the calls of an answer, name and arguments, and whether the last one is still open."""
-    parser = Parser(Rules(form), tools=tools, key="k", generation_prompt="")
+    parser = AnswerParser(Rules(form), tools=tools, key="k", generation_prompt="")
     found = parsed(parser, tokens)
     names = [one.name for one in found if isinstance(one, deltas.CallBegin)]
     arguments = [""] * len(names)
@@ -221,7 +221,7 @@ def test_behind_reasoning_comes_what_the_constraint_allows_and_nothing_else(name
     num_complete = 0
     for _ in range(12):
         answer = walk(grammar, vocabulary, rng, body="start: /[xyz]{3}/")
-        parser = Parser(Rules(form), tools=None, key="k", generation_prompt=prompt)
+        parser = AnswerParser(Rules(form), tools=None, key="k", generation_prompt=prompt)
         content = "".join(one.text for one in parsed(parser, answer.tokens) if isinstance(one, deltas.Content))
         if answer.is_complete:
             assert re.fullmatch("[xyz]{3}", content), content

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from tests.support.answers import ORDINARY, Answer, known, read
-from tokenbus.worker.chat_format import deltas
-from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Reasoning, Values
+from tokenbus.worker.chat_format.parsing import deltas
 from tokenbus.worker.chat_format.parsing.markers import MAX_WHITESPACE
-from tokenbus.worker.chat_format.parsing.parser import Parser
+from tokenbus.worker.chat_format.parsing.parser import AnswerParser
 from tokenbus.worker.chat_format.parsing.scans import Rules
+from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reasoning, Values
 
 HERMES = known("hermes")
 TAGS = known("qwen-tags")
@@ -200,7 +200,7 @@ def test_a_text_can_not_forge_a_special_token() -> None:
 
 
 def test_markup_in_an_answer_without_tools_is_content() -> None:
-    parser = Parser(Rules(HERMES), tools=None, key="request")
+    parser = AnswerParser(Rules(HERMES), tools=None, key="request")
     assert parser.feed_text(CALL) + parser.finish(cut_off=False) == [deltas.Content(CALL)]
 
 
@@ -259,7 +259,7 @@ def test_whitespace_belongs_to_markers_where_the_template_writes_it(output: str,
 
 
 def test_content_goes_out_as_it_comes_but_for_what_may_be_a_marker() -> None:
-    parser = Parser(Rules(HERMES), tools={}, key="request")
+    parser = AnswerParser(Rules(HERMES), tools={}, key="request")
     said = [parser.feed_text(piece) for piece in ("Hello ", "world", " <", "b> <tool", "_box>", "\n", "x")]
     assert [[delta.text for delta in one if isinstance(delta, deltas.Content)] for one in said] == [
         ["Hello"],
@@ -276,7 +276,7 @@ def test_content_goes_out_as_it_comes_but_for_what_may_be_a_marker() -> None:
 
 
 def test_arguments_go_out_as_they_come() -> None:
-    parser = Parser(Rules(HERMES), tools={}, key="request")
+    parser = AnswerParser(Rules(HERMES), tools={}, key="request")
     parser.feed_text('<tool_call>\n{"name": "f", "arguments": {"text": "')
     assert parser.feed_text("one ") == [deltas.CallArguments(0, "one ")]
     assert parser.feed_text("two\\") == [deltas.CallArguments(0, "two")]
@@ -285,7 +285,7 @@ def test_arguments_go_out_as_they_come() -> None:
 
 
 def test_texts_between_tags_go_out_as_they_come_and_other_types_at_their_end() -> None:
-    parser = Parser(Rules(TAGS), tools=WEATHER, key="request")
+    parser = AnswerParser(Rules(TAGS), tools=WEATHER, key="request")
     parser.feed_text("<tool_call>\n<function=f>\n")
     assert parser.feed_text("<parameter=city>\nNew ") == [deltas.CallArguments(0, '{"city": "New ')]
     assert parser.feed_text('"York"\n') == [deltas.CallArguments(0, '\\"York\\"')]
@@ -387,7 +387,7 @@ def test_a_held_call_that_is_cut_off_leaves_nothing() -> None:
 
 
 def test_what_has_gone_out_of_a_call_that_is_cut_off_stays_without_an_end() -> None:
-    parser = Parser(Rules(HERMES), tools={}, key="request")
+    parser = AnswerParser(Rules(HERMES), tools={}, key="request")
     parser.feed_text(CALL[:40])
     parser.finish(cut_off=True)
     assert parser.has_incomplete_call
@@ -472,7 +472,7 @@ def test_a_value_without_an_end_ends_with_the_turn_but_not_where_the_turn_is_cut
 
 
 def test_two_requests_have_different_ids() -> None:
-    first, second = (Parser(Rules(HERMES), tools={}, key=key).feed_text(CALL)[0] for key in ("one", "two"))
+    first, second = (AnswerParser(Rules(HERMES), tools={}, key=key).feed_text(CALL)[0] for key in ("one", "two"))
     assert isinstance(first, deltas.CallBegin)
     assert isinstance(second, deltas.CallBegin)
     assert first.id != second.id

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker.chat_format.chat_format import Values
-from tokenbus.worker.chat_format.parsing.calls.values import MAX_DEPTH, ValueReader
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed
 from tokenbus.worker.chat_format.parsing.markers import Alphabet
+from tokenbus.worker.chat_format.parsing.values import MAX_DEPTH, ValueReader
+from tokenbus.worker.contract.chat_format import Values
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

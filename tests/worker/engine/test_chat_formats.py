@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import internal, limits
 from tokenbus.protocol.wire.messages import ChatMessage
-from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Reasoning
+from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reasoning
 from tokenbus.worker.engine.models import chat_formats, features
 from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.engines import DEMO, ONNX, Recorder, demo_engine, gqa_demo
 from tokenbus.demo import chats, corpus
 from tokenbus.protocol.wire import internal, messages
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine_client.client import EngineClient
 
 NUM_PROMPTS = 120

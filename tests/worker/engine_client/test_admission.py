@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.arithmetic import make_config
 from tokenbus.protocol.wire import errors
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine_client import admission
 from tokenbus.worker.engine_client.admission import CapacityLimit
 

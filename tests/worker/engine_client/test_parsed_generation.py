@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from tests.worker.engine_client.test_resumed_generation import after
 from tokenbus.protocol.wire import messages
-from tokenbus.worker import engine_output, engine_request
-from tokenbus.worker.chat_format.answer_reader import AnswerReader
-from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Reasoning
-from tokenbus.worker.chat_format.chat_rules import ChatRules
+from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
+from tokenbus.worker.contract import engine_output, engine_request
+from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reasoning
+from tokenbus.worker.contract.validator import StreamValidator
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import FinishRule
+from tokenbus.worker.engine_client.answer_reader import AnswerReader
 from tokenbus.worker.engine_client.generation import Generation
-from tokenbus.worker.validator import StreamValidator
 
 PIECES = [
     *(b"", b"", b"", b"</think>", b"<|assistant|>", b"\n", b"Hello", b" ST", b"OP", b'{"name": "f", "arguments": '),

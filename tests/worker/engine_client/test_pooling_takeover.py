@@ -10,8 +10,8 @@ from tests.support.arithmetic import Sums, make_config
 from tests.support.engine_lives import Begin, Fragile, Life
 from tests.support.engines import ThreadLink
 from tokenbus.protocol.wire import errors, internal, messages
-from tokenbus.worker.engine.draws import Matrix
-from tokenbus.worker.engine.runner import DeviceError
+from tokenbus.worker.contract.engine_errors import DeviceError
+from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine_client.client import EngineClient
 
 POISON = "poison"

@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import engine_output, engine_request
+from tokenbus.worker.contract import engine_output, engine_request
+from tokenbus.worker.contract.validator import StreamValidator
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import FinishRule
 from tokenbus.worker.engine_client.generation import Generation
-from tokenbus.worker.validator import StreamValidator
 
 PIECES = [b"", b"a", b"b", b"ST", b"OP", b"\xe2\x82", b"\xac", b"c "]
 EOS, A, B, ST, OP, HALF_EURO, REST_OF_EURO, C = range(8)
-FIRST = engine_output.FirstToken(cached_tokens=2, queue_ms=250.0, prefill_ms=750.0)
+FIRST = engine_output.FirstTokenStats(cached_tokens=2, queue_ms=250.0, prefill_ms=750.0)
 
 
 class Engine:

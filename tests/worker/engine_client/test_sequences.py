@@ -3,7 +3,7 @@
 import pytest
 
 from tokenbus.protocol.wire import errors
-from tokenbus.worker import engine_output, engine_request
+from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution

@@ -7,13 +7,13 @@ from structlog.testing import capture_logs
 
 from tests.support.arithmetic import ArithmeticRunner
 from tests.support.engines import thread_engine
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import (
     HEALTHY_AFTER_S,
     INITIAL_BACKOFF_S,
     MAX_BACKOFF_S,
-    Supervisor,
+    EngineSupervisor,
     next_backoff,
 )
 
@@ -57,7 +57,7 @@ class Listener(EngineListener):
 
 async def test_an_engine_that_is_cleaned_up_has_not_died_and_is_not_restarted() -> None:
     listener = Listener()
-    supervisor = Supervisor(lambda: thread_engine(lambda _: ArithmeticRunner()), "w", listener, 30.0)
+    supervisor = EngineSupervisor(lambda: thread_engine(lambda _: ArithmeticRunner()), "w", listener, 30.0)
     with capture_logs() as lines:
         life = asyncio.create_task(supervisor.run())
         await listener.serves.wait()

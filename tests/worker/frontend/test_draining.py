@@ -9,12 +9,12 @@ import structlog
 
 from tests.sim.world import Process, World, world
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.frontend.drain import Drain
-from tokenbus.worker.frontend.frontend import Frontend
-from tokenbus.worker.frontend.metrics import WorkerMetrics
-from tokenbus.worker.frontend.replica import Replica
-from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.replica.drain import Drain
+from tokenbus.worker.replica.frontend import Frontend
+from tokenbus.worker.replica.replica import Replica
+from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
+from tokenbus.worker.telemetry.metrics import WorkerMetrics
 
 
 class Part:
@@ -93,7 +93,7 @@ def drain(
     async def run() -> None:
         settings = WorkerSettings(models=(), grace_s=grace_s, handover_s=15.0)
         made_of = (EngineSettings(model="demo"), None, WorkerMetrics(), tracing.NoopTracer())
-        replica = Replica(settings, ServedModel("demo", made_of[0]), "w0", *made_of)  # type: ignore[arg-type]
+        replica = Replica(settings, ModelToServe("demo", made_of[0]), "w0", *made_of)  # type: ignore[arg-type]
         asyncio.get_running_loop().call_later(1.0, named, part.drain)
         await replica._drain(part, part)  # type: ignore[arg-type]
 

@@ -2,7 +2,7 @@
 
 from tokenbus.worker.engine.logits_summary import LogitsSummary
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
+from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
 COUNTED = {
     "preemptions": ("tokenbus_worker_preemptions_total", {}),

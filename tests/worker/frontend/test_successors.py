@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.engines import DEMO, ONNX, gguf_runner, gqa_demo, stateful
-from tokenbus.worker.contract import EngineConfig
+from tokenbus.worker.contract.contract import EngineConfig
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.loaded_models import LoadedModels
+from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.onnx import runner as onnx_runner
-from tokenbus.worker.engine.process.loaded_models import LoadedModels
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError, Runner
 from tokenbus.worker.engine.sim.runner import SimRunner
-from tokenbus.worker.frontend.replica import cautious_settings, successor_settings
+from tokenbus.worker.replica.replica import cautious_settings, successor_settings
 
 
 def load_onnx(asked: EngineSettings) -> Runner:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from tests.support.arithmetic import block_of, exchanging, make_config
 from tokenbus.protocol.wire import block_hash, internal, messages
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange import block_check
 from tokenbus.worker.kv_exchange.transport import LeasedBlocks, TransferError
 

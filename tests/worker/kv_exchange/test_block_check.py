@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.support.engines import DEMO, gguf_runner
-from tokenbus.worker.contract import KvBlockFormat
+from tokenbus.worker.contract.contract import KvBlockFormat
 from tokenbus.worker.engine.gguf import probe, state_blob
 from tokenbus.worker.kv_exchange.block_check import problem
 

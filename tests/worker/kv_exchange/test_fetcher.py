@@ -7,7 +7,7 @@ import pytest
 
 from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, SIZE, SOURCE, StubEngine, StubTransport, block, prefix
 from tokenbus.protocol.wire import block_hash, codec
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange import fetcher
 from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
 from tokenbus.worker.kv_exchange.transport import TransferError

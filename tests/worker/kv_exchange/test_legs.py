@@ -7,8 +7,8 @@ import pytest
 
 from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, SIZE, StubEngine, block, prefix
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages
-from tokenbus.worker import engine_output
-from tokenbus.worker.engine_request import EngineRequest
+from tokenbus.worker.contract import engine_output
+from tokenbus.worker.contract.engine_request import EngineRequest
 from tokenbus.worker.kv_exchange import holder as holders
 from tokenbus.worker.kv_exchange.holder import Holder
 from tokenbus.worker.kv_exchange.leases import LEG_LEASE_S, MAX_LEASES

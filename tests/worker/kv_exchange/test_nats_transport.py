@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, StubEngine, block, prefix
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.wire import block_hash, codec, internal, subjects
@@ -36,7 +36,7 @@ class End:
 
     async def _connect(self) -> Bus:
         self.num_connections += 1
-        return await connection.connect(connection.Settings(url=self._url), "kv")
+        return await connection.connect(connection.BusSettings(url=self._url), "kv")
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ async def ends(tmp_path: Path) -> AsyncIterator[tuple[End, End]]:
     broker = await nats_server.start(0, tmp_path / "nats.log")
     found = []
     for name in ("a", "b"):
-        end = End(broker.url, name, await connection.connect(connection.Settings(url=broker.url), name))
+        end = End(broker.url, name, await connection.connect(connection.BusSettings(url=broker.url), name))
         await end.transport.open()
         await end.incoming.flush()
         found.append(end)

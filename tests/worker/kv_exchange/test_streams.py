@@ -9,20 +9,20 @@ import pytest
 from bench.run_sender import RunSender, Streamed
 from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
 from tests.support.engines import thread_engine
-from tokenbus.cli import nats_server
+from tokenbus.cli.console import nats_server
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
-from tokenbus.worker import contract
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.contract import contract
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.listener import EngineListener
-from tokenbus.worker.engine_client.supervisor import Supervisor
-from tokenbus.worker.frontend.frontend import Frontend
-from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
-from tokenbus.worker.frontend.settings import FrontendSettings
+from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 from tokenbus.worker.kv_exchange import fetcher
+from tokenbus.worker.replica.frontend import Frontend
+from tokenbus.worker.settings.settings import FrontendSettings
+from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
 SIZE = 16
 NAMES = subjects.Subjects()
@@ -41,7 +41,7 @@ class Worker(EngineListener):
         settings = FrontendSettings(debug=True)
         self.frontend = Frontend(self.bus, NAMES, "demo", self.name, settings, metrics, tracing.NoopTracer())
         await self.frontend.open(self.incoming, self._connect)
-        self.supervisor = Supervisor(self._make_engine, self.name, self, step_timeout_s=30.0)
+        self.supervisor = EngineSupervisor(self._make_engine, self.name, self, step_timeout_s=30.0)
         self._tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.frontend.run())]
 
     async def stop(self) -> None:
@@ -82,7 +82,7 @@ class Worker(EngineListener):
         return may_give
 
     async def _connect(self) -> Bus:
-        return await connection.connect(connection.Settings(url=self._url), self.name)
+        return await connection.connect(connection.BusSettings(url=self._url), self.name)
 
     def _make_engine(self) -> EngineClient:
         return thread_engine(lambda _: ArithmeticRunner(exchanging(make_config())))

@@ -5,8 +5,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.engine.memory.need import MemoryNeed
-from tokenbus.worker.on_demand.load_plan import Load, LoadPlan, Unload
-from tokenbus.worker.on_demand.planned_model import State
+from tokenbus.worker.on_demand.load_plan import LoadPlan, LoadStep, Unload
+from tokenbus.worker.on_demand.planned_model import LoadState
 
 PLENTY = 1 << 40
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def plan_of(budget_mib: int, idle_unload_s: float = 0.0, **needs_mib: int) -> Lo
 def load(plan: LoadPlan, name: str, now: float) -> None:
     """Has a model loaded that there is room for, and used by one request."""
     assert plan.want(name, now) is None
-    assert plan.next_action(now, PLENTY) == Load(name)
+    assert plan.next_action(now, PLENTY) == LoadStep(name)
     plan.loaded(name, now)
     plan.used(name, idle_since=None)
     plan.used(name, idle_since=now)
@@ -35,7 +35,7 @@ def load(plan: LoadPlan, name: str, now: float) -> None:
 def test_a_model_is_loaded_once_for_all_who_want_it() -> None:
     plan = plan_of(100, a=60)
     assert plan.want("a", 1.0) is None
-    assert plan.next_action(1.0, PLENTY) == Load("a")
+    assert plan.next_action(1.0, PLENTY) == LoadStep("a")
     assert plan.want("a", 1.1) is None
     assert plan.next_action(1.1, PLENTY) is None
     plan.loaded("a", 2.0)
@@ -47,12 +47,12 @@ def test_models_are_loaded_one_at_a_time_in_the_order_in_which_they_were_asked_f
     plan = plan_of(100, a=30, b=30, c=30)
     for at, name in enumerate(("c", "a", "b")):
         plan.want(name, at / 10)
-    assert plan.next_action(0.3, PLENTY) == Load("c")
+    assert plan.next_action(0.3, PLENTY) == LoadStep("c")
     assert plan.next_action(0.3, PLENTY) is None
     plan.loaded("c", 1.0)
-    assert plan.next_action(1.0, PLENTY) == Load("a")
+    assert plan.next_action(1.0, PLENTY) == LoadStep("a")
     plan.failed("a", "no such file", 1.5)
-    assert plan.next_action(1.5, PLENTY) == Load("b")
+    assert plan.next_action(1.5, PLENTY) == LoadStep("b")
 
 
 def test_what_is_loaded_beside_these_models_is_taken_out_of_their_budget_until_it_is_given_back() -> None:
@@ -63,7 +63,7 @@ def test_what_is_loaded_beside_these_models_is_taken_out_of_their_budget_until_i
     plan.want("b", 5.0)
     assert plan.next_action(5.0, PLENTY) == Unload("a", "room")
     plan.unloaded("a")
-    assert plan.next_action(5.1, PLENTY) == Load("b")
+    assert plan.next_action(5.1, PLENTY) == LoadStep("b")
     assert not plan.take(MIB)
     plan.failed("b", "no such file", 6.0)
     assert plan.take(MIB)
@@ -90,7 +90,7 @@ def test_the_least_recently_used_model_makes_room() -> None:
     assert plan.next_action(5.0, PLENTY) == Unload("b", "room")
     assert plan.next_action(5.0, PLENTY) is None
     plan.unloaded("b")
-    assert plan.next_action(5.1, PLENTY) == Load("c")
+    assert plan.next_action(5.1, PLENTY) == LoadStep("c")
 
 
 def test_a_model_with_running_requests_keeps_its_place_until_the_first_in_the_order_has_waited_for_long() -> None:
@@ -119,7 +119,7 @@ def test_nothing_is_unloaded_while_that_alone_would_not_make_enough_room() -> No
 def test_a_model_that_was_just_used_or_loaded_stays_for_a_moment() -> None:
     plan = plan_of(100, a=100, b=100)
     plan.want("a", 1.0)
-    assert plan.next_action(1.0, PLENTY) == Load("a")
+    assert plan.next_action(1.0, PLENTY) == LoadStep("a")
     plan.loaded("a", 2.0)
     plan.want("b", 2.0)
     plan.want("b", 3.9)
@@ -133,11 +133,11 @@ def test_a_model_that_was_just_used_or_loaded_stays_for_a_moment() -> None:
 def test_a_model_that_nobody_asks_for_any_more_is_not_loaded() -> None:
     plan = plan_of(100, a=100, b=10)
     plan.want("b", 0.0)
-    assert plan.next_action(0.0, PLENTY) == Load("b")
+    assert plan.next_action(0.0, PLENTY) == LoadStep("b")
     plan.want("a", 0.1)
     plan.loaded("b", 3.2)
     assert plan.next_action(3.2, PLENTY) is None
-    assert plan.state_of("b") is State.LOADED
+    assert plan.state_of("b") is LoadState.LOADED
 
 
 def test_an_idle_model_is_unloaded_after_its_time_and_not_before() -> None:
@@ -172,7 +172,7 @@ def test_a_model_above_the_free_memory_is_refused_once_nothing_is_left_to_unload
     assert refusal.code is errors.Code.INSUFFICIENT_MEMORY
     assert "49 MiB of memory are free" in refusal.message
     plan.want("b", 12.0)
-    assert plan.next_action(12.0, 50 * MIB) == Load("b")
+    assert plan.next_action(12.0, 50 * MIB) == LoadStep("b")
 
 
 def test_a_failed_load_is_repeated_to_all_who_ask_and_tried_again_only_after_a_while() -> None:
@@ -185,7 +185,7 @@ def test_a_failed_load_is_repeated_to_all_who_ask_and_tried_again_only_after_a_w
     assert "no such file" in refusal.message
     assert plan.next_action(10.9, PLENTY) is None
     assert plan.want("a", 11.0) is None
-    assert plan.next_action(11.0, PLENTY) == Load("a")
+    assert plan.next_action(11.0, PLENTY) == LoadStep("a")
 
 
 def test_a_model_whose_size_is_unknown_waits_and_holds_up_no_other() -> None:
@@ -193,10 +193,10 @@ def test_a_model_whose_size_is_unknown_waits_and_holds_up_no_other() -> None:
     plan.set_need("b", need(10))
     plan.want("a", 0.0)
     plan.want("b", 1.0)
-    assert plan.next_action(1.0, PLENTY) == Load("b")
+    assert plan.next_action(1.0, PLENTY) == LoadStep("b")
     plan.loaded("b", 1.5)
     plan.set_need("a", need(10))
-    assert plan.next_action(1.5, PLENTY) == Load("a")
+    assert plan.next_action(1.5, PLENTY) == LoadStep("a")
 
 
 NAMES = ("a", "b", "c", "d")
@@ -223,7 +223,7 @@ class RandomUse(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def begin_request(self, name: str) -> None:
-        if self.plan.state_of(name) is State.LOADED:
+        if self.plan.state_of(name) is LoadState.LOADED:
             self.running[name] += 1
 
     @rule(name=st.sampled_from(NAMES))
@@ -235,21 +235,21 @@ class RandomUse(RuleBasedStateMachine):
     @rule()
     def act(self) -> None:
         for name in NAMES:
-            if self.plan.state_of(name) is State.LOADED and self.idle_since[name] >= 0:
+            if self.plan.state_of(name) is LoadState.LOADED and self.idle_since[name] >= 0:
                 self.plan.used(name, idle_since=None if self.running[name] else self.idle_since[name])
         busy = {name for name in NAMES if self.running[name]}
         match self.plan.next_action(self.now, PLENTY):
-            case Load(name):
+            case LoadStep(name):
                 assert not busy & {name}
             case Unload(name, "idle"):
                 assert name not in busy
             case _:
                 pass
 
-    @precondition(lambda self: any(self.plan.state_of(name) is State.LOADING for name in NAMES))
+    @precondition(lambda self: any(self.plan.state_of(name) is LoadState.LOADING for name in NAMES))
     @rule(succeeds=st.booleans())
     def end_load(self, succeeds: bool) -> None:
-        name = next(name for name in NAMES if self.plan.state_of(name) is State.LOADING)
+        name = next(name for name in NAMES if self.plan.state_of(name) is LoadState.LOADING)
         self.idle_since[name] = self.now
         if succeeds:
             self.plan.loaded(name, self.now)
@@ -259,13 +259,13 @@ class RandomUse(RuleBasedStateMachine):
     @rule()
     def end_unload(self) -> None:
         for name in NAMES:
-            if self.plan.state_of(name) is State.UNLOADING and not self.running[name]:
+            if self.plan.state_of(name) is LoadState.UNLOADING and not self.running[name]:
                 self.plan.unloaded(name)
 
     @invariant()
     def is_consistent(self) -> None:
         self.plan.check_integrity()
-        assert all(self.plan.state_of(name) is not State.UNLOADED for name in NAMES if self.running[name])
+        assert all(self.plan.state_of(name) is not LoadState.UNLOADED for name in NAMES if self.running[name])
 
     def teardown(self) -> None:
         """Whatever has happened, each model that is asked for is loaded once all requests end."""
@@ -274,14 +274,14 @@ class RandomUse(RuleBasedStateMachine):
         self.now += 20.0  # failures are forgotten
         for name in NAMES:
             for _ in range(40):
-                if self.plan.want(name, self.now) is None and self.plan.state_of(name) is State.LOADED:
+                if self.plan.want(name, self.now) is None and self.plan.state_of(name) is LoadState.LOADED:
                     break
                 self.now += 0.3
                 self.act()
                 self.end_unload()
-                if State.LOADING in map(self.plan.state_of, NAMES):
+                if LoadState.LOADING in map(self.plan.state_of, NAMES):
                     self.end_load(succeeds=True)
-            assert self.plan.state_of(name) is State.LOADED, self.plan
+            assert self.plan.state_of(name) is LoadState.LOADED, self.plan
 
 
 TestRandomUse = RandomUse.TestCase

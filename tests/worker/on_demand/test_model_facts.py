@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tokenbus import demo
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.need import ModelFacts
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.on_demand import model_facts
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.support.engines import DEMO
 from tokenbus.protocol.wire import errors, internal
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.frontend.metrics import WorkerMetrics
-from tokenbus.worker.frontend.settings import ServedModel, WorkerSettings
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.on_demand.models import OnDemandModels
 from tokenbus.worker.on_demand.replica import LoadListener, OnDemandReplica
+from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
+from tokenbus.worker.telemetry.metrics import WorkerMetrics
 
 SIM = EngineSettings(model="steps-of-50ms", engine="sim")
 
@@ -52,7 +52,7 @@ async def serve() -> AsyncIterator[Serve]:
     running: list[asyncio.Task[None]] = []
 
     def start(**models: EngineSettings) -> dict[str, StubReplica]:
-        served = tuple(ServedModel(name, engine, on_demand=True) for name, engine in models.items())
+        served = tuple(ModelToServe(name, engine, on_demand=True) for name, engine in models.items())
         settings = WorkerSettings(models=served, memory_budget_bytes=150 << 20)
         on_demand = OnDemandModels(settings, WorkerMetrics(), "worker")
         replicas = {name: StubReplica(name) for name in models}

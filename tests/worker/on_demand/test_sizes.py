@@ -1,7 +1,7 @@
 """Models that take turns have contexts that leave room for others."""
 
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.need import ModelFacts
-from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.on_demand import sizes
 
 MIB = 1 << 20

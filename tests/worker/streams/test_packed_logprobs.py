@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker import engine_output
+from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams import packed_logprobs
 
 PAIRS = st.tuples(st.integers(0, 2**32 - 1), st.floats(max_value=0, allow_nan=False))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker import engine_output
+from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
 
 PIECES = st.lists(st.tuples(st.integers(0, 3), st.text(max_size=6)), max_size=30)

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worker.streams.test_stream import stream as open_stream
-from tokenbus.client.reassembler import Ready, Reassembler
+from tokenbus.client.reassembler import ReadyChunks, Reassembler
 from tokenbus.protocol.wire import messages
-from tokenbus.worker import engine_output
-from tokenbus.worker.streams.stream import Stream
+from tokenbus.worker.contract import engine_output
+from tokenbus.worker.streams.stream import WorkerStream
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 
@@ -55,7 +55,7 @@ def collected(chunks: list[messages.Chunk]) -> Answer:
     return Answer("".join(one.text for one in chunks), "".join(one.reasoning or "" for one in chunks), calls)
 
 
-def stream_of(made: list[engine_output.Output]) -> tuple[Stream, list[messages.Chunk]]:
+def stream_of(made: list[engine_output.Output]) -> tuple[WorkerStream, list[messages.Chunk]]:
     stream = open_stream()
     chunks = [stream.chunk(output) for output in made]
     return stream, [chunk for chunk in chunks if chunk is not None]
@@ -82,7 +82,7 @@ def test_a_client_that_gets_parts_twice_takes_only_what_is_new(
     again = stream.replay(data.draw(st.integers(0, num_tokens)), data.draw(st.sampled_from([1, 1_500, 100_000])))
     reassembler = Reassembler()
     taken = [reassembler.add(chunk) for chunk in (*chunks[:known], *again)]
-    assert collected([one.chunk for one in taken if isinstance(one, Ready)]) == collected(chunks)
+    assert collected([one.chunk for one in taken if isinstance(one, ReadyChunks)]) == collected(chunks)
 
 
 @given(outputs())

@@ -12,15 +12,15 @@ from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
-from tokenbus.worker import engine_output
 from tokenbus.worker.broker.announcer import Announcer
-from tokenbus.worker.broker.outbox import Outbox
+from tokenbus.worker.contract import engine_output
 from tokenbus.worker.engine_client.listener import EngineListener
-from tokenbus.worker.frontend.metrics import ReplicaMetrics, WorkerMetrics
-from tokenbus.worker.frontend.settings import FrontendSettings
 from tokenbus.worker.kv_exchange.exchange import KvExchange
-from tokenbus.worker.streams.request_telemetry import RequestTelemetry
+from tokenbus.worker.settings.settings import FrontendSettings
+from tokenbus.worker.streams.outbox import Outbox
+from tokenbus.worker.streams.request_telemetry import StreamTelemetry
 from tokenbus.worker.streams.streams import Streams
+from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
 _chunks = codec.Decoder(messages.Chunk)
 MAX_TOKENS = 12
@@ -50,7 +50,7 @@ class Worker(EngineListener):
         self.wire = Wire()
         self.announcer = Announcer(self.wire, subjects.Subjects(), "demo", "w1")  # type: ignore[arg-type]
         metrics = ReplicaMetrics(WorkerMetrics(), "demo", "w1")
-        telemetry = RequestTelemetry(metrics, tracing.NoopTracer(), "demo", "w1")
+        telemetry = StreamTelemetry(metrics, tracing.NoopTracer(), "demo", "w1")
         self.outbox = Outbox(self.wire, self.announcer, telemetry)  # type: ignore[arg-type]
         exchange = KvExchange(self.announcer, metrics)
         self.streams = Streams(self.announcer, self.outbox, telemetry, FrontendSettings(debug=True), exchange)

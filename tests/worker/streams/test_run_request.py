@@ -12,7 +12,7 @@ from tokenbus.protocol.wire.params import (
     ResponseFormat,
     SamplingParams,
 )
-from tokenbus.worker import engine_output, engine_request
+from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.answer_rules import to_constraint
 from tokenbus.worker.streams.run_request import resolve_sampling, to_engine_request

@@ -2,9 +2,9 @@
 
 from tests.worker.streams.test_stream import stream, terminal
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.worker import engine_output
+from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams.stranded import STRANDED_S, StrandedStreams
-from tokenbus.worker.streams.stream import Stream
+from tokenbus.worker.streams.stream import WorkerStream
 
 LOST = terminal(reason=messages.FinishReason.ERROR, error=errors.make_error(errors.Code.WORKER_LOST))
 
@@ -22,11 +22,11 @@ class Worker:
 
     def publish_events(self) -> None: ...
 
-    def put(self, stream: Stream, output: engine_output.Output, now: float) -> None:
+    def put(self, stream: WorkerStream, output: engine_output.Output, now: float) -> None:
         self.ended.append(output.finish_reason)
 
 
-def stranded() -> Stream:
+def stranded() -> WorkerStream:
     one = stream()
     one.is_stranded = True
     assert one.says_stranded(LOST)

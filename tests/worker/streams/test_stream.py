@@ -6,9 +6,9 @@ from msgspec import UNSET
 
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams
-from tokenbus.worker import engine_output
+from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams import packed_logprobs
-from tokenbus.worker.streams.stream import Stream
+from tokenbus.worker.streams.stream import WorkerStream
 
 USAGE = messages.Usage(prompt_tokens=2, completion_tokens=3, total_tokens=5, cached_tokens=0)
 PIECES = [b"", b"a", b"\xe2\x82", b"b"]
@@ -20,7 +20,7 @@ def stream(
     routing: messages.RoutingReport | None = None,
     resume_from: internal.RunResume | None = None,
     **params: object,
-) -> Stream:
+) -> WorkerStream:
     run = internal.Run(
         request_id="acme:r-1",
         attempt=attempt,
@@ -33,7 +33,7 @@ def stream(
         routing=routing,
         resume_from=resume_from,
     )
-    return Stream(run, "demo", "worker-1", now=5.0, token_bytes=PIECES, hash_scheme="xxh3-64:f", stream_no=6)
+    return WorkerStream(run, "demo", "worker-1", now=5.0, token_bytes=PIECES, hash_scheme="xxh3-64:f", stream_no=6)
 
 
 def output(text: str = "", *token_ids: int) -> engine_output.Output:
@@ -58,7 +58,7 @@ def terminal(
     )
 
 
-def made(stream: Stream, output: engine_output.Output) -> messages.Chunk:
+def made(stream: WorkerStream, output: engine_output.Output) -> messages.Chunk:
     """Returns the chunk of an output that has one."""
     chunk = stream.chunk(output)
     assert chunk is not None
@@ -353,7 +353,7 @@ def test_a_snapshot_has_the_tokens_behind_those_that_are_known(known_tokens: int
 def test_a_snapshot_has_the_account_of_the_first_token_once_there_is_one() -> None:
     one = stream()
     assert one.snapshot(None).first_token is None
-    first = engine_output.FirstToken(cached_tokens=1, queue_ms=2.0, prefill_ms=3.0)
+    first = engine_output.FirstTokenStats(cached_tokens=1, queue_ms=2.0, prefill_ms=3.0)
     one.chunk(msgspec.structs.replace(output("a", 1), first_token=first))
     account = internal.FirstToken(stream_no=6, cached_tokens=1, queue_ms=2.0, prefill_ms=3.0)
     assert one.snapshot(None).first_token == account

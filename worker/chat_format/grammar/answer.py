@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.worker.chat_format.chat_format import Calls, Channels, ChatFormat
 from tokenbus.worker.chat_format.grammar.call import CallWriter
 from tokenbus.worker.chat_format.grammar.lark import GrammarError, LarkWriter, joined, json_of, literal, one_of
 from tokenbus.worker.chat_format.grammar.schemas import closed
+from tokenbus.worker.contract.chat_format import Calls, Channels, ChatFormat
 
 Tools = Mapping[str, Mapping[str, Any]]
 

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tokenbus.worker.chat_format.chat_format import Calls, Kind, Values
 from tokenbus.worker.chat_format.grammar.lark import LarkWriter, json_of, literal
 from tokenbus.worker.chat_format.grammar.schemas import members, moved, with_style
 from tokenbus.worker.chat_format.grammar.values import any_order, bare_object, texts_of, value_of
-from tokenbus.worker.chat_format.parsing.calls.schema import types_of
+from tokenbus.worker.chat_format.parsing.schema import types_of
+from tokenbus.worker.contract.chat_format import Calls, Kind, Values
 
 _PLACE = re.compile(r"(\{name\}|\{id\}|\{index\})")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from tokenbus.worker.chat_format.parsing.calls.schema import Schema, followed, properties
+from tokenbus.worker.chat_format.parsing.schema import Schema, followed, properties
 
 _COMBINATIONS = ("anyOf", "oneOf", "allOf")
 

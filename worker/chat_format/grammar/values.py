@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenbus.worker.chat_format.chat_format import Calls, Values
 from tokenbus.worker.chat_format.grammar.lark import LarkWriter, literal
 from tokenbus.worker.chat_format.grammar.schemas import members
-from tokenbus.worker.chat_format.parsing.calls.schema import followed, types_of
+from tokenbus.worker.chat_format.parsing.schema import followed, types_of
+from tokenbus.worker.contract.chat_format import Calls, Values
 
 _MAX_COUNTED = 6
 _PYTHON = {"boolean": ("True", "False"), "null": ("None",)}

@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.worker.chat_format.chat_format import Calls, Kind, Values
-from tokenbus.worker.chat_format.inference.probe import IDS, KEYS, TEXTS, VALUE_KEYS, Probe, call
+from tokenbus.worker.chat_format.inference.probe import IDS, KEYS, TEXTS, VALUE_KEYS, TemplateProbe, call
+from tokenbus.worker.contract.chat_format import Calls, Kind, Values
 
 _MAX_BRACES = 64
 _decode = json.JSONDecoder().raw_decode
 
 
-class Shape(msgspec.Struct, frozen=True):
+class CallShape(msgspec.Struct, frozen=True):
     """A call in a text: its position, and what its inside reveals about the format."""
 
     start: int
@@ -24,7 +24,7 @@ class Shape(msgspec.Struct, frozen=True):
     """Only the fields that concern a call's inside are set."""
 
 
-def find_call(probe: Probe, text: str, place: int, start: int = 0) -> Shape | None:
+def find_call(probe: TemplateProbe, text: str, place: int, start: int = 0) -> CallShape | None:
     """Finds the call of the `place`th known function, with the arguments TEXTS, after `start`."""
     name = call(place, TEXTS)["function"]["name"]
     at = text.find(name, start)
@@ -50,20 +50,20 @@ def _objects(text: str, start: int) -> list[tuple[int, int, dict[str, Any]]]:
     return found
 
 
-def _find_json(text: str, name: str, call_id: str, start: int) -> Shape | None:
+def _find_json(text: str, name: str, call_id: str, start: int) -> CallShape | None:
     for begin, end, value in _objects(text, start):
         if value == {name: TEXTS}:
-            return Shape(begin, end, Calls(kind=Kind.JSON, name_key=""))
+            return CallShape(begin, end, Calls(kind=Kind.JSON, name_key=""))
         name_key = next((key for key, one in value.items() if one == name), None)
         arguments_key = next((key for key, one in value.items() if one == TEXTS), None)
         if name_key is not None and arguments_key is not None:
             id_key = next((key for key, one in value.items() if one == call_id or str(one).isdigit()), "")
             calls = Calls(kind=Kind.JSON, name_key=name_key, arguments_key=arguments_key, id_key=id_key)
-            return Shape(begin, end, calls)
+            return CallShape(begin, end, calls)
     return None
 
 
-def _find_named(text: str, name: str, call_id: str, at: int, start: int) -> Shape | None:
+def _find_named(text: str, name: str, call_id: str, at: int, start: int) -> CallShape | None:
     begin, end = next(((begin, end) for begin, end, value in _objects(text, at) if value == TEXTS), (0, 0))
     if not end:
         return None
@@ -74,10 +74,10 @@ def _find_named(text: str, name: str, call_id: str, at: int, start: int) -> Shap
     elif (id_at := text.find(call_id, start, at)) >= 0:
         header = f"{{id}}{text[id_at + len(call_id) : at]}{header}"
         at = id_at
-    return Shape(at, end, Calls(kind=Kind.NAMED, header=header, name_close=name_close))
+    return CallShape(at, end, Calls(kind=Kind.NAMED, header=header, name_close=name_close))
 
 
-def _find_tagged(probe: Probe, text: str, name: str, at: int) -> Shape | None:
+def _find_tagged(probe: TemplateProbe, text: str, name: str, at: int) -> CallShape | None:
     """Analyses a call whose arguments are written one by one."""
     bounds = [at + len(name)]
     for word in (KEYS[0], TEXTS[KEYS[0]], KEYS[1], TEXTS[KEYS[1]]):
@@ -106,15 +106,15 @@ def _find_tagged(probe: Probe, text: str, name: str, at: int) -> Shape | None:
         argument_separator=closing.removeprefix(value_close),
     )
     end = len(text) - len(rest) + len(value_close)
-    return Shape(at, end, _with_type(probe, calls) if values is Values.TEXT else calls)
+    return CallShape(at, end, _with_type(probe, calls) if values is Values.TEXT else calls)
 
 
-def _behind_key(probe: Probe, kind: str, value: object) -> str:
+def _behind_key(probe: TemplateProbe, kind: str, value: object) -> str:
     text = probe.answer(call(0, {VALUE_KEYS[kind]: value}))
     return text.rpartition(VALUE_KEYS[kind])[2] if text and VALUE_KEYS[kind] in text else ""
 
 
-def _with_type(probe: Probe, calls: Calls) -> Calls:
+def _with_type(probe: TemplateProbe, calls: Calls) -> Calls:
     """Finds the type in the text before a value, if it differs between numbers and texts."""
     number = 123456789
     close = _behind_key(probe, "number", number).partition(str(number))[0]

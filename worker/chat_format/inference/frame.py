@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.worker.chat_format.chat_format import ChatFormat, Reasoning
-from tokenbus.worker.chat_format.inference.probe import CONTENT, REASONING, TEXTS, Probe, call
+from tokenbus.worker.chat_format.inference.probe import CONTENT, REASONING, TEXTS, TemplateProbe, call
+from tokenbus.worker.contract.chat_format import ChatFormat, Reasoning
 
 _SWITCHES = ("enable_thinking", "thinking")
 _PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
@@ -25,7 +25,7 @@ class Frame(msgspec.Struct, frozen=True):
     """Follows an answer."""
 
 
-def find_frame(probe: Probe, source: str, known: Reasoning | None) -> Frame | None:
+def find_frame(probe: TemplateProbe, source: str, known: Reasoning | None) -> Frame | None:
     """Returns what a template writes around answers, or None if it does not render a plain one. `known` is the
     template's known reasoning, if any."""
     prompt, nothing = probe.turn(), probe.turn(add_generation_prompt=False)
@@ -63,7 +63,7 @@ def find_frame(probe: Probe, source: str, known: Reasoning | None) -> Frame | No
     return Frame(form, opening, closing)
 
 
-def _first_tag(probe: Probe, ending: str) -> list[str]:
+def _first_tag(probe: TemplateProbe, ending: str) -> list[str]:
     """Returns the first token or tag after an answer, if the following text begins with one."""
     atoms = probe.atoms(ending.strip())
     return atoms[:1] if atoms and len(atoms[0]) > 1 else []
@@ -74,7 +74,9 @@ def _begins(reasoning: Reasoning | None, tag: str) -> bool:
     return reasoning is not None and reasoning.close.strip().startswith(tag)
 
 
-def _reasoning(probe: Probe, source: str, prompt: str, opening: str, known: Reasoning | None) -> Reasoning | None:
+def _reasoning(
+    probe: TemplateProbe, source: str, prompt: str, opening: str, known: Reasoning | None
+) -> Reasoning | None:
     switch = next((name for name in _SWITCHES if _switched(probe, {name: True}, {name: False})), "")
     on: dict[str, Any] = {switch: True} if switch else {}
     if known is not None:
@@ -93,11 +95,11 @@ def _reasoning(probe: Probe, source: str, prompt: str, opening: str, known: Reas
     return None
 
 
-def _switched(probe: Probe, on: dict[str, Any], off: dict[str, Any]) -> bool:
+def _switched(probe: TemplateProbe, on: dict[str, Any], off: dict[str, Any]) -> bool:
     return probe.turn(**on) != probe.turn(**off)
 
 
-def _around_content(probe: Probe, on: dict[str, Any]) -> tuple[str, str]:
+def _around_content(probe: TemplateProbe, on: dict[str, Any]) -> tuple[str, str]:
     """Returns the texts before and after reasoning that is followed by content."""
     text = probe.answer(content=CONTENT, reasoning=REASONING, **on) or ""
     before, _, rest = text.partition(REASONING)
@@ -105,7 +107,7 @@ def _around_content(probe: Probe, on: dict[str, Any]) -> tuple[str, str]:
     return (before, close) if found else ("", "")
 
 
-def _around_call(probe: Probe, opening: str, prompted: str, on: dict[str, Any]) -> tuple[str, str]:
+def _around_call(probe: TemplateProbe, opening: str, prompted: str, on: dict[str, Any]) -> tuple[str, str]:
     """Returns the same for reasoning followed by a call, if the prompt reveals where it ends by an empty reasoning."""
     text = probe.answer(call(0, TEXTS), reasoning=REASONING, **on) or ""
     before, _, rest = text.partition(REASONING)
@@ -114,7 +116,7 @@ def _around_call(probe: Probe, opening: str, prompted: str, on: dict[str, Any]) 
     return (before, close) if start and close != prompted and rest.startswith(close) else ("", "")
 
 
-def _prompted(probe: Probe, prompted: str, before: str, close: str) -> str:
+def _prompted(probe: TemplateProbe, prompted: str, before: str, close: str) -> str:
     """Returns the opening of a reasoning that begins every answer: the end of the prompt, or of the text before."""
     if prompted.strip() and close.strip() not in prompted:
         return prompted

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat
-from tokenbus.worker.chat_format.inference.call_shape import Shape, find_call
+from tokenbus.worker.chat_format.inference.call_shape import CallShape, find_call
 from tokenbus.worker.chat_format.inference.frame import Frame, find_frame
-from tokenbus.worker.chat_format.inference.probe import CONTENT, IDS, TEXTS, Probe, Render, call
+from tokenbus.worker.chat_format.inference.probe import CONTENT, IDS, TEXTS, Render, TemplateProbe, call
 from tokenbus.worker.chat_format.inference.read_back import reads_back
 from tokenbus.worker.chat_format.known_formats import with_tokens
+from tokenbus.worker.contract.chat_format import Calls, ChatFormat
 
 _INDEX = re.compile(r"\d+")
 
@@ -28,7 +28,7 @@ def infer_format(
 
     `known`, the predefined format for such templates, is tried first. `render` should limit the total time that a
     template may take, and raise when it is used up."""
-    probe = Probe(render, special_tokens)
+    probe = TemplateProbe(render, special_tokens)
     try:
         for frame, form in _candidates(probe, source, known):
             found = with_tokens(_closed(probe, frame, form), special_tokens)
@@ -39,7 +39,7 @@ def infer_format(
     return None
 
 
-def _candidates(probe: Probe, source: str, known: ChatFormat | None) -> Iterator[tuple[Frame, ChatFormat]]:
+def _candidates(probe: TemplateProbe, source: str, known: ChatFormat | None) -> Iterator[tuple[Frame, ChatFormat]]:
     """Yields formats that may be the template's, a predefined one that says more than the template shows first."""
     if known is not None and (around := find_frame(probe, source, known.reasoning)) is not None:
         yield around, known if known.channels is not None else _in_frame(known, around.form)
@@ -51,7 +51,7 @@ def _candidates(probe: Probe, source: str, known: ChatFormat | None) -> Iterator
         yield frame, frame.form
 
 
-def _closed(probe: Probe, frame: Frame, form: ChatFormat) -> ChatFormat:
+def _closed(probe: TemplateProbe, frame: Frame, form: ChatFormat) -> ChatFormat:
     """Adds the last tag after a call to those that end an answer, unless it belongs to the call."""
     text = probe.answer(call(0, TEXTS)) or ""
     tags = probe.atoms(text.removesuffix(probe.common_suffix(text, frame.ending)).rstrip())[-1:]
@@ -76,7 +76,7 @@ def _in_frame(known: ChatFormat, form: ChatFormat) -> ChatFormat:
     )
 
 
-def _calls(probe: Probe, frame: Frame) -> Calls | None:
+def _calls(probe: TemplateProbe, frame: Frame) -> Calls | None:
     """Returns how a template writes calls, or None if it shows none that can be analysed."""
     one = probe.answer(call(0, TEXTS))
     shape = find_call(probe, one, 0) if one is not None else None
@@ -96,7 +96,7 @@ def _calls(probe: Probe, frame: Frame) -> Calls | None:
     return _with_markers(probe, calls, before, two[first.end : second.start], behind)
 
 
-def _with_markers(probe: Probe, calls: Calls, before: str, between: str, behind: str) -> Calls:
+def _with_markers(probe: TemplateProbe, calls: Calls, before: str, between: str, behind: str) -> Calls:
     """Divides the text before, between and after calls into the markers of the section and of each call."""
     call_open = probe.common_suffix(before, between)
     call_open = call_open if call_open.strip() else ""
@@ -125,7 +125,7 @@ def _without_reasoning(text: str, form: ChatFormat) -> str:
     return text
 
 
-def _wider(probe: Probe, before: str) -> str:
+def _wider(probe: TemplateProbe, before: str) -> str:
     """Returns the marker before a call, including the whitespace that separates it from content."""
     text = probe.answer(call(0, TEXTS), content=CONTENT)
     shape = find_call(probe, text, 0) if text is not None else None
@@ -135,12 +135,12 @@ def _wider(probe: Probe, before: str) -> str:
     return other if other.strip() == before.strip() else before
 
 
-def _wants_nine(probe: Probe) -> bool:
+def _wants_nine(probe: TemplateProbe) -> bool:
     """Returns whether a template accepts only ids of nine letters and digits."""
     return probe.answer(call(0, TEXTS) | {"id": f"call_{IDS[0]}"}) is None
 
 
-def _with_index(calls: Calls, first: Shape, second: Shape) -> Calls:
+def _with_index(calls: Calls, first: CallShape, second: CallShape) -> Calls:
     """Finds a number that counts the calls, between a name and its closing marker."""
     one, other = first.calls.name_close, second.calls.name_close
     found, counted = _INDEX.search(one), _INDEX.search(other)

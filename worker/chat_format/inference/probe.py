@@ -44,7 +44,7 @@ _TAG = r"</?[A-Za-z_|｜][^<>\s=\"']{0,60}>|<[|｜][^<>\n]{1,60}[|｜]>|\[/?[A-Z
 """Texts that are units even if they are not special tokens."""
 
 
-class Probe:
+class TemplateProbe:
     """One model's template, probed with known conversations."""
 
     def __init__(self, render: Render, special_tokens: Mapping[str, int]) -> None:

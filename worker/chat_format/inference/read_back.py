@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokenbus.worker.chat_format import deltas
-from tokenbus.worker.chat_format.chat_format import ChatFormat, Values
-from tokenbus.worker.chat_format.inference.probe import FUNCTIONS, KEYS, PARAMETERS, VALUE_KEYS, Probe, call
-from tokenbus.worker.chat_format.parsing.parser import Parser
+from tokenbus.worker.chat_format.inference.probe import FUNCTIONS, KEYS, PARAMETERS, VALUE_KEYS, TemplateProbe, call
+from tokenbus.worker.chat_format.parsing import deltas
+from tokenbus.worker.chat_format.parsing.parser import AnswerParser
 from tokenbus.worker.chat_format.parsing.scans import Rules
+from tokenbus.worker.contract.chat_format import ChatFormat, Values
 
 _A, _B = KEYS
 _NUMBER, _OBJECT, _FLAG = (VALUE_KEYS[kind] for kind in ("number", "object", "boolean"))
@@ -37,7 +37,7 @@ _ANSWERS = (
 _WORDS = (_Answer("some words", "", []), _Answer("some words", "a thought", []))
 
 
-def reads_back(probe: Probe, form: ChatFormat, opening: str, ending: str) -> bool:
+def reads_back(probe: TemplateProbe, form: ChatFormat, opening: str, ending: str) -> bool:
     """Returns whether a format reads back all answers that its template can write.
 
     `opening` and `ending` are what the template writes before and after an answer."""
@@ -46,7 +46,7 @@ def reads_back(probe: Probe, form: ChatFormat, opening: str, ending: str) -> boo
     return all(_reads(probe, rules, answer, opening, ending) for answer in answers)
 
 
-def _reads(probe: Probe, rules: Rules, answer: _Answer, opening: str, ending: str) -> bool:
+def _reads(probe: TemplateProbe, rules: Rules, answer: _Answer, opening: str, ending: str) -> bool:
     form = rules.form.calls
     if form is not None and form.values is Values.PYTHON:
         answer = answer._replace(calls=[(name, _without_quotes(arguments)) for name, arguments in answer.calls])
@@ -111,12 +111,12 @@ def _same(seen: _Answer, expected: _Answer, text: str) -> bool:
     )
 
 
-def _read(probe: Probe, rules: Rules, prompt: str, text: str) -> _Answer:
+def _read(probe: TemplateProbe, rules: Rules, prompt: str, text: str) -> _Answer:
     tools = dict.fromkeys(FUNCTIONS, PARAMETERS)
-    parser = Parser(rules, tools=tools, key="", generation_prompt=prompt)
+    parser = AnswerParser(rules, tools=tools, key="", generation_prompt=prompt)
     said = parser.feed_tokens(probe.tokens(text)) + parser.finish(cut_off=False)
     content = "".join(one.text for one in said if isinstance(one, deltas.Content))
-    reasoning = "".join(one.text for one in said if isinstance(one, deltas.Reasoning))
+    reasoning = "".join(one.text for one in said if isinstance(one, deltas.ReasoningDelta))
     begun = [one for one in said if isinstance(one, deltas.CallBegin)]
     return _Answer(content, reasoning, [(one.name, _arguments(said, one.index)) for one in begun])
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from tokenbus.worker.chat_format import deltas
+from tokenbus.worker.chat_format.parsing import deltas
 from tokenbus.worker.chat_format.parsing.scans import Rules, TextKind
 
 _WORD = re.compile(r"[^\s\ud800-\udfff]*")
 
 
-class Message(NamedTuple):
+class HeaderedMessage(NamedTuple):
     """The contents of a header."""
 
     kind: TextKind = None
@@ -20,7 +20,7 @@ class Message(NamedTuple):
     """The function that it calls."""
 
 
-def read_header(header: str, rules: Rules) -> Message | None:
+def read_header(header: str, rules: Rules) -> HeaderedMessage | None:
     """Returns the kind of message that this header announces, or None if the format does not define it."""
     channels = rules.form.channels
     assert channels is not None
@@ -31,11 +31,11 @@ def read_header(header: str, rules: Rules) -> Message | None:
     recipient = _word_behind(channels.recipient, role) or _word_behind(channels.recipient, channel)
     if recipient:
         is_call = recipient.startswith(channels.function)
-        return Message(function=recipient[len(channels.function) :] if is_call else "")
+        return HeaderedMessage(function=recipient[len(channels.function) :] if is_call else "")
     name = _first_word(channel)
     if name in channels.reasoning:
-        return Message(deltas.Reasoning)
-    return Message(deltas.Content) if name in channels.content else None
+        return HeaderedMessage(deltas.ReasoningDelta)
+    return HeaderedMessage(deltas.Content) if name in channels.content else None
 
 
 def _first_word(text: str) -> str:

@@ -22,7 +22,7 @@ _SEAMS = re.compile("\\s+|(?<=>)(?=<)|(?<=[\ud800-\udfff])(?=[\ud800-\udfff])")
 """Places where a model may write whitespace that the template does not: between two tags or special tokens."""
 
 
-class Match(Enum):
+class MarkerMatch(Enum):
     """The outcomes of matching a marker that was not found."""
 
     NO = 0
@@ -80,7 +80,7 @@ class Marker:
     def __bool__(self) -> bool:
         return bool(self.pieces)
 
-    def match(self, text: str, at: int) -> int | Match:
+    def match(self, text: str, at: int) -> int | MarkerMatch:
         """Returns where the marker, without the whitespace at its edges, ends if it is at `at`."""
         for place, piece in enumerate(self.pieces):
             if place:
@@ -88,9 +88,9 @@ class Marker:
             if text.startswith(piece, at):
                 at += len(piece)
             elif len(text) - at < len(piece) and piece.startswith(text[at:]):
-                return Match.MORE
+                return MarkerMatch.MORE
             else:
-                return Match.NO
+                return MarkerMatch.NO
         return at
 
 
@@ -99,15 +99,15 @@ def skip_whitespace(text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def first_of(markers: list[Marker], text: str, at: int) -> int | Match:
+def first_of(markers: list[Marker], text: str, at: int) -> int | MarkerMatch:
     """Returns where the first of the markers found at `at` ends."""
-    outcome: int | Match = Match.NO
+    outcome: int | MarkerMatch = MarkerMatch.NO
     for marker in markers:
         if marker:
             end = marker.match(text, at)
             if isinstance(end, int):
                 return end
-            if end is Match.MORE:
+            if end is MarkerMatch.MORE:
                 outcome = end
     return outcome
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tokenbus.worker.chat_format import deltas
-from tokenbus.worker.chat_format.call_ids import call_id
-from tokenbus.worker.chat_format.chat_format import Calls
+from tokenbus.worker.chat_format.parsing import deltas
+from tokenbus.worker.chat_format.parsing.call_ids import call_id
 from tokenbus.worker.chat_format.parsing.markers import Alphabet
 from tokenbus.worker.chat_format.parsing.scans import TextKind
+from tokenbus.worker.contract.chat_format import Calls
 
 
-class Output:
+class ParsedOutput:
     """Collects deltas and joins consecutive ones."""
 
     def __init__(self, alphabet: Alphabet, calls: Calls | None, key: str, *, hold_calls: bool) -> None:

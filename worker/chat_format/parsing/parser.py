@@ -14,25 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tokenbus.worker.chat_format import deltas
-from tokenbus.worker.chat_format.chat_format import Kind
-from tokenbus.worker.chat_format.parsing.calls.call_reader import CallReader, Tools
-from tokenbus.worker.chat_format.parsing.calls.header_call import NamedCall
-from tokenbus.worker.chat_format.parsing.calls.json_call import JsonCall
-from tokenbus.worker.chat_format.parsing.calls.tagged_call import TaggedCall
+from tokenbus.worker.chat_format.parsing import deltas
+from tokenbus.worker.chat_format.parsing.call_reader import CallReader, Tools
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed, ReadBack
+from tokenbus.worker.chat_format.parsing.header_call import NamedCall
 from tokenbus.worker.chat_format.parsing.headers import read_header
-from tokenbus.worker.chat_format.parsing.markers import Match, first_of, skip_whitespace, without_surrogates
-from tokenbus.worker.chat_format.parsing.output import Output
+from tokenbus.worker.chat_format.parsing.json_call import JsonCall
+from tokenbus.worker.chat_format.parsing.markers import MarkerMatch, first_of, skip_whitespace, without_surrogates
+from tokenbus.worker.chat_format.parsing.output import ParsedOutput
 from tokenbus.worker.chat_format.parsing.scans import Rules, Scan, To
+from tokenbus.worker.chat_format.parsing.tagged_call import TaggedCall
 from tokenbus.worker.chat_format.parsing.text_reader import Found, TextReader
+from tokenbus.worker.contract.chat_format import Kind
 
 MAX_HELD = 1024
 """The most characters of a message header, or of the text around calls."""
 _READERS: dict[Kind, type[CallReader]] = {Kind.JSON: JsonCall, Kind.NAMED: NamedCall, Kind.TAGGED: TaggedCall}
 
 
-class Parser:
+class AnswerParser:
     """Reads one answer."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Parser:
         self._tools = tools or {}
         self._calls = rules.calls if tools is not None else None
         form = rules.form
-        self._output = Output(rules.alphabet, form.calls, key, hold_calls=hold_calls)
+        self._output = ParsedOutput(rules.alphabet, form.calls, key, hold_calls=hold_calls)
         self._cursor = Cursor()
         self._back = ReadBack(self._cursor)
         self._text = TextReader(self._cursor, self._output)
@@ -78,7 +78,7 @@ class Parser:
     @property
     def is_reasoning(self) -> bool:
         """Whether the next text is reasoning, unless it closes it."""
-        return self._text.scan.kind is deltas.Reasoning and self._state == self._read_text
+        return self._text.scan.kind is deltas.ReasoningDelta and self._state == self._read_text
 
     @property
     def held(self) -> str:
@@ -238,11 +238,11 @@ class Parser:
         at = skip_whitespace(cursor.text, cursor.at)
         if at == len(cursor.text):
             return self._end_in_section() if cursor.ended else False
-        closing = rules.section_close.match(cursor.text, at) if rules.section_close else Match.NO
+        closing = rules.section_close.match(cursor.text, at) if rules.section_close else MarkerMatch.NO
         if isinstance(closing, int):
             cursor.at = closing
             return self._end_section()
-        begin: int | Match = Match.NO
+        begin: int | MarkerMatch = MarkerMatch.NO
         if rules.separator and self._section_calls and isinstance(next_ := rules.separator.match(cursor.text, at), int):
             at = skip_whitespace(cursor.text, next_)
             if at == len(cursor.text) and not cursor.ended:
@@ -255,7 +255,7 @@ class Parser:
             cursor.at = begin
             self._begin_call()
             return True
-        if Match.MORE in (closing, begin) and not cursor.ended:
+        if MarkerMatch.MORE in (closing, begin) and not cursor.ended:
             return False
         return self._skip_noise(at)
 
@@ -303,7 +303,7 @@ class Parser:
         if isinstance(end, int):
             cursor.at = end
             return True
-        if Match.MORE in (start, channel, end) and not cursor.ended:
+        if MarkerMatch.MORE in (start, channel, end) and not cursor.ended:
             return False
         self._begin_text(rules.messages[deltas.Content], is_first=False)
         return True
@@ -311,7 +311,7 @@ class Parser:
     def _header(self) -> bool:
         cursor, rules = self._cursor, self._rules
         place = cursor.text.find(rules.body.pieces[0], cursor.at, cursor.at + MAX_HELD)
-        end = rules.body.match(cursor.text, place) if place >= 0 else Match.MORE
+        end = rules.body.match(cursor.text, place) if place >= 0 else MarkerMatch.MORE
         if isinstance(end, int):
             header = cursor.text[cursor.at : place]
             cursor.at = end

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tokenbus.worker.chat_format.chat_format import Calls, ChatFormat, Kind, Values
 from tokenbus.worker.chat_format.parsing.markers import Alphabet, Marker, class_of
+from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Values
 
 NAME = re.compile(r"[^\s\x00-\x1f\ud800-\udfff<>\"'{}()\[\],;]{1,256}")
 _PLACE = re.compile(r"\{(name|id|index)\}")

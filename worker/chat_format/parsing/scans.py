@@ -6,12 +6,12 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
-from tokenbus.worker.chat_format import deltas
-from tokenbus.worker.chat_format.chat_format import ChatFormat
+from tokenbus.worker.chat_format.parsing import deltas
 from tokenbus.worker.chat_format.parsing.markers import Alphabet, Marker, class_of, is_token
 from tokenbus.worker.chat_format.parsing.rules import CallRules, call_rules
+from tokenbus.worker.contract.chat_format import ChatFormat
 
-TextKind = type[deltas.Content] | type[deltas.Reasoning] | None
+TextKind = type[deltas.Content] | type[deltas.ReasoningDelta] | None
 """None: text not for the client."""
 
 
@@ -65,8 +65,8 @@ class Rules:
         self.content = {True: Scan(deltas.Content, content + openings), False: Scan(deltas.Content, content)}
         """The markers in content, when calls are looked for and when they are not."""
         self.reasoning = {
-            True: Scan(deltas.Reasoning, reasoning + calls_in_reasoning),
-            False: Scan(deltas.Reasoning, reasoning),
+            True: Scan(deltas.ReasoningDelta, reasoning + calls_in_reasoning),
+            False: Scan(deltas.ReasoningDelta, reasoning),
         }
         self.start = self.channel = self.body = Marker("")
         self.message_ends: list[Marker] = []
@@ -77,7 +77,7 @@ class Rules:
             self.message_ends = [self._marker(one) for one in form.channels.ends]
             ends = [Exit(one, To.MESSAGE_END) for one in self.message_ends]
             ends += [Exit(self.start, To.HEADER), Exit(self.channel, To.HEADER)]
-        self.messages = {kind: Scan(kind, ends) for kind in (deltas.Content, deltas.Reasoning, None)}
+        self.messages = {kind: Scan(kind, ends) for kind in (deltas.Content, deltas.ReasoningDelta, None)}
 
     def _marker(self, text: str) -> Marker:
         return Marker(self.alphabet.encode(text))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tokenbus.worker.chat_format.parsing.cursor import Cursor
-from tokenbus.worker.chat_format.parsing.markers import MAX_WHITESPACE, Match
-from tokenbus.worker.chat_format.parsing.output import Output
+from tokenbus.worker.chat_format.parsing.markers import MAX_WHITESPACE, MarkerMatch
+from tokenbus.worker.chat_format.parsing.output import ParsedOutput
 from tokenbus.worker.chat_format.parsing.scans import Exit, Scan, To
 
 
@@ -25,7 +25,7 @@ class TextReader:
     """Passes on text as it arrives. Holds back potential markers, and whitespace that belongs to a marker if one
     follows; whitespace alone does not count as text."""
 
-    def __init__(self, cursor: Cursor, output: Output) -> None:
+    def __init__(self, cursor: Cursor, output: ParsedOutput) -> None:
         self._cursor = cursor
         self._output = output
         self.scan = Scan(None, [])
@@ -54,7 +54,7 @@ class TextReader:
                 if one.only_first and not is_first and not (self.in_prompt and one.to is To.REASONING):
                     continue
                 end = one.marker.match(text, at)
-                if isinstance(end, int) or (end is Match.MORE and not cursor.ended):
+                if isinstance(end, int) or (end is MarkerMatch.MORE and not cursor.ended):
                     self._say_until(at, one, is_first=is_first)
                     return self._exit(one, at, end) if isinstance(end, int) else None
             at += 1

@@ -8,14 +8,19 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.constraints.compile_thread import CompileThread
-from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
-from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.grammars.compiled import (
+    CompiledConstraint,
+    CompileJob,
+    CompileStarted,
+    ConstraintRefusal,
+)
+from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.grammars.small import is_small
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
 from tokenbus.worker.engine.constraints.isolated.compile_slots import CompileSlots
 from tokenbus.worker.engine.constraints.isolated.templates import Templates
-from tokenbus.worker.engine.constraints.small import is_small
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 _MAX_REFUSALS = 1_000
 Event = CompileStarted | CompiledConstraint | BaseException
@@ -34,7 +39,7 @@ class Compilation:
         """`get_tokens` is called for the first constraint. At most `max_matchers` sequences have a process that follows
         their constraint."""
         self._report = report
-        self._refusals: OrderedDict[bytes, Refusal] = OrderedDict()
+        self._refusals: OrderedDict[bytes, ConstraintRefusal] = OrderedDict()
         """The refusals of the most recently refused constraints, by digest."""
         self._lock = threading.Lock()
         self._inside = CompileThread(lambda: ConstraintCompiler(*get_tokens()), self._done, report)
@@ -64,7 +69,7 @@ class Compilation:
         self._outside.close()
 
     def _done(self, job: CompileJob, compiled: CompiledConstraint) -> None:
-        if isinstance(compiled.result, Refusal) and compiled.result.is_lasting:
+        if isinstance(compiled.result, ConstraintRefusal) and compiled.result.is_lasting:
             if compiled.result.is_too_costly:
                 size, kind = len(job.constraint.source.encode()), job.constraint.kind
                 structlog.get_logger().warning("constraint_too_costly", seq_no=job.seq_no, constraint=kind, bytes=size)

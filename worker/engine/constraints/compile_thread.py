@@ -3,17 +3,17 @@
 import threading
 from collections.abc import Callable
 
-from tokenbus.worker.engine.constraints.compiled import (
+from tokenbus.worker.engine.constraints.grammars.compiled import (
     CompiledConstraint,
     CompileJob,
     CompileStarted,
     ResumedTokensError,
     carry_out,
 )
-from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
-from tokenbus.worker.engine.constraints.grammar import ConstraintError
-from tokenbus.worker.engine.constraints.matcher import Matcher
-from tokenbus.worker.engine.constraints.turns import TenantTurns
+from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.matcher import Matcher
+from tokenbus.worker.engine.constraints.grammars.turns import TenantTurns
 
 
 class CompileThread:

@@ -16,7 +16,7 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """Consecutive tokens of one sequence."""
 
     number: int
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     token_ids: Listing[int]
 
 
-class Batch:
+class LlamaBatch:
     """A `llama_batch` over numpy arrays that it owns, for at most `capacity` tokens."""
 
     def __init__(self, capacity: int, first_seq_id: int) -> None:
@@ -51,7 +51,7 @@ class Batch:
         )
 
     def __repr__(self) -> str:
-        return f"<Batch of {self.struct.n_tokens}>"
+        return f"<LlamaBatch of {self.struct.n_tokens}>"
 
     def fill(self, scheduled: Listing[ScheduledTokens], *, has_rows: bool = True) -> None:
         """Lays the tokens of all sequences out one after another. `has_rows` says whether each part has a row of
@@ -67,7 +67,7 @@ class Batch:
             at = end
         self.struct.n_tokens = at
 
-    def fill_parts(self, parts: Iterable[Part], *, has_outputs: bool) -> None:
+    def fill_parts(self, parts: Iterable[BatchPart], *, has_outputs: bool) -> None:
         """Lays the tokens of all parts out one after another; either all of them have outputs or none."""
         at = 0
         for number, start, token_ids in parts:
@@ -79,7 +79,7 @@ class Batch:
         self._wants_logits[:at] = has_outputs
         self.struct.n_tokens = at
 
-    def want_logits_of_last(self, parts: Iterable[Part]) -> None:
+    def want_logits_of_last(self, parts: Iterable[BatchPart]) -> None:
         """Asks for the logits after each of the parts that the batch was filled with."""
         at = 0
         for part in parts:

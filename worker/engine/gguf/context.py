@@ -10,10 +10,10 @@ import os
 
 from llama_cpp import llama_cpp as llama
 
+from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import backend, settings_resolution
 from tokenbus.worker.engine.gguf.model_facts import IDLE_LANES
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError, ModelTooLargeError
 
 _CELLS = 256
 """llama.cpp rounds its KV memory up to multiples of this, but not the tokens that it takes in one batch."""

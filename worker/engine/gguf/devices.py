@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from llama_cpp import _ggml
 
-from tokenbus.worker.contract import EngineDevice
-from tokenbus.worker.engine.device_memory import HOST, DeviceMemory
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.contract.contract import EngineDevice
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.files.device_memory import HOST, DeviceMemory
 
 NONE = "none"
 """Stands for no device: all is computed on the CPU."""

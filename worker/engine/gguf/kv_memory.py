@@ -3,9 +3,9 @@ library."""
 
 import msgspec
 
-from tokenbus.worker.engine.gguf.metadata import Metadata
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.files.gguf_metadata import Metadata
 
 EMBEDDED_INPUTS = 16
 """The most inputs that a model which generates embeds in one batch; each costs a row of logits."""

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
+from tokenbus.worker.contract.engine_errors import DeviceError
 from tokenbus.worker.engine.gguf import backend
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, RestoreState, SaveState, Share, Truncate, Wipe
-from tokenbus.worker.engine.runner import DeviceError
 
 SCRATCH = 0
 """The id of the scratch sequence. It comes first, because llama.cpp saves only sequences with ids below `n_seq_max`."""

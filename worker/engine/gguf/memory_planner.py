@@ -10,17 +10,17 @@ from typing import NamedTuple
 import msgspec
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine import device_memory
-from tokenbus.worker.engine.device_memory import HOST, DeviceMemory
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.contract.memory_plan import MemoryPlan
 from tokenbus.worker.engine.gguf import devices, kv_memory, model_facts
-from tokenbus.worker.engine.gguf.metadata import Metadata
 from tokenbus.worker.engine.memory import fit, room
 from tokenbus.worker.engine.memory.claims import HOST_CACHE, MemoryClaims
 from tokenbus.worker.engine.memory.fit import Rooms
-from tokenbus.worker.engine.memory.need import MemoryNeed, ModelFacts, Placement, Sizes, estimate
-from tokenbus.worker.engine.memory.plan import MemoryPlan
+from tokenbus.worker.engine.memory.need import DevicePlacement, MemoryNeed, ModelFacts, Sizes, estimate
 from tokenbus.worker.engine.memory.room import Room
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.files import device_memory
+from tokenbus.worker.files.device_memory import HOST, DeviceMemory
+from tokenbus.worker.files.gguf_metadata import Metadata
 
 _FIRST_REPLICA = "first replica"
 """The name of what is claimed for the first replica of a model while that is loaded. One is loaded at a time."""
@@ -45,7 +45,7 @@ class MemoryPlanner:
     def __repr__(self) -> str:
         return f"<MemoryPlanner {self._claims!r}>"
 
-    def plan_weights(self, weights: Path, found: Metadata, settings: EngineSettings) -> Placement:
+    def plan_weights(self, weights: Path, found: Metadata, settings: EngineSettings) -> DevicePlacement:
         """Returns where a model's layers go, and claims memory for them and for a first replica.
 
         Raises ModelError if not even a replica with a short context would fit."""
@@ -53,7 +53,7 @@ class MemoryPlanner:
         facts = _facts(found, size, settings)
         with self._claims.planning():
             gpus = self._gpus(settings, _part_of(weights))
-            placement = Placement()
+            placement = DevicePlacement()
             if gpus:
                 layers, output = model_facts.layer_bytes(weights)
                 placement = fit.place(layers, output, facts, settings, _together(gpus), len(gpus))
@@ -66,7 +66,7 @@ class MemoryPlanner:
         return placement
 
     def plan_context(
-        self, weights: Path, found: Metadata, placement: Placement, settings: EngineSettings
+        self, weights: Path, found: Metadata, placement: DevicePlacement, settings: EngineSettings
     ) -> PlannedContext:
         """Chooses the sizes of a replica of a loaded model, and claims its memory.
 
@@ -119,7 +119,7 @@ class MemoryPlanner:
         self._claims.release(_part_of(weights))
         self._claims.release(_FIRST_REPLICA)
 
-    def _rooms(self, settings: EngineSettings, part: str, gpus: dict[str, Room], placement: Placement) -> Rooms:
+    def _rooms(self, settings: EngineSettings, part: str, gpus: dict[str, Room], placement: DevicePlacement) -> Rooms:
         share = settings.memory_share or 1.0
         host = self._claims.host_room(device_memory.host_limits(), part, share)
         chosen = max(0, host.chosen_bytes - settings.memory_kept_bytes) // max(1, settings.memory_parts)
@@ -143,7 +143,7 @@ class MemoryPlanner:
         found = self._claims.room(device, part, settings.memory_share or 1.0)
         return found._replace(chosen_bytes=found.chosen_bytes // max(1, settings.memory_parts))
 
-    def _claim(self, part: str, need: MemoryNeed, placement: Placement, gpus: dict[str, Room]) -> None:
+    def _claim(self, part: str, need: MemoryNeed, placement: DevicePlacement, gpus: dict[str, Room]) -> None:
         sizes = {HOST: need.host_bytes(placement) - need.host_cache_bytes, HOST_CACHE: need.host_cache_bytes}
         if placement.gpu_layers:
             sizes |= {name: need.gpu_bytes(placement) // len(gpus) for name in gpus}

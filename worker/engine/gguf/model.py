@@ -11,27 +11,26 @@ from typing import NamedTuple
 import llama_cpp
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker import contract
-from tokenbus.worker.engine.device_memory import DeviceMemory
-from tokenbus.worker.engine.gguf import backend, context, devices, metadata, settings_resolution
-from tokenbus.worker.engine.gguf.layout import GgufLayout
-from tokenbus.worker.engine.gguf.lora.adapters import ContextAdapters, LoadedAdapter
+from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.loaded_models import LoadedModels
+from tokenbus.worker.engine.gguf import backend, context, devices, pooling_type, settings_resolution
+from tokenbus.worker.engine.gguf.adapters import ContextAdapters, LlamaAdapter
 from tokenbus.worker.engine.gguf.memory_planner import MemoryPlanner
-from tokenbus.worker.engine.gguf.pooling import pooling_type
 from tokenbus.worker.engine.gguf.tokenizer import bundle
 from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
-from tokenbus.worker.engine.models import chat_formats, generation_config, pretrained_tokenizer
-from tokenbus.worker.engine.models.model_files import ModelFiles, source_name
-from tokenbus.worker.engine.process.loaded_models import LoadedModels
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.models import in_use
+from tokenbus.worker.engine.models import chat_formats, pretrained_tokenizer
+from tokenbus.worker.files import generation_config, gguf_metadata, in_use
+from tokenbus.worker.files.device_memory import DeviceMemory
+from tokenbus.worker.files.gguf_layout import GgufLayout
+from tokenbus.worker.files.model_files import ModelFiles, source_name
 
 _MAX_DEVICES = 128
 """More devices than llama.cpp can use. It reads one share for each device that it finds."""
 
 
-class ModelKey(NamedTuple):
+class GgufModelKey(NamedTuple):
     """The properties that replicas must have in common to share a model."""
 
     weights: Path
@@ -42,8 +41,8 @@ class ModelKey(NamedTuple):
     tensor_split: tuple[float, ...]
 
 
-def model_key(files: ModelFiles, settings: EngineSettings) -> ModelKey:
-    return ModelKey(
+def model_key(files: ModelFiles, settings: EngineSettings) -> GgufModelKey:
+    return GgufModelKey(
         files.weights.resolve(),
         settings.devices,
         settings.gpu_layers if llama.llama_supports_gpu_offload() else 0,
@@ -67,7 +66,7 @@ class GgufModel:
     ) -> None:
         self.files = files
         self._planner = planner or MemoryPlanner()
-        self.metadata = metadata.read(files.weights)
+        self.metadata = gguf_metadata.read(files.weights)
         if not self.metadata.num_tensors and self.metadata.number("split.count") <= 1:
             raise ModelError(f"{files.weights}: holds a vocabulary and no weights; pass --model the whole model")
         self.generation_config = generation_config.read(files.sidecars, self.metadata.sampling_defaults())
@@ -91,7 +90,7 @@ class GgufModel:
         pretrained = pretrained_tokenizer.read(files.sidecars.get("tokenizer.json"))
         self.bundle = bundle.build(self.metadata, self.tokenizer, pretrained) if generates else None
         self.chat_format = chat_formats.infer(self.tokenizer.rules)
-        self._adapters: LoadedModels[LoadedAdapter] = LoadedModels()
+        self._adapters: LoadedModels[LlamaAdapter] = LoadedModels()
         self._held = in_use.hold(files.weights)
         self._gpus = devices.computing(devices.gpus(), settings, self.placement.gpu_layers)
         """The addresses of the GPUs that compute it, by name."""
@@ -134,9 +133,9 @@ class GgufModel:
     def adapters_of(self, context: llama.llama_context_p) -> ContextAdapters:
         """Returns the adapters of a context, which has none yet."""
         weights = self.files.weights
-        tensors: dict[str, metadata.Tensor] = {}
+        tensors: dict[str, gguf_metadata.TensorInfo] = {}
         for part in GgufLayout().parts_of(weights.name):
-            tensors |= metadata.read_tensors(weights.with_name(part))
+            tensors |= gguf_metadata.read_tensors(weights.with_name(part))
         architecture = self.metadata.text("general.architecture") or ""
         return ContextAdapters(self.handle, architecture, tensors, self._adapters, context)
 

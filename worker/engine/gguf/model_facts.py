@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenbus.worker.engine.gguf import kv_memory, metadata
-from tokenbus.worker.engine.gguf.layout import GgufLayout
-from tokenbus.worker.engine.gguf.metadata import Metadata
-from tokenbus.worker.engine.gguf.pooling import pooling_type
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.gguf import kv_memory, pooling_type
 from tokenbus.worker.engine.memory.need import ModelFacts
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.files import gguf_metadata
+from tokenbus.worker.files.gguf_layout import GgufLayout
+from tokenbus.worker.files.gguf_metadata import Metadata
 
 IDLE_LANES = 48
 """Lanes for the ends of cached prefixes. Each costs a row of logits in host memory."""
@@ -64,7 +64,7 @@ def layer_bytes(weights: Path) -> tuple[list[int], int]:
 
 def _tensor_sizes(path: Path) -> Sequence[tuple[str, int]]:
     """Returns the bytes of each tensor of a file, up to where the next one begins."""
-    tensors = sorted(metadata.read_tensors(path).items(), key=lambda item: item[1].start)
+    tensors = sorted(gguf_metadata.read_tensors(path).items(), key=lambda item: item[1].start)
     ends = [one.start for _, one in tensors[1:]] + [_size(path)]
     return [(name, end - one.start) for (name, one), end in zip(tensors, ends, strict=True)]
 

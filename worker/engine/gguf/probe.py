@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
+from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import backend, state_blob
 from tokenbus.worker.engine.gguf import context as kv
-from tokenbus.worker.engine.gguf.batch import Batch, Part
+from tokenbus.worker.engine.gguf.batch import BatchPart, LlamaBatch
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.gguf.state_blob import StateFormat
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import DeviceError, ModelError
 
 TOKENS = 16
 _CLOSE = 0.05
@@ -122,8 +122,8 @@ def _try_batch(context: llama.llama_context_p, lanes: Lanes, first_seq_id: int) 
         lanes.clear()
         alone.append(_decode(context, prompt, 0, seq_id))
     lanes.clear()
-    before = _decode_parts(context, [Part(seq_id, 0, prompt[:-1]) for seq_id, prompt in prompts])
-    together = _decode_parts(context, [Part(seq_id, len(prompt) - 1, prompt[-1:]) for seq_id, prompt in prompts])
+    before = _decode_parts(context, [BatchPart(seq_id, 0, prompt[:-1]) for seq_id, prompt in prompts])
+    together = _decode_parts(context, [BatchPart(seq_id, len(prompt) - 1, prompt[-1:]) for seq_id, prompt in prompts])
     if alone[0] is None or alone[1] is None or before is None or together is None:
         return False
     truth = np.stack((alone[0], alone[1]))
@@ -189,13 +189,13 @@ def _vocab_size(context: llama.llama_context_p) -> int:
 
 def _decode(context: llama.llama_context_p, tokens: list[int], start: int, seq_id: int) -> Row | None:
     """Returns the logits after the last of the tokens, or None if llama.cpp refuses to compute them."""
-    rows = _decode_parts(context, [Part(seq_id, start, tokens)])
+    rows = _decode_parts(context, [BatchPart(seq_id, start, tokens)])
     return None if rows is None else rows[0]
 
 
-def _decode_parts(context: llama.llama_context_p, parts: list[Part]) -> Rows | None:
+def _decode_parts(context: llama.llama_context_p, parts: list[BatchPart]) -> Rows | None:
     """Computes parts of sequences in one batch; returns the logits after each, or None if llama.cpp refuses to."""
-    batch = Batch(sum(len(part.token_ids) for part in parts), 0)
+    batch = LlamaBatch(sum(len(part.token_ids) for part in parts), 0)
     batch.fill_parts(parts, has_outputs=False)
     batch.want_logits_of_last(parts)
     if llama.llama_decode(context, batch.struct) != 0:

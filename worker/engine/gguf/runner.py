@@ -12,43 +12,46 @@ import structlog
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import codec, internal
-from tokenbus.worker import contract, engine_request
-from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
-from tokenbus.worker.engine import poison
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
-from tokenbus.worker.engine.device_memory import DeviceMemory
-from tokenbus.worker.engine.draws import Matrix
-from tokenbus.worker.engine.gguf import backend, context, devices, kv_memory, probe, settings_resolution, state_blob
-from tokenbus.worker.engine.gguf.batch import Batch
+from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
+from tokenbus.worker.contract import contract, engine_request
+from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.convert import converted
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
+from tokenbus.worker.engine.device import poison
+from tokenbus.worker.engine.device.draws import Matrix
+from tokenbus.worker.engine.device.loaded_models import LoadedModels
+from tokenbus.worker.engine.device.logits_health import LogitsHealth
+from tokenbus.worker.engine.device.runner import Embedder, Reranker, Runner, RunnerAdapters
+from tokenbus.worker.engine.device.sampler import Sampler
+from tokenbus.worker.engine.gguf import (
+    backend,
+    context,
+    devices,
+    kv_memory,
+    pooler,
+    probe,
+    settings_resolution,
+    state_blob,
+)
+from tokenbus.worker.engine.gguf.adapters import ContextAdapters
+from tokenbus.worker.engine.gguf.batch import LlamaBatch
+from tokenbus.worker.engine.gguf.causal_embedder import CausalEmbedder
 from tokenbus.worker.engine.gguf.lanes import Lanes
-from tokenbus.worker.engine.gguf.layout import GgufLayout
-from tokenbus.worker.engine.gguf.lora.adapters import ContextAdapters
 from tokenbus.worker.engine.gguf.memory_planner import MemoryPlanner, PlannedContext
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
-from tokenbus.worker.engine.gguf.pooling import pooler
-from tokenbus.worker.engine.gguf.pooling.causal_embedder import CausalEmbedder
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
-from tokenbus.worker.engine.logits_health import LogitsHealth
-from tokenbus.worker.engine.models import features, generation_config, reasoning
-from tokenbus.worker.engine.models.model_files import ModelFiles
-from tokenbus.worker.engine.process.loaded_models import LoadedModels
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import (
-    Adapters,
-    DeviceError,
-    Embedder,
-    ModelError,
-    Reranker,
-    Runner,
-)
-from tokenbus.worker.engine.sampler import Sampler
+from tokenbus.worker.engine.models import features, reasoning
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
+from tokenbus.worker.files import generation_config
+from tokenbus.worker.files.device_memory import DeviceMemory
+from tokenbus.worker.files.gguf_layout import GgufLayout
+from tokenbus.worker.files.model_files import ModelFiles
+from tokenbus.worker.files.safetensors_layout import SafetensorsLayout
 from tokenbus.worker.models import find
-from tokenbus.worker.models.convert import converted
-from tokenbus.worker.models.convert.layout import SafetensorsLayout
 
 _LEAST_KV_TOKENS = 2_048
 """A context below this is not tried where memory is gone that was planned for a larger one."""
@@ -138,7 +141,7 @@ class GgufRunner:
         self._model = model
         self._release = release
         self._context: llama.llama_context_p | None = None
-        self.adapters: Adapters | None = None
+        self.adapters: RunnerAdapters | None = None
         self._adapters: ContextAdapters | None = None
         self._tokenizer = model.tokenizer
         self.end_token_ids = self._tokenizer.end_token_ids | generation_config.end_token_ids(
@@ -166,7 +169,7 @@ class GgufRunner:
         partial_state = self._model.has_partial_state
         self._context = context.create(handle, settings, partial_state=partial_state)
         first_seq_id = context.first_seq_id(settings)
-        self._batch = Batch(settings.max_num_batched_tokens, first_seq_id)
+        self._batch = LlamaBatch(settings.max_num_batched_tokens, first_seq_id)
         self.logits = LogitsHealth()
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
         self.lanes = Lanes(

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import llama_cpp
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine.models.generation_config import GenerationConfig
-from tokenbus.worker.engine.models.settings_resolution import Rule, common_rules, require
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import CHOICES, EngineSettings
+from tokenbus.worker.convert import converted
+from tokenbus.worker.engine.models.settings_resolution import SettingRule, common_rules, require
 from tokenbus.worker.engine.models.settings_resolution import resolve as resolve_common
-from tokenbus.worker.engine.process.settings import CHOICES, EngineSettings
-from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.models.convert import converted
+from tokenbus.worker.files.generation_config import GenerationConfig
 
 CACHE_TYPES = {
     "f32": llama_cpp.GGML_TYPE_F32,
@@ -75,15 +75,15 @@ def _max_num_seqs() -> int:
     return int(llama.llama_max_parallel_sequences()) - 1
 
 
-def _rules(settings: EngineSettings) -> Iterator[Rule]:
+def _rules(settings: EngineSettings) -> Iterator[SettingRule]:
     context, kv = settings.context_length, settings.kv_tokens
     least_kv = max(context, settings.kv_block_size, 1)
-    yield Rule("--context-length", context, context == 0 or context >= 2, "at least 2, or 0 to have it chosen")
-    yield Rule("--kv-tokens", kv, kv == 0 or kv >= least_kv, f"one block and one context at least ({least_kv})")
-    yield Rule("--ubatch-tokens", settings.ubatch_tokens, settings.ubatch_tokens >= 1, "at least 1")
-    yield Rule("--max-embed-tokens", settings.max_embed_tokens, settings.max_embed_tokens >= 0, "0 or more")
+    yield SettingRule("--context-length", context, context == 0 or context >= 2, "at least 2, or 0 to have it chosen")
+    yield SettingRule("--kv-tokens", kv, kv == 0 or kv >= least_kv, f"one block and one context at least ({least_kv})")
+    yield SettingRule("--ubatch-tokens", settings.ubatch_tokens, settings.ubatch_tokens >= 1, "at least 1")
+    yield SettingRule("--max-embed-tokens", settings.max_embed_tokens, settings.max_embed_tokens >= 0, "0 or more")
     kind = settings.quantize or converted.DEFAULT_TYPE
-    yield Rule("--quantize", kind, kind in converted.TYPES, f"one of {', '.join(converted.TYPES)}")
+    yield SettingRule("--quantize", kind, kind in converted.TYPES, f"one of {', '.join(converted.TYPES)}")
     for name, known in CHOICES.items():
         value = getattr(settings, name)
-        yield Rule(f"--{name.replace('_', '-')}", value, value in known, f"one of {', '.join(known)}")
+        yield SettingRule(f"--{name.replace('_', '-')}", value, value in known, f"one of {', '.join(known)}")

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from tokenbus.worker.contract import KvBlockFormat
+from tokenbus.worker.contract.contract import KvBlockFormat
 from tokenbus.worker.engine.host_cache import finite
 from tokenbus.worker.engine.host_cache.finite import NumberType
 

@@ -3,7 +3,7 @@
 import msgspec
 
 
-class Recovery(msgspec.Struct, frozen=True, array_like=True):
+class RecoveredCopies(msgspec.Struct, frozen=True, array_like=True):
     """The copies of an earlier engine found in a region."""
 
     blocks: int = 0

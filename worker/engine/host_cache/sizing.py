@@ -1,11 +1,11 @@
 """Decides how many copies of blocks or checkpoints a host's memory may hold."""
 
-from tokenbus.worker.engine import device_memory
+from tokenbus.worker.contract.contract import CheckpointSizes
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.host_cache.slot_store import FindProblem, FindStateProblem, SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
-from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.files import device_memory
 
 POLICIES = ("auto", "write-through", "write-back")
 _MAX_SLOTS = 1 << 20

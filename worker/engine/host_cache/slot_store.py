@@ -14,11 +14,11 @@ from typing import NamedTuple
 import structlog
 
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
+from tokenbus.worker.contract.engine_errors import DeviceError
 from tokenbus.worker.engine.host_cache import slots
-from tokenbus.worker.engine.host_cache.recovery import Recovery
+from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
 from tokenbus.worker.engine.host_cache.slots import SlotError, SlotHeader, SlotLayout
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
-from tokenbus.worker.engine.runner import DeviceError
 
 FindProblem = Callable[[memoryview, int, int], str]
 """Says in a word why data can't be that of the given tokens; empty if it can. Called with the data, the first token's
@@ -86,10 +86,10 @@ class SlotStore:
         return self.layout.region_bytes
 
     @property
-    def recovery(self) -> Recovery:
+    def recovery(self) -> RecoveredCopies:
         """The copies found when the store was opened, and the slots that were discarded."""
         found = [self._copies[copy_id] for copy_id, _ in self.recovered if copy_id in self._copies]
-        return Recovery(len(found), sum(copy.num_bytes for copy in found), dict(self._discarded))
+        return RecoveredCopies(len(found), sum(copy.num_bytes for copy in found), dict(self._discarded))
 
     def open(self, fd: int | None = None) -> None:
         """Uses the given region, or creates one that no child inherits. Only one store may use a region at a time.

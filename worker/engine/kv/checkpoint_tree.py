@@ -13,22 +13,22 @@ from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, RootName, digest_o
 from tokenbus.worker.engine.kv.retention import SessionKey
 
 
-class Run:
+class TokenRun:
     """A node of the tree: token ids as bytes, behind those of its parent."""
 
     __slots__ = ("checkpoint", "children", "end", "parent", "tokens")
 
-    def __init__(self, parent: "Run | None", tokens: bytes) -> None:
+    def __init__(self, parent: "TokenRun | None", tokens: bytes) -> None:
         self.parent = parent
         self.tokens = tokens
         self.end: int = (0 if parent is None else parent.end) + len(tokens) // TOKEN_BYTES
-        self.children: dict[bytes, Run] = {}
+        self.children: dict[bytes, TokenRun] = {}
         """By their first token."""
         self.checkpoint: Checkpoint | None = None
         """The checkpoint at its end, if there is one."""
 
     def __repr__(self) -> str:
-        return f"<Run up to {self.end}, {len(self.children)} children, {self.checkpoint!r}>"
+        return f"<TokenRun up to {self.end}, {len(self.children)} children, {self.checkpoint!r}>"
 
 
 class Checkpoint:
@@ -49,7 +49,7 @@ class Checkpoint:
         "state_copy",
     )
 
-    def __init__(self, root: RootName, base: "Checkpoint | None", node: Run | None, tokens: bytes) -> None:
+    def __init__(self, root: RootName, base: "Checkpoint | None", node: TokenRun | None, tokens: bytes) -> None:
         """`tokens` are all of the prefix that ends at it."""
         self.root = root
         """The domain in whose tree it is."""
@@ -59,7 +59,7 @@ class Checkpoint:
         self.end: int = len(tokens) // TOKEN_BYTES
         self.digest = digest_of(self.base_digest + tokens[TOKEN_BYTES * self.start :])
         """A digest of the tokens, by those of the checkpoints on which it stands."""
-        self.node: Run | None = node
+        self.node: TokenRun | None = node
         """Its place in the tree; None once it is gone."""
         self.kv_copy: int | None = None
         self.state_copy: int | None = None
@@ -106,7 +106,7 @@ class Checkpoint:
         return found[::-1]
 
 
-class Match(NamedTuple):
+class CheckpointMatch(NamedTuple):
     """The part of a prompt that is known."""
 
     num_known: int
@@ -115,7 +115,7 @@ class Match(NamedTuple):
     """The deepest checkpoint among them from which a lane can go on."""
 
 
-def match(root: Run, tokens: bytes, max_tokens: int) -> Match:
+def match(root: TokenRun, tokens: bytes, max_tokens: int) -> CheckpointMatch:
     """Returns what is known of a run of tokens, with a checkpoint at `max_tokens` at the deepest."""
     deepest: Checkpoint | None = None
     node, at = root, 0
@@ -124,28 +124,28 @@ def match(root: Run, tokens: bytes, max_tokens: int) -> Match:
             deepest = node.checkpoint
         child = node.children.get(_token(tokens, at))
         if child is None:
-            return Match(at, deepest)
+            return CheckpointMatch(at, deepest)
         at += _num_common(child, tokens, at)
         if at < child.end:
-            return Match(at, deepest)
+            return CheckpointMatch(at, deepest)
         node = child
 
 
-def insert(root: Run, tokens: bytes) -> Run:
+def insert(root: TokenRun, tokens: bytes) -> TokenRun:
     """Returns the node at which a run of tokens ends, which is made if there is none."""
     node = root
     while node.end * TOKEN_BYTES < len(tokens):
         first = _token(tokens, node.end)
         child = node.children.get(first)
         if child is None:
-            child = node.children[first] = Run(node, tokens[TOKEN_BYTES * node.end :])
+            child = node.children[first] = TokenRun(node, tokens[TOKEN_BYTES * node.end :])
         elif (common := _num_common(child, tokens, node.end)) * TOKEN_BYTES < len(child.tokens):
             child = _split(child, common)
         node = child
     return node
 
 
-def remove(node: Run) -> None:
+def remove(node: TokenRun) -> None:
     """Removes a node's checkpoint, and all nodes that lead to none then."""
     node.checkpoint = None
     while node.parent is not None and node.checkpoint is None and not node.children:
@@ -153,18 +153,18 @@ def remove(node: Run) -> None:
         node = node.parent
 
 
-def _split(node: Run, num_tokens: int) -> Run:
+def _split(node: TokenRun, num_tokens: int) -> TokenRun:
     """Cuts a node behind its first tokens; returns the first part."""
     parent, cut = node.parent, num_tokens * TOKEN_BYTES
     assert parent is not None
-    first = Run(parent, node.tokens[:cut])
+    first = TokenRun(parent, node.tokens[:cut])
     parent.children[_token(node.tokens, 0)] = first
     node.parent, node.tokens = first, node.tokens[cut:]
     first.children[_token(node.tokens, 0)] = node
     return first
 
 
-def _num_common(child: Run, tokens: bytes, at: int) -> int:
+def _num_common(child: TokenRun, tokens: bytes, at: int) -> int:
     """Returns how many tokens of a node are those from `at` on. No more than these are copied: a prompt may be long."""
     start = TOKEN_BYTES * at
     return num_common_tokens(child.tokens, tokens[start : start + len(child.tokens)])

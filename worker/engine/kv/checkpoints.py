@@ -21,46 +21,15 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Listing
-from typing import NamedTuple
 
 from tokenbus.protocol.wire import block_hash
+from tokenbus.worker.contract.contract import CheckpointSizes
 from tokenbus.worker.engine.kv import checkpoint_tree, prefix_tree
-from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint, Match, Run
+from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint, CheckpointMatch, TokenRun
 from tokenbus.worker.engine.kv.ops import Discard, Offload, Onload, OpQueue, RestoreState, SaveState
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain, KvEvents, RootName, StoredBlock
 from tokenbus.worker.engine.kv.recovered_checkpoints import recovered_checkpoints
 from tokenbus.worker.engine.kv.retention import DEFAULT_LIMITS, Retention, RetentionLimits, SessionKey
-
-
-class CheckpointSizes(NamedTuple):
-    """The host memory that checkpoints may take, and how much they do."""
-
-    budget_bytes: int
-    state_bytes: int
-    """The size of a copy of the partial state, at the most."""
-    token_bytes: int
-    """The size of the KV of a token; 0 for a model without any."""
-    copy_bytes: int = 0
-    """The size of a copy of KV beside its tokens'."""
-    slot_bytes: int = 0
-    """Copies take slots of this size; 0: they take what they have."""
-    slot_data_bytes: int = 1
-    """The bytes of a copy that a slot has room for."""
-    slot_tokens: int = 1
-    """The tokens of a copy that a slot has room for."""
-
-    def kv_bytes(self, num_tokens: int) -> int:
-        """Returns the memory that a copy of the KV of tokens takes."""
-        return self._taken(self.copy_bytes + num_tokens * self.token_bytes, num_tokens) if self.token_bytes else 0
-
-    def state_copy_bytes(self, num_tokens: int) -> int:
-        """Returns the memory that a copy of a state takes, which is labelled with tokens where it has no KV."""
-        return self._taken(self.state_bytes, 0 if self.token_bytes else num_tokens)
-
-    def _taken(self, num_bytes: int, num_tokens: int) -> int:
-        if not self.slot_bytes:
-            return num_bytes
-        return self.slot_bytes * max(1, -(-num_bytes // self.slot_data_bytes), -(-num_tokens // self.slot_tokens))
 
 
 class Checkpoints:
@@ -80,7 +49,7 @@ class Checkpoints:
         self._max_count = max_count
         self._ops = ops
         self._fingerprint = fingerprint
-        self._roots: dict[RootName, Run] = {}
+        self._roots: dict[RootName, TokenRun] = {}
         """The trees of domains that have a checkpoint: clients can invent any number of domains."""
         self._states: OrderedDict[Checkpoint, None] = OrderedDict()
         """Checkpoints with a state, the least recently used first."""
@@ -104,11 +73,11 @@ class Checkpoints:
     def __len__(self) -> int:
         return len(self._states)
 
-    def match(self, domain: Domain, token_ids: "array[int]", max_tokens: int) -> Match:
+    def match(self, domain: Domain, token_ids: "array[int]", max_tokens: int) -> CheckpointMatch:
         """Returns how much of a prefix is known, and the deepest checkpoint within its first `max_tokens` tokens."""
         root = self._roots.get(self._root_name(domain))
         if root is None:
-            return Match(0, None)
+            return CheckpointMatch(0, None)
         return checkpoint_tree.match(root, block_hash.pack_token_ids(token_ids), max_tokens)
 
     def restore(self, checkpoint: Checkpoint, lane: int) -> None:
@@ -129,7 +98,7 @@ class Checkpoints:
         `base` is one from which the lane went on, or that was made of it."""
         tokens = block_hash.pack_token_ids(token_ids[:end])
         name = self._root_name(domain)
-        root = self._roots.setdefault(name, Run(None, b""))
+        root = self._roots.setdefault(name, TokenRun(None, b""))
         found = checkpoint_tree.match(root, tokens, end).checkpoint
         if found is not None and found.end == end:
             self._states.move_to_end(found)
@@ -178,7 +147,7 @@ class Checkpoints:
         found, rejected = recovered_checkpoints(copies, has_kv=self._has_kv)
         ages = {copy_id: age for age, (copy_id, _) in enumerate(copies)}
         for one, tokens in found:
-            one.node = checkpoint_tree.insert(self._roots.setdefault(one.root, Run(None, b"")), tokens)
+            one.node = checkpoint_tree.insert(self._roots.setdefault(one.root, TokenRun(None, b"")), tokens)
             one.node.checkpoint = one
             if one.base is not None:
                 one.base.num_dependents += 1

@@ -14,11 +14,12 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence as Listing
 
+from tokenbus.worker.contract.contract import CheckpointSizes
 from tokenbus.worker.engine.kv import exchange
 from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint
 from tokenbus.worker.engine.kv.checkpointed import CheckpointedAllocation
-from tokenbus.worker.engine.kv.checkpoints import Checkpoints, CheckpointSizes
+from tokenbus.worker.engine.kv.checkpoints import Checkpoints
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
 from tokenbus.worker.engine.kv.prefix_tree import Block, BlockLabel, Domain, KvEvents
 from tokenbus.worker.engine.kv.retention import (

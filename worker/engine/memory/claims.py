@@ -18,14 +18,14 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from tokenbus.worker.engine import device_memory
-from tokenbus.worker.engine.device_memory import HOST, DeviceMemory, HostLimit
 from tokenbus.worker.engine.memory.room import UNLIMITED, OtherClaim, Room, room_of
+from tokenbus.worker.files import device_memory
+from tokenbus.worker.files.device_memory import HOST, DeviceMemory, HostLimit
 
 HOST_CACHE = "host cache"
 """The name among devices of what copies of blocks may take of the host's memory."""
 COPIES_NAME = "tokenbus-host-cache"
-"""The name of files in memory for copies of blocks (worker/frontend/host_memory.py)."""
+"""The name of files in memory for copies of blocks (worker/replica/host_memory.py)."""
 _BLOCK_BYTES = 512
 _LOCK = "lock"
 _LOCK_TIMEOUT_S = 10.0

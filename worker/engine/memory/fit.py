@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from tokenbus.worker.contract.engine_errors import ModelTooLargeError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.host_cache import sizing
-from tokenbus.worker.engine.memory.need import MemoryNeed, ModelFacts, Placement, Sizes, estimate, mib
+from tokenbus.worker.engine.memory.need import DevicePlacement, MemoryNeed, ModelFacts, Sizes, estimate, mib
 from tokenbus.worker.engine.memory.room import Room
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelTooLargeError
 
 _UNKNOWN_CONTEXT = 8_192
 """The tokens for which a model counts as trained if its files don't say."""
@@ -37,7 +37,7 @@ class Rooms(NamedTuple):
 
     host: Room
     gpu: Room | None = None
-    placement: Placement = Placement()
+    placement: DevicePlacement = DevicePlacement()
 
     def allow(self, need: MemoryNeed, bytes_of: Callable[[Room], int]) -> bool:
         """Whether a need fits into as many bytes of each device as `bytes_of` says."""
@@ -49,7 +49,7 @@ class Rooms(NamedTuple):
         return self.allow(need, lambda room: room.chosen_bytes)
 
 
-def default_kv_tokens(length: int, settings: EngineSettings, placement: Placement) -> int:
+def default_kv_tokens(length: int, settings: EngineSettings, placement: DevicePlacement) -> int:
     """Returns the tokens of KV memory for all sequences of that length together, if no setting says how many.
 
     A GPU has no other use for its memory, and clears it in no time."""
@@ -107,7 +107,7 @@ def place(
     settings: EngineSettings,
     gpu: Room,
     num_gpus: int,
-) -> Placement:
+) -> DevicePlacement:
     """Returns which of a model's layers go to GPUs: those that the settings ask for, or the most that fit there, with
     keys and values of a context that is not too short. `layers` has the size of the weights of each.
 
@@ -120,10 +120,10 @@ def place(
     for count in range(most if asked < 0 else min(asked, most), 0, -1):
         # the output comes first, then layers from the last one on
         there = output_bytes + sum(layers[most - count :])
-        placement = Placement(count, there, (count - 1) / max(1, len(layers)), num_gpus)
+        placement = DevicePlacement(count, there, (count - 1) / max(1, len(layers)), num_gpus)
         if asked >= 0 or need.gpu_bytes(placement) + lost <= gpu.chosen_bytes:
             return placement
-    return Placement()
+    return DevicePlacement()
 
 
 def _least(facts: ModelFacts, settings: EngineSettings, wish: Sizes) -> Sizes:

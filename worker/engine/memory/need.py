@@ -4,7 +4,7 @@ The parts were compared with what engines really take (decision 0064)."""
 
 from typing import NamedTuple
 
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.contract.engine_settings import EngineSettings
 
 _MIB = 1 << 20
 _PROCESS_BYTES = 96 * _MIB
@@ -52,7 +52,7 @@ class ModelFacts(NamedTuple):
     """Whether the model generates nothing: a whole input is computed at once, and no prefix is kept."""
 
 
-class Placement(NamedTuple):
+class DevicePlacement(NamedTuple):
     """The part of a model that is on GPUs."""
 
     gpu_layers: int = 0
@@ -94,12 +94,12 @@ class MemoryNeed(NamedTuple):
     def total_bytes(self) -> int:
         return self.weight_bytes + self.kv_bytes + self.compute_bytes + self.host_cache_bytes
 
-    def gpu_bytes(self, placement: Placement) -> int:
+    def gpu_bytes(self, placement: DevicePlacement) -> int:
         """Returns the part of it that is on GPUs."""
         there = placement.weight_bytes + int(self.kv_bytes * placement.layer_share)
         return there + self.step_bytes * placement.num_gpus
 
-    def host_bytes(self, placement: Placement) -> int:
+    def host_bytes(self, placement: DevicePlacement) -> int:
         """Returns the part of it that is in the host's memory, which prepares each step for the GPUs too."""
         return (
             self.total_bytes

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tokenbus.worker.engine.device_memory import DeviceMemory
+from tokenbus.worker.files.device_memory import DeviceMemory
 
 _RESERVE_SHARE = 16
 _LEAST_RESERVE = 512 << 20

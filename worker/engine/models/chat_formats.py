@@ -10,10 +10,10 @@ from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.prompt.rendering import PromptPieces, Renderer
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire.messages import ChatMessage
-from tokenbus.worker.chat_format.chat_format import ChatFormat
 from tokenbus.worker.chat_format.inference.infer import infer_format
 from tokenbus.worker.chat_format.inference.probe import Render
 from tokenbus.worker.chat_format.known_formats import known_format
+from tokenbus.worker.contract.chat_format import ChatFormat
 from tokenbus.worker.engine.models import features
 
 _CPU_S = 2.0

@@ -1,6 +1,6 @@
 """The features of an engine that samples from the logits of every token."""
 
-from tokenbus.worker.chat_format.chat_format import ChatFormat
+from tokenbus.worker.contract.chat_format import ChatFormat
 
 _FEATURES = (
     "generate",

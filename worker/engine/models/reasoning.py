@@ -1,9 +1,9 @@
 """Finds out whether the reasoning of a loaded model can be closed, by its chat format and its tokenizer."""
 
-from tokenbus.worker.chat_format.chat_format import ChatFormat
-from tokenbus.worker.chat_format.chat_rules import ChatRules
-from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens, PartEncoder
+from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
+from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
+from tokenbus.worker.contract.chat_format import ChatFormat
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens, PartEncoder
 
 
 def closer_of(chat_format: ChatFormat | None, model: ModelTokens, missing: dict[str, str]) -> ReasoningCloser | None:

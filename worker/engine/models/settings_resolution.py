@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.host_cache import sizing
-from tokenbus.worker.engine.models.generation_config import GenerationConfig
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.files.generation_config import GenerationConfig
 
 AUTO = -1
 """The value of a setting that is left to the engine, where 0 has a meaning of its own."""
@@ -18,7 +18,7 @@ _DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_NUM_SEQS = 16
 
 
-class Rule(NamedTuple):
+class SettingRule(NamedTuple):
     """A condition that a setting must meet."""
 
     flag: str
@@ -28,7 +28,7 @@ class Rule(NamedTuple):
     """The values that are allowed, in the words of the error message."""
 
 
-def require(rules: Iterable[Rule]) -> None:
+def require(rules: Iterable[SettingRule]) -> None:
     """Raises ModelError for the first rule that does not hold, naming the setting and what it may be."""
     for rule in rules:
         if not rule.holds:
@@ -53,19 +53,21 @@ def resolve(settings: EngineSettings, generation_config: GenerationConfig, *, ma
     )
 
 
-def common_rules(settings: EngineSettings, *, max_num_seqs: int) -> Iterator[Rule]:
+def common_rules(settings: EngineSettings, *, max_num_seqs: int) -> Iterator[SettingRule]:
     """Returns the rules for settings that every engine has, before or after `resolve`."""
     num_seqs, block_size = settings.max_num_seqs, settings.kv_block_size
     batched, least = settings.max_num_batched_tokens, max(num_seqs, 1)
     scheduler = settings.scheduler
     blocks = scheduler.max_cached_blocks
-    yield Rule("--max-num-seqs", num_seqs, num_seqs == AUTO or 1 <= num_seqs <= max_num_seqs, f"1 to {max_num_seqs}")
-    yield Rule("--kv-block-size", block_size, block_size == AUTO or block_size >= 1, "at least 1")
-    yield Rule("--max-num-batched-tokens", batched, batched > least, f"above --max-num-seqs ({least})")
-    yield Rule("--threads", settings.threads, settings.threads >= 0, "0 or more")
-    yield Rule("--expected-tokens", scheduler.expected_tokens, scheduler.expected_tokens >= 0, "0 or more")
-    yield Rule("--priority-s", scheduler.priority_s, 0 <= scheduler.priority_s <= 3_600, "0 to 3,600")
-    yield Rule("--host-cache-mib", settings.host_cache_mib, settings.host_cache_mib >= AUTO, "0 or more")
+    yield SettingRule(
+        "--max-num-seqs", num_seqs, num_seqs == AUTO or 1 <= num_seqs <= max_num_seqs, f"1 to {max_num_seqs}"
+    )
+    yield SettingRule("--kv-block-size", block_size, block_size == AUTO or block_size >= 1, "at least 1")
+    yield SettingRule("--max-num-batched-tokens", batched, batched > least, f"above --max-num-seqs ({least})")
+    yield SettingRule("--threads", settings.threads, settings.threads >= 0, "0 or more")
+    yield SettingRule("--expected-tokens", scheduler.expected_tokens, scheduler.expected_tokens >= 0, "0 or more")
+    yield SettingRule("--priority-s", scheduler.priority_s, 0 <= scheduler.priority_s <= 3_600, "0 to 3,600")
+    yield SettingRule("--host-cache-mib", settings.host_cache_mib, settings.host_cache_mib >= AUTO, "0 or more")
     policy, policies = settings.host_cache_policy, sizing.POLICIES
-    yield Rule("--host-cache-policy", policy, policy in policies, f"one of {', '.join(policies)}")
-    yield Rule("--max-cached-blocks", blocks, blocks is None or blocks >= 0, "0 or more")
+    yield SettingRule("--host-cache-policy", policy, policy in policies, f"one of {', '.join(policies)}")
+    yield SettingRule("--max-cached-blocks", blocks, blocks is None or blocks >= 0, "0 or more")

@@ -6,14 +6,15 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from tokenbus.protocol.wire import limits, messages
-from tokenbus.worker.engine.draws import Matrix
-from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.draws import Matrix
+from tokenbus.worker.engine.device.pooling_runner import PoolingRunner
+from tokenbus.worker.engine.device.runner import BatchLimits, WholePass
+from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.model import OnnxModel
-from tokenbus.worker.engine.onnx.model_config import pooling_mode
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
-from tokenbus.worker.engine.pooling_runner import PoolingRunner
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import BatchLimits, ModelError, WholePass
+from tokenbus.worker.files.onnx_model_config import pooling_mode
 
 _DEFAULT_LENGTH = 512
 _CLOSE = 1e-2

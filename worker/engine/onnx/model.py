@@ -10,29 +10,29 @@ import onnxruntime
 import structlog
 import xxhash
 
-from tokenbus.worker import contract
-from tokenbus.worker.engine.device_memory import DeviceMemory
-from tokenbus.worker.engine.models import chat_formats, generation_config
-from tokenbus.worker.engine.models.model_files import ModelFiles, source_name
-from tokenbus.worker.engine.onnx import device, model_config
-from tokenbus.worker.engine.onnx.device import Device
-from tokenbus.worker.engine.onnx.graphs import external_data, graph, graph_edits
+from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.loaded_models import LoadedModels
+from tokenbus.worker.engine.device.runner import Embedder
+from tokenbus.worker.engine.models import chat_formats
+from tokenbus.worker.engine.onnx.graphs import device, external_data, graph, graph_edits
+from tokenbus.worker.engine.onnx.graphs.device import Device
 from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
 from tokenbus.worker.engine.onnx.graphs.session import Session
 from tokenbus.worker.engine.onnx.lora import projections
-from tokenbus.worker.engine.onnx.lora.matrices import LoadedAdapter, no_adapters
+from tokenbus.worker.engine.onnx.lora.matrices import OnnxAdapter, no_adapters
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
-from tokenbus.worker.engine.process.loaded_models import LoadedModels
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import Embedder, ModelError
-from tokenbus.worker.models import in_use
+from tokenbus.worker.files import generation_config, in_use, onnx_model_config
+from tokenbus.worker.files.device_memory import DeviceMemory
+from tokenbus.worker.files.model_files import ModelFiles, source_name
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4_096
 
 
-class ModelKey(NamedTuple):
+class OnnxModelKey(NamedTuple):
     """The properties that replicas must have in common to share a model."""
 
     weights: Path
@@ -40,8 +40,8 @@ class ModelKey(NamedTuple):
     device_memory_mib: int
 
 
-def model_key(files: ModelFiles, settings: EngineSettings, device: Device) -> ModelKey:
-    return ModelKey(files.weights.resolve(), device, settings.onnx.device_memory_mib)
+def model_key(files: ModelFiles, settings: EngineSettings, device: Device) -> OnnxModelKey:
+    return OnnxModelKey(files.weights.resolve(), device, settings.onnx.device_memory_mib)
 
 
 class OnnxModel:
@@ -51,7 +51,7 @@ class OnnxModel:
         where = str(files.weights)
         self.device = device
         self.files = files
-        self.model_config = model_config.read(files.sidecars)
+        self.model_config = onnx_model_config.read(files.sidecars)
         self.generation_config = generation_config.read(files.sidecars, {})
         model = external_data.load(files.weights)
         self.graph = graph.read(model, where, self.model_config.head_sizes)
@@ -62,7 +62,7 @@ class OnnxModel:
         self.bytes_per_token = self.graph.bytes_per_token * (1 if self.graph.uses_gqa else 2)
         generates = self.graph.logits is not None
         self.projections = projections.find(model, self.graph.kv_width) if generates else ()
-        self.adapters: LoadedModels[LoadedAdapter] = LoadedModels()
+        self.adapters: LoadedModels[OnnxAdapter] = LoadedModels()
         """The adapters of all replicas of the model."""
         self._settings = settings
         self.takes_adapters = False

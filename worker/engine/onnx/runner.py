@@ -9,42 +9,37 @@ import structlog
 
 from tokenbus.protocol.process import memory
 from tokenbus.protocol.wire import codec, internal
-from tokenbus.worker import engine_request
-from tokenbus.worker.engine import poison
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
-from tokenbus.worker.engine.device_memory import DeviceMemory
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
+from tokenbus.worker.engine.device import poison
+from tokenbus.worker.engine.device.loaded_models import LoadedModels
+from tokenbus.worker.engine.device.logits_health import LogitsHealth
+from tokenbus.worker.engine.device.runner import Embedder, Reranker, Runner, RunnerAdapters
+from tokenbus.worker.engine.device.sampler import Sampler
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
-from tokenbus.worker.engine.logits_health import LogitsHealth
-from tokenbus.worker.engine.models import features, generation_config, reasoning
-from tokenbus.worker.engine.models.model_files import ModelFiles
-from tokenbus.worker.engine.onnx import device, embedder, host_moves, probe, row_memory, settings_resolution
-from tokenbus.worker.engine.onnx.arrays import Array
-from tokenbus.worker.engine.onnx.cache import saved_tokens
+from tokenbus.worker.engine.models import features, reasoning
+from tokenbus.worker.engine.onnx import embedder, host_moves, probe, settings_resolution
+from tokenbus.worker.engine.onnx.adapters import ReplicaAdapters
+from tokenbus.worker.engine.onnx.cache import row_memory, saved_tokens
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, DecodeResult, KvCache
 from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
 from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
+from tokenbus.worker.engine.onnx.graphs import device
+from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs
-from tokenbus.worker.engine.onnx.layout import OnnxLayout
-from tokenbus.worker.engine.onnx.lora.adapters import ReplicaAdapters
 from tokenbus.worker.engine.onnx.model import OnnxModel, model_key
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
-from tokenbus.worker.engine.process.loaded_models import LoadedModels
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import (
-    Adapters,
-    DeviceError,
-    Embedder,
-    InsufficientMemoryError,
-    ModelError,
-    Reranker,
-    Runner,
-)
-from tokenbus.worker.engine.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
+from tokenbus.worker.files import generation_config
+from tokenbus.worker.files.device_memory import DeviceMemory
+from tokenbus.worker.files.model_files import ModelFiles
+from tokenbus.worker.files.onnx_layout import OnnxLayout
 from tokenbus.worker.models import find
 
 
@@ -104,7 +99,7 @@ class OnnxRunner:
         self.reasoning_closer = reasoning.closer_of(model.chat_format, model_tokens, self._missing)
         self._takes_adapters = model.takes_adapters
         self._adapters = ReplicaAdapters(model, self._cache.drop_bindings) if model.projections else None
-        self.adapters: Adapters | None = self._adapters
+        self.adapters: RunnerAdapters | None = self._adapters
         offered = features.with_sampler(
             chat=self._tokenizer.supports_chat,
             ends=bool(self.end_token_ids),

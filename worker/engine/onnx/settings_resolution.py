@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tokenbus.worker.engine.models.generation_config import GenerationConfig
-from tokenbus.worker.engine.models.settings_resolution import AUTO, Rule, common_rules, require, resolve
-from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, named
-from tokenbus.worker.engine.process.settings import CHOICES, EngineSettings
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import CHOICES, EngineSettings
+from tokenbus.worker.engine.models.settings_resolution import AUTO, SettingRule, common_rules, require, resolve
+from tokenbus.worker.engine.onnx.graphs.device import EXECUTION_PROVIDERS, named
+from tokenbus.worker.files.generation_config import GenerationConfig
 
 _SHORT_CONTEXT = 4_096
 """The context that a model has without a setting where memory is short, if it was made for so much."""
@@ -75,19 +75,19 @@ def validate(settings: EngineSettings) -> None:
         raise ModelError("--devices says what --provider and --device-id say; pass only one of these")
 
 
-def _rules(settings: EngineSettings) -> Iterator[Rule]:
+def _rules(settings: EngineSettings) -> Iterator[SettingRule]:
     onnx, context, kv = settings.onnx, settings.context_length, settings.kv_tokens
-    yield Rule("--provider", onnx.provider, onnx.provider in _PROVIDERS, f"one of {', '.join(_PROVIDERS)}")
+    yield SettingRule("--provider", onnx.provider, onnx.provider in _PROVIDERS, f"one of {', '.join(_PROVIDERS)}")
     devices = settings.devices
-    yield Rule("--devices", ",".join(devices), all(map(named, devices)), "one of cpu, cuda:0, cuda:1, ...")
+    yield SettingRule("--devices", ",".join(devices), all(map(named, devices)), "one of cpu, cuda:0, cuda:1, ...")
     pooling, modes = settings.pooling, CHOICES["pooling"]
-    yield Rule("--pooling", pooling, pooling in modes, f"one of {', '.join(modes)}")
-    yield Rule("--device-id", onnx.device_id, onnx.device_id >= 0, "0 or more")
-    yield Rule("--device-memory-mib", onnx.device_memory_mib, onnx.device_memory_mib >= 0, "0 or more")
-    yield Rule("--min-free-mib", onnx.min_free_mib, onnx.min_free_mib >= 0, "0 or more")
-    yield Rule("--max-paddings", onnx.max_paddings, onnx.max_paddings >= AUTO, "0 or more")
-    yield Rule("--context-length", context, context >= 0, "at least 1, or 0 to have it chosen")
-    yield Rule("--kv-tokens", kv, kv >= 0, "at least one context, or 0 to have it chosen")
+    yield SettingRule("--pooling", pooling, pooling in modes, f"one of {', '.join(modes)}")
+    yield SettingRule("--device-id", onnx.device_id, onnx.device_id >= 0, "0 or more")
+    yield SettingRule("--device-memory-mib", onnx.device_memory_mib, onnx.device_memory_mib >= 0, "0 or more")
+    yield SettingRule("--min-free-mib", onnx.min_free_mib, onnx.min_free_mib >= 0, "0 or more")
+    yield SettingRule("--max-paddings", onnx.max_paddings, onnx.max_paddings >= AUTO, "0 or more")
+    yield SettingRule("--context-length", context, context >= 0, "at least 1, or 0 to have it chosen")
+    yield SettingRule("--kv-tokens", kv, kv >= 0, "at least one context, or 0 to have it chosen")
 
 
 def max_paddings(settings: EngineSettings, generation_config: GenerationConfig) -> int:

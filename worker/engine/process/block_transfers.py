@@ -8,11 +8,11 @@ from collections.abc import Sequence as Listing
 
 import structlog
 
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
+from tokenbus.worker.engine.device.runner import Copies, Runner
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine.runner import Copies, Runner
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 
 

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 import msgspec
 
 from tokenbus.protocol.wire import block_hash, errors, internal, messages
-from tokenbus.worker import contract, engine_output, engine_request
-from tokenbus.worker.engine.device_memory import DeviceMemory
-from tokenbus.worker.engine.host_cache.recovery import Recovery
+from tokenbus.worker.contract import contract, engine_output, engine_request
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
 from tokenbus.worker.engine.kv.retention import CacheHint
 from tokenbus.worker.engine.logits_summary import LogitsSummary
-from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.files.device_memory import DeviceMemory
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -27,11 +27,11 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 _MAX_DESCRIPTORS_AT_ONCE = 128
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class IpcMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The base class of all messages."""
 
 
-class Add(Message, frozen=True):
+class Add(IpcMessage, frozen=True):
     """Frontend to engine: compute a sequence, which fits the KV memory."""
 
     seq_no: int
@@ -64,45 +64,45 @@ class Add(Message, frozen=True):
         return CacheHint((self.tenant, session) if session else None, self.cache_ttl_s)
 
 
-class Abort(Message, frozen=True):
+class Abort(IpcMessage, frozen=True):
     """Frontend to engine: end a sequence. The engine reports its finish reason."""
 
     seq_no: int
 
 
-class TokenizeCall(Message, frozen=True):
-    """Frontend to engine: tokenize a text or conversation. The `TokenizeResult` has the same call id."""
+class TokenizeCall(IpcMessage, frozen=True):
+    """Frontend to engine: tokenize a text or conversation. The `TokenizeCallResult` has the same call id."""
 
     call_id: int
     request: internal.Tokenize
 
 
-class EmbedCall(Message, frozen=True):
+class EmbedCall(IpcMessage, frozen=True):
     """Frontend to engine: compute embeddings. The `PoolResult` has the same call id."""
 
     call_id: int
     request: internal.Embed
 
 
-class RerankCall(Message, frozen=True):
+class RerankCall(IpcMessage, frozen=True):
     """Frontend to engine: score documents. The `PoolResult` has the same call id."""
 
     call_id: int
     request: internal.Rerank
 
 
-class AbortPooling(Message, frozen=True):
+class AbortPooling(IpcMessage, frozen=True):
     """Frontend to engine: drop the inputs of an `EmbedCall` or `RerankCall` that are not yet computed. Nothing is
     reported."""
 
     call_id: int
 
 
-class ClearCache(Message, frozen=True):
+class ClearCache(IpcMessage, frozen=True):
     """Frontend to engine: drop every cached block that no sequence uses."""
 
 
-class RetainSession(Message, frozen=True):
+class RetainSession(IpcMessage, frozen=True):
     """Frontend to engine: keep what a session has left in the cache for that long; with 0, it goes first."""
 
     tenant: str
@@ -110,20 +110,20 @@ class RetainSession(Message, frozen=True):
     ttl_s: float
 
 
-class LoadAdapter(Message, frozen=True):
+class LoadAdapter(IpcMessage, frozen=True):
     """Frontend to engine: load an adapter while steps go on. The `AdapterResult` has the same call id."""
 
     call_id: int
     path: str
 
 
-class UnloadAdapter(Message, frozen=True):
+class UnloadAdapter(IpcMessage, frozen=True):
     """Frontend to engine: reverse one `LoadAdapter`. Sequences that were added before keep the adapter."""
 
     digest: str
 
 
-class ExportBlocks(Message, frozen=True):
+class ExportBlocks(IpcMessage, frozen=True):
     """Frontend to engine: send the contents of cached blocks. The `ExportedBlocks` has the same call id."""
 
     call_id: int
@@ -133,7 +133,7 @@ class ExportBlocks(Message, frozen=True):
     is_last: bool = False
 
 
-class PutBlocks(Message, frozen=True):
+class PutBlocks(IpcMessage, frozen=True):
     """Frontend to engine: cache blocks that another engine has computed."""
 
     prefix: contract.CachedPrefix
@@ -141,11 +141,11 @@ class PutBlocks(Message, frozen=True):
     blocks: list[bytes]
 
 
-class ReadMemory(Message, frozen=True):
+class ReadMemory(IpcMessage, frozen=True):
     """Frontend to engine: say how much memory of the devices is free, with a `MemoryRead`."""
 
 
-class OpenReplica(Message, frozen=True):
+class OpenReplica(IpcMessage, frozen=True):
     """Frontend to engine process, with a socket beside it: run a replica that is served over that socket."""
 
     number: int
@@ -154,13 +154,13 @@ class OpenReplica(Message, frozen=True):
     """Whether there is a file beside it too, for copies of blocks."""
 
 
-class ReplicaClosed(Message, frozen=True):
+class ReplicaClosed(IpcMessage, frozen=True):
     """Engine process to frontend: a replica has ended and freed its memory."""
 
     number: int
 
 
-class ExitReason(Message, frozen=True):
+class ExitReason(IpcMessage, frozen=True):
     """Engine process to frontend: why the process is about to end."""
 
     text: str
@@ -183,13 +183,13 @@ Command = (
 )
 
 
-class Loading(Message, frozen=True):
+class Loading(IpcMessage, frozen=True):
     """Engine to frontend: how much of the model is loaded, from 0 to 1."""
 
     fraction: float
 
 
-class LoadFailed(Message, frozen=True):
+class LoadFailed(IpcMessage, frozen=True):
     """Engine to frontend: the model can't be loaded; the message says what to do."""
 
     message: str
@@ -197,25 +197,25 @@ class LoadFailed(Message, frozen=True):
     """Whether there is too little memory for it."""
 
 
-class Ready(Message, frozen=True):
+class Ready(IpcMessage, frozen=True):
     """Engine to frontend: the model is loaded."""
 
     config: contract.EngineConfig
     token_bytes: list[bytes]
     bundle: bytes | None
-    recovery: Recovery = Recovery()
+    recovery: RecoveredCopies = RecoveredCopies()
     """The copies of an earlier engine that this one has found."""
     stored: list[tuple[int, int]] = []
     """The blocks that are cached from the start, as in a `StepReport`."""
 
 
-class StepIsolated(Message, frozen=True):
+class StepIsolated(IpcMessage, frozen=True):
     """Engine to frontend: from now on the steps hold this sequence and no other, until it has a token."""
 
     seq_no: int
 
 
-class MemoryPoisoned(Message, frozen=True):
+class MemoryPoisoned(IpcMessage, frozen=True):
     """Engine to frontend: non-finite numbers stay in its memory, and it ends. Only these sequences may have left
     them."""
 
@@ -297,13 +297,13 @@ class KvPoolStats(msgspec.Struct, frozen=True, array_like=True):
     """The memory of sequences that it has preempted for other replicas since the last report."""
 
 
-class ConstraintStarted(Message, frozen=True):
+class ConstraintStarted(IpcMessage, frozen=True):
     """Engine to frontend: the engine process itself begins to compile the constraint of a sequence."""
 
     seq_no: int
 
 
-class ConstraintCompiled(Message, frozen=True):
+class ConstraintCompiled(IpcMessage, frozen=True):
     """Engine to frontend: the constraint of a sequence was compiled, or the sequence has ended because it can't be."""
 
     seq_no: int
@@ -313,7 +313,7 @@ class ConstraintCompiled(Message, frozen=True):
     """Whether the problem is the time or memory that it takes."""
 
 
-class StepReport(Message, frozen=True):
+class StepReport(IpcMessage, frozen=True):
     """Engine to frontend: the results of a step. `started` are sequences that got their first lane."""
 
     started: list[int]
@@ -330,7 +330,7 @@ class StepReport(Message, frozen=True):
     """None where it shares no KV memory."""
 
 
-class TokenizeResult(Message, frozen=True):
+class TokenizeCallResult(IpcMessage, frozen=True):
     """Engine to frontend: the answer to a `TokenizeCall`; empty with an error."""
 
     call_id: int
@@ -338,7 +338,7 @@ class TokenizeResult(Message, frozen=True):
     error: errors.Error | None
 
 
-class AdapterResult(Message, frozen=True):
+class AdapterResult(IpcMessage, frozen=True):
     """Engine to frontend: the digest of a loaded adapter; empty with an error."""
 
     call_id: int
@@ -346,7 +346,7 @@ class AdapterResult(Message, frozen=True):
     error: errors.Error | None
 
 
-class ExportedBlocks(Message, frozen=True):
+class ExportedBlocks(IpcMessage, frozen=True):
     """Engine to frontend: the answer to an `ExportBlocks`. `num_cached` are the blocks of the prefix that it has."""
 
     call_id: int
@@ -354,25 +354,25 @@ class ExportedBlocks(Message, frozen=True):
     blocks: list[bytes]
 
 
-class BlocksRefused(Message, frozen=True):
+class BlocksRefused(IpcMessage, frozen=True):
     """Engine to frontend: blocks of another worker were not cached, since one of them can't be used."""
 
     num_blocks: int
 
 
-class MemoryRead(Message, frozen=True):
+class MemoryRead(IpcMessage, frozen=True):
     """Engine to frontend: the memory of its devices besides the host."""
 
     devices: list[DeviceMemory]
 
 
-class PoolingBatch(Message, frozen=True):
+class PoolingBatch(IpcMessage, frozen=True):
     """Engine to frontend: inputs of these calls are computed from now on, and no step; without any, no longer."""
 
     call_ids: list[int]
 
 
-class PoolResult(Message, frozen=True):
+class PoolResult(IpcMessage, frozen=True):
     """Engine to frontend: the answer to an `EmbedCall` or `RerankCall`; empty with an error."""
 
     call_id: int
@@ -391,7 +391,7 @@ Report = (
     | ConstraintStarted
     | ConstraintCompiled
     | StepReport
-    | TokenizeResult
+    | TokenizeCallResult
     | AdapterResult
     | ExportedBlocks
     | BlocksRefused

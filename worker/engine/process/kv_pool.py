@@ -8,11 +8,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.runner import LaneLender
 from tokenbus.worker.engine.kv.ledger import KvLedger, KvUsage, OvercommitError
-from tokenbus.worker.engine.models.model_files import source_name
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import LaneLender, ModelError
+from tokenbus.worker.files.model_files import source_name
 
 _RECLAIM_S = 60.0
 """The time for which fixed memory waits until other replicas have given theirs back: many of their steps."""

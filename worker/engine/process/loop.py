@@ -11,21 +11,27 @@ from typing import NamedTuple
 import structlog
 
 from tokenbus.protocol.wire import block_hash
-from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget
+from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningBudget
+from tokenbus.worker.contract.engine_errors import DeviceError
+from tokenbus.worker.contract.engine_settings import SchedulerSettings
 from tokenbus.worker.engine.constraints.compilation import Compilation
-from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
-from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
+from tokenbus.worker.engine.constraints.grammars.compiled import (
+    CompiledConstraint,
+    CompileJob,
+    CompileStarted,
+    ConstraintRefusal,
+)
+from tokenbus.worker.engine.constraints.grammars.matcher import SequenceMatcher
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
+from tokenbus.worker.engine.device.pooling import PoolingJob, PoolingQueue
+from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.logits_summary import SeenLogits
-from tokenbus.worker.engine.pooling import PoolingJob, PoolingQueue
 from tokenbus.worker.engine.process import ipc, scheduler_setup
 from tokenbus.worker.engine.process.block_transfers import BlockTransfers
 from tokenbus.worker.engine.process.memory_check import MemoryCheck
-from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.process.step_timer import StepTimer
-from tokenbus.worker.engine.runner import DeviceError, Runner
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
@@ -246,10 +252,10 @@ class StepLoop:
         seq_no, seconds, result = compiled
         command = self._compiling.pop(seq_no, None)
         if command is None:  # it was aborted meanwhile
-            if not isinstance(result, Refusal):
+            if not isinstance(result, ConstraintRefusal):
                 result.close()
             return
-        if isinstance(result, Refusal):
+        if isinstance(result, ConstraintRefusal):
             self._report(ipc.ConstraintCompiled(seq_no, seconds, result.problem, result.is_too_costly))
             return
         self._report(ipc.ConstraintCompiled(seq_no, seconds))

@@ -19,15 +19,16 @@ import structlog
 
 from tokenbus.protocol.process import parent
 from tokenbus.protocol.telemetry import logs
+from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.loaded_models import LoadedModels
+from tokenbus.worker.engine.device.runner import LaneLender, Runner
 from tokenbus.worker.engine.host_cache.cache_folder import CacheFolder
 from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine.memory.claims import MemoryClaims
 from tokenbus.worker.engine.process import ipc, replica
 from tokenbus.worker.engine.process.kv_pool import FixedKv, KvPool, KvShare
-from tokenbus.worker.engine.process.loaded_models import LoadedModels
-from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
-from tokenbus.worker.engine.runner import DeviceError, LaneLender, ModelError, Runner
 
 EXIT_DEVICE_FAILED = 3
 """The exit status that tells the frontend that the device is at fault, and not a model."""
@@ -177,9 +178,9 @@ def _make_find(on_exit: OnExit) -> FindLoader:
             raise ModelError(f"--fingerprint must be 1 to 64 of A-Z a-z 0-9 . _ -, got {settings.fingerprint!r}")
         engine = settings.engine
         if engine == "auto":
-            from tokenbus.worker.engine.onnx import layout
+            from tokenbus.worker.files import onnx_layout
 
-            engine = "onnx" if layout.is_onnx_model(settings.model) else "gguf"
+            engine = "onnx" if onnx_layout.is_onnx_model(settings.model) else "gguf"
         if engine not in _LOADERS:
             raise ModelError(f"--engine must be one of auto, {', '.join(_LOADERS)}, got {engine}")
         if engine not in loaders:

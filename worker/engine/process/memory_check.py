@@ -17,10 +17,11 @@ from collections.abc import Sequence as Listing
 
 import structlog
 
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_errors import DeviceError
+from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine.runner import DeviceError, Runner
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 

@@ -13,15 +13,16 @@ from pathlib import Path
 import structlog
 
 from tokenbus.protocol.wire import block_hash, codec, errors
-from tokenbus.worker.engine import pooling
+from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
+from tokenbus.worker.contract.engine_settings import SchedulerSettings
+from tokenbus.worker.engine.device import pooling
+from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.host_cache.cache_folder import CacheFolder
-from tokenbus.worker.engine.host_cache.recovery import Recovery
+from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
 from tokenbus.worker.engine.host_cache.slot_store import RegionError
 from tokenbus.worker.engine.process import ipc, scheduler_setup
 from tokenbus.worker.engine.process.loop import Inbox, LanesChanged, StepLoop
-from tokenbus.worker.engine.process.settings import SchedulerSettings
 from tokenbus.worker.engine.process.step_gate import StepGate
-from tokenbus.worker.engine.runner import ModelError, ModelTooLargeError, Runner
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
 
 _TOKENIZE_GRACE_S = 5.0
@@ -75,7 +76,7 @@ def serve(
         loop = StepLoop(
             runner, inbox, send, step_target_s, scheduler_settings, step_gate, lane_share=lane_share, debug=debug
         )
-        recovery = Recovery() if runner.copies is None else runner.copies.recovery
+        recovery = RecoveredCopies() if runner.copies is None else runner.copies.recovery
         send(ipc.Ready(config, runner.token_bytes, runner.bundle, recovery, loop.take_recovered()))
         loop.run()
     finally:
@@ -156,9 +157,9 @@ def _end_loop_on_error(work: "Future[None]", inbox: Inbox) -> None:
 
 def _tokenize(runner: Runner, call: ipc.TokenizeCall, send: Send) -> None:
     try:
-        result = ipc.TokenizeResult(call.call_id, block_hash.pack_token_ids(runner.tokenize(call.request)), None)
+        result = ipc.TokenizeCallResult(call.call_id, block_hash.pack_token_ids(runner.tokenize(call.request)), None)
     except Exception as error:  # outermost frame: every call gets a result
-        result = ipc.TokenizeResult(call.call_id, b"", _error_for(error))
+        result = ipc.TokenizeCallResult(call.call_id, b"", _error_for(error))
     with contextlib.suppress(OSError):  # the frontend has gone
         send(result)
 

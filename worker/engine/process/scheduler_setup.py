@@ -1,10 +1,11 @@
 """Makes a replica's block pool and scheduler from what its runner offers and the settings ask for."""
 
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import SchedulerSettings
+from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.retention import RetentionLimits
-from tokenbus.worker.engine.process.settings import SchedulerSettings
-from tokenbus.worker.engine.runner import ModelError, Runner
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 

@@ -5,7 +5,7 @@ from array import array
 from typing import NamedTuple
 
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import engine_output
+from tokenbus.worker.contract import engine_output
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence

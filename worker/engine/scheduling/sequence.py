@@ -7,14 +7,14 @@ from collections.abc import Sequence as Listing
 from typing import TYPE_CHECKING
 
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import engine_request
-from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget
+from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningBudget
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.kv.retention import NO_HINT, CacheHint
 
 if TYPE_CHECKING:  # a frontend imports this module, and does not need grammars
-    from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
+    from tokenbus.worker.engine.constraints.grammars.matcher import SequenceMatcher
 
 
 class EngineFinishReason(enum.StrEnum):

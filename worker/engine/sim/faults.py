@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tokenbus.protocol.bus.bus import Bus, Outgoing
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.contract.engine_settings import EngineSettings
 
 _KINDS = ("crash", "hang", "slow", "lose", "poison", "stain")
 

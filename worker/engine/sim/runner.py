@@ -8,18 +8,20 @@ from collections.abc import Sequence as Listing
 
 import xxhash
 
-from tokenbus.protocol.wire import errors, internal, validation
+from tokenbus.protocol.wire import errors, internal
+from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.params import SamplingParams
-from tokenbus.worker import contract, engine_request
-from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
-from tokenbus.worker.engine.device_memory import DeviceMemory
+from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
+from tokenbus.worker.contract import contract, engine_request
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.runner import Embedder, Reranker, RunnerAdapters
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import Adapters, Embedder, ModelError, Reranker
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.engine.sim import faults, timing
+from tokenbus.worker.files.device_memory import DeviceMemory
 
 VOCAB_SIZE = 1_024
 """Small, because a process may have hundreds of replicas, each with a list of its own."""
@@ -63,7 +65,7 @@ class SimRunner:
         self.embedder: Embedder | None = None
         self.reranker: Reranker | None = None
         self.reasoning_closer: ReasoningCloser | None = None
-        self.adapters: Adapters | None = None
+        self.adapters: RunnerAdapters | None = None
         self.logits = None
         self.canary: Listing[int] = (1,)
         self._is_stained = False

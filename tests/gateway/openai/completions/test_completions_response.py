@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.generation.answer_events import AnswerEventReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.openai.completions import response
 from tokenbus.protocol.wire import messages
@@ -29,7 +29,7 @@ def token(text: str, logprob: float = -0.5, *top: tuple[str, float]) -> messages
 
 
 def streamed(form: response.Form, *chunks: tuple[int, messages.Chunk]) -> list[Any]:
-    encoder, readers = response.EventEncoder(HEAD, form), [AnswerReader() for _ in form.echoed * form.n]
+    encoder, readers = response.CompletionEncoder(HEAD, form), [AnswerEventReader() for _ in form.echoed * form.n]
     encoded = [event for number, one in chunks for event in encoder.encode(number, readers[number].read(one))]
     lines = b"".join(encoded + encoder.end()).decode().split("\n\n")
     assert lines.pop() == ""
@@ -40,7 +40,7 @@ def streamed(form: response.Form, *chunks: tuple[int, messages.Chunk]) -> list[A
 def whole(form: response.Form, *answers: list[messages.Chunk]) -> Any:
     readers = []
     for chunks in answers:
-        readers.append(AnswerReader())
+        readers.append(AnswerEventReader())
         for one in chunks:
             readers[-1].read(one)
     return json.loads(response.encode_whole(HEAD, form, readers))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.generation.answer_events import AnswerEventReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
@@ -49,7 +49,7 @@ def parsed(**fields: object) -> request.ParsedResponsesRequest:
 def encoded(*chunks: messages.Chunk, encoder: ResponseEncoder | None = None, **fields: object) -> bytes:
     """The events of chunks of a stream, as they are sent."""
     encoder = encoder or parsed(stream=True, **fields).encoder(HEAD)
-    reader = AnswerReader()
+    reader = AnswerEventReader()
     sent: list[bytes] = []
     for one in chunks:
         events = reader.read(one)
@@ -330,7 +330,7 @@ def test_a_stream_and_a_whole_response_have_the_same_end(
     given: list[dict[str, str]], reason: messages.FinishReason
 ) -> None:
     chunks = [*(chunk(**one) for one in given), chunk(reason, usage=USAGE)]
-    reader = AnswerReader()
+    reader = AnswerEventReader()
     for one in chunks:
         reader.read(one)
     events = events_of(*chunks)

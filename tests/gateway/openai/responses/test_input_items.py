@@ -3,7 +3,7 @@
 from typing import Any
 
 from tokenbus.gateway.openai.responses import encrypted_content
-from tokenbus.gateway.openai.responses.body import ContentPart, InputItem
+from tokenbus.gateway.openai.responses.body import InputContentPart, InputItem
 from tokenbus.gateway.openai.responses.input_items import Conversation
 from tokenbus.protocol.wire.messages import ChatMessage
 
@@ -22,11 +22,11 @@ def messages_of(*items: InputItem) -> list[ChatMessage]:
 
 
 def reasoning(text: str, **fields: Any) -> InputItem:
-    return InputItem(type="reasoning", content=[ContentPart(type="reasoning_text", text=text)], **fields)
+    return InputItem(type="reasoning", content=[InputContentPart(type="reasoning_text", text=text)], **fields)
 
 
 def said(text: str) -> InputItem:
-    return InputItem(type="message", role="assistant", content=[ContentPart(type="output_text", text=text)])
+    return InputItem(type="message", role="assistant", content=[InputContentPart(type="output_text", text=text)])
 
 
 def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -34,11 +34,11 @@ def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def test_a_message_may_be_a_text_or_parts_with_or_without_its_type() -> None:
-    parts = [ContentPart(type="input_text", text="a"), ContentPart(type="text", text="b")]
+    parts = [InputContentPart(type="input_text", text="a"), InputContentPart(type="text", text="b")]
     assert messages_of(
         USER,
         InputItem(type="message", role="developer", content=parts),
-        InputItem(role="assistant", content=[ContentPart(type="refusal", refusal="no")]),
+        InputItem(role="assistant", content=[InputContentPart(type="refusal", refusal="no")]),
     ) == [
         ChatMessage(role="user", content="hi"),
         ChatMessage(role="developer", content="ab"),
@@ -90,7 +90,9 @@ def test_reasoning_comes_back_by_its_content_or_as_we_have_packed_it_and_that_of
 
 def test_a_custom_call_is_that_of_its_function_and_a_namespace_is_in_front_of_the_name() -> None:
     custom = InputItem(type="custom_tool_call", call_id="c1", name="patch", input='say "hö"\n')
-    output = InputItem(type="custom_tool_call_output", call_id="c1", output=[ContentPart(type="input_text", text="ok")])
+    output = InputItem(
+        type="custom_tool_call_output", call_id="c1", output=[InputContentPart(type="input_text", text="ok")]
+    )
     spaced = InputItem(type="function_call", call_id="c2", name="f", namespace="crm", arguments="{}")
     assert messages_of(custom, output, spaced) == [
         ChatMessage(role="assistant", tool_calls=[call("c1", "patch", '{"input": "say \\"hö\\"\\n"}')]),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from tokenbus.gateway.generation.answer_events import AnswerReader
+from tokenbus.gateway.generation.answer_events import AnswerEventReader
 from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.openai.responses import request
 from tokenbus.protocol.wire import messages
@@ -15,7 +15,7 @@ USAGE = messages.Usage(prompt_tokens=5, completion_tokens=3, total_tokens=8, cac
 
 
 def whole(reason: messages.FinishReason = messages.FinishReason.STOP, said: str = "a", **fields: object) -> Any:
-    reader = AnswerReader()
+    reader = AnswerEventReader()
     reader.read(messages.Chunk(id="r", text=said, finish_reason=reason, usage=USAGE))
     body = json.dumps({"model": "demo", "input": "hi", **fields}).encode()
     encoded = request.parse(body, {}, "r").encode_whole(ResponseHead("r", 1_700_000_000, "demo"), [reader])

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from tokenbus.gateway.openai.responses import request
-from tokenbus.gateway.openai.responses.tools import OfferedTools, Tool
+from tokenbus.gateway.openai.responses.tools import OfferedTools, ResponsesTool
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": ["string", "null"], "default": None}}}
 WEATHER = {"type": "function", "name": "weather", "description": "d", "parameters": PARAMETERS, "strict": True}
@@ -59,11 +59,11 @@ def test_calls_are_found_again_by_their_names() -> None:
     assert names(tools) == ["weather", "patch", "crm__find", "crm__patch"]
     assert tools.paths == ["tools[0]", "tools[1]", "tools[2].tools[0]", "tools[2].tools[1]"]
     assert [tools.called(name) for name in (*names(tools), "other")] == [
-        Tool("weather", None, False),
-        Tool("patch", None, True),
-        Tool("find", "crm", False),
-        Tool("patch", "crm", True),
-        Tool("other", None, False),
+        ResponsesTool("weather", None, False),
+        ResponsesTool("patch", None, True),
+        ResponsesTool("find", "crm", False),
+        ResponsesTool("patch", "crm", True),
+        ResponsesTool("other", None, False),
     ]
 
 

@@ -7,11 +7,16 @@ import pytest
 
 from tests.support.tiny_vocabulary import END, TOKENS, constraint, encode
 from tokenbus.protocol.wire import errors
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.constraints.compile_thread import CompileThread
-from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
-from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
-from tokenbus.worker.engine.constraints.matcher import Matcher
+from tokenbus.worker.engine.constraints.grammars.compiled import (
+    CompiledConstraint,
+    CompileJob,
+    CompileStarted,
+    ConstraintRefusal,
+)
+from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.grammars.matcher import Matcher
 
 
 class Gated(ConstraintCompiler):
@@ -46,7 +51,7 @@ class Story:
 
     def refused(self) -> errors.Error:
         result = self.take().result
-        assert isinstance(result, Refusal)
+        assert isinstance(result, ConstraintRefusal)
         return result.problem
 
 

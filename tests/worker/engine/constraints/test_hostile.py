@@ -12,7 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.hostile_constraints import ALL
-from tokenbus.protocol.wire import codec, internal, validation
+from tokenbus.protocol.wire import codec, internal
+from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ResponseFormat
 from tokenbus.worker.streams.answer_rules import to_constraint
 

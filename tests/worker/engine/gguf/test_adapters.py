@@ -16,11 +16,11 @@ from llama_cpp import llama_cpp as llama
 from tests.support import adapters
 from tests.support.engines import Recorder, exact_demo, gguf_runner, thread_engine
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine.gguf import probe
 from tokenbus.worker.engine.gguf.runner import GgufRunner, load
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import Sequence

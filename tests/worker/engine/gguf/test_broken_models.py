@@ -12,15 +12,15 @@ from tests.support import broken_models
 from tests.support.engines import DEMO, demo_engine, gguf_runner
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.protocol.wire.messages import ChatMessage
-from tokenbus.worker import contract
+from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import context, settings_resolution
-from tokenbus.worker.engine.gguf.layout import GgufLayout
 from tokenbus.worker.engine.gguf.model import GgufModel
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.listener import EngineListener
-from tokenbus.worker.engine_client.supervisor import MAX_START_FAILURES, Supervisor
+from tokenbus.worker.engine_client.supervisor import MAX_START_FAILURES, EngineSupervisor
+from tokenbus.worker.files.gguf_layout import GgufLayout
 
 
 class Listener(EngineListener):
@@ -48,7 +48,7 @@ async def test_an_engine_that_dies_before_it_serves_is_given_up_with_its_last_wo
         made.append(demo_engine(settings_of(path)))
         return made[-1]
 
-    supervisor = Supervisor(make_engine, "w", Listener(), 30.0)
+    supervisor = EngineSupervisor(make_engine, "w", Listener(), 30.0)
     with pytest.raises(contract.EngineStartError, match=r"died 3 times .*SIGABRT: ops.cpp:\d+: GGML_ASSERT\(eps"):
         await supervisor.run()
     assert len(made) == MAX_START_FAILURES

@@ -15,9 +15,9 @@ from tokenbus import demo
 from tokenbus.demo import chats, corpus
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.wire import errors, internal, messages
-from tokenbus.worker.engine.gguf import metadata
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.gguf.tokenizer import bundle, probe_texts
+from tokenbus.worker.files import gguf_metadata
 
 BOS = chats.SPECIAL_TOKENS.index(chats.BOS)
 Tokenize = Callable[[str], list[int]]
@@ -61,8 +61,8 @@ def encode(runner: GgufRunner) -> Tokenize:
 
 
 @pytest.fixture(scope="module")
-def facts() -> metadata.Metadata:
-    return metadata.read(demo.MODEL_PATH)
+def facts() -> gguf_metadata.Metadata:
+    return gguf_metadata.read(demo.MODEL_PATH)
 
 
 def turn(content: str | list[messages.ContentPart], role: str = "user") -> messages.ChatMessage:
@@ -203,18 +203,18 @@ def test_to_tokenize_nothing_at_all_is_refused(runner: GgufRunner) -> None:
     assert caught.value.error.code is errors.Code.INVALID_REQUEST
 
 
-def changed(facts: metadata.Metadata, key: str, value: metadata.Value) -> metadata.Metadata:
+def changed(facts: gguf_metadata.Metadata, key: str, value: gguf_metadata.Value) -> gguf_metadata.Metadata:
     return facts._replace(values=facts.values | {key: value})
 
 
 def test_the_bundle_of_the_demo_model_is_built_again_the_same(
-    runner: GgufRunner, facts: metadata.Metadata, reference: ReferenceTokenizer
+    runner: GgufRunner, facts: gguf_metadata.Metadata, reference: ReferenceTokenizer
 ) -> None:
     assert bundle.build(facts, reference) == runner.bundle
 
 
 def test_there_is_no_bundle_where_a_single_probe_differs(
-    facts: metadata.Metadata, reference: ReferenceTokenizer
+    facts: gguf_metadata.Metadata, reference: ReferenceTokenizer
 ) -> None:
     for odd in filter(None, probe_texts.PROBE_TEXTS):
         differs = reference._replace(encode=lambda text, odd=odd: reference.encode(text)[text == odd :])
@@ -223,7 +223,7 @@ def test_there_is_no_bundle_where_a_single_probe_differs(
 
 @pytest.mark.parametrize("piece", [b"Router", b" broker"])
 def test_there_is_no_bundle_where_the_vocabularys_own_words_differ(
-    facts: metadata.Metadata, reference: ReferenceTokenizer, piece: bytes
+    facts: gguf_metadata.Metadata, reference: ReferenceTokenizer, piece: bytes
 ) -> None:
     assert not any(piece.decode() in probe for probe in probe_texts.PROBE_TEXTS)
     differs = reference._replace(
@@ -245,7 +245,7 @@ def test_there_is_no_bundle_where_the_vocabularys_own_words_differ(
     ],
 )
 def test_there_is_no_bundle_for_a_vocabulary_that_cannot_be_rebuilt(
-    facts: metadata.Metadata, reference: ReferenceTokenizer, key: str, value: metadata.Value
+    facts: gguf_metadata.Metadata, reference: ReferenceTokenizer, key: str, value: gguf_metadata.Value
 ) -> None:
     assert bundle.build(changed(facts, key, value), reference) is None
 
@@ -273,7 +273,7 @@ SPECIAL = {text: token_id for token_id, text in enumerate(chats.SPECIAL_TOKENS)}
 
 
 def test_if_the_vocabulary_cannot_be_rebuilt_the_pretrained_tokenizer_is_used(
-    facts: metadata.Metadata, reference: ReferenceTokenizer, unpacked: tokenizer_bundle.TokenizerBundle
+    facts: gguf_metadata.Metadata, reference: ReferenceTokenizer, unpacked: tokenizer_bundle.TokenizerBundle
 ) -> None:
     strange = changed(facts, "tokenizer.ggml.pre", "unheard-of")
     text = json.dumps(pretrained(unpacked)).encode()
@@ -285,7 +285,7 @@ def test_if_the_vocabulary_cannot_be_rebuilt_the_pretrained_tokenizer_is_used(
 
 
 def test_a_pretrained_tokenizer_that_differs_or_is_malformed_is_not_used(
-    facts: metadata.Metadata, reference: ReferenceTokenizer, unpacked: tokenizer_bundle.TokenizerBundle
+    facts: gguf_metadata.Metadata, reference: ReferenceTokenizer, unpacked: tokenizer_bundle.TokenizerBundle
 ) -> None:
     strange = changed(facts, "tokenizer.ggml.pre", "unheard-of")
     document = pretrained(unpacked)
@@ -296,14 +296,14 @@ def test_a_pretrained_tokenizer_that_differs_or_is_malformed_is_not_used(
 
 @pytest.mark.parametrize("merge", ["nospace", "never seen", "a ", "", "a b c"])
 def test_there_is_no_bundle_for_a_vocabulary_with_a_merge_that_makes_no_token(
-    facts: metadata.Metadata, reference: ReferenceTokenizer, merge: str
+    facts: gguf_metadata.Metadata, reference: ReferenceTokenizer, merge: str
 ) -> None:
-    merges: metadata.Value = [*facts.texts("tokenizer.ggml.merges"), merge]
+    merges: gguf_metadata.Value = [*facts.texts("tokenizer.ggml.merges"), merge]
     assert bundle.build(changed(facts, "tokenizer.ggml.merges", merges), reference) is None
 
 
 def test_a_model_whose_merges_make_no_sense_is_served_without_a_bundle(
-    tmp_path: Path, facts: metadata.Metadata
+    tmp_path: Path, facts: gguf_metadata.Metadata
 ) -> None:
     """llama.cpp serves such a file, so it must not end the engine process."""
     merge = facts.texts("tokenizer.ggml.merges")[0].encode()
@@ -316,7 +316,7 @@ def test_a_model_whose_merges_make_no_sense_is_served_without_a_bundle(
 
 
 def test_a_model_without_a_chat_template_has_a_bundle_that_refuses_conversations(
-    facts: metadata.Metadata, reference: ReferenceTokenizer, encode: Tokenize
+    facts: gguf_metadata.Metadata, reference: ReferenceTokenizer, encode: Tokenize
 ) -> None:
     packed = bundle.build(facts, reference._replace(rules=_without_template(reference.rules)))
     assert packed is not None

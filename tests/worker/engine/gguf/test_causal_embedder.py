@@ -14,11 +14,11 @@ from bench.models.random_encoder import EncoderShape
 from tests.support import encoder_math, poisoned_model
 from tests.support.poisoned_model import POISON
 from tokenbus.protocol.wire import messages
-from tokenbus.worker.engine.draws import Matrix
-from tokenbus.worker.engine.gguf.pooling.causal_embedder import CausalEmbedder
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.draws import Matrix
+from tokenbus.worker.engine.gguf.causal_embedder import CausalEmbedder
 from tokenbus.worker.engine.gguf.runner import GgufRunner, load
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
 
 SHAPE = EncoderShape("qwen3", None)
 EXACT: dict[str, Any] = {"threads": 1, "flash_attention": "off", "cache_type_k": "f32", "cache_type_v": "f32"}

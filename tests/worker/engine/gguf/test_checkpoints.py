@@ -11,12 +11,12 @@ from llama_cpp import llama_cpp as llama
 
 from bench.models import random_stateful
 from tests.support.engines import gguf_runner
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import probe
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
-from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence

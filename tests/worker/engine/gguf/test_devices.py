@@ -7,9 +7,9 @@ import pytest
 
 from tests.support.engines import gguf_runner
 from tokenbus.demo import MODEL_PATH
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import backend, devices, settings_resolution
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
 
 THERE = {"CUDA0": 16, "CUDA1": 32}
 

@@ -10,11 +10,12 @@ from llama_cpp import llama_cpp as llama
 from tests.architectures import tiny_model
 from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
-from tokenbus.worker.engine.gguf import backend, context, kv_memory, metadata
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.gguf import backend, context, kv_memory
+from tokenbus.worker.files import gguf_metadata
 
-LLAMA: dict[str, metadata.Value] = {
+LLAMA: dict[str, gguf_metadata.Value] = {
     "general.architecture": "llama",
     "llama.block_count": 4,
     "llama.embedding_length": 256,
@@ -22,9 +23,9 @@ LLAMA: dict[str, metadata.Value] = {
 }
 
 
-def facts(**more: metadata.Value) -> metadata.Metadata:
+def facts(**more: gguf_metadata.Value) -> gguf_metadata.Metadata:
     named = {f"llama.{key.replace('__', '.')}": value for key, value in more.items()}
-    return metadata.Metadata(LLAMA | named, "f")
+    return gguf_metadata.Metadata(LLAMA | named, "f")
 
 
 def settings(**fields: object) -> EngineSettings:
@@ -42,7 +43,7 @@ def settings(**fields: object) -> EngineSettings:
     ],
 )
 def test_a_tokens_bytes_follow_from_heads_and_types(
-    given: dict[str, metadata.Value], kinds: dict[str, object], expected: int
+    given: dict[str, gguf_metadata.Value], kinds: dict[str, object], expected: int
 ) -> None:
     assert kv_memory.bytes_per_token(facts(**given), settings(**kinds)) == expected
 
@@ -50,7 +51,7 @@ def test_a_tokens_bytes_follow_from_heads_and_types(
 def test_the_demo_models_cells_are_as_large_as_llama_cpp_saves_them() -> None:
     runner = gguf_runner(DEMO)
     try:
-        each = kv_memory.bytes_per_token(metadata.read(Path(demo.MODEL_PATH)), DEMO)
+        each = kv_memory.bytes_per_token(gguf_metadata.read(Path(demo.MODEL_PATH)), DEMO)
         assert runner.config.kv_bytes == DEMO.kv_tokens * each
     finally:
         runner.close()
@@ -99,7 +100,7 @@ def test_recurrent_states_are_counted_as_large_as_llama_cpp_allocates_them(tmp_p
         llama.llama_model_free(model)
     states = max(_mib(one) for one in said if "llama_memory_recurrent: size" in one)
     cells = max((_mib(one) for one in said if "llama_kv_cache: size" in one), default=0.0)
-    found = metadata.read(path)
+    found = gguf_metadata.read(path)
     assert kv_memory.states_bytes(found, asked.max_num_seqs) / 2**20 == pytest.approx(states, abs=0.01)
     if architecture != "mamba2":  # its file names heads, which no layer has
         assert asked.kv_tokens * kv_memory.bytes_per_token(found, asked) / 2**20 == pytest.approx(cells, abs=0.01)

@@ -10,10 +10,10 @@ import pytest
 from tests.support.engines import DEMO, Recorder, demo_engine, gguf_runner
 from tokenbus import demo
 from tokenbus.protocol.wire import internal
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_settings import EngineSettings, SchedulerSettings
 from tokenbus.worker.engine.gguf.lanes import ForeignStateError, StateBlob
 from tokenbus.worker.engine.kv.ops import Offload, Onload
-from tokenbus.worker.engine.process.settings import EngineSettings, SchedulerSettings
 from tokenbus.worker.engine_client.client import EngineClient
 
 STORY = "Once upon a time there was a little fox who lived by the river. " * 6

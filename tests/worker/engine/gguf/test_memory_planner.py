@@ -11,17 +11,17 @@ from llama_cpp import llama_cpp as llama
 from tests.architectures import tiny_model
 from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
-from tokenbus.worker.engine import device_memory
-from tokenbus.worker.engine.device_memory import DeviceMemory, HostLimit
-from tokenbus.worker.engine.gguf import backend, context, devices, metadata, model_facts
+from tokenbus.worker.contract.engine_errors import ModelTooLargeError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.loaded_models import LoadedModels
+from tokenbus.worker.engine.gguf import backend, context, devices, model_facts
 from tokenbus.worker.engine.gguf.memory_planner import MemoryPlanner
 from tokenbus.worker.engine.gguf.runner import load
 from tokenbus.worker.engine.memory.claims import MemoryClaims
 from tokenbus.worker.engine.memory.need import Sizes, estimate
-from tokenbus.worker.engine.process.loaded_models import LoadedModels
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelTooLargeError
-from tokenbus.worker.frontend.replica import successor_settings
+from tokenbus.worker.files import device_memory, gguf_metadata
+from tokenbus.worker.files.device_memory import DeviceMemory, HostLimit
+from tokenbus.worker.replica.replica import successor_settings
 
 MIB = 1 << 20
 PLAIN = EngineSettings(model=str(demo.MODEL_PATH), threads=1)
@@ -132,7 +132,7 @@ def test_layers_go_to_a_gpu_as_they_fit_and_the_plan_says_how_many(
     host(3_000)
     monkeypatch.setattr(llama, "llama_supports_gpu_offload", lambda: True)
     monkeypatch.setattr(devices, "all_devices", lambda: {"CUDA0": 1})
-    found = metadata.read(demo.MODEL_PATH)
+    found = gguf_metadata.read(demo.MODEL_PATH)
     layers, output = model_facts.layer_bytes(demo.MODEL_PATH)
     assert len(layers) == 4
     assert sum(layers) + output <= demo.MODEL_PATH.stat().st_size * 2
@@ -175,7 +175,7 @@ def test_keys_and_values_take_what_llama_cpp_allocates_also_in_layers_with_windo
         llama.llama_model_free(model)
     allocated = sum(_mib(line) for line in said if "llama_kv_cache: size" in line)
     # the files name recurrent states too, which these architectures don't have
-    facts = model_facts.read(metadata.read(path), 0, asked, 4)._replace(state_bytes=0)
+    facts = model_facts.read(gguf_metadata.read(path), 0, asked, 4)._replace(state_bytes=0)
     need = estimate(facts, asked, Sizes(2_048, 8_192, 0))
     assert need.kv_bytes / MIB == pytest.approx(allocated, rel=0.1, abs=0.1)
 

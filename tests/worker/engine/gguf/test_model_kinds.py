@@ -10,9 +10,9 @@ from tests.architectures import tiny_model
 from tests.architectures.examine import Bare, Turn, settings_of
 from tests.architectures.hyperparameters import VOCABULARY
 from tests.support.engines import gguf_runner
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine.gguf.runner import GgufRunner
-from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 

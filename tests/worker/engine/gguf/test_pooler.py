@@ -13,10 +13,11 @@ from bench.models.random_encoder import EncoderShape
 from tests.support import encoder_math, poisoned_model
 from tests.support.poisoned_model import POISON
 from tokenbus.demo import corpus
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.pooling_runner import PoolingRunner
+from tokenbus.worker.engine.device.runner import Pooler
 from tokenbus.worker.engine.gguf.runner import load
-from tokenbus.worker.engine.pooling_runner import PoolingRunner
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError, Pooler
 
 MEAN, CLS, BERT_LAST = (EncoderShape("bert", pooling) for pooling in ("mean", "cls", "last"))
 UNNAMED = EncoderShape("bert", None)

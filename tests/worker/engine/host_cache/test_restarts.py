@@ -12,13 +12,13 @@ import pytest
 from tests.support import adapters
 from tests.support.engines import DEMO, ONNX, Recorder, exact_demo, gqa_demo, stateful
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import contract, engine_request
-from tokenbus.worker.engine.host_cache.recovery import Recovery
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.contract import contract, engine_request
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener
-from tokenbus.worker.frontend import host_memory
+from tokenbus.worker.replica import host_memory
 
 PROMPT = [10 + number * number % 200 for number in range(300)]
 TOKENS = 20
@@ -40,14 +40,14 @@ class Engines(EngineListener):
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.recovery = Recovery()
+        self.recovery = RecoveredCopies()
         self.reported: list[tuple[int, int]] = []
         self._process = EngineProcess()
         self._numbers = itertools.count()
         self._client: EngineClient | None = None
         self._pid = 0
 
-    def copies_recovered(self, recovery: Recovery) -> None:
+    def copies_recovered(self, recovery: RecoveredCopies) -> None:
         self.recovery = recovery
 
     async def start(self, settings: EngineSettings) -> None:
@@ -153,7 +153,7 @@ async def test_an_engine_of_another_kind_takes_nothing_of_what_is_there(engines:
     await engines.ask()
     await engines.kill()
     await engines.start(msgspec.structs.replace(DEMO, cache_type_k="q8_0", cache_type_v="q8_0"))
-    assert engines.recovery == Recovery()
+    assert engines.recovery == RecoveredCopies()
     _, cached = await engines.ask()
     assert cached == 0
 
@@ -243,6 +243,6 @@ async def test_checkpoints_outlive_their_engine_and_the_worker(tmp_path: Path, k
         assert (await engines.ask("another salt")) == (undisturbed, 0)
         await engines.kill()
         await engines.start(msgspec.structs.replace(kept, cache_type_k="f16", cache_type_v="f16"))
-        assert engines.recovery == Recovery()
+        assert engines.recovery == RecoveredCopies()
         await engines.close()
         os.close(engines.fd)

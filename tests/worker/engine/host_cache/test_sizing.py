@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
 
 BLOCK, NUM_BYTES = 16, 4_000
 SLOT_BYTES = SlotLayout(BLOCK, NUM_BYTES, 0).slot_bytes

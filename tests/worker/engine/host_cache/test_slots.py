@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenbus.worker.contract.engine_errors import DeviceError
 from tokenbus.worker.engine.host_cache import slot_store, slots
 from tokenbus.worker.engine.host_cache.slot_store import RegionError, SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotHeader, SlotLayout
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Block, BlockLabel, Domain, PrefixTree
-from tokenbus.worker.engine.runner import DeviceError
 
 BLOCK = 4
 TOKEN_BYTES = 10

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
 from tests.support.echo import EchoRunner
 from tokenbus.protocol.wire import block_hash
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.kv.retention import CacheHint, RetentionLimits

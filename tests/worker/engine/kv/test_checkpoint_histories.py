@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, make_config
 from tests.support.stateful import STATE_BYTES, TOKEN_BYTES, StatefulRunner
-from tokenbus.worker import engine_request
-from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.contract import CheckpointSizes
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Truncate
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenbus.worker.contract.contract import CheckpointSizes
 from tokenbus.worker.engine.kv import exchange
-from tokenbus.worker.engine.kv.checkpoint_tree import Run
-from tokenbus.worker.engine.kv.checkpoints import Checkpoints, CheckpointSizes
+from tokenbus.worker.engine.kv.checkpoint_tree import TokenRun
+from tokenbus.worker.engine.kv.checkpoints import Checkpoints
 from tokenbus.worker.engine.kv.ops import OpQueue
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain, Root
@@ -26,7 +27,7 @@ def make(num_states: int, max_count: int = 1_000) -> Checkpoints:
 def num_nodes() -> int:
     """The nodes of trees that are still referred to."""
     gc.collect()
-    return sum(isinstance(one, Run) for one in gc.get_objects())
+    return sum(isinstance(one, TokenRun) for one in gc.get_objects())
 
 
 @pytest.mark.parametrize("num_states", [0, 1, 5])

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tokenbus.worker.engine.device_memory import HOST, DeviceMemory, HostLimit, groups_of
 from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine.memory.claims import MemoryClaims
 from tokenbus.worker.engine.memory.room import UNLIMITED
+from tokenbus.worker.files.device_memory import HOST, DeviceMemory, HostLimit, groups_of
 
 GIB = 1 << 30
 GPU = DeviceMemory("CUDA0", 24 * GIB, 20 * GIB)

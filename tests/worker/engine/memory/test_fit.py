@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.fit import Rooms, fit, place
-from tokenbus.worker.engine.memory.need import MemoryNeed, ModelFacts, Placement
+from tokenbus.worker.engine.memory.need import DevicePlacement, MemoryNeed, ModelFacts
 from tokenbus.worker.engine.memory.room import UNLIMITED, Room
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -149,7 +149,7 @@ def test_whatever_is_chosen_fits_and_nothing_that_was_asked_for_changes(
 LAYERS = [100 * MIB] * 24
 
 
-def placed(gpu_bytes: int, num_gpus: int = 1, **changes: object) -> Placement:
+def placed(gpu_bytes: int, num_gpus: int = 1, **changes: object) -> DevicePlacement:
     return place(LAYERS, 200 * MIB, HALF, settings(**changes), host(gpu_bytes), num_gpus)
 
 
@@ -171,7 +171,7 @@ def test_as_many_layers_go_to_a_gpu_as_fit_with_their_keys_and_values_from_the_l
 def test_layers_that_were_asked_for_go_there_whatever_is_free() -> None:
     assert placed(MIB, gpu_layers=7).gpu_layers == 7
     assert placed(MIB, gpu_layers=999).gpu_layers == 25
-    assert placed(80 * GIB, gpu_layers=0) == Placement()
+    assert placed(80 * GIB, gpu_layers=0) == DevicePlacement()
 
 
 def test_two_gpus_may_each_have_a_layer_less_than_fits() -> None:

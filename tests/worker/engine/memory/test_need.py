@@ -1,7 +1,7 @@
 """The memory that a model needs is the sum of its parts."""
 
-from tokenbus.worker.engine.memory.need import MemoryNeed, ModelFacts, Placement, Sizes, estimate
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.memory.need import DevicePlacement, MemoryNeed, ModelFacts, Sizes, estimate
 
 MIB = 1 << 20
 FACTS = ModelFacts(
@@ -59,7 +59,7 @@ def test_a_model_that_pools_computes_a_whole_input_at_once() -> None:
 
 def test_what_is_on_gpus_is_not_on_the_host_besides_the_buffers_of_both() -> None:
     need = need_of(FACTS._replace(width=1_024))
-    placed = Placement(gpu_layers=3, weight_bytes=100 * MIB, layer_share=0.5, num_gpus=2)
+    placed = DevicePlacement(gpu_layers=3, weight_bytes=100 * MIB, layer_share=0.5, num_gpus=2)
     assert need.gpu_bytes(placed) == 100 * MIB + need.kv_bytes // 2 + 2 * need.step_bytes
     assert need.host_bytes(placed) == need.total_bytes - 100 * MIB - need.kv_bytes // 2
-    assert (need.gpu_bytes(Placement()), need.host_bytes(Placement())) == (0, need.total_bytes)
+    assert (need.gpu_bytes(DevicePlacement()), need.host_bytes(DevicePlacement())) == (0, need.total_bytes)

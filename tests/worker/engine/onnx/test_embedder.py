@@ -11,8 +11,8 @@ import pytest
 from tests.support import encoder
 from tests.support.engines import ONNX, Recorder, demo_engine, gqa_demo
 from tokenbus.protocol.wire import errors, internal
-from tokenbus.worker import engine_request
-from tokenbus.worker.engine.process.settings import EngineSettings
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine_client.client import EngineClient
 
 Start = Callable[[EngineSettings], Coroutine[Any, Any, EngineClient]]

@@ -12,8 +12,8 @@ from onnx import TensorProto, helper
 from tests.support import graphs
 from tests.support.graphs import decoder, pairs, value
 from tokenbus import demo
+from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine.onnx.graphs import external_data, graph
-from tokenbus.worker.engine.runner import ModelError
 
 EVERY_INPUT = [value("position_ids"), value("num_logits_to_keep"), value("use_cache_branch", (), TensorProto.BOOL)]
 

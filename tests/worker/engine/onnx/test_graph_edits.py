@@ -12,9 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.support import graphs
 from tests.support.engines import ONNX, gqa_demo
 from tokenbus import demo
-from tokenbus.worker.engine.onnx.device import Device
+from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine.onnx.graphs import external_data, graph, graph_edits, session
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.engine.onnx.graphs.device import Device
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 CPU = Device("cpu")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenbus.worker.engine.kv.ops import Share, Truncate
-from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneLengths, Shrink, Transfer
+from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneLengths, LaneTransfer, Shrink
 from tokenbus.worker.engine.onnx.cache.rows import RowTable
 
 NUM_LANES = 6
@@ -22,7 +22,7 @@ def test_a_lane_that_is_emptied_after_sharing_hands_its_memory_over() -> None:
     lanes.grow(0, 0, 10)
     assert lanes.resolve([Share(0, 1, 0, 8), Share(0, 2, 0, 8), Truncate(0, 0)]) == [
         Copy(0, 1, 0, 8),
-        Transfer(0, 2, 8),
+        LaneTransfer(0, 2, 8),
     ]
     assert lanes.lengths == [0, 8, 8]
 

@@ -18,12 +18,12 @@ from tests.support import adapters, safetensors_model
 from tests.support.engines import ONNX, gguf_runner, gqa_demo
 from tokenbus import demo
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.kv.ops import Truncate
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.onnx.runner import OnnxRunner, load
-from tokenbus.worker.engine.process.loaded_models import LoadedModels
-from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine.scheduling.plan import SampledToken
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import Sequence

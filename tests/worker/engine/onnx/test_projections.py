@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tests.support import graphs
 from tokenbus.worker.engine.onnx.lora import projections
-from tokenbus.worker.engine.onnx.lora.matrices import Change, LoadedAdapter, arrange, combine, no_adapters
+from tokenbus.worker.engine.onnx.lora.matrices import Change, OnnxAdapter, arrange, combine, no_adapters
 from tokenbus.worker.engine.onnx.lora.projections import Place
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -102,7 +102,7 @@ def test_adapters_of_several_ranks_and_scales_add_up() -> None:
     found, base = projections.find(model, KV_WIDTH), run(model, x=X)
     projections.add_inputs(model, KV_WIDTH)
     changes = [change(1, 2, 32, 24), change(2, 7, 32, 24)]
-    loaded = [LoadedAdapter(arrange({Place(3, "q_proj"): one}, found)) for one in changes]
+    loaded = [OnnxAdapter(arrange({Place(3, "q_proj"): one}, found)) for one in changes]
     changed = run(model, x=X, **combine(list(zip(loaded, (0.5, 1.0), strict=True))))
     expected = sum(scale * X @ one.a.T @ one.b.T for one, scale in zip(changes, (0.5, 1.0), strict=True))
     np.testing.assert_allclose(changed - base, expected, atol=1e-5)
@@ -125,5 +125,5 @@ def test_matrices_have_the_type_of_the_graph() -> None:
     weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight).astype(np.float16), weight.name))
     found = projections.find(model, KV_WIDTH)
     arrays = arrange({Place(3, "q_proj"): change(1, 2, 32, 24)}, found)
-    combined = combine([(LoadedAdapter(arrays), 0.5)])
+    combined = combine([(OnnxAdapter(arrays), 0.5)])
     assert {array.dtype for array in (*arrays.values(), *combined.values())} == {np.dtype(np.float16)}

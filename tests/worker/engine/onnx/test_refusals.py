@@ -15,12 +15,12 @@ from onnx import helper
 from tests.support import graphs
 from tests.support.engines import ONNX, gqa_demo
 from tokenbus import demo
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings, OnnxSettings
+from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.onnx import runner as onnx_runner
 from tokenbus.worker.engine.onnx.runner import OnnxRunner
-from tokenbus.worker.engine.process.loaded_models import LoadedModels
-from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings
-from tokenbus.worker.engine.runner import ModelError
 from tokenbus.worker.engine.scheduling.plan import SampledToken, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker.engine.models.generation_config import GenerationConfig
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings, OnnxSettings, SchedulerSettings
 from tokenbus.worker.engine.onnx import settings_resolution
 from tokenbus.worker.engine.onnx.settings_resolution import CacheLimits
-from tokenbus.worker.engine.process.settings import EngineSettings, OnnxSettings, SchedulerSettings
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.files.generation_config import GenerationConfig
 
 ROOMY = CacheLimits(trained=4_096, bytes_per_token=1_000, free_bytes=1 << 40)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.arithmetic import ArithmeticRunner
 from tokenbus.protocol.wire import block_hash, errors
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import Inbox, StepLoop
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason

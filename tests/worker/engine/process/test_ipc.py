@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.support.arithmetic import make_config
 from tokenbus.protocol.wire import block_hash, errors, internal, messages
-from tokenbus.worker import contract, engine_output, engine_request
-from tokenbus.worker.engine.device_memory import DeviceMemory
+from tokenbus.worker.contract import contract, engine_output, engine_request
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine.process.settings import EngineSettings
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.files.device_memory import DeviceMemory
 
 COMMANDS: list[ipc.Command] = [
     ipc.Add(
@@ -111,8 +111,8 @@ REPORTS: list[ipc.Report] = [
     ipc.PoolResult(3, b"\x00" * 8, 2, None),
     ipc.AdapterResult(5, "d", None),
     ipc.AdapterResult(5, "", errors.make_error(errors.Code.INVALID_REQUEST, "no such file", param="path")),
-    ipc.TokenizeResult(1, b"\x05\0\0\0", None),
-    ipc.TokenizeResult(2, b"", errors.make_error(errors.Code.UNSUPPORTED, "no template", param="messages")),
+    ipc.TokenizeCallResult(1, b"\x05\0\0\0", None),
+    ipc.TokenizeCallResult(2, b"", errors.make_error(errors.Code.UNSUPPORTED, "no template", param="messages")),
 ]
 BODIES = [b"", b"a", b"bc" * 200, b"", b"\0\0\0\0\xff"]
 
@@ -138,7 +138,7 @@ def test_a_report_comes_back_as_it_was(report: ipc.Report) -> None:
 
 def test_every_kind_of_message_is_tried_here() -> None:
     tried = {type(frame) for frame in (*COMMANDS, *REPORTS)} | {ipc.OpenReplica, ipc.ReplicaClosed, ipc.ExitReason}
-    assert tried == set(ipc.Message.__subclasses__())
+    assert tried == set(ipc.IpcMessage.__subclasses__())
 
 
 def test_the_sockets_of_replicas_come_beside_their_messages_in_order() -> None:

@@ -8,12 +8,12 @@ import pytest
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tokenbus.protocol.wire import block_hash, codec
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.kv_pool import KvPool
 from tokenbus.worker.engine.process.loop import Inbox, LanesChanged, StepLoop
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
 
 LANES = 8
 LANE_BYTES = 1_000

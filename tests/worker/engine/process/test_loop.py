@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, exchanging, make_config
 from tokenbus.protocol.wire import block_hash
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError
+from tokenbus.worker.contract.engine_settings import SchedulerSettings
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import StepLoop
-from tokenbus.worker.engine.process.settings import SchedulerSettings
-from tokenbus.worker.engine.runner import DeviceError, InsufficientMemoryError
 from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 

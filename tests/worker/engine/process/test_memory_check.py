@@ -9,11 +9,12 @@ from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.engines import gguf_runner
 from tests.support.poisonous import KNOWN_POISON, POISON, PoisonousRunner, StainedRunner
 from tokenbus.protocol.wire import block_hash
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_errors import DeviceError
+from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.gguf.lanes import Lanes
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import Inbox, StepLoop
-from tokenbus.worker.engine.runner import DeviceError, Runner
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
 BAD = EngineFinishReason.BAD_LOGITS

@@ -5,11 +5,11 @@ import time
 from tests.support.arithmetic import ArithmeticRunner, make_config
 from tests.support.pieces import Pieces
 from tokenbus.protocol.wire import block_hash, internal
-from tokenbus.worker import engine_request
-from tokenbus.worker.engine import pooling
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.engine.device import pooling
+from tokenbus.worker.engine.device.runner import BatchLimits
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.process.loop import Inbox, StepLoop
-from tokenbus.worker.engine.runner import BatchLimits
 from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 
 

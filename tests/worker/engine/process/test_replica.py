@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.arithmetic import ArithmeticRunner
 from tokenbus.protocol.wire import block_hash, errors, internal
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.process import ipc, replica
 
 _report = ipc.report_decoder.decode
@@ -101,7 +101,7 @@ def ends(report: ipc.Report) -> bool:
 
 
 def code_of(report: ipc.Report) -> errors.Code | None:
-    error = report.error if isinstance(report, ipc.TokenizeResult | ipc.PoolResult) else None
+    error = report.error if isinstance(report, ipc.TokenizeCallResult | ipc.PoolResult) else None
     return None if error is None else error.code
 
 
@@ -141,7 +141,7 @@ def test_no_command_waits_for_texts_that_are_being_tokenized(one: Replica, ask: 
 def test_a_prompt_is_tokenized_while_inputs_to_embed_are(one: Replica) -> None:
     one.runner.gate.clear()
     one.send(embed(1, "a"), ipc.TokenizeCall(2, internal.Tokenize(text="")))
-    assert isinstance(one.until(lambda report: True), ipc.TokenizeResult)
+    assert isinstance(one.until(lambda report: True), ipc.TokenizeCallResult)
     one.runner.gate.set()
     assert isinstance(one.until(lambda report: isinstance(report, ipc.PoolResult)), ipc.PoolResult)
 

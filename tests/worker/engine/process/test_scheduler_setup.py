@@ -3,10 +3,10 @@
 import pytest
 
 from tests.support.arithmetic import ArithmeticRunner, make_config
-from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
+from tokenbus.worker.contract.contract import CheckpointSizes
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import SchedulerSettings
 from tokenbus.worker.engine.process import scheduler_setup
-from tokenbus.worker.engine.process.settings import SchedulerSettings
-from tokenbus.worker.engine.runner import ModelError
 
 
 def least(setting: int, sizes: CheckpointSizes | None = None, context_length: int = 4_096) -> int:

@@ -7,8 +7,8 @@ import pytest
 from tests.support.arithmetic import make_config
 from tests.support.stateful import STATE_BYTES, TOKEN_BYTES, StatefulRunner
 from tokenbus.protocol.wire import block_hash
-from tokenbus.worker import engine_request
-from tokenbus.worker.engine.kv.checkpoints import CheckpointSizes
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.contract import CheckpointSizes
 from tokenbus.worker.engine.kv.ops import Onload, RestoreState, Truncate
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.executed_scheduler import EOS, ExecutedScheduler, generated
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 

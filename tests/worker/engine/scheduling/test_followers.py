@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.arithmetic import ArithmeticRunner, next_token
 from tests.support.executed_scheduler import ExecutedScheduler, generated, sizes
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, StepPlan
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.worker import engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 EOS, OWN_STOP, PLAIN = 2, 3, 7

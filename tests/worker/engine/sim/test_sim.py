@@ -8,9 +8,9 @@ import pytest
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import internal
-from tokenbus.worker import engine_request
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 from tokenbus.worker.engine.sim import faults, timing

@@ -9,10 +9,10 @@ from llama_cpp import llama_cpp as llama
 
 from tests.support import delta_net_math, safetensors_model
 from tests.support.delta_net_math import KINDS
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.convert import process
 from tokenbus.worker.engine.gguf import backend
-from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.models.convert import process
-from tokenbus.worker.models.convert.layout import SafetensorsLayout
+from tokenbus.worker.files.safetensors_layout import SafetensorsLayout
 
 TOKENS = [(7 * place) % 600 for place in range(40)]
 

@@ -14,8 +14,8 @@ import pytest
 from tests.support import hub_server
 from tests.support.hub_server import HubServer
 from tests.support.system import command
-from tokenbus.cli.supervisor import EXIT_BAD_SETTINGS
-from tokenbus.worker.models import in_use
+from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.worker.files import in_use
 
 MIB = 1 << 20
 WEIGHTS = random.Random(1).randbytes(4 * MIB + 12_345)

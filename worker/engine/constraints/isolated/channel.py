@@ -31,7 +31,7 @@ class Channel(Generic[Received]):
     def __repr__(self) -> str:
         return f"<Channel {self._sock.fileno()}>"
 
-    def send(self, message: messages.Message, descriptors: Listing[int] = ()) -> None:
+    def send(self, message: messages.ChannelMessage, descriptors: Listing[int] = ()) -> None:
         body = _encoder.encode(message)
         data = memoryview(_LENGTH.pack(len(body)) + body)
         try:

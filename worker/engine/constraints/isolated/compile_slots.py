@@ -4,19 +4,19 @@ import functools
 import threading
 from collections.abc import Callable
 
-from tokenbus.worker.engine.constraints.compiled import (
+from tokenbus.worker.engine.constraints.grammars.compiled import (
     CompiledConstraint,
     CompileJob,
-    Refusal,
+    ConstraintRefusal,
     ResumedTokensError,
     carry_out,
 )
-from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.turns import TenantTurns
 from tokenbus.worker.engine.constraints.isolated import messages
 from tokenbus.worker.engine.constraints.isolated.processes import ConstraintProcess
 from tokenbus.worker.engine.constraints.isolated.remote_matcher import RemoteMatcher
 from tokenbus.worker.engine.constraints.isolated.templates import Templates
-from tokenbus.worker.engine.constraints.turns import TenantTurns
 
 _NUM_SLOTS = 2
 """A tenant has at most one, so that its costly constraints leave one for all others."""
@@ -100,7 +100,7 @@ class CompileSlots:
     def _run(self) -> None:
         while (running := self._next()) is not None:
             compiled = carry_out(running.job, functools.partial(self._compile, running))
-            is_refused = isinstance(compiled.result, Refusal)
+            is_refused = isinstance(compiled.result, ConstraintRefusal)
             with self._changed:
                 del self._running[running.job.tenant]
                 self._free_matchers += is_refused

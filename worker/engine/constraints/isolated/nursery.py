@@ -19,11 +19,11 @@ from pathlib import Path
 
 import msgspec
 
-from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
-from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.matcher import MAX_SLOW_S, Matcher
 from tokenbus.worker.engine.constraints.isolated import messages
 from tokenbus.worker.engine.constraints.isolated.channel import Channel
-from tokenbus.worker.engine.constraints.matcher import MAX_SLOW_S, Matcher
 
 MAX_COMPILE_S = 2.0
 MAX_COMPILE_BYTES = 192 << 20
@@ -132,11 +132,11 @@ def _follow(channel: Commands, matcher: Matcher, end_token_ids: frozenset[int]) 
         channel.send(messages.Failed(str(error)))
 
 
-def _state(matcher: Matcher, end_token_ids: frozenset[int]) -> messages.State:
+def _state(matcher: Matcher, end_token_ids: frozenset[int]) -> messages.MatcherState:
     forced = matcher.accept_forced(_MAX_FORCED)
     if forced and (len(forced) == _MAX_FORCED or forced[-1] in end_token_ids):
-        return messages.State(forced, b"")
-    return messages.State(forced, matcher.allowed_bits().tobytes())
+        return messages.MatcherState(forced, b"")
+    return messages.MatcherState(forced, matcher.allowed_bits().tobytes())
 
 
 def _limit_memory(more_bytes: int) -> None:

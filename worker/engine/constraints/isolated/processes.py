@@ -11,9 +11,9 @@ import time
 
 import msgspec
 
+from tokenbus.worker.engine.constraints.grammars.vocabulary import Encode, ModelTokens
 from tokenbus.worker.engine.constraints.isolated import messages
 from tokenbus.worker.engine.constraints.isolated.channel import Channel
-from tokenbus.worker.engine.constraints.vocabulary import Encode, ModelTokens
 
 _REPORTS: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
 _VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "GLIBC_TUNABLES": "", "RUST_BACKTRACE": "0"}
@@ -34,11 +34,13 @@ class ConstraintProcess:
     def __repr__(self) -> str:
         return f"<ConstraintProcess {self._channel!r}>"
 
-    def send(self, message: messages.Message) -> None:
+    def send(self, message: messages.ChannelMessage) -> None:
         """Raises EOFError if it has ended."""
         self._channel.send(message)
 
-    def receive(self, timeout_s: float | None = None) -> messages.State | messages.Failed | messages.Compiled | None:
+    def receive(
+        self, timeout_s: float | None = None
+    ) -> messages.MatcherState | messages.Failed | messages.Compiled | None:
         """Returns its next report, tokenizing texts for it meanwhile; None after the timeout. Raises EOFError if it has
         ended."""
         until = None if timeout_s is None else time.monotonic() + timeout_s

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.matcher import Allowed, unpacked
 from tokenbus.worker.engine.constraints.isolated import messages
 from tokenbus.worker.engine.constraints.isolated.processes import ConstraintProcess
-from tokenbus.worker.engine.constraints.matcher import Allowed, unpacked
 
 _PATIENCE_S = 0.005
 """The time that a step waits for a follower. Most need a tenth of a millisecond."""
@@ -76,7 +76,7 @@ class RemoteMatcher:
         except EOFError:
             report = messages.Failed(_DIED)
         match report:
-            case messages.State(forced, mask):
+            case messages.MatcherState(forced, mask):
                 self._forced, self._mask, self.is_ready = deque(forced), mask, True
             case messages.Failed(problem):
                 self._problem, self.is_ready = problem, True

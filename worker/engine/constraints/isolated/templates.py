@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import structlog
 
-from tokenbus.worker import engine_request
-from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
 from tokenbus.worker.engine.constraints.isolated import messages
 from tokenbus.worker.engine.constraints.isolated.processes import ConstraintProcess, Nursery
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 _MAX_KEPT = 16
 _MAX_KEPT_BYTES = 256 << 20

@@ -9,9 +9,9 @@ from typing import Protocol
 import structlog
 
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
-from tokenbus.worker.engine.gguf.metadata import Metadata
 from tokenbus.worker.engine.gguf.tokenizer import bpe, probe_texts, sentencepiece, tokenizer_json
 from tokenbus.worker.engine.models import pretrained_tokenizer
+from tokenbus.worker.files.gguf_metadata import Metadata
 
 _SPECS: dict[str, Callable[[Metadata, dict[str, int]], tokenizer_json.TokenizerSpec | None]] = {
     "gpt2": bpe.tokenizer_spec,

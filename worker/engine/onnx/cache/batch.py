@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.contract.engine_errors import InsufficientMemoryError
+from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.graphs.graph import KvTensor
 from tokenbus.worker.engine.onnx.graphs.session import Binding
-from tokenbus.worker.engine.runner import InsufficientMemoryError
 
 _HEADROOM_COLUMNS = 128
 """The columns by which a batch can grow before it needs new buffers."""
@@ -30,7 +30,7 @@ def bucket_by_length(lengths: Mapping[int, int], max_paddings: int) -> list[list
     return batches
 
 
-class Batch:
+class RowBatch:
     """Rows of equal width, a lane in each. A run reads one set of buffers and writes the other; then they swap."""
 
     def __init__(self, kv: tuple[KvTensor, ...], lanes: list[int], mask: Array) -> None:
@@ -43,7 +43,7 @@ class Batch:
         self._buffers: tuple[list[Array], list[Array]] = ([], [])
 
     def __repr__(self) -> str:
-        return f"<Batch of lanes {self.lanes}, {self.columns} columns>"
+        return f"<RowBatch of lanes {self.lanes}, {self.columns} columns>"
 
     @property
     def columns(self) -> int:

@@ -12,11 +12,11 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache import saved_tokens
-from tokenbus.worker.engine.onnx.cache.batch import LEFT, Batch, bucket_by_length
+from tokenbus.worker.engine.onnx.cache.batch import LEFT, RowBatch, bucket_by_length
 from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, DecodeResult
-from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneChange, Shrink, Transfer
+from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneChange, LaneTransfer, Shrink
+from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
 from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
@@ -29,7 +29,7 @@ class DynamicCache:
         self._graph_runner = graph_runner
         self._max_paddings = max_paddings if allow_gaps else 0
         self._allow_gaps = allow_gaps
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, RowBatch] = {}
         self._has_freed = False
         """Whether a batch was left since `release_lanes` was called."""
 
@@ -41,7 +41,7 @@ class DynamicCache:
             match change:
                 case Copy(lane, to, start, end):
                     self._copy(lane, to, start, end)
-                case Transfer(lane, to, end):
+                case LaneTransfer(lane, to, end):
                     # No tokens move: the row of `lane` is that of `to` from now on.
                     self._remove([to])
                     batch = self._batches.pop(lane)
@@ -98,7 +98,7 @@ class DynamicCache:
             batch.binding = None
 
     def _run(
-        self, batch: Batch, ids: Array, positions: Array, adapters: AdapterInputs, *, wants_logits: bool = True
+        self, batch: RowBatch, ids: Array, positions: Array, adapters: AdapterInputs, *, wants_logits: bool = True
     ) -> Array:
         runner, has_past = self._graph_runner, batch.columns > 0
         mask = np.concatenate([batch.mask, np.ones(ids.shape, np.int64)], axis=1)
@@ -113,19 +113,19 @@ class DynamicCache:
         batch.commit(mask)
         return logits
 
-    def _batch_of(self, lanes: list[int]) -> Batch:
+    def _batch_of(self, lanes: list[int]) -> RowBatch:
         """Returns a batch of exactly these lanes, packing one if there is none."""
         batch = self._batches.get(lanes[0])
         return batch if batch is not None and set(batch.lanes) == set(lanes) else self._pack(lanes)
 
-    def _pack(self, lanes: list[int]) -> Batch:
+    def _pack(self, lanes: list[int]) -> RowBatch:
         """Copies lanes from their batches into a new one, each from column 0 on."""
         found = [self._tokens_of(lane) for lane in lanes]
         width = max(len(columns) for _, _, columns in found)
         mask = np.zeros((len(lanes), width), np.int64)
         for row, (_, _, columns) in enumerate(found):
             mask[row, : len(columns)] = 1
-        batch = Batch(self._graph_runner.graph.kv, list(lanes), mask)
+        batch = RowBatch(self._graph_runner.graph.kv, list(lanes), mask)
         batch.reserve(width)
         for tensor, target in enumerate(batch.arrays()):
             for row, (source, at, columns) in enumerate(found):

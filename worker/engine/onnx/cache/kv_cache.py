@@ -3,8 +3,8 @@
 from collections.abc import Sequence as Listing
 from typing import NamedTuple, Protocol
 
-from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache.lanes import LaneChange
+from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 

@@ -18,7 +18,7 @@ class Copy(NamedTuple):
     end: int
 
 
-class Transfer(NamedTuple):
+class LaneTransfer(NamedTuple):
     """Lane `to`, which is empty, gets the memory of lane `lane` and its first `end` tokens; that one is empty then."""
 
     lane: int
@@ -33,7 +33,7 @@ class Shrink(NamedTuple):
     end: int
 
 
-LaneChange = Copy | Transfer | Shrink
+LaneChange = Copy | LaneTransfer | Shrink
 HostMove = Offload | Onload | Discard
 """Changes that concern copies in host memory."""
 
@@ -63,7 +63,7 @@ class LaneLengths:
                     self.lengths[to] = end
                     if start == 0 and _empties_next(kv_ops[place + 1 :], lane):
                         self.lengths[lane] = 0
-                        found.append(Transfer(lane, to, end))
+                        found.append(LaneTransfer(lane, to, end))
                     else:
                         found.append(Copy(lane, to, start, end))
                 case Truncate(lane, start, None) if start < self.lengths[lane]:

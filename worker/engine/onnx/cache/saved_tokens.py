@@ -5,7 +5,7 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from tokenbus.worker.engine.host_cache import finite
-from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.graphs.graph import KvTensor
 
 _NUMBER_TYPES = {"float32": finite.F32, "float16": finite.F16}

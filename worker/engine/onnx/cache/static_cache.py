@@ -10,14 +10,14 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from tokenbus.worker.engine.onnx.arrays import Array
 from tokenbus.worker.engine.onnx.cache import saved_tokens
 from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, DecodeResult
-from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneChange, LaneLengths, Shrink, Transfer
+from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneChange, LaneLengths, LaneTransfer, Shrink
+from tokenbus.worker.engine.onnx.cache.row_memory import RowMemory
 from tokenbus.worker.engine.onnx.cache.rows import RowTable
+from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
 from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs, Binding
-from tokenbus.worker.engine.onnx.row_memory import RowMemory
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 
 
@@ -47,7 +47,7 @@ class StaticCache:
             match change:
                 case Copy(lane, to, start, end):
                     self._copy(self._rows.row_of(lane), self._rows.row_of(to), start, end)
-                case Transfer(lane, to):
+                case LaneTransfer(lane, to):
                     self._rows.swap(lane, to)
                 case Shrink():
                     pass  # nothing reads what lies after a lane's length

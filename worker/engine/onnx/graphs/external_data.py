@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto
 
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.contract.engine_errors import ModelError
 
 
 def load(path: Path) -> onnx.ModelProto:

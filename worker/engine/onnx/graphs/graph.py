@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
+from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine.onnx.graphs.external_data import nodes
-from tokenbus.worker.engine.onnx.model_config import HeadSizes
-from tokenbus.worker.engine.runner import ModelError
+from tokenbus.worker.files.onnx_model_config import HeadSizes
 
 _IDS = "input_ids"
 _MASK = "attention_mask"

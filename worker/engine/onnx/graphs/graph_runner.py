@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.graphs.graph import Graph
 from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs, Binding, Session
 

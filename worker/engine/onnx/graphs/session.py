@@ -9,11 +9,11 @@ import onnx
 import onnxruntime
 import structlog
 
-from tokenbus.worker.engine.onnx.arrays import Array
-from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, Device
+from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.onnx.graphs.arrays import Array
+from tokenbus.worker.engine.onnx.graphs.device import EXECUTION_PROVIDERS, Device
 from tokenbus.worker.engine.onnx.graphs.external_data import resolve_external_data
-from tokenbus.worker.engine.process.settings import EngineSettings
-from tokenbus.worker.engine.runner import DeviceError, InsufficientMemoryError, ModelError
 
 _ERRORS_ONLY = 3
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation")

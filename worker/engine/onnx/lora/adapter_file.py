@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine.onnx.lora import gguf_adapter, peft_adapter
 from tokenbus.worker.engine.onnx.lora.base import MAX_RANK, Base
 from tokenbus.worker.engine.onnx.lora.matrices import Change
 from tokenbus.worker.engine.onnx.lora.projections import Place
-from tokenbus.worker.engine.runner import ModelError
 
 _GGUF = b"GGUF"
 
 
-class AdapterFile(NamedTuple):
+class OnnxAdapterFile(NamedTuple):
     """The contents of a file that is an adapter of the model."""
 
     digest: str
@@ -24,19 +24,19 @@ class AdapterFile(NamedTuple):
     changes: Mapping[Place, Change]
 
 
-def read(path: Path, base: Base) -> AdapterFile:
+def read(path: Path, base: Base) -> OnnxAdapterFile:
     """Reads each file once, since it may be replaced at any time. Raises ModelError, naming what is wrong, unless they
     are a LoRA adapter of the model."""
     weights = path / peft_adapter.WEIGHTS if path.is_dir() else path
     data = _contents(weights)
     if data[: len(_GGUF)] == _GGUF:
-        return AdapterFile(_digest(data), _checked(path, gguf_adapter.changes(path, data, base)))
+        return OnnxAdapterFile(_digest(data), _checked(path, gguf_adapter.changes(path, data, base)))
     if weights.suffix != peft_adapter.SUFFIX:
         raise ModelError(f"{path}: is no LoRA adapter; pass a folder of PEFT with {peft_adapter.WEIGHTS}, or a GGUF")
     config = _contents(weights.with_name(peft_adapter.CONFIG))
     changes = peft_adapter.changes(weights, data, config)
     _check(path, changes, base)
-    return AdapterFile(_digest(data, config), _checked(path, changes))
+    return OnnxAdapterFile(_digest(data, config), _checked(path, changes))
 
 
 def _checked(path: Path, changes: Mapping[Place, Change]) -> Mapping[Place, Change]:

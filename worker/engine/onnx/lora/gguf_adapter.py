@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from tokenbus.worker.engine.gguf import metadata
-from tokenbus.worker.engine.gguf.lora import adapter_file
-from tokenbus.worker.engine.gguf.metadata import Tensor
-from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.convert import safetensors
+from tokenbus.worker.convert.architectures import ARCHITECTURES, Architecture
+from tokenbus.worker.engine.gguf import adapter_file
+from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.lora.base import Base
 from tokenbus.worker.engine.onnx.lora.matrices import Change
 from tokenbus.worker.engine.onnx.lora.projections import LLAMA_CPP_NAMES, Place
-from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.models.convert import safetensors
-from tokenbus.worker.models.convert.architectures import ARCHITECTURES, Architecture
+from tokenbus.worker.files import gguf_metadata
+from tokenbus.worker.files.gguf_metadata import TensorInfo
 
 _F32, _F16, _Q8_0, _BF16 = 0, 1, 8, 30
 _BLOCK = 32
@@ -33,9 +33,10 @@ def changes(path: Path, data: bytes, base: Base) -> Mapping[Place, Change]:
     """Raises ModelError, naming what is wrong, unless it is an adapter of the model."""
     architecture = _architecture(path, base)
     places = {f"blk.{layer}.{ours}.weight": Place(layer, name) for ours, layer, name in _named(base)}
-    shapes = {name: Tensor(base.sizes[place], _F32) for name, place in places.items()}
+    shapes = {name: TensorInfo(base.sizes[place], _F32) for name, place in places.items()}
     adapter_file.check(path, data, architecture.name, shapes)
-    tensors, alpha = metadata.parse_tensors(path, data), metadata.parse(path, data).values.get("adapter.lora.alpha")
+    tensors = gguf_metadata.parse_tensors(path, data)
+    alpha = gguf_metadata.parse(path, data).values.get("adapter.lora.alpha")
     found = {}
     for name, place in places.items():
         if f"{name}.lora_a" in tensors:
@@ -64,7 +65,7 @@ def _named(base: Base) -> list[tuple[str, int, str]]:
     return [(ours[name], layer, name) for layer, name in base.sizes if name in ours]
 
 
-def _values(path: Path, data: bytes, tensor: Tensor) -> Array:
+def _values(path: Path, data: bytes, tensor: TensorInfo) -> Array:
     """Returns a matrix, of (rank, inputs) or (outputs, rank), in float32."""
     count = math.prod(tensor.shape)
     block, dtype = _BLOCK if tensor.type == _Q8_0 else 1, _DTYPES[tensor.type]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.lora.projections import Place, Projection
 
 
@@ -23,14 +23,14 @@ class Change(NamedTuple):
     """(outputs, rank), the adapter's own scale included."""
 
 
-class LoadedAdapter:
+class OnnxAdapter:
     """The matrices of one adapter, by input of the graph."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.arrays = arrays
 
     def __repr__(self) -> str:
-        return f"<LoadedAdapter of {len(self.arrays)} matrices>"
+        return f"<OnnxAdapter of {len(self.arrays)} matrices>"
 
     def close(self) -> None:
         """Frees the matrices."""
@@ -56,7 +56,7 @@ def arrange(changes: Mapping[Place, Change], projections: Iterable[Projection]) 
     return arrays
 
 
-def combine(adapters: Listing[tuple[LoadedAdapter, float]]) -> dict[str, Array]:
+def combine(adapters: Listing[tuple[OnnxAdapter, float]]) -> dict[str, Array]:
     """Returns the inputs of the graph for a set of adapters with their scales."""
     names = {name for adapter, _ in adapters for name in adapter.arrays}
     combined: dict[str, Array] = {}

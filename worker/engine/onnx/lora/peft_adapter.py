@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tokenbus.worker.engine.onnx.arrays import Array
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.convert import safetensors
+from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.lora.matrices import Change
 from tokenbus.worker.engine.onnx.lora.projections import Place
-from tokenbus.worker.engine.runner import ModelError
-from tokenbus.worker.models.convert import safetensors
 
 SUFFIX = ".safetensors"
 WEIGHTS = f"adapter_model{SUFFIX}"

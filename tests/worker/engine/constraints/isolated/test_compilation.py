@@ -14,11 +14,16 @@ import pytest
 from tests.support.tiny_vocabulary import END, OTHER_END, TOKENS, choice, compiler, constraint, decode, encode, walk
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.engine.constraints.compilation import Compilation, Event
-from tokenbus.worker.engine.constraints.compiled import CompiledConstraint, CompileJob, CompileStarted, Refusal
-from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.compiled import (
+    CompiledConstraint,
+    CompileJob,
+    CompileStarted,
+    ConstraintRefusal,
+)
+from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.matcher import Matcher, SequenceMatcher
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
 from tokenbus.worker.engine.constraints.isolated.remote_matcher import RemoteMatcher
-from tokenbus.worker.engine.constraints.matcher import Matcher, SequenceMatcher
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 ENDLESS = ".?" * 8_000
 """A regex that would take half a minute and gigabytes."""
@@ -56,7 +61,7 @@ class Story:
         while isinstance(event := self.events.get(timeout=60), CompileStarted):
             pass
         assert isinstance(event, CompiledConstraint), event
-        if not isinstance(event.result, Refusal):
+        if not isinstance(event.result, ConstraintRefusal):
             self._matchers.append(event.result)
         return event
 
@@ -66,9 +71,9 @@ class Story:
         assert isinstance(result, RemoteMatcher), result
         return result
 
-    def refusal(self) -> Refusal:
+    def refusal(self) -> ConstraintRefusal:
         result = self.next().result
-        assert isinstance(result, Refusal), result
+        assert isinstance(result, ConstraintRefusal), result
         return result
 
 
@@ -177,7 +182,7 @@ def test_one_that_takes_too_much_is_refused_and_those_of_others_do_not_wait_for_
     assert {one.seq_no for one in found[:2]} == {small, large}
     assert [one.seq_no for one in found[2:]] == costly
     for one in found[2:]:
-        assert isinstance(one.result, Refusal)
+        assert isinstance(one.result, ConstraintRefusal)
         assert one.result.is_too_costly
         assert "too" in one.result.problem.message or "takes more than" in one.result.problem.message
 
@@ -287,5 +292,5 @@ def test_random_orders_of_tenants_are_all_answered(story: Story) -> None:
     while seen != numbers:
         one = story.next()
         seen.add(one.seq_no)
-        if not isinstance(one.result, Refusal):
+        if not isinstance(one.result, ConstraintRefusal):
             one.result.close()

@@ -1,0 +1,116 @@
+"""`tokenbus load` and `unload`: an operator's control messages to a running worker."""
+
+import argparse
+import json
+import sys
+from functools import partial
+from typing import Any
+
+from tokenbus.cli.console import arguments, connection_flags, worker_control
+from tokenbus.cli.console.session import print_error, print_request_error, with_client
+from tokenbus.client import Client
+from tokenbus.protocol.wire import internal
+from tokenbus.worker.settings import adapter_settings
+from tokenbus.worker.settings.adapter_settings import AdapterSettings
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument("worker_id", metavar="WORKER", help="the worker whose process is to load the model")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="file, directory or name on the Hub, as that worker sees it"
+    )
+    parser.add_argument(
+        "--lora",
+        type=_adapter,
+        metavar="NAME=PATH[@TENANT,...]",
+        help="load this LoRA adapter into the worker's own model, and no other model",
+    )
+    parser.add_argument("--served-name", metavar="NAME", help="name that clients ask for (the file's name)")
+    parser.add_argument(
+        "--replicas", type=arguments.at_least(1), default=1, help="replicas sharing its weights (%(default)s)"
+    )
+    parser.add_argument(
+        "--set",
+        type=_engine_setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="engine setting that differs from the worker's own, e.g. context-length=2048; may be repeated",
+    )
+    parser.set_defaults(run=lambda options: with_client(options, partial(_load, options)))
+
+
+def add_unload_flags(parser: argparse.ArgumentParser) -> None:
+    connection_flags.add_client_flags(parser)
+    parser.add_argument("worker_id", metavar="WORKER", help="the worker to unload")
+    parser.add_argument("--lora", metavar="NAME", help="unload only this LoRA adapter")
+    parser.set_defaults(run=lambda options: with_client(options, partial(_unload, options)))
+
+
+def _engine_setting(text: str) -> tuple[str, Any]:
+    """Parses NAME=VALUE; a value that is not JSON is taken as a string."""
+    name, _, value = text.partition("=")
+    if not name or not value:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text}")
+    try:
+        return name.replace("-", "_"), json.loads(value)
+    except ValueError:
+        return name.replace("-", "_"), value
+
+
+def _adapter(text: str) -> AdapterSettings:
+    try:
+        return adapter_settings.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+async def _load(options: argparse.Namespace, client: Client) -> int:
+    if (options.model is None) is (options.lora is None):
+        return print_error("name either a MODEL or an adapter with --lora")
+    if options.lora is not None:
+        adapter, path, tenants = options.lora
+        control = internal.Control(
+            op="load_adapter", adapter=adapter, path=path, tenants=None if tenants is None else list(tenants)
+        )
+        return await _change_adapter(options, client, control, f"{options.worker_id} has the adapter {adapter}")
+    control = internal.Control(
+        op="load",
+        model=options.model,
+        served_name=options.served_name,
+        replicas=options.replicas,
+        settings=dict(options.set),
+    )
+    async for reply in worker_control.ask(options, client, control):
+        if not reply.ok:
+            assert reply.error is not None
+            return await print_request_error(client, None, reply.error)
+        if reply.worker_ids:
+            print(f"serving as {', '.join(reply.worker_ids)}")
+            return 0
+        if reply.progress is not None and sys.stderr.isatty():
+            print(f"\rloading {reply.progress:.0%} ", end="", file=sys.stderr, flush=True)
+    return print_error("the worker stopped answering")
+
+
+async def _change_adapter(options: argparse.Namespace, client: Client, control: internal.Control, done: str) -> int:
+    async for reply in worker_control.ask(options, client, control, worker_control.SILENCE_S):
+        if reply.error is not None:
+            return await print_request_error(client, None, reply.error)
+        print(done)
+        return 0
+    return print_error("the worker does not answer")
+
+
+async def _unload(options: argparse.Namespace, client: Client) -> int:
+    if options.lora is not None:
+        control = internal.Control(op="unload_adapter", adapter=options.lora)
+        done = f"{options.worker_id} takes no new requests for the adapter {options.lora}"
+        return await _change_adapter(options, client, control, done)
+    async for reply in worker_control.ask(options, client, internal.Control(op="unload")):
+        if reply.error is not None:
+            return await print_request_error(client, None, reply.error)
+        print(f"{options.worker_id} accepts no new requests, and leaves when its running ones have ended or moved")
+        return 0
+    return print_error("the worker does not answer")

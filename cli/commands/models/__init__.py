@@ -1,1 +1,0 @@
-"""The commands that get models, load them in running workers, and let them go."""

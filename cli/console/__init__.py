@@ -1,0 +1,1 @@
+"""The parts that commands share: settings, sessions, supervision, terminal output."""

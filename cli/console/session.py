@@ -1,0 +1,71 @@
+"""Runs a client command over one connection, and turns errors into one line of text and an exit status."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from tokenbus.cli.console import connection_flags
+from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.client import Client
+from tokenbus.protocol.telemetry import logs
+from tokenbus.protocol.wire import errors
+
+EXIT_INTERRUPTED = 130
+_CONNECT_TIMEOUT_S = 2.0
+
+
+def with_client(options: argparse.Namespace, command: Callable[[Client], Awaitable[int]]) -> int:
+    """Runs a command with a connected client and returns its exit status."""
+    logs.log_errors_only()
+    try:
+        settings = connection_flags.settings_of(options, _CONNECT_TIMEOUT_S)
+    except ValueError as error:
+        print_error(str(error))
+        return EXIT_BAD_SETTINGS
+
+    async def run() -> int:
+        async with await Client.connect(tenant=options.tenant, prefix=options.prefix, settings=settings) as client:
+            try:
+                return await command(client)
+            except errors.RequestError as error:
+                return await print_request_error(client, getattr(options, "model", None), error.error)
+
+    try:
+        return asyncio.run(run())
+    except BrokenPipeError:
+        raise  # a ConnectionError too, but it means that the reader of our output has gone
+    except asyncio.CancelledError:
+        return EXIT_INTERRUPTED
+    except (ConnectionError, ValueError) as error:
+        return print_error(str(error))
+
+
+async def print_request_error(client: Client, model: str | None, error: errors.Error) -> int:
+    """Prints an error reply, with the models that are served if the one asked for is not; returns the exit status."""
+    if model is not None and error.code in (errors.Code.MODEL_NOT_FOUND, errors.Code.NO_WORKER):
+        try:
+            names = [served.model for served in (await client.models(timeout_s=2.0)).models]
+        except errors.RequestError:
+            names = [model]
+        if model not in names:
+            text = f"{error.message}; served models: {', '.join(names) or 'nothing'}"
+            error = msgspec.structs.replace(error, message=text)
+    again = f" (try again in {error.retry_after_ms:.0f} ms)" if error.retry_after_ms else ""
+    return print_error(f"{error.code}: {error.message}{again}")
+
+
+def print_error(text: str) -> int:
+    """Prints an error; returns the exit status."""
+    print(f"tokenbus: {text}", file=sys.stderr)
+    return 1
+
+
+def decode_utf8(data: bytes, source: str) -> str:
+    """Decodes input. Raises ValueError naming the source and the first invalid byte."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8: byte {error.start + 1} of it is {data[error.start]:#04x}") from error

@@ -1,0 +1,1 @@
+"""Admits, authenticates, logs and measures requests: keys, tenants, aliases, limits."""

@@ -1,0 +1,45 @@
+"""The settings of a gateway."""
+
+import dataclasses
+
+from tokenbus.gateway.admission.aliases import Aliases
+from tokenbus.gateway.admission.keys import ApiKeys
+from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.telemetry import status
+from tokenbus.protocol.wire import subjects
+
+
+@dataclasses.dataclass(frozen=True)
+class GatewaySettings:
+    """All settings of one gateway."""
+
+    broker: nats.BusSettings = dataclasses.field(default_factory=nats.BusSettings)
+    prefix: str = subjects.DEFAULT_PREFIX
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 means any free port."""
+    fd: int | None = None
+    """File descriptor of an inherited listening socket, instead of host and port."""
+    tenant: str = subjects.DEFAULT_TENANT
+    """The tenant for which models are listed, and for which all requests are made if there are no keys."""
+    tenant_inbox: str = ""
+    """Prefix of a tenant's reply subjects, with `{tenant}` for its name; if empty, the connection's own prefix is
+    used."""
+    keys: ApiKeys = dataclasses.field(default_factory=lambda: ApiKeys(()))
+    aliases: Aliases = dataclasses.field(default_factory=Aliases)
+    """Other names for models, and the model for requests that name none."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose web pages may use the gateway (CORS), or `*` for all."""
+    max_requests: int = 1_024
+    """Requests that may be open at a time; further ones are refused with 503."""
+    max_connections_per_address: int = 512
+    """HTTP connections of one client address; 0 means no limit, for use behind a proxy that limits its clients."""
+    max_body_bytes: int = 8 * 1024 * 1024
+    """The largest body. 32 of this size may be open at a time, besides any number of up to a mebibyte each."""
+    write_deadline_s: float = 30.0
+    """A connection is closed if nothing, or less than 16 KiB, could be written to it for this many seconds."""
+    status_page: status.StatusSettings = dataclasses.field(default_factory=status.StatusSettings)
+    otlp_traces_endpoint: str = ""
+    """URL to which spans are sent; if empty, none are recorded."""
+    grace_s: float = 30.0
+    """Seconds that open requests have to finish after SIGTERM."""

@@ -1,0 +1,1 @@
+"""Checks of what clients, routers and workers send."""

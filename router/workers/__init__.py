@@ -1,0 +1,1 @@
+"""One worker as a router knows it: its numbers, events and speed."""

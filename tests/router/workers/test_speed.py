@@ -1,0 +1,114 @@
+"""A worker's speed is estimated from consecutive events, and a router's decisions are counted."""
+
+import pytest
+
+from tests.router.builders import card
+from tokenbus.protocol.wire import messages
+from tokenbus.router.fleet.stats import DecisionStats
+from tokenbus.router.placement.placement import Placement
+from tokenbus.router.workers.speed import Speed
+from tokenbus.router.workers.worker import Worker
+
+
+def prompts(tokens: int, left: int = 0) -> tuple[messages.Load, messages.Load]:
+    """Returns the loads of two events between which a worker computed that many prompt tokens."""
+    before = messages.Load(running=1, queued_prefill_tokens=tokens + left, computed_tokens=0)
+    return before, messages.Load(running=1, queued_prefill_tokens=left, computed_tokens=tokens)
+
+
+def streams(running: int, tokens: int) -> tuple[messages.Load, messages.Load]:
+    return messages.Load(running=running), messages.Load(running=running, generated_tokens=tokens)
+
+
+def test_there_is_no_estimate_before_there_are_enough_samples() -> None:
+    speed = Speed()
+    for _ in range(19):
+        speed.observe(*prompts(1_000), 0.1)
+    assert speed.prefill_s_per_token == 0.0, "two of them make one sample"
+    speed.observe(*prompts(1_000), 0.1)
+    assert speed.prefill_s_per_token == pytest.approx(0.0001)
+    assert speed.itl_s == 0.0
+
+
+def test_the_first_prompt_gives_a_first_estimate_however_short_it_was() -> None:
+    speed = Speed()
+    assert speed.first_prefill_s_per_token == 0.0
+    speed.observe(*prompts(1_000), 0.1)
+    assert speed.first_prefill_s_per_token == pytest.approx(0.0001)
+    speed.observe(*prompts(500), 0.1)
+    assert speed.first_prefill_s_per_token == pytest.approx(0.2 / 1_500)
+    assert speed.prefill_s_per_token == 0.0
+
+
+def test_the_inter_token_latency_is_that_of_a_step_however_many_sequences_run() -> None:
+    speed = Speed()
+    for running in (1, 4, 8, 16) * 6:
+        speed.observe(*streams(running, 2 * running), 0.1)
+    assert speed.itl_s == pytest.approx(0.05)
+
+
+def test_the_best_speed_counts_and_not_how_busy_the_worker_is_now() -> None:
+    speed = Speed()
+    for _ in range(40):
+        speed.observe(*prompts(1_000), 0.1)
+    for _ in range(60):
+        speed.observe(*prompts(1_000), 0.4)
+    assert speed.prefill_s_per_token < 0.00013
+    for _ in range(200):
+        speed.observe(*prompts(1_000), 0.05)
+    assert speed.prefill_s_per_token == pytest.approx(0.00005, rel=0.1)
+
+
+def test_idle_time_and_new_arrivals_are_no_samples() -> None:
+    speed = Speed()
+    for _ in range(40):
+        speed.observe(messages.Load(), messages.Load(running=1, queued_prefill_tokens=100), 5.0)
+        speed.observe(*reversed(prompts(1_000)), 0.1)
+    assert (speed.prefill_s_per_token, speed.itl_s) == (0.0, 0.0)
+
+
+def test_late_events_make_no_difference() -> None:
+    speed = Speed()
+    for _ in range(40):
+        speed.observe(*streams(2, 4), 0.199)
+        speed.observe(*streams(2, 4), 0.001)
+    assert speed.itl_s == pytest.approx(0.05)
+
+
+def test_events_in_the_middle_of_a_step_do_not_make_it_seem_shorter() -> None:
+    """Steps of 150 tokens take 0.6 s, and events come five times in a step, as of an engine without streams."""
+    speed = Speed()
+    for _ in range(20):
+        before, after = prompts(150, left=500)
+        for _ in range(4):
+            speed.observe(before, before, 0.12)
+        speed.observe(before, after, 0.12)
+    assert speed.prefill_s_per_token == pytest.approx(0.004)
+
+
+def test_time_in_which_nothing_was_queued_is_nobodys() -> None:
+    speed, (before, after) = Speed(), prompts(150, left=500)
+    for _ in range(20):
+        speed.observe(before, before, 0.3)
+        speed.observe(before, after, 0.3)
+        speed.observe(messages.Load(), messages.Load(), 100.0)
+    assert speed.prefill_s_per_token == pytest.approx(0.004)
+
+
+def test_decisions_are_counted_with_their_rate_hit_rate_and_duration() -> None:
+    stats = DecisionStats()
+    assert (stats.predicted_hit_rate, stats.decision_percentiles_us()) == (0.0, (0.0, 0.0))
+    worker = Worker(card(kv_block_size=5), 0.0)
+    with_leg = Placement(worker, "kv", fetch_blocks=9, leg_s=1.0)
+    for second in range(60):
+        for _ in range(4):
+            stats.record_placement(100, Placement(worker, "kv", overlap_blocks=3, fetch_blocks=2), float(second))
+        stats.record_placement(100, with_leg, float(second))
+    assert (stats.decisions, stats.legs) == (300, 60)
+    assert stats.predicted_hit_rate == 0.2
+    assert stats.predicted_fetch_rate == 0.08
+    assert stats.decisions_per_s(59.0) == pytest.approx(5.0, rel=0.06)
+    assert stats.decisions_per_s(159.0) < 0.01
+    for number in range(100):
+        stats.record_decision_time(number * 1e-6)
+    assert stats.decision_percentiles_us() == (pytest.approx(50.0), pytest.approx(99.0))

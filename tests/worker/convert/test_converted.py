@@ -1,0 +1,220 @@
+"""A model in safetensors becomes the GGUF that llama.cpp's own tools would make of it, once, or says why it can't."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import msgspec
+import numpy as np
+import pytest
+
+from tests.support import safetensors_model
+from tokenbus import demo
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.convert import converted, process, quantize
+from tokenbus.worker.files.model_files import ModelFiles
+from tokenbus.worker.files.safetensors_layout import SafetensorsLayout
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(converted.constants, "HF_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/tokenbus/converted"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return safetensors_model.write_demo(tmp_path / "tiny")
+
+
+def convert(folder: Path, kind: str = "f16") -> ModelFiles:
+    return converted.convert(str(folder), SafetensorsLayout().find(folder), kind, 1, lambda share: None)
+
+
+def refusal(folder: Path) -> str:
+    """Returns the reason for which a model is not converted, by the code that its process runs."""
+    files = SafetensorsLayout().find(folder)
+    parts = [files.weights.with_name(name) for name in SafetensorsLayout().parts_of(files.weights.name)]
+    sidecars = {name: str(path) for name, path in files.sidecars.items()}
+    with pytest.raises(ModelError) as raised:
+        process.convert(process.Job("tiny", list(map(str, parts)), sidecars, "f16", 1, str(folder / "out.gguf")))
+    return str(raised.value)
+
+
+def contents(path: Path) -> dict[str, object]:
+    reader = gguf.GGUFReader(path)
+    return {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    ours, theirs = ({tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors} for path in (one, other))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.tensor_type == theirs[name].tensor_type, name
+        assert np.array_equal(tensor.data, theirs[name].data), name
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_converted_model_is_the_gguf_of_the_same_weights_bit_by_bit(tmp_path: Path, shards: int) -> None:
+    folder = safetensors_model.write_demo(tmp_path / "tiny", shards=shards)
+    path = convert(folder).weights
+    assert_same_tensors(path, demo.MODEL_PATH)
+    ours, theirs = contents(path), contents(demo.MODEL_PATH)
+    differing = {name for name, value in theirs.items() if ours.get(name) != value}
+    assert differing == {"general.name"}
+    assert ours["general.name"] == "tiny"
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k_m"])
+def test_a_quantized_model_is_what_llama_cpp_makes_of_the_gguf(folder: Path, tmp_path: Path, kind: str) -> None:
+    expected = tmp_path / "expected.gguf"
+    quantize.quantize(demo.MODEL_PATH, expected, kind, 1, lambda share: None)
+    files = convert(folder, kind)
+    assert_same_tensors(files.weights, expected)
+    assert files.weights.name.endswith(f"-{kind.upper()}.gguf")
+    assert files.sidecars["generation_config.json"] == folder / "generation_config.json"
+
+
+def test_weights_of_another_type_are_rounded_once(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    halves = safetensors_model.demo_tensors()
+    safetensors_model.write(path, {name: data.astype(np.float32) for name, data in halves.items()})
+    assert_same_tensors(convert(folder).weights, demo.MODEL_PATH)
+    brains = {name: (data.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for name, data in halves.items()}
+    safetensors_model.write(path, brains)
+    (embedding,) = (one for one in gguf.GGUFReader(convert(folder).weights).tensors if one.name == "token_embd.weight")
+    exact = (brains["model.embed_tokens.weight"].astype(np.uint32) << 16).view(np.float32)
+    assert np.array_equal(embedding.data, exact.astype(np.float16))
+
+
+def test_a_model_is_converted_once_and_again_when_its_files_change(folder: Path, cache: Path) -> None:
+    first = convert(folder).weights
+    written = first.stat()
+    assert convert(folder).weights.stat() == written
+    assert convert(folder, "bf16").weights != first
+    safetensors_model.set_config(folder, rope_theta=20_000.0)
+    assert convert(folder).weights != first
+    assert len(list(cache.glob("*.gguf"))) == 3
+    assert not list(cache.glob("*.incomplete"))
+    assert not list(cache.glob("*.plain"))
+
+
+def test_what_a_killed_conversion_left_is_no_model_and_in_nobodys_way(folder: Path, cache: Path) -> None:
+    files = SafetensorsLayout().find(folder)
+    cache.mkdir(parents=True)
+    job = process.Job(
+        "tiny",
+        [str(files.weights)],
+        {name: str(path) for name, path in files.sidecars.items()},
+        "q8_0",
+        1,
+        str(cache / "out.incomplete"),
+    )
+    script = (
+        "import os, signal; from tokenbus.worker.convert import process\n"
+        "process._report = lambda report: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "process.main()"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        child.stdin.write(msgspec.json.encode(job) + b"\n")
+        child.stdin.flush()  # and stays open: the child ends with its parent
+        assert child.wait(timeout=60) == -signal.SIGKILL
+    assert not list(cache.glob("*.gguf"))
+    assert convert(folder, "q8_0").weights.exists()
+
+
+def test_a_conversion_ends_with_its_parent() -> None:
+    read, write = os.pipe()
+    command = [sys.executable, "-m", "tokenbus.worker.convert.process"]
+    with subprocess.Popen(command, stdin=read, stdout=subprocess.PIPE) as child:
+        os.close(read)
+        os.close(write)
+        assert child.wait(timeout=60) != 0
+
+
+def test_conversions_are_kept_in_the_folder_that_is_named_for_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENBUS_HUB_CACHE", str(tmp_path / "models"))
+    assert converted.folder() == tmp_path / "models" / "tokenbus" / "converted"
+
+
+def test_several_processes_that_want_a_model_wait_for_one_conversion(folder: Path, cache: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from tokenbus.worker.convert import converted\n"
+        "from tokenbus.worker.files.safetensors_layout import SafetensorsLayout\n"
+        "files = SafetensorsLayout().find(Path(sys.argv[1])); reports = []\n"
+        "print(converted.convert(sys.argv[1], files, 'f16', 1, reports.append).weights, len(reports))"
+    )
+    variables = os.environ | {"HF_HOME": str(cache.parents[1]), "TOKENBUS_LOG": "error"}
+    both = [
+        subprocess.Popen([sys.executable, "-c", script, folder], env=variables, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    results = [process.communicate(timeout=120)[0].splitlines()[-1].split() for process in both]
+    assert len({path for path, _ in results}) == 1
+    assert sorted(int(count) > 0 for _, count in results) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"architectures": ["FalconForCausalLM"]}, r"FalconForCausalLM is not converted here, only LlamaForCausalLM"),
+        ({"architectures": None}, "an unnamed architecture is not converted here"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu is not converted here; use llama.cpp's convert_hf_to_gguf.py"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling longrope is not converted here"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized by fp8"),
+        ({"num_hidden_layers": 5}, "the tensor model.layers.4.input_layernorm.weight is missing"),
+        ({"num_hidden_layers": 3}, "9 tensors are unknown here, such as model.layers.3.input_layernorm.weight"),
+        ({"hidden_size": 256}, r"has the shape \[640, 128\], by its config.json it is \[640, 256\]"),
+        ({"num_attention_heads": 3}, "make no model"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"vocab_size": "many"}, "config.json"),
+        ({"tie_word_embeddings": False}, "the tensor lm_head.weight is missing"),
+    ],
+)
+def test_what_can_not_be_converted_exactly_is_refused_by_name(
+    folder: Path, fields: dict[str, object], problem: str
+) -> None:
+    safetensors_model.set_config(folder, **fields)
+    assert re.search(problem, refusal(folder))
+
+
+def test_a_repository_without_a_tokenizer_says_so(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    assert "has no tokenizer.json beside it" in refusal(folder)
+
+
+def test_a_tokenizer_that_llama_cpp_has_no_form_for_is_refused(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    document = json.loads(path.read_text())
+    document["pre_tokenizer"] = {"type": "Whitespace"}
+    path.write_text(json.dumps(document))
+    assert "llama.cpp has no pre-tokenizer that cuts texts as this one does" in refusal(folder)
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
+    folder = safetensors_model.write_demo(tmp_path / "tiny", shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model-00002-of-00003\.safetensors is not there"):
+        SafetensorsLayout().find(folder)
+
+
+def test_values_that_f16_can_not_hold_are_refused(folder: Path) -> None:
+    tensors = {name: data.astype(np.float32) for name, data in safetensors_model.demo_tensors().items()}
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e6
+    safetensors_model.write(folder / "model.safetensors", tensors)
+    assert "has values too large for f16; pass --quantize bf16 or q8_0" in refusal(folder)
+
+
+def test_a_full_disk_is_named_before_the_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 0, 1))
+    with pytest.raises(ModelError, match=r"needs 1\.\d\d MB for its conversion, where 1 B are free"):
+        convert(folder)

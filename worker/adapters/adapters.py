@@ -1,0 +1,236 @@
+"""The LoRA adapters of one replica by name: which are wanted, which its engine has, and who may use them."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import structlog
+
+from tokenbus.protocol.wire import errors, internal, limits, messages, subjects
+from tokenbus.protocol.wire.block_hash import Adapter
+from tokenbus.worker.adapters.kept_adapter import KeptAdapter
+from tokenbus.worker.contract import contract
+from tokenbus.worker.engine_client.engine_process import EngineDiedError
+from tokenbus.worker.settings.adapter_settings import AdapterSettings
+
+MAX_LOADED = 256
+"""Adapters of one replica. All of them are in its card."""
+
+
+class _Loaded(NamedTuple):
+    settings: AdapterSettings
+    digest: str
+    kept: KeptAdapter
+
+
+class Adapters:
+    """Has adapters loaded and unloaded, one at a time. `on_changed` is called when others can be used than before."""
+
+    def __init__(self, on_changed: Callable[[], None] = lambda: None) -> None:
+        self._on_changed = on_changed
+        self.in_use: Callable[[], set[str]] = set
+        """Returns the digests of the adapters that open streams use."""
+        self._retired: dict[str, KeptAdapter] = {}
+        """Adapters that are withdrawn and were in use then, by digest: the next engine gets them for these streams."""
+        self._lent: frozenset[str] = frozenset()
+        """The digests of those that the present engine got."""
+        self._wanted: dict[str, AdapterSettings] = {}
+        self._loaded: dict[str, _Loaded] = {}
+        self._engine: contract.Engine | None = None
+        self._changing = asyncio.Lock()
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Adapters {sorted(self._loaded)}>"
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._loaded
+
+    def want(self, adapters: Iterable[AdapterSettings]) -> None:
+        """Sets the adapters of the first engine."""
+        self._wanted = {one.name: one for one in adapters}
+
+    async def load_all(self, engine: contract.Engine) -> None:
+        """Gives a new engine the adapters that are wanted.
+
+        Raises EngineStartError if the first engine can't have one of them, and EngineDiedError if it dies meanwhile. A
+        later engine starts without those that are no longer there."""
+        async with self._changing:
+            is_first, self._engine = self._engine is None, engine
+            before, self._lent = self._loaded, frozenset()
+            loaded: dict[str, _Loaded] = {}
+            for name, settings in list(self._wanted.items()):
+                try:
+                    loaded[name] = await _load(engine, settings)
+                except errors.RequestError as error:
+                    if error.error.retryable:
+                        raise EngineDiedError(f"the engine ended while it loaded the adapter {name}") from error
+                    if is_first:
+                        self._engine = None
+                        raise contract.EngineStartError(f"--lora {name}: {error.error.message}") from error
+                    self._log.error("adapter_failed", adapter=name, error=error.error.message)
+                    del self._wanted[name]
+            self._loaded = loaded
+            self._retire(before.values())
+            await self._lend(engine)
+
+    async def load(self, settings: AdapterSettings) -> None:
+        """Loads an adapter, in place of one that has the same name. Raises RequestError, and nothing has changed."""
+        async with self._changing:
+            await self._load(settings)
+
+    async def load_own(self, settings: AdapterSettings, before: AdapterSettings | None) -> None:
+        """Does the same for an owner who may only replace what it has loaded itself, which is `before`.
+
+        Raises ValueError if the name is somebody else's."""
+        async with self._changing:
+            if (known := self._wanted.get(settings.name)) is not None and known is not before:
+                raise ValueError("an adapter of that name was loaded otherwise")
+            await self._load(settings)
+
+    async def _load(self, settings: AdapterSettings) -> None:
+        assert self._changing.locked(), self
+        if settings.name not in self._loaded and len(self._loaded) >= MAX_LOADED:
+            problem = f"at most {MAX_LOADED} adapters may be loaded: unload one first"
+            raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="adapter")
+        engine = self._require_engine()
+        loaded = await _load(engine, settings)
+        before = self._loaded.get(settings.name)
+        self._wanted[settings.name] = settings
+        self._loaded[settings.name] = loaded
+        if before is not None:
+            engine.unload_adapter(before.digest)
+            self._retire([before])
+        self._log.info("adapter_loaded", adapter=settings.name, digest=loaded.digest, path=settings.path)
+        self._on_changed()
+
+    async def unload(self, name: str) -> None:
+        """Withdraws an adapter; requests that use it keep it. Raises RequestError for an unknown name."""
+        async with self._changing:
+            if name not in self._loaded:
+                problem = f"there is no adapter {name[: limits.MAX_NAME_BYTES]!r} here"
+                raise errors.request_error(errors.Code.MODEL_NOT_FOUND, problem, param="adapter")
+            self._unload(name)
+
+    async def unload_own(self, settings: AdapterSettings) -> None:
+        """Withdraws what was loaded with these settings, unless the name is somebody else's by now, or nobody's."""
+        async with self._changing:
+            if settings.name in self._loaded and self._wanted.get(settings.name) is settings:
+                self._unload(settings.name)
+
+    def _unload(self, name: str) -> None:
+        before = self._loaded.pop(name)
+        del self._wanted[name]
+        self._require_engine().unload_adapter(before.digest)
+        self._retire([before])
+        self._log.info("adapter_unloaded", adapter=name, digest=before.digest)
+        self._on_changed()
+
+    def _retire(self, withdrawn: Iterable[_Loaded]) -> None:
+        """Keeps those that streams use, until they no longer do."""
+        in_use = self.in_use()
+        for one in withdrawn:
+            if one.digest in in_use and one.digest not in self._retired:
+                self._retired[one.digest] = one.kept
+            else:
+                one.kept.close()
+        for digest in self._retired.keys() - in_use:
+            self._retired.pop(digest).close()
+
+    async def _lend(self, engine: contract.Engine) -> None:
+        """Gives a new engine what was withdrawn, for the streams that it is about to continue, and for no others."""
+        lent: list[str] = []
+        for digest, kept in self._retired.items():
+            try:
+                found = await engine.load_adapter(kept.path)
+            except errors.RequestError as error:
+                if error.error.retryable:
+                    raise EngineDiedError(f"the engine ended while it loaded the adapter {digest}") from error
+                self._log.error("adapter_failed", adapter=digest, error=error.error.message)
+                continue
+            if found == digest:
+                lent.append(digest)
+            else:  # the file was written over
+                engine.unload_adapter(found)
+        self._lent = frozenset(lent)
+        # once the engine has the streams, which it gets before the event loop's next turn
+        asyncio.get_running_loop().call_soon(_unload_all, engine, lent)
+
+    def has_all(self, run: internal.Run) -> bool:
+        """Whether the present engine got what it needs to continue a stream."""
+        available = self._lent | {one.digest for one in self._loaded.values()}
+        return available.issuperset(one.digest for one in run.adapters)
+
+    def close(self) -> None:
+        """Lets go of all files."""
+        for kept in (*self._retired.values(), *(one.kept for one in self._loaded.values())):
+            kept.close()
+
+    async def carry_out(self, control: internal.Control) -> internal.ControlReply:
+        """Loads or unloads an adapter as an operator commands."""
+        assert control.adapter is not None
+        try:
+            if control.op == "unload_adapter":
+                await self.unload(control.adapter)
+            else:
+                tenants = None if control.tenants is None else tuple(control.tenants)
+                settings = AdapterSettings(control.adapter, control.path or "", tenants)
+                settings.check()
+                await self.load(settings)
+        except ValueError as error:
+            problem = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="adapter")
+            return internal.ControlReply(ok=False, error=problem)
+        except errors.RequestError as error:
+            return internal.ControlReply(ok=False, error=error.error)
+        return internal.ControlReply(ok=True)
+
+    def cards(self) -> list[messages.CardAdapter]:
+        """Returns what the replica's card says of its adapters."""
+        return [
+            messages.CardAdapter(
+                name=name, digest=digest, tenants=None if settings.tenants is None else list(settings.tenants)
+            )
+            for name, (settings, digest, _) in sorted(self._loaded.items())
+        ]
+
+    def of_run(self, run: internal.Run) -> tuple[Adapter, ...]:
+        """Returns the adapters of a run. Raises RequestError unless all of them are loaded for its tenant.
+
+        The router may not know yet that an adapter was replaced, so that another worker may take the run."""
+        found = tuple(Adapter(one.digest, one.scale) for one in run.adapters)
+        if bool(found) is not any(one.scale for one in run.params.lora or []):
+            raise errors.invalid_field("adapters", "must be those of lora")
+        if list(found) != sorted(set(found)):
+            raise errors.invalid_field("adapters", "must be in the order of their digests")
+        tenant = subjects.key_to_tenant(run.request_id)
+        allowed = {
+            digest
+            for settings, digest, _ in self._loaded.values()
+            if settings.tenants is None or tenant in settings.tenants
+        }
+        if not allowed.issuperset(one.digest for one in found):
+            raise errors.request_error(errors.Code.NO_WORKER, "the worker does not have the adapter", param="lora")
+        return found
+
+    def _require_engine(self) -> contract.Engine:
+        if self._engine is None:
+            raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
+        return self._engine
+
+
+async def _load(engine: contract.Engine, settings: AdapterSettings) -> _Loaded:
+    """Raises RequestError."""
+    kept = KeptAdapter(settings.path)
+    try:
+        return _Loaded(settings, await engine.load_adapter(settings.path), kept)
+    except BaseException:
+        kept.close()
+        raise
+
+
+def _unload_all(engine: contract.Engine, digests: Iterable[str]) -> None:
+    for digest in digests:
+        engine.unload_adapter(digest)

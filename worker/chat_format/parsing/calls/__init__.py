@@ -1,1 +1,0 @@
-"""Reads tool calls: three kinds of calls, with values in models' notations, rewritten as JSON."""

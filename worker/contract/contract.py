@@ -1,0 +1,300 @@
+"""The engine contract: the promises on which a frontend relies, whatever generates the tokens.
+
+An engine that passes `tests/contracts` can be served. Its rules, each of which is tested there:
+
+1. `start` may be called once; until it returns, only `cleanup` may be called.
+2. Every accepted `generate` hands its sink any number of outputs and then exactly one terminal (an output with a
+   `finish_reason`), after which that sink is never called again. A refused one raises and never calls its sink.
+3. `length` means that `max_tokens` were sampled; `stop` that a stop token or stop string ended it, named by
+   `stop_match`. Every sampled token is in exactly one output. `usage` adds up.
+4. No output's text splits a character, holds a stop string, or what could still become one.
+5. `abort` ends a request with `cancelled` at once, and its lane and memory are free within a step. Aborting a request
+   that is unknown or has ended does nothing.
+6. Equal requests with equal seeds give equal outputs alone; those that run together do not affect each other.
+7. An engine can hold as many requests and tokens at the same time as its `EngineConfig` advertises, unless it shares
+   KV memory with others: then as many as `load()` says, and one at least.
+8. After the last terminal nothing is held: `load()` shows zero running and waiting requests and used blocks. Later
+   requests of the same tenant and salt can use what is cached: `usage.cached_tokens` counts the prompt tokens that were
+   not computed, no answer depends on them, and a request with `cache_prompt` false neither uses nor leaves any.
+9. `drain` returns when nothing runs any more. `cleanup` ends what is left with `error`; it may be called at any time,
+   also twice and before or after a failed `start`, and never raises.
+10. When the engine dies, `died` says why, and no open sink is called: another engine may go on with its streams where
+    they were (`EngineClient.take_over`), as long as `cleanup` has not ended them.
+11. An engine with `embeddings` returns one row for each input of `embed`, in their order, whatever runs beside it. An
+    input's row does not depend on the others, and no stream depends on what is embedded. An engine without refuses.
+12. A request with `resumed` continues a completion. Before `generate` returns, its tokens come out as one output with
+    `resumed_texts`. Then all goes on as if they had been sampled here: held back text, stop strings, draws, penalties,
+    `min_tokens`, `usage`. If they complete it, the terminal follows without another token, after `generate` has
+    returned. If it ends before the last of them, it is refused. A sink that raises meanwhile refuses it as well.
+13. An engine with the feature `structured_output` or `grammar` keeps to a request's `constraint`: its output is what
+    the constraint accepts, up to an end token, or a beginning of that if it ends otherwise. This is so wherever it is
+    resumed, and when another engine goes on with it. Once the constraint is compiled, an output without tokens says so
+    (`is_constraint_ready`). One that can't be compiled ends with `invalid_request`, which names its `param`, and with
+    no output before. Where only an end token may follow, `min_tokens` gives way.
+14. An engine with the feature `rerank` returns one score for each document of `rerank`, in their order, whatever runs
+    beside it. A document's score does not depend on the others. An engine without the feature refuses.
+15. An engine with the feature `lora` loads LoRA adapters while streams go on. A request is computed with its `adapters`
+    and no others, whatever runs beside it, and shares cached blocks only with requests that have the same. An adapter
+    that is unloaded while requests use it stays until the last of them has ended. A file that is no adapter of the
+    model is refused, and nothing has changed. An engine without the feature refuses every file.
+16. An engine with the feature `reasoning_budget` closes reasoning that has spent its `reasoning_limit`, with the marker
+    of the chat format, and the answer continues. Where it does so follows from the tokens: wherever the request is
+    resumed, and when another engine goes on with it, its answer is the same. An engine without the feature ignores the
+    limit.
+17. An engine with the feature `cache_control` keeps the prefix of a request with a `cache_ttl_s` longer than others,
+    until it is over or nothing else could go. With `is_warm_up`, it computes the prompt: the output is a terminal with
+    `length` and no token, and the prompt is cached as after any request.
+
+Sinks are called from the event loop, in order. A sink is a plain function and not an async iterator, because waking a
+task for each token and stream costs several times what the token itself does (docs/decisions/0002).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from tokenbus.protocol.wire import internal, messages
+from tokenbus.protocol.wire.block_hash import Adapter
+from tokenbus.protocol.wire.params import SamplingParams
+from tokenbus.worker.contract import engine_output, engine_request
+from tokenbus.worker.contract.chat_format import ChatFormat
+from tokenbus.worker.contract.memory_plan import MemoryPlan
+
+
+class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
+    """A run of tokens whose blocks may be cached, in the cache that requests of one tenant, salt and adapters share."""
+
+    tenant: str
+    """In the form of a subject token."""
+    cache_salt: str
+    adapters: tuple[Adapter, ...]
+    """Sorted; they need not be loaded."""
+    token_ids: bytes
+    """Unsigned 32-bit little-endian integers."""
+
+
+class KvBlockFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of a saved KV block: whatever in it is not the numbers of keys and values, which can be any."""
+
+    num_bytes: int
+    """The size of a block."""
+    fixed: tuple[tuple[int, bytes], ...] = ()
+    """Bytes that are the same in every block, each with its offset."""
+    positions: tuple[tuple[int, ...], ...] = ()
+    """The offsets of each token's position, a 32-bit little-endian integer that may be there several times. The tokens
+    may be in any order."""
+    token_ids: tuple[int, ...] = ()
+    """The offsets of the tokens' ids, which are such integers too and less than `vocab_size`."""
+    vocab_size: int = 0
+
+
+class EngineDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that an engine computes on."""
+
+    name: str
+    """The name by which its memory is known: `host`, or the engine's name for it."""
+    kind: str
+    """`cpu` or `gpu`."""
+    description: str = ""
+    """The driver's words for it."""
+    layers: int | None = None
+    """The model's layers that it computes, if that is known."""
+
+
+class CheckpointSizes(NamedTuple):
+    """The host memory that checkpoints may take, and how much they do."""
+
+    budget_bytes: int
+    state_bytes: int
+    """The size of a copy of the partial state, at the most."""
+    token_bytes: int
+    """The size of the KV of a token; 0 for a model without any."""
+    copy_bytes: int = 0
+    """The size of a copy of KV beside its tokens'."""
+    slot_bytes: int = 0
+    """Copies take slots of this size; 0: they take what they have."""
+    slot_data_bytes: int = 1
+    """The bytes of a copy that a slot has room for."""
+    slot_tokens: int = 1
+    """The tokens of a copy that a slot has room for."""
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Returns the memory that a copy of the KV of tokens takes."""
+        return self._taken(self.copy_bytes + num_tokens * self.token_bytes, num_tokens) if self.token_bytes else 0
+
+    def state_copy_bytes(self, num_tokens: int) -> int:
+        """Returns the memory that a copy of a state takes, which is labelled with tokens where it has no KV."""
+        return self._taken(self.state_bytes, 0 if self.token_bytes else num_tokens)
+
+    def _taken(self, num_bytes: int, num_tokens: int) -> int:
+        if not self.slot_bytes:
+            return num_bytes
+        return self.slot_bytes * max(1, -(-num_bytes // self.slot_data_bytes), -(-num_tokens // self.slot_tokens))
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The description of a started engine."""
+
+    engine: str
+    engine_version: str
+    source: str
+    fingerprint: str
+    """Equal for engines whose KV and token ids mean the same."""
+    context_length: int
+    """The most tokens of one sequence, prompt and completion together."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_block_size: int
+    total_kv_blocks: int
+    """The blocks of the device's KV memory."""
+    kv_tokens: int = 0
+    """The tokens of KV memory that were allocated for all sequences together; 0 for an engine that only pools."""
+    host_kv_blocks: int = 0
+    """The number of blocks of which host memory can hold a copy besides."""
+    memory: MemoryPlan | None = None
+    """The plan by which its sizes were chosen; None if there was none."""
+    checkpoint_sizes: CheckpointSizes | None = None
+    """The sizes of checkpoints, if prefixes can be reused only at these and not at any block."""
+    writes_through: bool = False
+    """Whether blocks are copied to host memory as soon as they are complete."""
+    idle_blocks_cost: bool = True
+    """Whether blocks that no sequence uses slow the steps of others down while they are on the device."""
+    prefix_cache: bool
+    missing: dict[str, str] = {}
+    """Abilities that other models have on this engine and this one does not, each with the reason: `prefix_cache`,
+    `kv_exchange`, `recovery` (of copies, by the next engine), `batches`, `embeddings`, `router_tokenizing`,
+    `reasoning_budget`."""
+    vocab_size: int
+    features: tuple[str, ...]
+    defaults: SamplingParams
+    """Sampling parameters that the model's files recommend."""
+    versions: dict[str, str]
+    pid: int
+    files: dict[str, str] = {}
+    """The files in which the model was found."""
+    devices: tuple[EngineDevice, ...] = ()
+    """The devices that compute it."""
+    kv_bytes: int = 0
+    """The device memory for the keys and values of all sequences; 0 where it is not known."""
+    kv_lane_bytes: int = 0
+    """The part of it that a lane takes, if lanes can be lent to other replicas of the process, so that `kv_bytes` is
+    the most that it may hold; 0 if its memory is fixed."""
+    embeddings: messages.CardEmbeddings | None = None
+    """The embeddings that the engine makes, if it makes any."""
+    end_token_ids: tuple[int, ...] = ()
+    """The model's own end tokens."""
+    chat_format: ChatFormat | None = None
+    """The way the model writes reasoning and tool calls; None where that is not known."""
+    kv_identity: str = ""
+    """Equal for engines that can read each other's KV blocks; empty if this one exchanges none."""
+    kv_format: KvBlockFormat | None = None
+    """The form of its blocks, if it exchanges any."""
+
+
+class EngineStartError(RuntimeError):
+    """The engine can't start with these settings or this model, and trying again won't help; says what to do."""
+
+
+class TooLittleMemoryError(EngineStartError):
+    """There is too little memory for the model with these settings; says what would fit."""
+
+
+class Engine(Protocol):
+    """Generates tokens; the guarantees are this module's docstring."""
+
+    on_kv_events: Callable[[list[int], list[tuple[int, int]]], None]
+    """Called with the hashes of cached blocks that are gone, and of the new ones, parents first, each behind that of
+    the block before it; the outputs of that step come later. By default it does nothing."""
+
+    @property
+    def token_bytes(self) -> Sequence[bytes]:
+        """The bytes of each token's text, by token id; empty before `start`."""
+        ...
+
+    async def start(self, worker_id: str) -> EngineConfig:
+        """Loads the model. Raises EngineStartError when it can't be loaded."""
+        ...
+
+    def generate(self, request: engine_request.EngineRequest, sink: engine_output.Sink) -> None:
+        """Accepts a request and returns at once. Raises RequestError, and does nothing, if it can't accept it."""
+        ...
+
+    def abort(self, key: str) -> None:
+        """Ends a request with `cancelled`."""
+        ...
+
+    def release(self, key: str) -> None:
+        """Has a request computed that was held back; does nothing for any other."""
+        ...
+
+    async def export_blocks(
+        self, prefix: CachedPrefix, first: int, max_blocks: int, *, is_last: bool = False
+    ) -> tuple[int, list[bytes]]:
+        """Returns how many blocks of a prefix are cached, from its beginning on without a gap, and the contents of up
+        to `max_blocks` of them from block `first` on. Raises RequestError.
+
+        With the last of them, whoever asks has the whole prefix, and the engine need not keep it for long."""
+        ...
+
+    def put_blocks(self, prefix: CachedPrefix, first: int, blocks: list[bytes]) -> None:
+        """Caches blocks of another engine with the same identity, from block `first` of a prefix on, for requests that
+        follow. Blocks behind one that is not cached, and those for which there is no room, are dropped."""
+        ...
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """The speed at which it has lately computed prompts; None if it has not computed any."""
+        ...
+
+    async def tokenize(self, request: internal.Tokenize) -> list[int]:
+        """Returns the token ids of a text or conversation. Raises RequestError."""
+        ...
+
+    async def embed(self, request: internal.Embed) -> internal.EmbedResult:
+        """Returns the embeddings of all inputs. Raises RequestError.
+
+        If the caller is cancelled, the inputs that are not yet computed never are. The same holds for `rerank`."""
+        ...
+
+    async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
+        """Returns the scores of all documents. Raises RequestError."""
+        ...
+
+    async def load_adapter(self, path: str) -> str:
+        """Loads a LoRA adapter for requests from now on; returns the digest by which they name it. A file may be loaded
+        several times. Raises RequestError if the file can't be used."""
+        ...
+
+    def unload_adapter(self, digest: str) -> None:
+        """Reverses one `load_adapter`. Requests that use the adapter keep it."""
+        ...
+
+    def clear_cache(self) -> None:
+        """Drops every cached block that no request uses."""
+        ...
+
+    def retain_session(self, tenant: str, session_id: str, ttl_s: float) -> None:
+        """Keeps what a tenant's session has left in the cache for that long, behind all that nobody wants kept; with 0,
+        what it alone has used goes first. Does nothing for a session that it does not know."""
+        ...
+
+    def tokenizer_bundle(self) -> bytes | None:
+        """The packed `TokenizerBundle`; None if the engine has none that agrees with its own tokenizer."""
+        ...
+
+    def load(self) -> messages.Load:
+        """The engine's load now."""
+        ...
+
+    async def died(self) -> str:
+        """Returns the reason when the engine can't go on."""
+        ...
+
+    async def drain(self) -> None:
+        """Returns when every accepted request has ended; it can be cancelled."""
+        ...
+
+    async def cleanup(self) -> None:
+        """Ends all requests and frees what the engine holds."""
+        ...

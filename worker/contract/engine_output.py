@@ -1,0 +1,83 @@
+"""The parts of a generation, as an engine hands them out."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from tokenbus.protocol.wire import errors, messages
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """The natural log probability of a sampled token, and those of the likeliest ones, before any sampling."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class FirstTokenStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Says how a generation came to its first token."""
+
+    cached_tokens: int
+    """Prompt tokens that were cached."""
+    queue_ms: float
+    """Time from the accept to the first step."""
+    prefill_ms: float
+    """Time from the first step to the first token."""
+
+
+class ToolCallPart(NamedTuple):
+    """More of a tool call."""
+
+    call: int
+    """The number of the call among those of the answer."""
+    arguments: str = ""
+    """More of its arguments."""
+    id: str = ""
+    """The call's id, in its first part."""
+    name: str = ""
+    """The function's name, in its first part."""
+
+
+class AnswerParts(NamedTuple):
+    """Parts of an answer that are not its text."""
+
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallPart, ...] = ()
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a generation; the one with a `finish_reason` is the terminal."""
+
+    token_ids: list[int]
+    text: str
+    reasoning: str = ""
+    """More of the reasoning, which is no part of the text."""
+    tool_calls: tuple[ToolCallPart, ...] = ()
+    """New tool calls, and more of the last one: at most one part of each call."""
+    finish_reason: messages.FinishReason | None = None
+    stop_match: str | int | None = None
+    error: errors.Error | None = None
+    usage: messages.Usage | None = None
+    timings: messages.Timings | None = None
+    logprobs: list[Logprob] = []
+    """One for each of `token_ids`, if the request asked for them; of resumed tokens, those of the last ones."""
+    progress: messages.Progress | None = None
+    """The progress of the prompt; such an output has no tokens."""
+    is_constraint_ready: bool = False
+    """Whether it says that the request's constraint is compiled; such an output has no tokens."""
+    first_token: FirstTokenStats | None = None
+    """With the first token that this engine sampled, unless it continues a completion."""
+    resumed_texts: list[str] | None = None
+    """The text of each token, if they are those of `EngineRequest.resumed`, which the client has already."""
+    resumed_parts: dict[int, AnswerParts] = {}
+    """The reasoning and tool calls that came with resumed tokens, by the token's place among them."""
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it has the tokens with which a completion begins, and not new ones."""
+        return self.resumed_texts is not None
+
+
+Sink = Callable[[Output], None]

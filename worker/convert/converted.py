@@ -1,0 +1,129 @@
+"""The cache of conversions: each is kept under its model's fingerprint, and made once for all processes."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import structlog
+import xxhash
+from huggingface_hub import constants
+
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.convert.process import ConversionReport, Job
+from tokenbus.worker.files import in_use, transfer
+from tokenbus.worker.files.model_files import ModelFiles, source_name
+from tokenbus.worker.files.safetensors_layout import SUFFIX, SafetensorsLayout
+from tokenbus.worker.hub import location
+
+TYPES = (
+    *("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0"),
+    *("iq4_nl", "iq4_xs", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k"),
+)
+"""The types that `--quantize` takes: those that llama.cpp makes without an importance matrix."""
+DEFAULT_TYPE = "f16"
+_VERSION = 1
+"""Raise this when conversions change."""
+_SAMPLES = 64
+_SAMPLE_BYTES = 4_096
+_reports = msgspec.json.Decoder(ConversionReport)
+
+
+def is_convertible(files: ModelFiles) -> bool:
+    return files.weights.suffix == SUFFIX
+
+
+def folder() -> Path:
+    """Returns the folder of all conversions: in the folder named by the user for the Hub's models, or beside the Hub's
+    cache."""
+    return Path(os.environ.get(location.VARIABLE) or constants.HF_HOME) / "tokenbus" / "converted"
+
+
+def list_files() -> list[Path]:
+    """Returns the stored conversions."""
+    return sorted(folder().glob("*.gguf"))
+
+
+def remove(name: str) -> int:
+    """Removes a conversion by its file's name; returns the bytes freed.
+
+    Raises ModelError if a worker uses it."""
+    path = next(path for path in list_files() if path.name == name)
+    if in_use.is_held(path):
+        raise ModelError(f"{name}: a worker uses it; unload it there first")
+    size = path.stat().st_size
+    path.unlink()
+    return size
+
+
+def convert(model: str, files: ModelFiles, kind: str, threads: int, progress: Callable[[float], None]) -> ModelFiles:
+    """Returns the GGUF of a model in safetensors, with the same sidecars, converting it if necessary.
+
+    `progress` is called with the share done. Raises ModelError, saying what to do, if it can't be converted."""
+    parts = [files.weights.with_name(name) for name in SafetensorsLayout().parts_of(files.weights.name)]
+    name = source_name(model).rpartition("/")[2].partition(":")[0].removesuffix(SUFFIX)
+    target = folder() / f"{name}-{_fingerprint(parts, files.sidecars)}-{kind.upper()}.gguf"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making the same one
+            if not target.exists():
+                partial = target.with_suffix(".incomplete")
+                _check_space(parts, kind, target.parent)
+                structlog.get_logger().info("converting_model", path=str(target), file=str(files.weights))
+                sidecars = {key: str(path) for key, path in files.sidecars.items()}
+                _run(Job(name, list(map(str, parts)), sidecars, kind, threads, str(partial)), progress)
+                partial.rename(target)
+    except OSError as error:
+        problem = f"{target.parent}: {error.strerror or error}"
+        raise ModelError(f"{problem}; pass --hub-cache with a folder that this user may write to") from error
+    return ModelFiles(target, files.sidecars)
+
+
+def _run(job: Job, progress: Callable[[float], None]) -> None:
+    """Runs a conversion in a separate process, so that all of its memory is freed when it ends."""
+    command = [sys.executable, "-m", "tokenbus.worker.convert.process"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(msgspec.json.encode(job) + b"\n")
+            process.stdin.flush()
+            report = ConversionReport()
+            for line in process.stdout:
+                report = _reports.decode(line)
+                progress(report.done)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode or report.error:
+        Path(job.output).unlink(missing_ok=True)
+        ended = f"the conversion ended with status {process.returncode}; is there enough memory?"
+        raise ModelError(report.error or f"{job.name}: {ended}")
+
+
+def _fingerprint(parts: list[Path], sidecars: dict[str, Path]) -> str:
+    """Hashes the small files and samples of the weights: a few ms regardless of their size."""
+    digest = xxhash.xxh3_64(bytes([_VERSION]))
+    for path in (*parts, *(sidecars[name] for name in sorted(sidecars))):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size};".encode())
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES):
+                file.seek(size * sample // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _check_space(parts: list[Path], kind: str, where: Path) -> None:
+    """Raises ModelError if the disk is too small: a quantized file is made from a plain one of the published size."""
+    published = sum(path.stat().st_size for path in parts)
+    needed = 2 * published if kind != DEFAULT_TYPE else published
+    free = shutil.disk_usage(where).free
+    if needed > free:
+        problem = f"needs {transfer.size(needed)} for its conversion, where {transfer.size(free)} are free"
+        raise ModelError(f"{where}: {problem}; free some space, or pass --hub-cache on a larger disk")

@@ -1,0 +1,1 @@
+"""Grammars of constrained outputs, compiled and matched in one process."""

@@ -1,0 +1,1 @@
+"""The boundary to the device: what runs step plans, samples from their logits and pools."""

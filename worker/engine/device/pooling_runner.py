@@ -1,0 +1,70 @@
+"""Serves a model that makes one row of numbers of an input, such as an embedding, and generates nothing."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+
+from tokenbus.protocol.wire import internal
+from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
+from tokenbus.worker.contract import contract, engine_request
+from tokenbus.worker.engine.device.runner import Copies, Embedder, Reranker, RunnerAdapters
+from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
+from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
+from tokenbus.worker.files.device_memory import DeviceMemory
+
+
+class PoolingRunner:
+    """One replica of such a model. The frontend refuses requests to generate, by its features."""
+
+    def __init__(
+        self,
+        config: contract.EngineConfig,
+        tokenizer: ModelTokenizer,
+        device_memory: Callable[[], list[DeviceMemory]],
+        close: Callable[[], None],
+        *,
+        embedder: Embedder | None = None,
+        reranker: Reranker | None = None,
+    ) -> None:
+        self.config = config
+        self._tokenizer = tokenizer
+        self.token_bytes: list[bytes] = []
+        self.bundle: bytes | None = None
+        self.copies: Copies | None = None
+        self.embedder = embedder
+        self.reranker = reranker
+        self.reasoning_closer: ReasoningCloser | None = None
+        self.end_token_ids: frozenset[int] = frozenset()
+        self.num_lanes = 1
+        self.logits = None
+        self.canary: Listing[int] = ()
+        self.adapters: RunnerAdapters | None = None
+        self._device_memory = device_memory
+        self._close = close
+
+    def __repr__(self) -> str:
+        return f"<PoolingRunner {self.config.source} {self.embedder or self.reranker!r}>"
+
+    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
+        raise AssertionError("this model generates nothing")
+
+    def remove_sequence(self, seq_no: int) -> None:
+        """Does nothing: no sequence was ever added."""
+
+    def apply(self, kv_ops: Listing[KvOp]) -> None:
+        assert not kv_ops, kv_ops
+
+    def step(self, plan: StepPlan) -> list[Outcome]:
+        raise AssertionError("this model generates nothing")
+
+    def tokenize(self, request: internal.Tokenize) -> list[int]:
+        return self._tokenizer.tokenize(request)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def device_memory(self) -> list[DeviceMemory]:
+        return self._device_memory()
+
+    def close(self) -> None:
+        self._close()

@@ -1,0 +1,250 @@
+"""The boundary to the device: a runner executes the scheduler's step plans and knows nothing of requests."""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Listing
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+from tokenbus.protocol.wire import internal, messages
+from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
+from tokenbus.worker.contract import contract, engine_request
+from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
+from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
+from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
+from tokenbus.worker.files.device_memory import DeviceMemory
+
+if TYPE_CHECKING:  # a frontend imports this module, and numpy would cost it a tenth of a second
+    from tokenbus.worker.engine.device.draws import Matrix
+    from tokenbus.worker.engine.device.logits_health import LogitsHealth
+
+
+class BatchLimits(NamedTuple):
+    """The most that a pooler computes at once."""
+
+    max_tokens: int
+    """The most tokens of several inputs; one that has more is computed alone."""
+    max_inputs: int
+    is_padded: bool
+    """Whether each input takes as long as the longest one beside it."""
+
+    def allow(self, count: int, total: int, longest: int) -> bool:
+        """Whether so many inputs may share a batch, which have `total` tokens together."""
+        num_tokens = count * longest if self.is_padded else total
+        return count == 1 or (count <= self.max_inputs and num_tokens <= self.max_tokens)
+
+
+class PoolingPass(Protocol):
+    """The computation of the rows of a batch of inputs."""
+
+    def advance(self, max_tokens: int) -> "Matrix | None":
+        """Computes up to `max_tokens` more tokens, or all of them where inputs can't be cut. Returns the rows,
+        (inputs, width), once they are complete. Raises InsufficientMemoryError and DeviceError."""
+        ...
+
+
+class WholePass:
+    """A pass over inputs that can't be cut."""
+
+    def __init__(self, pool: "Callable[[Listing[Listing[int]]], Matrix]", inputs: Listing[Listing[int]]) -> None:
+        self._pool = pool
+        self._inputs = inputs
+
+    def __repr__(self) -> str:
+        return f"<WholePass over {len(self._inputs)} inputs>"
+
+    def advance(self, max_tokens: int) -> "Matrix":
+        """Computes all rows, whatever `max_tokens` is."""
+        return self._pool(self._inputs)
+
+
+class Pooler(Protocol):
+    """Makes one row of numbers of each input."""
+
+    width: int
+    """The numbers of a row."""
+    max_input_tokens: int
+    """The most tokens that one input may have."""
+    vocab_size: int
+    batch_limits: BatchLimits
+
+    def begin(self, inputs: Listing[Listing[int]]) -> PoolingPass:
+        """Starts a pass over inputs, which gives up the one before. Raises InsufficientMemoryError."""
+        ...
+
+
+class Embedder(Pooler, Protocol):
+    """Makes embeddings. `tokenize` may be called from other threads."""
+
+    def describe(self) -> messages.CardEmbeddings:
+        """Returns the description of the embeddings in a card."""
+        ...
+
+    def tokenize(self, text: str) -> list[int]:
+        """Returns the token ids of a text, with the special tokens that the model wants around it."""
+        ...
+
+
+class Reranker(Pooler, Protocol):
+    """Scores documents: the first number of an input's row is the score. `pair` may be called from other threads."""
+
+    def pair(self, query: str, documents: Listing[str]) -> list[list[int]]:
+        """Returns an input for each document: its token ids and those of the query, as the model wants them."""
+        ...
+
+
+class RunnerAdapters(Protocol):
+    """The LoRA adapters of a runner, by the digests of their files. `load` may be called from other threads."""
+
+    def __contains__(self, digest: str) -> bool: ...
+
+    def load(self, path: Path) -> str:
+        """Loads an adapter while steps go on; returns its digest. Raises ModelError, and nothing has changed."""
+        ...
+
+    def unload(self, digest: str) -> None:
+        """Reverses one `load`. If it was the last one of this adapter, no sequence uses the adapter."""
+        ...
+
+
+class Copies(Protocol):
+    """Copies of blocks in host memory, which the runner's KV ops make and use (host_cache/slot_store.py)."""
+
+    recovered: list[tuple[int, BlockLabel]]
+    """The copies of an earlier engine that were found, by id, the oldest first."""
+
+    @property
+    def recovery(self) -> RecoveredCopies:
+        """The number of those that are kept, and of what was thrown away."""
+        ...
+
+    @property
+    def last_number(self) -> int:
+        """The number of the last copy that was sealed."""
+        ...
+
+    def discard_after(self, number: int) -> None:
+        """Lets no later engine find the copies that were sealed after this one. Raises DeviceError."""
+        ...
+
+    def find_problem(self, data: memoryview, start: int, count: int, /) -> str:
+        """Says in a word why data can't be the copy of `count` tokens from `start` on; empty if they may be."""
+        ...
+
+    @property
+    def header(self) -> bytes:
+        """The beginning of the file in which the copies are: it says whose they are."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of that file."""
+        ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def open(self, fd: int | None = None) -> None:
+        """Takes the file. Raises RegionError if it can't be used."""
+        ...
+
+    def read(self, copy_id: int) -> bytearray:
+        """Returns a copy's data. Raises DeviceError."""
+        ...
+
+    def write(self, copy_id: int, data: bytes) -> None:
+        """Makes a copy with data from elsewhere, before any op names it. Raises DeviceError."""
+        ...
+
+    def seal(self, labels: Iterable[tuple[int, BlockLabel]]) -> None:
+        """Lets a later engine find copies that were made. Raises DeviceError."""
+        ...
+
+    def reject(self, reasons: dict[int, str]) -> None:
+        """Discards recovered copies, each for a reason."""
+        ...
+
+    def zero(self) -> None:
+        """Overwrites all that was discarded. Raises DeviceError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class LaneLender(Protocol):
+    """A runner whose lanes can be lent to other replicas, if its configuration has a `kv_lane_bytes`."""
+
+    def release_lanes(self) -> None:
+        """Gives the memory of lanes that hold nothing back to the system."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes steps on one thread. `tokenize`, `encode` and the attributes may be used from other threads."""
+
+    config: contract.EngineConfig
+    end_token_ids: frozenset[int]
+    token_bytes: list[bytes]
+    """The bytes of each token's text, by token id; empty for control tokens."""
+    bundle: bytes | None
+    embedder: Embedder | None
+    """None where the model makes no embeddings."""
+    reranker: Reranker | None
+    """None where the model scores no documents."""
+    adapters: RunnerAdapters | None
+    """None where the engine can't use any."""
+    canary: Listing[int]
+    """Tokens for which its numbers were finite when it was loaded; none if that is not known. As few as possible: what
+    they are computed in is overwritten by it."""
+    reasoning_closer: ReasoningCloser | None
+    """None where the reasoning of answers can't be closed."""
+    num_lanes: int
+    """The number of lanes that running and cached sequences share."""
+
+    @property
+    def logits(self) -> "LogitsHealth | None":
+        """Sums up some of the rows that steps compute; None where they compute none."""
+        ...
+
+    @property
+    def copies(self) -> Copies | None:
+        """Copies of blocks in host memory, to be opened before the first step; None where there can't be any."""
+        ...
+
+    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
+        """Prepares sampling for a sequence."""
+        ...
+
+    def remove_sequence(self, seq_no: int) -> None:
+        """Drops the sampling state of a sequence; does nothing for one that was never added."""
+        ...
+
+    def apply(self, kv_ops: Listing[KvOp]) -> None:
+        """Applies KV ops to the lanes, in order. Raises DeviceError."""
+        ...
+
+    def step(self, plan: StepPlan) -> list[Outcome]:
+        """Computes a plan batch by batch; returns the outcome of each share, in the order of the plan.
+
+        A share is done only if the row after its last token is finite, or, where none is sampled from, all its keys and
+        values are.
+        What a share has written that is not done is overwritten before anything else is computed. Raises
+        DeviceError."""
+        ...
+
+    def tokenize(self, request: internal.Tokenize) -> list[int]:
+        """Returns the token ids of a text or conversation. Raises RequestError."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the token ids of a part of an output. Only an engine that keeps to constraints needs it."""
+        ...
+
+    def device_memory(self) -> list[DeviceMemory]:
+        """Returns the memory of its devices besides the host. May be called from other threads."""
+        ...
+
+    def close(self) -> None:
+        """Frees the device's memory."""
+        ...

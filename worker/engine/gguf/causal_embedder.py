@@ -1,0 +1,177 @@
+"""Makes embeddings with a model that generates, in a context of its own beside that of the streams.
+
+One context could do both: whether a decode has embeddings may change from one to the next. But inputs would then lie
+in the same cells, over all of which attention runs, so that streams would become slower and round differently. In a
+context of its own nothing that is embedded reaches a stream or the prefix cache (decision 0030).
+
+Of a causal model a token's state does not depend on what follows, so inputs can be cut anywhere: a pass computes as
+many tokens as it is told to, and streams take a step in between. llama.cpp computes the logits of every token whose
+state it returns. `last` needs one state of an input, and `mean` all of them."""
+
+from __future__ import annotations  # llama_cpp names its handle types for type checkers only
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Listing
+
+import numpy as np
+import structlog
+from llama_cpp import llama_cpp as llama
+
+from tokenbus.protocol.wire import messages
+from tokenbus.worker.contract.engine_errors import InsufficientMemoryError, ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.draws import Matrix
+from tokenbus.worker.engine.device.runner import BatchLimits
+from tokenbus.worker.engine.gguf import kv_memory
+from tokenbus.worker.engine.gguf.batch import BatchPart
+from tokenbus.worker.engine.gguf.model import GgufModel
+from tokenbus.worker.engine.gguf.pooling_context import PoolingContext, PoolingSize
+
+
+class CausalEmbedder:
+    """`settings` are those of the streams' context, resolved, and `context_length` its tokens of one sequence.
+
+    Its own context is made for the first input; at once, if the settings name the pooling. Raises ModelError for
+    settings that the model can't meet."""
+
+    def __init__(self, model: GgufModel, settings: EngineSettings, context_length: int) -> None:
+        self.pooling = "last" if settings.pooling == "auto" else settings.pooling
+        if self.pooling not in ("last", "mean"):
+            raise ModelError(
+                f"--pooling {self.pooling} is not for a model that generates, whose first token sees no other: pass "
+                "last, mean or none"
+            )
+        if settings.max_embed_tokens > context_length:
+            raise ModelError(
+                f"--max-embed-tokens {settings.max_embed_tokens} is above the context of one sequence, {context_length}"
+            )
+        self.vocab_size = model.tokenizer.size
+        self.width = int(llama.llama_model_n_embd_out(model.handle))
+        self.max_input_tokens = kv_memory.embed_tokens(settings, context_length)
+        # Attention runs over the cells of a whole batch, though an input sees only its own.
+        most = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
+        keeps_states = llama.llama_model_is_recurrent(model.handle) or llama.llama_model_is_hybrid(model.handle)
+        max_inputs = 1 if keeps_states else kv_memory.EMBEDDED_INPUTS  # each would have a recurrent state
+        self.batch_limits = BatchLimits(most, max_inputs, is_padded=False)
+        outputs = kv_memory.embed_outputs(settings)
+        self._size = PoolingSize(max(self.max_input_tokens, most), max_inputs, outputs, settings.ubatch_tokens)
+        self._model = model
+        self._settings = settings
+        self._context: PoolingContext | None = None
+        self._is_dirty = False
+        """Whether cells may hold what is no number."""
+        if settings.pooling != "auto":
+            self._context = self._open()
+
+    def __repr__(self) -> str:
+        return f"<CausalEmbedder of {self.width}, {self.pooling}, {self._context!r}>"
+
+    def describe(self) -> messages.CardEmbeddings:
+        return messages.CardEmbeddings(
+            dimensions=self.width, pooling=self.pooling, max_input_tokens=self.max_input_tokens
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._model.tokenizer.encode_with_special_tokens(text)
+
+    def begin(self, inputs: Listing[Listing[int]]) -> CausalPass:
+        if self._context is None:
+            self._context = self._open_late()
+        self._context.clear(overwrites=self._is_dirty)
+        self._is_dirty = True  # until the pass has ended with numbers
+        return CausalPass(self, inputs)
+
+    def decode(self, parts: list[BatchPart], *, has_outputs: bool) -> Matrix | None:
+        """Computes parts of the inputs of the last pass; returns the states of their tokens, if they have outputs."""
+        assert self._context is not None
+        self._context.decode(parts, has_outputs=has_outputs)
+        return self._context.states(sum(len(part.token_ids) for part in parts), self.width) if has_outputs else None
+
+    def max_tokens(self, *, has_outputs: bool) -> int:
+        """Returns the most tokens of one decode."""
+        return self._size.outputs if has_outputs else self._size.ubatch_tokens
+
+    def end(self, rows: Matrix) -> None:
+        """Notes that a pass has ended with these rows. A window can lie behind what is no number, and rows that depend
+        on its end only be numbers all the same."""
+        has_window = llama.llama_model_n_swa(self._model.handle) > 0
+        self._is_dirty = has_window or not np.isfinite(rows).all()
+
+    def close(self) -> None:
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+
+    def _open_late(self) -> PoolingContext:
+        """Raises InsufficientMemoryError if there is not enough memory by now; there may be later."""
+        log, began = structlog.get_logger(), time.monotonic()
+        try:
+            context = self._open()
+        except ModelError as error:
+            log.error("embedding_context_failed", reason=str(error))
+            raise InsufficientMemoryError(str(error)) from error
+        duration_ms = round((time.monotonic() - began) * 1e3)
+        log.info("embedding_context_created", tokens=self._size.tokens, duration_ms=duration_ms)
+        return context
+
+    def _open(self) -> PoolingContext:
+        return PoolingContext(
+            self._model.handle, self._settings, llama.LLAMA_POOLING_TYPE_NONE, self._size, "--max-embed-tokens"
+        )
+
+
+class CausalPass:
+    """A pass over a batch of inputs, each of which is one of llama.cpp's sequences."""
+
+    def __init__(self, embedder: CausalEmbedder, inputs: Listing[Listing[int]]) -> None:
+        self._embedder = embedder
+        if embedder.pooling == "mean":
+            before, last = [], [BatchPart(number, 0, one) for number, one in enumerate(inputs)]
+        else:
+            before = [BatchPart(number, 0, one[:-1]) for number, one in enumerate(inputs) if len(one) > 1]
+            last = [BatchPart(number, len(one) - 1, one[-1:]) for number, one in enumerate(inputs)]
+        self._without_outputs, self._with_outputs = deque(before), deque(last)
+        self._counts = np.array([len(part.token_ids) for part in last])
+        self._sums = np.zeros((len(inputs), embedder.width), np.float64)
+
+    def __repr__(self) -> str:
+        return f"<CausalPass over {len(self._sums)} inputs>"
+
+    def advance(self, max_tokens: int) -> Matrix | None:
+        left = max_tokens
+        while left > 0 and (self._without_outputs or self._with_outputs):
+            has_outputs = not self._without_outputs
+            parts = self._with_outputs if has_outputs else self._without_outputs
+            piece = _take(parts, min(left, self._embedder.max_tokens(has_outputs=has_outputs)))
+            states = self._embedder.decode(piece, has_outputs=has_outputs)
+            if states is not None:
+                self._add(piece, states)
+            left -= sum(len(part.token_ids) for part in piece)
+        if self._without_outputs or self._with_outputs:
+            return None
+        rows: Matrix = (self._sums / self._counts[:, None]).astype(np.float32)
+        self._embedder.end(rows)
+        return rows
+
+    def _add(self, piece: Iterable[BatchPart], states: Matrix) -> None:
+        at = 0
+        for part in piece:
+            end = at + len(part.token_ids)
+            with np.errstate(invalid="ignore"):  # what is no number is found in the rows
+                self._sums[part.number] += states[at:end].sum(axis=0, dtype=np.float64)
+            at = end
+
+
+def _take(parts: deque[BatchPart], count: int) -> list[BatchPart]:
+    """Removes the first `count` tokens from parts, of which the last one may be cut."""
+    taken: list[BatchPart] = []
+    while parts and count > 0:
+        number, start, token_ids = parts.popleft()
+        if len(token_ids) > count:
+            parts.appendleft(BatchPart(number, start + count, token_ids[count:]))
+            token_ids = token_ids[:count]
+        taken.append(BatchPart(number, start, token_ids))
+        count -= len(token_ids)
+    return taken

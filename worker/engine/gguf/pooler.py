@@ -1,0 +1,185 @@
+"""Computes one row of numbers of each input, with a llama.cpp context of its own for embeddings.
+
+Every input of a batch is one of llama.cpp's sequences. Most poolings read all states of an input, so that it has to be
+computed at once (one ubatch, which attention between all its tokens needs too). Where only the state of the last token
+of a causal model is read, the tokens before it need no output, and go through in ubatches of any size: llama.cpp would
+compute the logits of every output, which is a third of the work for a small model with a large vocabulary."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+
+import numpy as np
+from llama_cpp import llama_cpp as llama
+
+from tokenbus.protocol.wire import codec, messages
+from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.draws import Matrix
+from tokenbus.worker.engine.device.pooling_runner import PoolingRunner
+from tokenbus.worker.engine.device.runner import BatchLimits, WholePass
+from tokenbus.worker.engine.gguf import kv_memory, settings_resolution
+from tokenbus.worker.engine.gguf.batch import BatchPart
+from tokenbus.worker.engine.gguf.model import GgufModel
+from tokenbus.worker.engine.gguf.pooling_context import PoolingContext, PoolingSize
+from tokenbus.worker.engine.gguf.pooling_type import PoolingType
+from tokenbus.worker.engine.gguf.tokenizer.rerank_prompt import RerankPrompt
+
+_CLOSE = 1e-2
+"""The largest difference, as a share of a row's length, between a row computed alone and in a batch."""
+POOLED_INPUTS = 64
+"""The most inputs that are pooled in one batch. Each costs a row of logits in host memory, if the model has them."""
+
+
+class GgufPooler:
+    """Raises ModelError for settings that the model can't meet, and if it can't compute a first row."""
+
+    def __init__(self, model: GgufModel, settings: EngineSettings) -> None:
+        self.vocab_size = model.tokenizer.size
+        self.max_input_tokens = _longest_input(model, settings)
+        # Attention takes a batch's tokens squared, though an input sees only itself, so larger batches are slower.
+        most = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
+        capacity = max(self.max_input_tokens, most)
+        self.batch_limits = BatchLimits(most, POOLED_INPUTS, is_padded=False)
+        self._pooling = _pooling_of(model, settings)
+        outputs_all = self._pooling in (PoolingType.MEAN, PoolingType.CLS)
+        self._context = self._open(model, settings, capacity, outputs_all=outputs_all)
+        if not self._outputs_all and not self._context.is_causal:
+            self.close()
+            self._context = self._open(model, settings, capacity, outputs_all=True)
+        self.width = _width(model)
+        self._try(str(model.files.weights))
+
+    def __repr__(self) -> str:
+        return f"<GgufPooler of {self.width}, {self._pooling.name.lower()}>"
+
+    def _open(self, model: GgufModel, settings: EngineSettings, capacity: int, *, outputs_all: bool) -> PoolingContext:
+        self._outputs_all = outputs_all
+        size = PoolingSize(
+            capacity,
+            POOLED_INPUTS,
+            outputs=capacity if outputs_all else POOLED_INPUTS,
+            # What reads all states of an input, and attention between all of them, needs the input in one ubatch.
+            ubatch_tokens=capacity if outputs_all else settings.ubatch_tokens,
+        )
+        return PoolingContext(model.handle, settings, self._pooling.value, size, "--context-length")
+
+    def begin(self, inputs: Listing[Listing[int]]) -> WholePass:
+        return WholePass(self.pool, inputs)
+
+    def pool(self, inputs: Listing[Listing[int]]) -> Matrix:
+        """Returns a row for each input, (inputs, width)."""
+        self._context.clear(overwrites=False)  # what the cells held is finite
+        if self._outputs_all:
+            self._context.decode((BatchPart(number, 0, one) for number, one in enumerate(inputs)), has_outputs=True)
+        else:
+            before = [BatchPart(number, 0, one[:-1]) for number, one in enumerate(inputs)]
+            last = [BatchPart(number, len(one) - 1, one[-1:]) for number, one in enumerate(inputs)]
+            self._context.decode(before, has_outputs=False)
+            self._context.decode(last, has_outputs=True)
+        rows = np.stack([self._context.row(number, self.width) for number in range(len(inputs))])
+        if not np.isfinite(rows).all():
+            self._context.clear(overwrites=True)
+        return rows
+
+    def close(self) -> None:
+        self._context.close()
+
+    def _try(self, where: str) -> None:
+        """Computes two inputs alone and together, which has to be the same."""
+        lengths = [min(length, self.max_input_tokens) for length in (7, 4)]
+        inputs = [[1 + place % (self.vocab_size - 1) for place in range(length)] for length in lengths]
+        try:
+            alone = np.concatenate([self.pool([one]) for one in inputs])
+            together = self.pool(inputs)
+        except (DeviceError, InsufficientMemoryError) as error:
+            self.close()
+            raise ModelError(f"{where}: llama.cpp can't compute a first embedding: {error}") from error
+        difference = np.linalg.norm(alone - together, axis=1)
+        if not (difference <= _CLOSE * np.linalg.norm(alone, axis=1)).all():
+            self.batch_limits = self.batch_limits._replace(max_inputs=1)
+
+
+class GgufEmbedder(GgufPooler):
+    """Makes embeddings."""
+
+    def __init__(self, model: GgufModel, settings: EngineSettings) -> None:
+        self._tokenizer = model.tokenizer
+        super().__init__(model, settings)
+
+    def describe(self) -> messages.CardEmbeddings:
+        return messages.CardEmbeddings(
+            dimensions=self.width, pooling=self._pooling.name.lower(), max_input_tokens=self.max_input_tokens
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode_with_special_tokens(text)
+
+
+class GgufReranker(GgufPooler):
+    """Scores documents, as llama.cpp's server does: with the file's template `rerank`, if it has one."""
+
+    def __init__(self, model: GgufModel, settings: EngineSettings) -> None:
+        self._prompt = _rerank_prompt(model)
+        labels = int(llama.llama_model_n_cls_out(model.handle))
+        # A file with two labels has "yes" first, and llama.cpp makes probabilities of them.
+        if labels > 2 or (labels == 2 and not (model.metadata.text("general.architecture") or "").startswith("qwen3")):
+            raise ModelError(f"{model.files.weights}: sorts texts into {labels} classes, of which none is a score")
+        super().__init__(model, settings)
+
+    def pair(self, query: str, documents: Listing[str]) -> list[list[int]]:
+        return self._prompt.make(query, documents)
+
+
+def _rerank_prompt(model: GgufModel) -> RerankPrompt:
+    tokenizer, template = model.tokenizer, model.metadata.text("tokenizer.chat_template.rerank")
+    if template is None:
+        return RerankPrompt.from_tokens(tokenizer.pair_tokens, tokenizer.encode)
+    return RerankPrompt.from_template(template, tokenizer.rules.special_tokens, tokenizer.encode)
+
+
+def make_runner(model: GgufModel, settings: EngineSettings, release: Callable[[], None]) -> PoolingRunner:
+    """Returns a replica of a model that generates nothing. `release` is called once the model isn't needed.
+
+    Raises ModelError for settings that the model can't meet."""
+    resolved = settings_resolution.resolve(settings, model.generation_config)
+    if model.pooling is PoolingType.RANK:
+        reranker = GgufReranker(model, resolved)
+        config = model.describe(resolved, reranker.max_input_tokens, ("rerank",))
+        return PoolingRunner(config, model.tokenizer, model.device_memory, _close(reranker, release), reranker=reranker)
+    embedder = GgufEmbedder(model, resolved)
+    described = model.describe(resolved, embedder.max_input_tokens, ("embed",))
+    config = codec.replace(described, embeddings=embedder.describe())
+    return PoolingRunner(config, model.tokenizer, model.device_memory, _close(embedder, release), embedder=embedder)
+
+
+def _close(pooler: GgufPooler, release: Callable[[], None]) -> Callable[[], None]:
+    def close() -> None:
+        pooler.close()
+        release()
+
+    return close
+
+
+def _longest_input(model: GgufModel, settings: EngineSettings) -> int:
+    """Returns the tokens that one input may have: never more than the model has positions for."""
+    trained = llama.llama_model_n_ctx_train(model.handle)
+    if settings.context_length > trained:
+        raise ModelError(f"--context-length {settings.context_length} is above what the model was made for, {trained}")
+    return kv_memory.context_length(settings, trained)
+
+
+def _pooling_of(model: GgufModel, settings: EngineSettings) -> PoolingType:
+    """Returns the pooling that a setting names, else that of the model's file."""
+    assert model.pooling is not None
+    if settings.pooling == "auto":
+        return model.pooling
+    if settings.pooling == "none" or model.pooling is PoolingType.RANK:
+        does = "score documents" if model.pooling is PoolingType.RANK else "make embeddings"
+        raise ModelError(f"{model.files.weights} can only {does}: leave --pooling {settings.pooling} out")
+    return PoolingType[settings.pooling.upper()]
+
+
+def _width(model: GgufModel) -> int:
+    if model.pooling is PoolingType.RANK:
+        return int(llama.llama_model_n_cls_out(model.handle))
+    return int(llama.llama_model_n_embd_out(model.handle))

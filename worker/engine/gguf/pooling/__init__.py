@@ -1,1 +1,0 @@
-"""GGUF models that make one row of numbers of an input: embeddings and scores."""

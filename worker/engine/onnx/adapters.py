@@ -1,0 +1,85 @@
+"""The LoRA adapters of one replica: loaded beside the model, and bound to the inputs of one run after another."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tokenbus.protocol.wire.block_hash import Adapter
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.engine.device.loaded_models import ReplicaModels
+from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs
+from tokenbus.worker.engine.onnx.lora import adapter_file, base, matrices
+from tokenbus.worker.engine.onnx.lora.matrices import OnnxAdapter
+from tokenbus.worker.engine.onnx.model import OnnxModel
+
+_MAX_SETS = 8
+"""The sets of adapters whose inputs are kept: clients choose scales, so there could be any number."""
+
+
+class ReplicaAdapters:
+    """The adapters of one replica by digest, with the number of times that each was loaded.
+
+    `load` may be called from any thread; everything else belongs to the thread that steps. `drop_bindings` drops what
+    could keep the matrices of an adapter in memory."""
+
+    def __init__(self, model: OnnxModel, drop_bindings: Callable[[], None]) -> None:
+        self._model = model
+        self._base = base.make(model.projections, model.model_config.architecture, model.graph.kv[0].width)
+        self._drop_bindings = drop_bindings
+        self._loaded = ReplicaModels(model.adapters)
+        self._sets: OrderedDict[tuple[Adapter, ...], AdapterInputs] = OrderedDict()
+        """The sets that were used last, the latest at the end."""
+
+    def __repr__(self) -> str:
+        return f"<ReplicaAdapters {self._loaded!r}>"
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._loaded
+
+    def load(self, path: Path) -> str:
+        """Loads an adapter beside those that there are, and returns its digest. Raises ModelError, and no request is
+        affected."""
+        digest, changes = adapter_file.read(path, self._base)
+        projections = self._model.projections
+        self._model.take_adapters()
+
+        def arrange() -> OnnxAdapter:
+            arrays = matrices.arrange(changes, projections)
+            for name, array in arrays.items():
+                if not np.isfinite(array).all():
+                    raise ModelError(
+                        f"{path}: {name} has values above those of {array.dtype}, in which the graph computes"
+                    )
+            return OnnxAdapter(arrays)
+
+        self._loaded.load(digest, arrange)
+        return digest
+
+    def unload(self, digest: str) -> None:
+        """Reverses one `load`. No sequence may use the adapter if that was the last one."""
+        if self._loaded.is_last(digest):
+            for used in [used for used in self._sets if any(one.digest == digest for one in used)]:
+                del self._sets[used]
+            self._drop_bindings()
+        self._loaded.unload(digest)
+
+    def inputs_of(self, used: tuple[Adapter, ...]) -> AdapterInputs:
+        """Returns the inputs of the graph for a set of adapters, the same object as long as it is used often."""
+        if not used:
+            return NO_ADAPTERS
+        if used not in self._sets:
+            arrays = matrices.combine([(self._loaded[one.digest], one.scale) for one in used])
+            session = self._model.graph_runner.session
+            self._sets[used] = {name: session.tensor(array) for name, array in arrays.items()}
+            if len(self._sets) > _MAX_SETS:
+                self._sets.popitem(last=False)
+        self._sets.move_to_end(used)
+        return self._sets[used]
+
+    def close(self) -> None:
+        """Frees every adapter that no other replica has. Nothing is computed any more."""
+        self._sets.clear()
+        self._drop_bindings()
+        self._loaded.close()

@@ -1,1 +1,0 @@
-"""Calls to an engine beside its streams."""

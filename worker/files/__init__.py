@@ -1,0 +1,1 @@
+"""A model's files: where they are, what their headers and configurations say, how they are transferred."""

@@ -1,0 +1,157 @@
+"""The files of a model: how a user names them, where they are found, and how they travel in settings.
+
+A model is named by a file, by a folder, or by a repository on the Hugging Face Hub as `org/repo[:variant]`. Which files
+make up a model differs by engine, so each engine subclasses `Layout` (gguf/layout.py, onnx/layout.py)."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import ClassVar, NamedTuple, TypeVar
+
+import msgspec
+
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.files import transfer
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
+_WEIGHTS_SUFFIXES = (".gguf", ".onnx")
+_WEIGHTS_KEY = "weights"
+SIDECARS = ("generation_config.json", "config.json", "metadata.json", "tokenizer.json")
+"""Small files beside the weights that say how the model wants to be used."""
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether the name can only refer to a repository on the Hub: no such path exists, and it has the right form."""
+    has_form = _HUB_NAME.fullmatch(model) is not None and not model.lower().endswith(_WEIGHTS_SUFFIXES)
+    return has_form and not Path(model).exists()
+
+
+def source_name(model: str) -> str:
+    """Returns the origin that a worker's card shows: the name on the Hub, or the name of the file or folder."""
+    return model if is_hub_name(model) else Path(model).name
+
+
+class ModelFiles(NamedTuple):
+    """The files of one model on this machine."""
+
+    weights: Path
+    """The file to load; the first part of weights that are split."""
+    sidecars: dict[str, Path]
+    """The sidecars that exist, by name."""
+
+    def to_paths(self) -> dict[str, str]:
+        """Returns the paths by name, as they travel in settings."""
+        return {_WEIGHTS_KEY: str(self.weights)} | {name: str(path) for name, path in self.sidecars.items()}
+
+    @classmethod
+    def from_paths(cls, paths: dict[str, str]) -> "ModelFiles | None":
+        """Reverses `to_paths`; returns None if there are no paths."""
+        if not paths:
+            return None
+        return cls(
+            Path(paths[_WEIGHTS_KEY]), {name: Path(path) for name, path in paths.items() if name != _WEIGHTS_KEY}
+        )
+
+
+class Layout(ABC):
+    """The rules by which one engine recognises its model in a folder or repository.
+
+    A model may come in several variants (quantizations, precisions), each in files of its own."""
+
+    kind: ClassVar[str]
+    """The file format, for messages."""
+    sidecars: ClassVar[tuple[str, ...]] = SIDECARS
+    """The sidecars that this engine reads."""
+    preferred: tuple[str, ...]
+    """The variants to take, in this order, if there are several and none was asked for."""
+
+    @abstractmethod
+    def is_weights(self, name: str) -> bool:
+        """Whether a file can be loaded as a model."""
+
+    @abstractmethod
+    def variant_of(self, name: str) -> str:
+        """Returns the variant that a file's name states."""
+
+    @abstractmethod
+    def parts_of(self, name: str, names: Iterable[str]) -> list[str]:
+        """Returns all files, out of `names`, that these weights consist of; the one to load comes first."""
+
+    def in_folder(self, folder: Path) -> str:
+        """Returns the weights to load from a folder, relative to it. Raises ModelError."""
+        return self.choose([file.name for file in folder.iterdir()], "", str(folder))
+
+    def folder_of(self, weights: Path) -> Path:
+        """Returns the folder in which the sidecars of these weights lie."""
+        return weights.parent
+
+    @abstractmethod
+    def complete(self, weights: Path) -> Path:
+        """Returns the file to load. Raises ModelError if a file of the weights is missing."""
+
+    def choose(self, names: Iterable[str], variant: str, where: str, sizes: Mapping[str, int] | None = None) -> str:
+        """Returns the weights to load out of the files of a folder or repository. `sizes` are for the messages.
+
+        Raises ModelError if there are none, none of the variant that was asked for, or several with no rule to decide
+        between them."""
+        weights = sorted(filter(self.is_weights, names))
+        if not weights:
+            raise ModelError(f"{where}: there is no {self.kind} file; pass --model a file or a folder with one")
+        # Reversed, so that of two files of one variant the first by name is taken.
+        by_variant = {self.variant_of(name): name for name in reversed(weights)}
+        if variant:
+            # People write quantizations in any case.
+            for known, name in by_variant.items():
+                if known.lower() == variant.lower():
+                    return name
+            raise ModelError(f"{where}: there is no {variant}, only {self._listed(by_variant, sizes)}")
+        if len(weights) == 1:
+            return weights[0]
+        for preferred in self.preferred:
+            if preferred in by_variant:
+                return by_variant[preferred]
+        if sizes is not None:
+            first = sorted(by_variant)[0]
+            problem = f"there are several models: {self._listed(by_variant, sizes)}"
+            raise ModelError(f"{where}: {problem}; choose one, such as {where}:{first}")
+        raise ModelError(f"{where}: there are several models ({', '.join(weights)}); pass --model one of them")
+
+    def _listed(self, by_variant: Mapping[str, str], sizes: Mapping[str, int] | None) -> str:
+        """Returns the variants, with the sizes of all their files if these are known."""
+        known = {variant or "full precision": name for variant, name in sorted(by_variant.items())}
+        if sizes is None:
+            return ", ".join(known)
+        size_of = {name: sum(sizes.get(part, 0) for part in self.parts_of(name, sizes)) for name in known.values()}
+        return ", ".join(f"{variant} ({transfer.size(size_of[name])})" for variant, name in known.items())
+
+    def select(self, sizes: Mapping[str, int], variant: str, where: str) -> list[str]:
+        """Returns the files of a repository to download, the one to load first, out of their sizes by name.
+
+        Raises ModelError as `choose` does."""
+        return self.parts_of(self.choose(sizes, variant, where, sizes), sizes)
+
+    def recognises(self, path: Path) -> bool:
+        """Whether a file is of this layout, or a folder has weights of it."""
+        names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
+        return any(map(self.is_weights, names))
+
+    def find(self, path: Path) -> ModelFiles:
+        """Finds a model on this machine. Raises ModelError, saying what to do, if it can't."""
+        folder = path if path.is_dir() else self.folder_of(path)
+        weights = folder / self.in_folder(folder) if path.is_dir() else path
+        sidecars = {name: folder / name for name in self.sidecars if (folder / name).is_file()}
+        return ModelFiles(self.complete(weights), sidecars)
+
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+
+def read_json(path: Path | None, kind: type[StructT]) -> StructT:
+    """Reads a JSON sidecar; returns the struct's defaults if there is no file. Raises ModelError naming a bad file."""
+    if path is None:
+        return kind()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
+        raise ModelError(f"{path}: {error}; correct or remove it") from error

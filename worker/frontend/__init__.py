@@ -1,1 +1,0 @@
-"""A worker's frontend: the composition root, its replicas, and their settings and metrics."""

@@ -1,0 +1,1 @@
+"""Repositories on the Hugging Face Hub and the local cache of them."""

@@ -1,0 +1,175 @@
+"""Downloads one file of a repository into the Hub's cache; an interrupted download resumes where it stopped.
+
+`huggingface_hub` starts over after a kill, and compares only sizes. So the bytes are fetched here, to where the library
+looks for them: `blobs/<digest>`, under the library's own lock, so that its programs and ours wait for each other. The
+library then creates links and references (decision 0060)."""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import httpx2
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.utils._fixes import WeakFileLock
+from huggingface_hub.utils._headers import build_hf_headers
+from huggingface_hub.utils._http import get_session, hf_raise_for_status
+
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.hub import repository
+from tokenbus.worker.hub.repository import RemoteFile
+from tokenbus.worker.hub.retry import Tries
+
+_CHUNK_BYTES = 1 << 20
+_LOCK_POLL_S = 0.5
+_SHA256_CHARS = 64
+
+OnSize = Callable[[int], None]
+"""Called with the number of bytes of the file received so far."""
+
+
+class _WrongChecksumError(Exception):
+    """The bytes received are not those of the file."""
+
+
+def partial_path(name: str, digest: str) -> Path:
+    """Returns the path of an incomplete file."""
+    return repository.cache_folder(name) / "blobs" / f"{digest}.incomplete"
+
+
+def blob_path(name: str, digest: str) -> Path:
+    return repository.cache_folder(name) / "blobs" / digest
+
+
+def download(name: str, path: str, file: RemoteFile, on_size: OnSize) -> Path:
+    """Downloads a repository's file and returns its path in the cache. Raises what `repository.explained` explains."""
+    if file.digest and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
+        _fill_blob(name, path, file, on_size)
+    found = Path(huggingface_hub.hf_hub_download(name, path))
+    on_size(file.size)
+    return found
+
+
+def _fill_blob(name: str, path: str, file: RemoteFile, on_size: OnSize) -> None:
+    blob, partial = blob_path(name, file.digest), partial_path(name, file.digest)
+    if blob.exists():
+        return
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(name, file.digest, lambda: on_size(_size_of(partial))):
+        if blob.exists():  # another process has fetched it in the meantime
+            return
+        url = huggingface_hub.hf_hub_url(name, path)
+        with partial.open("ab+") as target:
+            try:
+                _Download(url, file, target, on_size).run()
+            except _WrongChecksumError:
+                target.truncate(0)  # what an earlier run left may have been wrong: start over once
+                try:
+                    _Download(url, file, target, on_size).run()
+                except _WrongChecksumError as error:
+                    partial.unlink()
+                    problem = "the download is corrupt (its checksum differs)"
+                    raise ModelError(f"{name}: {path}: {problem}; try again, or without a proxy") from error
+            os.fsync(target.fileno())
+        partial.rename(blob)
+
+
+@contextlib.contextmanager
+def _locked(name: str, digest: str, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Holds the library's lock on a file; calls `on_wait` while another process has it."""
+    lock = Path(constants.HF_HUB_CACHE) / ".locks" / repository.cache_folder(name).name / f"{digest}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(WeakFileLock(lock, timeout=_LOCK_POLL_S))
+                break
+            except TimeoutError:
+                on_wait()
+        yield
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+class _Download:
+    """Appends the missing part of a file to `target`, over as many connections as it takes."""
+
+    def __init__(self, url: str, file: RemoteFile, target: BinaryIO, on_size: OnSize) -> None:
+        self._url = url
+        self._file = file
+        self._target = target
+        self._on_size = on_size
+        self._digest = _hasher(file)
+        self._size = 0
+
+    def __repr__(self) -> str:
+        return f"<_Download {self._url} {self._size}/{self._file.size}>"
+
+    def run(self) -> None:
+        """Raises _WrongChecksumError if the complete file is not the expected one."""
+        self._read_what_is_there()
+        tries = Tries()
+        while self._size < self._file.size:
+            before = self._size
+            try:
+                self._receive()
+                if self._size < self._file.size:
+                    raise httpx2.RemoteProtocolError(f"{self._file.size - self._size} bytes are missing")
+            except (httpx2.TransportError, huggingface_hub.errors.HfHubHTTPError) as error:
+                if self._size > before:
+                    tries.succeeded()
+                tries.wait_after(error)
+        self._target.flush()
+        if self._size > self._file.size or self._digest.hexdigest() != self._file.digest:
+            raise _WrongChecksumError
+
+    def _read_what_is_there(self) -> None:
+        self._target.seek(0)
+        while chunk := self._target.read(_CHUNK_BYTES):
+            self._take(chunk)
+        if self._size > self._file.size:
+            self._start_again()
+
+    def _receive(self) -> None:
+        headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+        if self._size:
+            headers["Range"] = f"bytes={self._size}-"
+        with get_session().stream(
+            "GET", self._url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, follow_redirects=True
+        ) as response:
+            if response.status_code >= 400:
+                response.read()  # the bodies of errors explain them
+            hf_raise_for_status(response)
+            if self._size and not response.headers.get("Content-Range", "").startswith(f"bytes {self._size}-"):
+                self._start_again()  # the server sends the whole file
+            # Without a chunk size: the library would drop a partial chunk when the connection is cut.
+            for chunk in response.iter_bytes():
+                self._target.write(chunk)
+                self._take(chunk)
+                if self._size > self._file.size:
+                    raise _WrongChecksumError
+
+    def _take(self, chunk: bytes) -> None:
+        self._digest.update(chunk)
+        self._size += len(chunk)
+        self._on_size(self._size)
+
+    def _start_again(self) -> None:
+        self._target.truncate(0)
+        self._digest = _hasher(self._file)
+        self._size = 0
+
+
+def _hasher(file: RemoteFile) -> "hashlib._Hash":
+    if len(file.digest) == _SHA256_CHARS:
+        return hashlib.sha256()
+    # git names a file by the hash of a header and its content.
+    return hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)

@@ -1,0 +1,125 @@
+"""Lists what a repository on the Hub has: its files with sizes and checksums. Every failure becomes a ModelError."""
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx2
+import huggingface_hub
+from huggingface_hub import constants, file_download
+from huggingface_hub import errors as hub_errors
+
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.hub import retry
+
+_CONVERTED_SUFFIXES = ("-GGUF", "-gguf", "-ONNX", "-onnx")
+"""Suffixes that repositories of converted weights append to the original names."""
+_TIMEOUT_S = 10.0
+_GO_ON = "run it again: it resumes where it stopped"
+
+
+class RemoteFile(NamedTuple):
+    """One file of a repository."""
+
+    size: int
+    digest: str
+    """The SHA-256 of a large file, or git's SHA-1 of a small one; empty if the Hub did not report it."""
+
+
+class Repository(NamedTuple):
+    """A repository as it is now, or the cached part of it if the Hub can't be reached."""
+
+    name: str
+    files: dict[str, RemoteFile]
+    base: str | None
+    """The repository that its weights were converted from."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: file.size for name, file in self.files.items()}
+
+
+def look_up(name: str) -> Repository:
+    """Returns a repository with its files. Raises ModelError if there is none, and the errors that `explained` does not
+    convert."""
+    by_name = next((name.removesuffix(suffix) for suffix in _CONVERTED_SUFFIXES if name.endswith(suffix)), None)
+    try:
+        info = retry.until_answered(lambda: _info(name))
+    except (httpx2.TransportError, hub_errors.OfflineModeIsEnabled) as error:
+        return Repository(name, _cached_files(name, error), by_name)
+    except hub_errors.HfHubHTTPError as error:
+        if error.response.status_code < 500:
+            raise
+        return Repository(name, _cached_files(name, error), by_name)
+    base = info.card_data.get("base_model") if info.card_data else None
+    if isinstance(base, list):
+        base = base[0] if base else None
+    files = {
+        file.rfilename: RemoteFile(file.size or 0, file.lfs.sha256 if file.lfs else file.blob_id or "")
+        for file in info.siblings or []
+    }
+    return Repository(name, files, base if isinstance(base, str) else by_name)
+
+
+def _info(name: str) -> huggingface_hub.ModelInfo:
+    return huggingface_hub.model_info(name, files_metadata=True, timeout=_TIMEOUT_S)
+
+
+def _cached_files(name: str, reason: Exception) -> dict[str, RemoteFile]:
+    """Returns the files downloaded by an earlier run. Raises ModelError if there are none."""
+    try:
+        folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+    except hub_errors.LocalEntryNotFoundError:
+        problem = f"the Hub can't be reached, and nothing of it is in the cache ({first_line(reason)})"
+        raise ModelError(f"{name}: {problem}; check the network, HF_ENDPOINT and HF_HUB_OFFLINE") from reason
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): RemoteFile(path.stat().st_size, "") for path in paths}
+
+
+def cache_folder(name: str) -> Path:
+    """Returns the folder of a repository in the Hub's cache."""
+    return Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")
+
+
+@contextlib.contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Turns anything that a lookup or a download raises into a ModelError that says what to do."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except hub_errors.GatedRepoError as error:
+        page = f"{constants.ENDPOINT}/{name}"
+        raise ModelError(f"{name}: its terms have to be accepted at {page} first; then set HF_TOKEN") from error
+    except hub_errors.RepositoryNotFoundError as error:
+        problem = "there is no such repository on the Hub, or it is private and HF_TOKEN has no access to it"
+        raise ModelError(f"{name}: {problem}; check the name") from error
+    except hub_errors.HfHubHTTPError as error:
+        raise ModelError(f"{name}: {_refusal(error)}") from error
+    except httpx2.TransportError as error:
+        problem = f"the connection to the Hub was lost ({first_line(error)})"
+        raise ModelError(f"{name}: {problem}; {_GO_ON}") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            problem = f"the disk of {constants.HF_HUB_CACHE} is full; free some space and {_GO_ON}"
+            raise ModelError(f"{name}: {problem}") from error
+        raise ModelError(f"{name}: can't be kept in {constants.HF_HUB_CACHE}: {first_line(error)}") from error
+    except Exception as error:  # outermost frame of a fetch: anything else that the Hub's library raises
+        raise ModelError(f"{name}: can't be fetched from the Hub: {first_line(error)}") from error
+
+
+def _refusal(error: hub_errors.HfHubHTTPError) -> str:
+    status = error.response.status_code
+    if status == 401:
+        return "the Hub does not accept HF_TOKEN; set a valid one, or none"
+    if status == 429:
+        return "the Hub says there were too many requests; wait a few minutes, or set HF_TOKEN for a higher limit"
+    if status >= 500:
+        return f"the Hub fails at the moment (status {status}); {_GO_ON}"
+    return f"the Hub refuses it (status {status}): {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,1 +1,0 @@
-"""Converts models published as safetensors to GGUF when they are loaded."""

@@ -1,0 +1,1 @@
+"""One worker on the bus: its frontend, endpoints and life."""

@@ -1,0 +1,396 @@
+"""Serves a worker's subjects: decodes requests, checks them, has them carried out, and replies."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, Protocol
+
+import structlog
+from nats.aio.msg import Msg
+
+from tokenbus.protocol import tasks
+from tokenbus.protocol.bus.bus import (
+    Bus,
+    Callback,
+    NoRespondersError,
+    Outgoing,
+    PayloadTooLargeError,
+    is_no_responders,
+)
+from tokenbus.protocol.bus.reply_sender import ReplySender
+from tokenbus.protocol.parts.assembly import UploadLimits
+from tokenbus.protocol.parts.receiver import PartsReceiver
+from tokenbus.protocol.parts.sender import PartsSender
+from tokenbus.protocol.prompt import tokenizer_bundle
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
+from tokenbus.protocol.wire.checks import validation
+from tokenbus.worker.adapters.adapters import Adapters
+from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.contract import contract
+from tokenbus.worker.replica.drain import Drain
+from tokenbus.worker.replica.pooling_calls import PoolingEndpoints
+from tokenbus.worker.settings.settings import OnProgress
+from tokenbus.worker.streams.streams import Streams
+from tokenbus.worker.telemetry.metrics import ReplicaMetrics
+
+_runs = codec.Decoder(internal.Run)
+_controls = codec.Decoder(internal.Control)
+_takes = codec.Decoder(internal.Take)
+_tokenizes = codec.Decoder(internal.Tokenize)
+_detokenizes = codec.Decoder(internal.Detokenize)
+_snapshot_requests = codec.Decoder(internal.SnapshotRequest)
+_cards = codec.Decoder(messages.Card)
+
+MAX_PENDING_TOKENIZE = 256
+"""Texts that may be waiting to be tokenized for routers, or to be made of tokens."""
+
+_DETOKENIZED_AT_ONCE = 4_096
+"""Tokens whose text is put together before the event loop has its turn again: about a millisecond."""
+_TOKEN_ID_BYTES = 4
+_MAX_LOGGED_CHARS = 256
+_MAX_UPLOAD_BYTES = 256 * 1024 * 1024
+"""Memory for messages of routers that come in parts."""
+
+
+class WorkerControl(Protocol):
+    """Carries out commands that concern the whole worker."""
+
+    drain: Drain
+    on_load: Callable[[internal.Control, OnProgress], None] | None
+    adapters: Adapters
+
+    def want(self) -> internal.ControlReply:
+        """A router asks for the worker's own model."""
+        ...
+
+    def replaced(self, reason: str) -> None:
+        """A frontend that started later has the same name."""
+        ...
+
+
+class Endpoints:
+    """Serves what routers, clients and operators may ask of one worker."""
+
+    def __init__(
+        self,
+        connection: Bus,
+        names: subjects.Subjects,
+        announcer: Announcer,
+        streams: Streams,
+        inbox_prefixes: tuple[str, ...],
+        worker: WorkerControl,
+        metrics: ReplicaMetrics,
+    ) -> None:
+        self._connection = connection
+        self._replies = ReplySender(connection)
+        self._names = names
+        self._announcer = announcer
+        self._streams = streams
+        self._inbox_prefixes = inbox_prefixes
+        self._worker = worker
+        self._metrics = metrics
+        model, worker_id = announcer.model, announcer.worker_id
+        self._receiver = PartsReceiver(
+            connection,
+            lambda owner, upload_id: names.worker(model, worker_id, f"upload.{upload_id}"),
+            UploadLimits(limits.MAX_INTERNAL_BYTES, _MAX_UPLOAD_BYTES, _MAX_UPLOAD_BYTES),
+            lambda part: True,
+        )
+        self._engine: contract.Engine | None = None
+        self._sender: PartsSender | None = None
+        self._large_replies: set[asyncio.Task[None]] = set()
+        self._tokenizes: set[asyncio.Task[None]] = set()
+        self._pooling = PoolingEndpoints(
+            self._require_engine, self._reply, self._answer, lambda: connection.max_payload, metrics
+        )
+        self._log = structlog.get_logger()
+
+    def __repr__(self) -> str:
+        return f"<Endpoints {len(self._tokenizes)} tokenizing>"
+
+    async def open(self, incoming: Bus, sender: PartsSender) -> None:
+        """Subscribes to every subject; from now on the worker can be reached.
+
+        Messages from others arrive over `incoming`. Only the broker's own notices arrive over the connection that
+        chunks leave on, so that its answers to the frontend's pings never wait behind what clients send."""
+        self._sender = sender
+        await self._receiver.open(incoming)
+        model, worker_id = self._announcer.model, self._announcer.worker_id
+        services: dict[str, Callback] = {
+            "run": self._run,
+            "control": self._control,
+            "take": self._take,
+            "tokenizer": self._send_tokenizer,
+            "tokenize": self._start_tokenize,
+            "detokenize": self._start_detokenize,
+            "embed": self._pooling.embed,
+            "rerank": self._pooling.rerank,
+            "abort": self._pooling.abort,
+            "snapshot": self._send_snapshot,
+        }
+        for service, callback in services.items():
+            await incoming.subscribe(self._names.worker(model, worker_id, service), partial(self._receive, callback))
+        # clients address requests, not workers: every worker of the model hears every resync and cancel
+        await incoming.subscribe(self._names.resyncs_of(model), self._resync)
+        await incoming.subscribe(self._names.cancels_of(model), self._cancel)
+        await incoming.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
+        await incoming.subscribe(self._names.card(model, worker_id), self._own_card)
+        await self._connection.subscribe(self._names.worker(model, worker_id, "gone.*"), self._no_responders)
+        with contextlib.suppress(TimeoutError, ConnectionError):  # reconnecting subscribes again
+            await incoming.flush()  # the broker must know the subjects before a card names this worker
+
+    def set_engine(self, engine: contract.Engine | None) -> None:
+        """Sets the engine for requests from now on; None while there is none."""
+        self._engine = engine
+
+    def _receive(self, callback: Callback, message: Msg) -> None:
+        """Passes a message on, a large one once all its parts have come."""
+        try:
+            if not self._receiver.announced(message, "routers", callback):
+                callback(message)
+        except errors.RequestError as error:
+            self._reply(message, messages.UploadReply(error=error.error))
+
+    def _run(self, message: Msg) -> None:
+        try:
+            run = _runs.decode(message.data)
+            validation.check_run(run)
+        except errors.RequestError as error:
+            self._reply(message, internal.RunReply(accepted=False, error=error.error))
+        else:
+            self._reply(message, self._streams.accept(run, message.headers))
+
+    def _control(self, message: Msg) -> None:
+        try:
+            control = _controls.decode(message.data)
+            validation.check_control(control)
+        except errors.RequestError as error:
+            self._answer_operator(message, None, internal.ControlReply(ok=False, error=error.error))
+            return
+        match control:
+            # routers' messages, frequent and unlogged: `drop`, and `load` without a model
+            case internal.Control(op="drop", request_id=str(key), attempt=int(attempt)):
+                ok = self._streams.drop(key, attempt, moved=control.moved)
+                self._reply(message, internal.ControlReply(ok=ok, epoch=self._announcer.epoch))
+            case internal.Control(op="load", model=None):
+                self._reply(message, self._worker.want())
+            case internal.Control(op="stop", request_id=str(key)):
+                self._answer_operator(message, control, self._stop(key))
+            case internal.Control(op="retain", tenant=str(tenant), session_id=str(session), ttl_ms=float(ttl_ms)):
+                if self._engine is not None:
+                    self._engine.retain_session(tenant, session, ttl_ms / 1e3)
+                self._reply(message, internal.ControlReply(ok=True))
+            case internal.Control(op="clear_cache"):
+                if self._engine is not None:
+                    self._engine.clear_cache()
+                self._answer_operator(message, control, internal.ControlReply(ok=True))
+            case internal.Control(op="load", model=str()) if self._worker.on_load is not None:
+                self._worker.on_load(control, lambda reply: self._answer_operator(message, control, reply))
+            case internal.Control(op="load_adapter" | "unload_adapter", adapter=str()):
+                failed = internal.ControlReply(ok=False, error=errors.make_error(errors.Code.INTERNAL))
+                change = self._change_adapters(message, control)
+                self._start(change, self._tokenizes, lambda _: self._answer_operator(message, control, failed))
+            case internal.Control(op="drain" | "unload"):
+                self._answer_operator(message, control, internal.ControlReply(ok=True))
+                self._worker.drain.request(control.grace_s, control.handover_s)
+            case _:
+                refusal = errors.make_error(errors.Code.UNSUPPORTED, f"op {control.op!r} with these fields", param="op")
+                self._answer_operator(message, control, internal.ControlReply(ok=False, error=refusal))
+
+    def _stop(self, key: str) -> internal.ControlReply:
+        if self._streams.stop(key, messages.StoppedBy.OPERATOR):
+            return internal.ControlReply(ok=True)
+        unknown = errors.invalid_field("request_id", "this worker runs no request of that id").error
+        return internal.ControlReply(ok=False, error=unknown)
+
+    async def _change_adapters(self, message: Msg, control: internal.Control) -> None:
+        self._answer_operator(message, control, await self._worker.adapters.carry_out(control))
+
+    def _take(self, message: Msg) -> None:
+        try:
+            take = _takes.decode(message.data)
+            validation.check_take(take)
+        except errors.RequestError as error:
+            self._log.error("take_refused", worker_id=self._announcer.worker_id, error=str(error))
+            return
+        # while chunks wait for the broker there is no reply: the router asks again
+        if (reply := self._streams.take(take)) is not None:
+            self._reply(message, reply)
+
+    def _answer_operator(self, message: Msg, control: internal.Control | None, reply: internal.ControlReply) -> None:
+        """Replies to an operator, and logs the command and its result.
+
+        NATS does not tell who sent a message; with permissions on, the inbox names the user (deploy/nats.conf)."""
+        # a load replies many times: log its start and its end
+        if reply.progress in (None, 0.0, 1.0):
+            self._log.warning(
+                "control",
+                worker_id=self._announcer.worker_id,
+                inbox=message.reply.partition(".")[0][:_MAX_LOGGED_CHARS],
+                op=control.op if control else None,
+                request_id=control.request_id if control else None,
+                model=(control.model or "")[:_MAX_LOGGED_CHARS] or None if control else None,
+                adapter=(control.adapter or "")[:_MAX_LOGGED_CHARS] or None if control else None,
+                replicas=control.replicas if control and control.op == "load" else None,
+                ok=reply.ok,
+                progress=reply.progress,
+                worker_ids=reply.worker_ids or None,
+                error=reply.error.message[:_MAX_LOGGED_CHARS] if reply.error else None,
+            )
+        self._reply(message, reply)
+
+    def _cancel(self, message: Msg) -> None:
+        if message.reply and not self._is_inbox(message):
+            return  # the routers count and log it
+        try:
+            address = self._names.parse_request(message.subject)
+            encoding = codec.encoding_of(message.headers)
+        except ValueError:
+            return
+        # only the worker that has the stream replies
+        if self._streams.cancel(address.key) and message.reply:
+            self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
+
+    def _resync(self, message: Msg) -> None:
+        if not self._is_inbox(message):
+            return  # the routers count and log it
+        try:
+            address = self._names.parse_request(message.subject)
+            # before decoding: most resyncs concern another worker's stream
+            if not self._streams.holds(address.key):
+                return
+        except ValueError:
+            return
+        encoding, offset, error = validation.read_resync(message.headers, message.data)
+        if error is None:
+            self._streams.replay(address.key, offset)
+        self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True, error=error), encoding))
+
+    def _is_inbox(self, message: Msg) -> bool:
+        tenant = self._names.tenant_token(message.subject)
+        return subjects.is_inbox(message.reply, self._inbox_prefixes, tenant)
+
+    def _no_responders(self, message: Msg) -> None:
+        if is_no_responders(message):
+            key, is_probe = self._names.parse_gone(message.subject)
+            self._streams.no_responders(key, is_probe=is_probe)
+
+    def _own_card(self, message: Msg) -> None:
+        """Gives way to a frontend that serves the same model under the same name and started later."""
+        try:
+            card = _cards.decode(message.data)
+        except errors.RequestError:
+            return
+        # somebody publishes another worker's card on this subject
+        if card.address != (self._announcer.model, self._announcer.worker_id):
+            return  # the routers log it
+        if subjects.epoch_sort_key(card.epoch) > subjects.epoch_sort_key(self._announcer.epoch):
+            self._worker.replaced(
+                f"another worker {card.worker_id} has started on {card.host}: give each its own --worker-id"
+            )
+
+    def _send_snapshot(self, message: Msg) -> None:
+        if not message.reply:
+            return
+        try:
+            # an empty message asks for no tokens
+            request = _snapshot_requests.decode(message.data) if message.data else internal.SnapshotRequest()
+        except errors.RequestError as error:
+            self._log.error("snapshot_refused", worker_id=self._announcer.worker_id, error=str(error))
+            return
+        running = self._streams.running_requests(request)
+        if running is not None:  # else the router asks again in a second
+            self._reply(message, *self._announcer.snapshot(running))
+
+    def _send_tokenizer(self, message: Msg) -> None:
+        packed = self._engine.tokenizer_bundle() if self._engine is not None else None
+        if packed is not None:
+            self._reply(message, *tokenizer_bundle.to_parts(packed))
+
+    def _start_tokenize(self, message: Msg) -> None:
+        if len(self._tokenizes) >= MAX_PENDING_TOKENIZE:
+            self._reply(message, internal.TokenizeResult(error=errors.make_error(errors.Code.OVERLOADED)))
+            return
+        call = self._answer(message, self._tokenize(message.data), lambda error: internal.TokenizeResult(error=error))
+        self._start(call, self._tokenizes)
+
+    async def _tokenize(self, data: bytes) -> internal.TokenizeResult:
+        request = _tokenizes.decode(data)
+        validation.check_tokenize(request)
+        token_ids = await self._require_engine().tokenize(request)
+        return internal.TokenizeResult(token_ids=block_hash.pack_token_ids(token_ids))
+
+    def _start_detokenize(self, message: Msg) -> None:
+        if len(self._tokenizes) >= MAX_PENDING_TOKENIZE:
+            self._reply(message, internal.DetokenizeResult(error=errors.make_error(errors.Code.OVERLOADED)))
+            return
+        call = self._answer(
+            message, self._detokenize(message.data), lambda error: internal.DetokenizeResult(error=error)
+        )
+        self._start(call, self._tokenizes)
+
+    async def _detokenize(self, data: bytes) -> internal.DetokenizeResult:
+        packed, token_bytes = _detokenizes.decode(data).token_ids, self._require_engine().token_bytes
+        if len(packed) % _TOKEN_ID_BYTES:
+            raise errors.invalid_field("token_ids", "must be 32-bit integers")
+        parts: list[bytes] = []
+        for start in range(0, len(packed), _DETOKENIZED_AT_ONCE * _TOKEN_ID_BYTES):
+            token_ids = block_hash.unpack_token_ids(packed[start : start + _DETOKENIZED_AT_ONCE * _TOKEN_ID_BYTES])
+            if max(token_ids) >= len(token_bytes):
+                problem = f"the vocabulary has {len(token_bytes)} tokens, got {max(token_ids)}"
+                place = start // _TOKEN_ID_BYTES + token_ids.index(max(token_ids))
+                raise errors.invalid_field(f"token_ids[{place}]", problem)
+            parts += map(token_bytes.__getitem__, token_ids)
+            await asyncio.sleep(0)  # chunks go first
+        return internal.DetokenizeResult(text=b"".join(parts).decode(errors="replace"))
+
+    def _start(
+        self,
+        call: Coroutine[Any, Any, None],
+        calls: set[asyncio.Task[None]],
+        on_failure: Callable[[Exception], None] | None = None,
+    ) -> None:
+        task = tasks.background("call", call, on_failure)
+        calls.add(task)
+        task.add_done_callback(calls.discard)
+
+    async def _answer(
+        self,
+        message: Msg,
+        result: Awaitable[messages.Message],
+        make_refusal: Callable[[errors.Error], messages.Message],
+    ) -> None:
+        """Replies with a call's result or with its error."""
+        try:
+            self._reply(message, await result)
+        except errors.RequestError as error:
+            self._reply(message, make_refusal(error.error))
+        except PayloadTooLargeError as error:
+            self._reply(message, make_refusal(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))))
+        except Exception:  # outermost frame of the task: the requester must get a reply
+            self._log.exception("request_failed", subject=message.subject)
+            self._reply(message, make_refusal(errors.make_error(errors.Code.INTERNAL)))
+
+    def _require_engine(self) -> contract.Engine:
+        """Raises RequestError if there is no engine."""
+        if self._engine is None:
+            raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
+        return self._engine
+
+    def _reply(self, message: Msg, *replies: messages.Message) -> None:
+        """Publishes one message or several on a request's reply subject, if it has one."""
+        for reply in replies if message.reply else ():
+            payload = codec.encode(reply)
+            if self._sender is None or self._sender.fits(payload):
+                self._replies.send(message.reply, payload)
+            else:
+                self._start(self._send_large(self._sender, Outgoing(message.reply, payload)), self._large_replies)
+
+    async def _send_large(self, sender: PartsSender, reply: Outgoing) -> None:
+        """Sends a reply in parts, the last one behind the chunks that were published before."""
+        try:
+            last = await sender.stage(reply)
+            self._replies.send(last.subject, last.payload, last.headers)
+        except (NoRespondersError, PayloadTooLargeError, TimeoutError, ConnectionError, errors.RequestError) as error:
+            self._log.error("reply_not_sent", subject=reply.subject, error=str(error))

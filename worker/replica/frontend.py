@@ -1,0 +1,300 @@
+"""A worker's frontend: connects streams, announcer and endpoints to a bus, and stops publishing when it must."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from tokenbus.protocol import tasks
+from tokenbus.protocol.bus import clock
+from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.parts.sender import PartsSender
+from tokenbus.protocol.prompt import tokenizer_bundle
+from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.wire import internal, limits, messages, subjects
+from tokenbus.worker.adapters.adapters import Adapters
+from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.fence import Fence
+from tokenbus.worker.contract import contract
+from tokenbus.worker.kv_exchange.exchange import KvExchange
+from tokenbus.worker.kv_exchange.nats_transport import Connect
+from tokenbus.worker.replica.drain import Drain
+from tokenbus.worker.replica.endpoints import Endpoints
+from tokenbus.worker.settings.settings import FrontendSettings, OnProgress
+from tokenbus.worker.streams.guardians import Guardians
+from tokenbus.worker.streams.outbox import Outbox
+from tokenbus.worker.streams.request_telemetry import StreamTelemetry
+from tokenbus.worker.streams.streams import Streams
+from tokenbus.worker.telemetry.metrics import ReplicaMetrics
+
+_PART_TIMEOUT_S = 1.0
+_TICK_FAILED_INTERVAL_S = 10.0
+"""A part of the tick that fails each time is logged this often."""
+_LINGER_S = 1.0
+"""A worker that has given up streams can still be asked for them after the last one, if their routers got no reply, and
+for their blocks by workers that continue them."""
+
+
+class ReplacedError(RuntimeError):
+    """Another worker has taken this one's name; the message says what to do."""
+
+
+class Frontend:
+    """Serves one worker over a bus, with whatever engine it is given.
+
+    It has two connections. Everything that it publishes leaves over one, in order, and the fence watches that one.
+    Messages from others arrive over the second, so that a flood of them can't delay the broker's answers to pings."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        names: subjects.Subjects,
+        model: str,
+        worker_id: str,
+        settings: FrontendSettings,
+        metrics: ReplicaMetrics,
+        tracer: tracing.Tracer,
+    ) -> None:
+        self._bus = bus
+        self._names = names
+        self._announcer = Announcer(bus, names, model, worker_id, settings.role)
+        telemetry = StreamTelemetry(metrics, tracer, model, worker_id)
+        self._outbox = Outbox(bus, self._announcer, telemetry)
+        self.adapters = Adapters(self._announcer.publish_card)
+        self._announcer.adapters = self.adapters.cards
+        self.adapters.in_use = lambda: self._streams.adapter_digests
+        self._exchange = KvExchange(self._announcer, metrics)
+        self._streams = Streams(self._announcer, self._outbox, telemetry, settings, self._exchange, self.adapters)
+        self.drain = Drain()
+        self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._endpoints = Endpoints(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, metrics)
+        self._guardians = Guardians(bus, names, self._announcer, self._outbox, self._streams)
+        self._fence = Fence(clock.now())
+        self._is_draining = False
+        self._has_engine = False
+        self.on_load: Callable[[internal.Control, OnProgress], None] | None = None
+        """Loads more models beside this one; None if that is not possible."""
+        self.on_want: Callable[[], internal.ControlReply] | None = None
+        """Has this worker's own model loaded, and returns how far that is; None if it is loaded from the start."""
+        self._tick_failed_at: dict[str, float] = {}
+        """When the failure of each part of the tick was logged."""
+        self._log = structlog.get_logger()
+        self.on_tick: Callable[[float, float], None] = lambda now, gap_s: None
+        """Called a few times a second with the time, and the seconds since the last call."""
+        bus.guard = self._may_publish
+        bus.on_reconnect = self._reconnected
+
+    def __repr__(self) -> str:
+        return f"<Frontend {self._announcer!r} {self._streams!r} {self._fence!r}>"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are accepted now."""
+        return self._has_engine and not (self._is_draining or self._announcer.is_loadable or self._announcer.is_muted)
+
+    @property
+    def shown_state(self) -> str:
+        """The worker's state as people see it."""
+        return "loadable" if self._announcer.is_loadable else str(self._announcer.state)
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine serves."""
+        return self._has_engine
+
+    def apply_settings(self, settings: FrontendSettings) -> None:
+        """Changes the settings of streams accepted from now on."""
+        self._streams.settings = settings
+
+    async def open(self, incoming: Bus, connect: Connect | None = None) -> None:
+        """Subscribes to the worker's subjects over `incoming`. `connect` opens a further connection for KV blocks of
+        other workers; without it, none are exchanged."""
+        # Parts leave over `incoming`, so that no chunk waits behind one, and the broker's notices come back over it.
+        model, worker_id = self._announcer.model, self._announcer.worker_id
+        sender = PartsSender(
+            incoming, partial(self._names.received, model, worker_id), timeout_s=_PART_TIMEOUT_S, tries=2
+        )
+        await self._guardians.open(incoming, sender)
+        if connect is not None:
+            await self._exchange.open(incoming, self._names, connect)
+        await self._endpoints.open(incoming, sender)
+
+    async def close(self) -> None:
+        """Closes the connection for KV blocks, if there is one, and the adapters' files."""
+        self.adapters.close()
+        await self._exchange.close()
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises ReplacedError if another frontend takes this one's name."""
+        self._fence.reset(clock.now())
+        lives = (self._announcer.run_heartbeat(), self._tick(), self._until_replaced())
+        running = [tasks.awaited(life) for life in lives]
+        try:
+            await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+
+    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
+        """Sends requests to this engine from now on."""
+        self._has_engine, state = True, self._announcer.state
+        engine.on_kv_events = self._announcer.blocks_changed
+        bundle = engine.tokenizer_bundle()
+        self._streams.set_engine(engine, config)
+        self._endpoints.set_engine(engine)
+        self._exchange.set_engine(engine, config)
+        self._announcer.engine_started(engine, config, tokenizer_bundle.bundle_digest(bundle) if bundle else None)
+        # an engine that restarts while draining must not make the worker ready
+        if self._is_draining:
+            self._announcer.set_state(state)
+
+    def engine_died(self) -> None:
+        """Announces that there is no engine, before any stream ends because of it. Safe to call again."""
+        if not self._has_engine:
+            return
+        self._has_engine = False
+        self._streams.clear_engine()
+        self._endpoints.set_engine(None)
+        self._exchange.set_engine(None, None)
+        if not self._is_draining:
+            self._announcer.engine_died()
+
+    def announce_loadable(self, listing: contract.EngineConfig) -> None:
+        """Accepts nothing from now on, until an engine is started because somebody asks for the model."""
+        if not self._is_draining:
+            self._announcer.announce_loadable(listing)
+
+    def announce_loading(self) -> None:
+        """Announces that an engine is being started because somebody has asked for the model."""
+        if not self._is_draining:
+            self._announcer.announce_loading()
+
+    def want(self) -> internal.ControlReply:
+        """Has the model loaded if it is not; returns how far that is."""
+        if self.on_want is not None and not self._is_draining:
+            return self.on_want()
+        return internal.ControlReply(ok=True, progress=float(self._has_engine))
+
+    def health_read(self, health: messages.WorkerHealth) -> None:
+        """Tells routers of the worker's memory and uptime with the next event."""
+        self._announcer.health_read(health)
+
+    def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
+        """The engine has computed so much of a request's prompt."""
+        self._streams.prompt_progress(key, computed_tokens, cached_tokens)
+
+    def step_done(self) -> None:
+        """Publishes a step's chunks. Called when every sink has received its outputs."""
+        self._outbox.flush()
+
+    def start_draining(self) -> None:
+        """Accepts nothing new from now on."""
+        self._is_draining, self._announcer.is_loadable = True, False
+        self._announcer.set_state(messages.WorkerState.DRAINING)
+
+    @property
+    def num_leases(self) -> int:
+        """The number of workers that are reading KV blocks here."""
+        return self._exchange.num_leases
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether any stream is open."""
+        return len(self._streams) > 0
+
+    @property
+    def num_unguarded(self) -> int:
+        """The number of open streams without a guardian."""
+        return sum(not stream.guardian for stream in self._streams)
+
+    async def leave(self, handover_s: float) -> None:
+        """Has routers take the open streams to other workers, for `handover_s` at most unless the drain names another
+        time. Those that nobody can take end with what was generated."""
+        if self.has_streams and self.drain.handover_s(handover_s):
+            self.start_leaving()
+            self._log.info("leaving", handover_s=self.drain.handover_s(handover_s))
+            await self.drain.hand_over(self.wait_left(), handover_s)
+        self._streams.stop_begun(unguarded_only=self.drain.handover_s(handover_s) > 0)
+
+    def start_leaving(self) -> None:
+        """Asks routers to take the open streams to other workers."""
+        self._announcer.set_state(messages.WorkerState.LEAVING)
+
+    async def wait_left(self) -> None:
+        """Returns when no stream is open any more, a router whose connection has broken could ask again for one that it
+        has taken, and workers that continue them have fetched their blocks."""
+        await self._streams.wait_none()
+        if self._streams.has_taken:
+            await asyncio.sleep(_LINGER_S)
+        await self._exchange.wait_no_leases()
+
+    def announce_stopped(self) -> None:
+        """Announces that the worker has stopped, if there still is a connection."""
+        with contextlib.suppress(ConnectionError):
+            self._announcer.set_state(messages.WorkerState.STOPPED)
+
+    def replaced(self, reason: str) -> None:
+        """Abandons every stream without a terminal: another frontend has this one's name."""
+        if not self._replaced_by.done():
+            self._log.error("replaced", worker_id=self._announcer.worker_id, streams=repr(self._streams))
+            self._fence_off()
+            self._replaced_by.set_exception(ReplacedError(reason))
+
+    async def _until_replaced(self) -> None:
+        await self._replaced_by
+
+    async def _tick(self) -> None:
+        ticked_at = time.monotonic()
+        while True:
+            self._bus.ping()
+            await asyncio.sleep(limits.TICK_S)
+            now = time.monotonic()
+            # before anything is published, so that a pause of the process is noticed
+            self._fence.tick(clock.now())
+            if self._check_fence():
+                self._look_after("streams", self._streams.tick)
+                self._look_after("guardians", partial(self._guardians.tick, now))
+            self._look_after("kv exchange", partial(self._exchange.tick, now))
+            self._look_after("engine", partial(self.on_tick, now, now - ticked_at))
+            ticked_at = now
+
+    def _look_after(self, part: str, tick: Callable[[], None]) -> None:
+        """Calls `tick`. If that raises, the other parts are still looked after, and so is this one from the next tick
+        on; only the fence must not fail."""
+        try:
+            tick()
+        except Exception as error:  # outermost frame of a part
+            now = time.monotonic()
+            if now - self._tick_failed_at.get(part, -_TICK_FAILED_INTERVAL_S) >= _TICK_FAILED_INTERVAL_S:
+                self._tick_failed_at[part] = now
+                self._log.error("task_failed", task=f"tick of {part}", exc_info=error)
+
+    def _may_publish(self) -> bool:
+        """Guards every write. While muted, writes are safe: what the old epoch buffered went with its connection."""
+        return self._announcer.is_muted or self._check_fence()
+
+    def _check_fence(self) -> bool:
+        self._fence.ping_answered(self._bus.confirmed_at)
+        if not self._announcer.is_muted and not self._fence.check(clock.now()):
+            self._log.error("self_fenced", worker_id=self._announcer.worker_id, streams=repr(self._streams))
+            self._fence_off()
+        return not self._announcer.is_muted
+
+    def _fence_off(self) -> None:
+        """Abandons every stream without a terminal and starts a new epoch, to be announced on a new connection."""
+        self._announcer.start_epoch()
+        self._streams.abandon_all()
+        self._bus.abort()
+
+    def _reconnected(self) -> None:
+        if self._replaced_by.done():
+            return  # announcing a new epoch would replace the very frontend that has replaced this one
+        self._streams.reconnected()
+        if self._announcer.is_muted:
+            self._fence.reset(clock.now())
+            self._announcer.announce_epoch()
+        else:
+            self._announcer.publish_card()

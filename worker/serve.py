@@ -1,0 +1,311 @@
+"""The composition root of a worker process: its replicas, the engine process that they share, and their KV budget."""
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from prometheus_client.registry import Collector
+
+from tokenbus.protocol import tasks
+from tokenbus.protocol.process import reload, shutdown
+from tokenbus.protocol.telemetry import metrics, status, tracing
+from tokenbus.protocol.wire import errors, internal, subjects
+from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_settings import EngineSettings, check_choices
+from tokenbus.worker.engine_client.engine_process import EngineProcess
+from tokenbus.worker.models import registry
+from tokenbus.worker.on_demand import model_facts
+from tokenbus.worker.on_demand.models import OnDemandModels
+from tokenbus.worker.on_demand.replica import OnDemandReplica
+from tokenbus.worker.replica.replica import Replica
+from tokenbus.worker.settings.settings import ModelToServe, OnProgress, WorkerSettings
+from tokenbus.worker.telemetry import vllm_metric_aliases
+from tokenbus.worker.telemetry.metrics import WorkerMetrics
+
+_MAX_REPLICAS = 64
+_MAX_MODEL_CHARS = 4_096
+_PROGRESS_INTERVAL_S = 0.5
+_NOT_LOADABLE = {"model", "files", "engine", "scheduler", "onnx"} | {
+    "kv_limit_bytes",
+    "kv_pool_bytes",
+    "kv_reserved_bytes",
+    "host_cache_limit_bytes",
+    "memory_share",
+    "memory_parts",
+    "memory_kept_bytes",
+    "keep_cache",
+    "keep_cache_mib",
+}
+"""Engine settings that a `load` message can't set by name."""
+
+
+async def serve(settings: WorkerSettings, read_settings: Callable[[], WorkerSettings]) -> None:
+    """Runs a worker process until SIGTERM or SIGINT, or until all of its replicas are drained; `read_settings` reads
+    its settings again at SIGHUP.
+
+    Raises EngineStartError if a model can't be served, ReplacedError if another worker takes a name, and
+    ConnectionError if there is no broker."""
+    worker = WorkerProcess(settings)
+    with shutdown.on_stop(worker.drain):
+        reload.on_hangup(read_settings, worker.apply_settings)
+        await worker.run()
+
+
+class WorkerProcess:
+    """The replicas of one process. They start one after another, so that each knows how much KV memory is left."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._kv_budget_bytes = settings.kv_budget_bytes
+        """That of the engine process: another setting does not change it any more."""
+        self._process = EngineProcess(settings.log.variables())
+        self._metrics = WorkerMetrics()
+        self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._tracer: tracing.Tracer = tracing.NoopTracer()
+        self._is_single = sum(model.replicas for model in settings.models) == 1
+        self._on_demand = OnDemandModels(settings, self._metrics, self._name)
+        self._replicas: dict[Replica, asyncio.Task[None]] = {}
+        self._ended: asyncio.Queue[Replica | None] = asyncio.Queue()
+        """Replicas that have ended; None if the task that loads models on demand has."""
+        self._loads: set[asyncio.Task[None]] = set()
+        self._taken_bytes: dict[Replica, int] = {}
+        """The bytes of the memory budget that each replica has taken which was loaded beside the first ones."""
+        self._starting = asyncio.Lock()
+        self._last_number = 0
+        self._is_draining = False
+
+    def __repr__(self) -> str:
+        return f"<WorkerProcess {list(self._replicas)}>"
+
+    async def run(self) -> None:
+        """Runs until every replica is drained. Raises what `serve` raises."""
+        async with (
+            tracing.exporting(self._settings.otlp_traces_endpoint, "worker", self._name) as self._tracer,
+            status.serving(self._settings.status_page, self._page().registry, self._unready_reason, self._describe),
+        ):
+            await self._serve()
+
+    async def _serve(self) -> None:
+        loading = tasks.awaited(self._on_demand.run())
+        loading.add_done_callback(lambda _: self._ended.put_nowait(None))
+        try:
+            await self._start_first()
+            while self._replicas:
+                replica = await self._ended.get()
+                if replica is None:
+                    loading.result()  # raises what ended it
+                    continue
+                life = self._replicas.pop(replica)
+                self._on_demand.give_back(self._taken_bytes.pop(replica, 0))
+                if isinstance(replica, OnDemandReplica):
+                    self._on_demand.remove(replica)
+                if replica.started.done():
+                    life.result()  # raises what ended it, since that concerns all replicas
+        finally:
+            running = [loading, *self._loads, *self._replicas.values()]
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def _page(self) -> metrics.MetricsCollector:
+        def refresh() -> None:
+            for replica in self._replicas:
+                replica.update_gauges()
+            self._on_demand.update_gauges()
+
+        families: list[Collector] = [*self._metrics.families()]
+        if self._settings.vllm_metrics:
+            families += vllm_metric_aliases.aliases(self._metrics)
+        return metrics.MetricsCollector(families, refresh)
+
+    def _unready_reason(self) -> str:
+        if not self._replicas or self._is_draining:
+            return "no replica accepts requests"
+        return next(filter(None, (replica.unready_reason for replica in self._replicas)), "")
+
+    def _describe(self) -> dict[str, Any]:
+        """Returns what the status page says of the replicas."""
+        return {"workers": [replica.describe() for replica in self._replicas]}
+
+    def drain(self) -> None:
+        """Drains every replica."""
+        self._is_draining = True
+        for replica in self._replicas:
+            replica.drain()
+
+    def apply_settings(self, settings: WorkerSettings) -> None:
+        """Applies those settings that may change while serving, to every replica and to those loaded later."""
+        self._settings = settings
+        for replica in self._replicas:
+            replica.apply_settings(settings)
+
+    def load(self, control: internal.Control, on_progress: OnProgress) -> None:
+        """Loads a model beside the others and reports progress until it serves."""
+        try:
+            model = self._requested_model(control)
+        except errors.RequestError as error:
+            on_progress(internal.ControlReply(ok=False, error=error.error))
+            return
+        on_progress(internal.ControlReply(ok=True, progress=0.0))
+
+        def failed(_: Exception) -> None:
+            on_progress(internal.ControlReply(ok=False, error=errors.make_error(errors.Code.INTERNAL)))
+
+        task = tasks.background("load", self._load(model, on_progress), failed)
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+
+    def _requested_model(self, control: internal.Control) -> ModelToServe:
+        """Returns the model that a `load` message asks for. Raises RequestError if it is invalid."""
+        assert control.model is not None
+        taken = len(self._replicas) + len(self._loads)
+        if not 1 <= control.replicas <= _MAX_REPLICAS - taken:
+            allowed = f"replicas must be 1 to {_MAX_REPLICAS - taken} beside the {taken} there are"
+            raise errors.request_error(errors.Code.INVALID_REQUEST, allowed, param="replicas")
+        return ModelToServe(
+            served_name=_served_name(control.model, control.served_name),
+            engine=_engine_settings(self._settings.models[0].engine, control),
+            replicas=control.replicas,
+        )
+
+    async def _start_first(self) -> None:
+        await self._on_demand.prepare()
+        # what is pinned is loaded before anything can be asked for
+        models = sorted(self._settings.models, key=lambda model: model.on_demand)
+        coming = sum(model.replicas for model in models)
+        weights = await self._weights_of(models)
+        # one at a time: each gets a share of the KV memory that those before it have left
+        async with self._starting:
+            for model in models:
+                weights.pop(model.engine.model, None)
+                for _ in range(model.replicas):
+                    await self._wait_started(self._add_replica(model, coming, sum(weights.values())))
+                    coming -= 1
+
+    async def _weights_of(self, models: list[ModelToServe]) -> dict[str, int]:
+        """Returns the size of each model that is loaded from the start, so that the first leave room for the others."""
+        engines = {model.engine.model: model.engine for model in models if not model.on_demand}
+        if len(engines) < 2:
+            return {}
+        return {name: await asyncio.to_thread(model_facts.weight_bytes, one) for name, one in engines.items()}
+
+    async def _load(self, model: ModelToServe, on_progress: OnProgress) -> None:
+        added: list[Replica] = []
+        async with self._starting:
+            try:
+                for number in range(model.replicas):
+                    num_bytes = await self._on_demand.take(model)
+                    replica = self._add_replica(model, model.replicas - number)
+                    self._taken_bytes[replica] = num_bytes
+                    added.append(replica)
+                    await self._wait_started(replica, partial(_report, on_progress, number, model.replicas))
+            except (contract.EngineStartError, ConnectionError) as error:
+                for replica in added:
+                    replica.drain()
+                refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="model")
+                on_progress(internal.ControlReply(ok=False, error=refusal))
+                return
+        if any(replica.is_draining for replica in added):
+            gone = errors.make_error(errors.Code.NO_WORKER, f"{model.served_name} was drained while it was loaded")
+            on_progress(internal.ControlReply(ok=False, error=gone))
+            return
+        on_progress(internal.ControlReply(ok=True, progress=1.0, worker_ids=[replica.worker_id for replica in added]))
+
+    def _add_replica(self, model: ModelToServe, coming: int, coming_weights: int = 0) -> Replica:
+        """Starts a replica with an equal share of the memory that it and the other `coming` - 1 may still take, without
+        that of the weights of models that come later."""
+        self._last_number += 1
+        # only a single replica keeps the plain name; loaded ones get numbers from 2 on
+        alone = self._is_single and self._last_number == 1
+        worker_id = self._name if alone else f"{self._name}-{self._last_number}"
+        if model.on_demand:
+            own = OnDemandReplica(self._settings, model, worker_id, self._metrics, self._tracer)
+            self._on_demand.add(own)
+            return self._start(own)
+        engine = self._on_demand.sized(model)
+        # a budget for KV memory alone may be less than what was counted for the model
+        limits = [size for size in (engine.kv_limit_bytes, self._kv_share_bytes(coming)) if size]
+        engine = msgspec.structs.replace(
+            engine,
+            kv_limit_bytes=min(limits, default=0),
+            kv_pool_bytes=self._kv_budget_bytes,
+            memory_parts=coming,
+            memory_kept_bytes=coming_weights,
+        )
+        return self._start(
+            Replica(self._settings, model, worker_id, engine, self._process, self._metrics, self._tracer)
+        )
+
+    def _start(self, replica: Replica) -> Replica:
+        replica.on_load = self.load
+        life = self._replicas[replica] = tasks.awaited(replica.run())
+        life.add_done_callback(lambda _: self._ended.put_nowait(replica))
+        if self._is_draining:
+            replica.drain()
+        return replica
+
+    def _kv_share_bytes(self, coming: int) -> int:
+        """Returns the bytes of KV memory for the next replica if it can't lend any; 0 is no limit.
+
+        Those that lend theirs have an equal share too, and keep a lane in any case."""
+        if not self._kv_budget_bytes:
+            return 0
+        configs = [replica.started.result() for replica in self._replicas if replica.started.done()]
+        lenders = [one for one in configs if one.kv_lane_bytes]
+        left = self._kv_budget_bytes - sum(one.kv_bytes for one in configs if not one.kv_lane_bytes)
+        beside = left - sum(one.kv_lane_bytes for one in lenders)
+        return max(1, min(left // (coming + len(lenders)), beside // coming))
+
+    async def _wait_started(self, replica: Replica, note: Callable[[float], None] = lambda share: None) -> None:
+        """Waits until a replica serves or has ended. Raises what ended it."""
+        life = self._replicas[replica]
+        while not life.done() and not replica.started.done():
+            either: list[asyncio.Future[Any]] = [life, replica.started]
+            await asyncio.wait(either, timeout=_PROGRESS_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            note(replica.load_progress)
+        if life.done():
+            life.result()
+
+
+def _served_name(model: str, asked: str | None) -> str:
+    """Returns a loaded model's name on the wire. Raises RequestError if the model or the name is invalid."""
+    if "\0" in model or not 0 < len(model) <= _MAX_MODEL_CHARS:
+        problem = f"model must be a file, a directory or a name on the Hub of at most {_MAX_MODEL_CHARS:,} characters"
+        raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="model")
+    name = registry.served_name(model) if asked is None else asked
+    try:
+        subjects.encode_name(name)
+    except ValueError as error:
+        problem = f"served_name: {error}"
+        raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="served_name") from error
+    return name
+
+
+def _engine_settings(own: EngineSettings, control: internal.Control) -> EngineSettings:
+    """Returns the worker's engine settings for another model, changed as a message asks. Raises RequestError."""
+    allowed = [name for name in EngineSettings.__struct_fields__ if name not in _NOT_LOADABLE]
+    for name in control.settings:
+        if name not in allowed:
+            raise errors.request_error(
+                errors.Code.INVALID_REQUEST,
+                f"settings.{name} is not an engine setting; there are {', '.join(allowed)}",
+                param=f"settings.{name}",
+            )
+    fields = msgspec.structs.asdict(own) | {"model": control.model, "files": {}} | control.settings
+    try:
+        settings = msgspec.convert(fields, EngineSettings)
+        check_choices(settings)
+    except ValueError as error:  # msgspec's too
+        raise errors.request_error(errors.Code.INVALID_REQUEST, f"settings: {error}", param="settings") from error
+    return settings
+
+
+def _report(on_progress: OnProgress, done: int, replicas: int, fraction: float) -> None:
+    """Reports the progress of a load of `replicas`, of which `done` serve and the next one is loaded to `fraction`."""
+    progress = min((done + fraction) / replicas, 0.99)
+    on_progress(internal.ControlReply(ok=True, progress=round(progress, 3)))

@@ -1,0 +1,143 @@
+"""Publishes a step's chunks, and the events around them, in the order that the wire promises.
+
+Routers must know which tokens were sampled, and which blocks changed, before clients can see the tokens, but they must
+not learn of a request's end before its client can. So one entry of the event log goes before the chunks of a step, and
+another one after its terminals. All of it is published together. While the broker is too far behind, it waits here and
+is published together with what comes next. That is bounded: after 1.5 s without the broker, the fence ends every stream
+(`worker/broker/fence.py`)."""
+
+import contextlib
+from collections.abc import Callable
+
+from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing
+from tokenbus.protocol.wire import codec, limits, messages, subjects
+from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.event_log import Ends
+from tokenbus.worker.broker.sampled_tokens import SampledTokens
+from tokenbus.worker.contract import engine_output
+from tokenbus.worker.streams.request_telemetry import StreamTelemetry, has_failed
+from tokenbus.worker.streams.stream import WorkerStream
+
+
+class Outbox:
+    """Collects the chunks of a step and publishes them at its end."""
+
+    def __init__(self, connection: Bus, announcer: Announcer, telemetry: StreamTelemetry) -> None:
+        self._connection = connection
+        self._announcer = announcer
+        self._telemetry = telemetry
+        self._waiting: list[tuple[WorkerStream, messages.Chunk, Outgoing]] = []
+        """The chunks to publish, in order, and the messages that carry them."""
+        self._sampled: list[SampledTokens] = []
+        """The tokens to announce; each item has as many as fit in one entry of the event log."""
+        self.on_ended: Callable[[WorkerStream], None] = lambda stream: None
+        """Called with a stream whose terminal has been published. Its engine request may still be open: a stream also
+        ends when one of its chunks does not fit in a message."""
+
+    def __repr__(self) -> str:
+        return f"<Outbox of {len(self._waiting)} chunks>"
+
+    def put_head(self, stream: WorkerStream, now: float, *, is_probe: bool = False) -> None:
+        """Adds the empty chunk that opens a stream or shows that it is alive.
+
+        The no-responders notice for a probe can be told from those for other chunks."""
+        stream.last_chunk_at = now
+        head = stream.head()
+        if head is not None:
+            suffix = subjects.PROBE_SUFFIX if is_probe else ""
+            self._waiting.append((stream, head, _to_message(stream, head, suffix)))
+
+    def put(self, stream: WorkerStream, output: engine_output.Output, now: float) -> None:
+        """Adds an engine's output. If its chunk can't be made, nothing is added."""
+        chunk = stream.chunk(output)
+        stream.last_chunk_at = now
+        if output.token_ids:
+            if not self._sampled or self._sampled[-1].is_full:
+                self._sampled.append(SampledTokens())
+            logprobs = stream.pack_logprobs(output) if output.logprobs else b""
+            first_token = stream.first_token if output.first_token is not None else None
+            self._sampled[-1].add(stream.stream_no, output.token_ids, logprobs, first_token)
+        if chunk is not None:
+            self._waiting.append((stream, chunk, _to_message(stream, chunk)))
+
+    def fail(self, stream: WorkerStream) -> None:
+        """Ends a stream because of a bug."""
+        terminal = stream.fail()
+        self._waiting.append((stream, terminal, _to_message(stream, terminal)))
+
+    def remove(self, stream: WorkerStream) -> None:
+        """Discards everything that waits to be published for a stream."""
+        self._waiting = [entry for entry in self._waiting if entry[0] is not stream]
+        for sampled in self._sampled:
+            sampled.remove(stream.stream_no)
+        self._sampled = [sampled for sampled in self._sampled if sampled]
+
+    def replay(self, stream: WorkerStream, offset: int, now: float) -> None:
+        """Immediately publishes a stream's chunks again from token `offset` on. Does nothing while chunks wait, since
+        none may overtake them."""
+        if not self.flush():
+            return
+        stream.last_chunk_at = now
+        for chunk in stream.replay(offset, self.room_bytes):
+            outgoing = _to_message(stream, chunk)
+            if len(outgoing.payload) <= self.room_bytes:
+                self._publish(outgoing)
+                continue
+            # an earlier broker accepted it; the present one allows less
+            if stream.terminal is not None:
+                self._publish(_to_message(stream, stream.too_large_terminal(chunk)))
+            else:
+                self._waiting.append((stream, chunk, outgoing))
+                self.flush()  # which ends the stream
+            return
+
+    def flush(self) -> bool:
+        """Publishes everything that was added since the last successful flush, or nothing. Returns whether nothing is
+        left to publish."""
+        if not self._waiting and not self._sampled:
+            return True
+        self._replace_too_large()
+        chunks = [outgoing for _, _, outgoing in self._waiting]
+        ended = [(stream, chunk) for stream, chunk, _ in self._waiting if chunk.finish_reason is not None]
+        failed = [stream.key for stream, terminal in ended if has_failed(terminal)]
+        if not self._announcer.publish_step(self._sampled, chunks, Ends([stream.key for stream, _ in ended], failed)):
+            return False
+        self._waiting, self._sampled = [], []
+        for stream, terminal in ended:
+            self._telemetry.finished(stream, terminal)
+            self.on_ended(stream)
+        return True
+
+    @property
+    def room_bytes(self) -> int:
+        """The largest payload that the present broker accepts."""
+        return self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
+
+    def _replace_too_large(self) -> None:
+        """Puts a terminal in place of each chunk that does not fit in a message of the present broker, and discards the
+        chunks of its stream that follow."""
+        room_bytes = self.room_bytes
+        if all(len(outgoing.payload) <= room_bytes for _, _, outgoing in self._waiting):
+            return
+        fitting: list[tuple[WorkerStream, messages.Chunk, Outgoing]] = []
+        ended: set[WorkerStream] = set()
+        for stream, chunk, outgoing in self._waiting:
+            if stream in ended:
+                continue
+            if len(outgoing.payload) > room_bytes:
+                ended.add(stream)
+                stream.terminal = chunk = stream.too_large_terminal(chunk)
+                outgoing = _to_message(stream, chunk)
+            fitting.append((stream, chunk, outgoing))
+        self._waiting = fitting
+
+    def _publish(self, outgoing: Outgoing) -> None:
+        """Publishes a chunk, or discards it if the outbound buffer is full: its client will ask for it again."""
+        with contextlib.suppress(OutboundBufferLimitError):
+            self._connection.publish_all([outgoing])
+
+
+def _to_message(stream: WorkerStream, chunk: messages.Chunk, gone_suffix: str = "") -> Outgoing:
+    headers = codec.error_headers(chunk.error) if chunk.error else None
+    payload = codec.encode(chunk, stream.run.encoding)
+    return Outgoing(stream.run.reply, payload, stream.gone_subject + gone_suffix, headers)
