@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.docs.test_paths import NAMED as PATH
 from tests.laws.test_architecture import PACKAGES, ROOT
 
 DECISIONS = ROOT / "docs/decisions"
@@ -54,6 +55,12 @@ def test_every_link_to_a_decision_leads_to_a_page() -> None:
 
 def test_decisions_name_decisions_that_have_a_page() -> None:
     assert not {(page.name, n) for page in PAGES.values() for n in BARE.findall(page.read_text()) if n not in PAGES}
+
+
+def test_every_path_on_a_page_exists() -> None:
+    paths = {(page.name, path) for page in PAGES.values() for path in PATH.findall(page.read_text())}
+    assert paths
+    assert not {(name, path) for name, path in paths if not (ROOT / path).exists()}
 
 
 def test_a_page_begins_with_its_number_and_a_title() -> None:
