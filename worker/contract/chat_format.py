@@ -1,6 +1,6 @@
 """A chat format says how a model writes its answer: reasoning, text and tool calls, told apart by markers.
 
-One record type describes every family of models. All markers are texts. `tokens` lists those markers, or parts of them,
+One record type describes every family of models. All markers are text. `tokens` lists the markers, or parts of markers,
 that are single tokens: `<tool_call>` in the marker `<tool_call>\\n<function=` is matched by its token id if `tokens`
 has it, and as text if it does not. An empty marker is not written.
 
@@ -83,7 +83,7 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """NAMED, TAGGED: the text between `call_open` and `name_close`: the placeholders `{name}`, `{id}` and `{index}` and
     texts around them, all optional except the name: `functions.{name}:{index}`, `{name}[CALL_ID]{id}`."""
     id_form: str = ""
-    """The ids of calls written without one, from their `{name}` and `{index}`. Empty: any id will do."""
+    """Makes the ids of calls written without one from their `{name}` and `{index}`. Empty: any id will do."""
     id_length: int = 0
     """The number of letters and digits an id must have. 0: any number, and other characters too."""
     name_close: str = ""

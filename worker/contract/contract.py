@@ -4,49 +4,50 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
 
 1. `start` may be called once; until it returns, only `cleanup` may be called.
 2. Every accepted `generate` hands its sink any number of outputs and then exactly one terminal (an output with a
-   `finish_reason`), after which that sink is never called again. A refused one raises and never calls its sink.
+   `finish_reason`); that sink is never called again. A refused `generate` raises and never calls its sink.
 3. `length` means that `max_tokens` were sampled; `stop` that a stop token or stop string ended it, named by
    `stop_match`. Every sampled token is in exactly one output. `usage` adds up.
-4. No output's text splits a character, holds a stop string, or what could still become one.
+4. No output's text splits a character, contains a stop string, or ends in what could become one.
 5. `abort` ends a request with `cancelled` at once, and its lane and memory are free within a step. Aborting a request
    that is unknown or has ended does nothing.
-6. Equal requests with equal seeds give equal outputs alone; those that run together do not affect each other.
-7. An engine can hold as many requests and tokens at the same time as its `EngineConfig` advertises, unless it shares
-   KV memory with others: then as many as `load()` says, and one at least.
+6. Equal requests with equal seeds give equal outputs when run alone; concurrent requests do not affect each other.
+7. An engine can hold as many requests and tokens at once as its `EngineConfig` advertises, unless it shares KV memory
+   with others: then as many as `load()` says, and at least one.
 8. After the last terminal nothing is held: `load()` shows zero running and waiting requests and used blocks. Later
    requests of the same tenant and salt can use what is cached: `usage.cached_tokens` counts the prompt tokens that were
-   not computed, no answer depends on them, and a request with `cache_prompt` false neither uses nor leaves any.
-9. `drain` returns when nothing runs any more. `cleanup` ends what is left with `error`; it may be called at any time,
-   also twice and before or after a failed `start`, and never raises.
-10. When the engine dies, `died` says why, and no open sink is called: another engine may go on with its streams where
-    they were (`EngineClient.take_over`), as long as `cleanup` has not ended them.
-11. An engine with `embeddings` returns one row for each input of `embed`, in their order, whatever runs beside it. An
-    input's row does not depend on the others, and no stream depends on what is embedded. An engine without refuses.
+   not computed, no answer depends on that, and a request with `cache_prompt` false neither uses nor leaves any.
+9. `drain` returns when nothing is running. `cleanup` ends what is left with `error`; it may be called at any time, even
+   twice, before `start` or after it failed, and never raises.
+10. When the engine dies, `died` says why, and no open sink is called: another engine may continue its streams where
+    they stopped (`EngineClient.take_over`), unless `cleanup` has ended them.
+11. An engine with `embeddings` returns one row for each input of `embed`, in order, whatever else is running. An
+    input's row does not depend on other inputs, and no stream depends on what is embedded. An engine without the
+    feature refuses.
 12. A request with `resumed` continues a completion. Before `generate` returns, its tokens come out as one output with
-    `resumed_texts`. Then all goes on as if they had been sampled here: held back text, stop strings, draws, penalties,
-    `min_tokens`, `usage`. If they complete it, the terminal follows without another token, after `generate` has
-    returned. If it ends before the last of them, it is refused. A sink that raises meanwhile refuses it as well.
-13. An engine with the feature `structured_output` or `grammar` keeps to a request's `constraint`: its output is what
-    the constraint accepts, up to an end token, or a beginning of that if it ends otherwise. This is so wherever it is
-    resumed, and when another engine goes on with it. Once the constraint is compiled, an output without tokens says so
-    (`is_constraint_ready`). One that can't be compiled ends with `invalid_request`, which names its `param`, and with
-    no output before. Where only an end token may follow, `min_tokens` gives way.
-14. An engine with the feature `rerank` returns one score for each document of `rerank`, in their order, whatever runs
-    beside it. A document's score does not depend on the others. An engine without the feature refuses.
-15. An engine with the feature `lora` loads LoRA adapters while streams go on. A request is computed with its `adapters`
-    and no others, whatever runs beside it, and shares cached blocks only with requests that have the same. An adapter
-    that is unloaded while requests use it stays until the last of them has ended. A file that is no adapter of the
-    model is refused, and nothing has changed. An engine without the feature refuses every file.
-16. An engine with the feature `reasoning_budget` closes reasoning that has spent its `reasoning_limit`, with the marker
-    of the chat format, and the answer continues. Where it does so follows from the tokens: wherever the request is
-    resumed, and when another engine goes on with it, its answer is the same. An engine without the feature ignores the
+    `resumed_texts`. Everything then continues as if they had been sampled here: held-back text, stop strings, draws,
+    penalties, `min_tokens`, `usage`. If they complete it, the terminal follows without another token, after `generate`
+    has returned. If they would end it before the last of them, it is refused, as it is if the sink raises meanwhile.
+13. An engine with the feature `structured_output` or `grammar` follows a request's `constraint`: its output up to an
+    end token is accepted by the constraint, or is a prefix of such an output if it ends otherwise. This holds wherever
+    it is resumed, and when another engine continues it. Once the constraint is compiled, an output without tokens says
+    so (`is_constraint_ready`). If it can't be compiled, the request ends with `invalid_request`, which names its
+    `param`, and without any other output. Where only an end token may follow, `min_tokens` gives way.
+14. An engine with the feature `rerank` returns one score for each document of `rerank`, in order, whatever else is
+    running. A document's score does not depend on the others. An engine without the feature refuses.
+15. An engine with the feature `lora` loads LoRA adapters while streams run. A request is computed with its `adapters`
+    and no others, whatever else is running, and shares cached blocks only with requests that have the same adapters. An
+    adapter that is unloaded while requests use it stays until the last of them has ended. A file that is not an adapter
+    for the model is refused, and nothing changes. An engine without the feature refuses every file.
+16. An engine with the feature `reasoning_budget` closes reasoning that has reached its `reasoning_limit` with the chat
+    format's marker, and the answer continues. Where it does so depends on the tokens alone: the answer is the same
+    wherever the request is resumed, and when another engine continues it. An engine without the feature ignores the
     limit.
 17. An engine with the feature `cache_control` keeps the prefix of a request with a `cache_ttl_s` longer than others,
-    until it is over or nothing else could go. With `is_warm_up`, it computes the prompt: the output is a terminal with
-    `length` and no token, and the prompt is cached as after any request.
+    until that time is over or nothing else can be evicted. With `is_warm_up`, it computes the prompt: the output is a
+    terminal with `length` and no token, and the prompt is cached as after any request.
 
-Sinks are called from the event loop, in order. A sink is a plain function and not an async iterator, because waking a
-task for each token and stream costs several times what the token itself does (docs/decisions/0002).
+Sinks are called from the event loop, in order. A sink is a plain function, not an async iterator, because waking a task
+for each token and stream costs several times as much as the token itself (docs/decisions/0002).
 """
 
 from collections.abc import Callable, Sequence
@@ -63,10 +64,11 @@ from tokenbus.worker.contract.memory_plan import MemoryPlan
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
-    """A run of tokens whose blocks may be cached, in the cache that requests of one tenant, salt and adapters share."""
+    """A run of tokens whose blocks may be cached, in the cache shared by requests with the same tenant, salt and
+    adapters."""
 
     tenant: str
-    """In the form of a subject token."""
+    """The tenant as a subject token."""
     cache_salt: str
     adapters: tuple[Adapter, ...]
     """Sorted; they need not be loaded."""
@@ -75,17 +77,17 @@ class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvBlockFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of a saved KV block: whatever in it is not the numbers of keys and values, which can be any."""
+    """The layout of a saved KV block: everything in it except the keys and values, which can be any numbers."""
 
     num_bytes: int
     """The size of a block."""
     fixed: tuple[tuple[int, bytes], ...] = ()
-    """Bytes that are the same in every block, each with its offset."""
+    """Byte strings that are the same in every block, each with its offset."""
     positions: tuple[tuple[int, ...], ...] = ()
-    """The offsets of each token's position, a 32-bit little-endian integer that may be there several times. The tokens
-    may be in any order."""
+    """The offsets of each token's position, a 32-bit little-endian integer that may occur several times. The tokens may
+    be in any order."""
     token_ids: tuple[int, ...] = ()
-    """The offsets of the tokens' ids, which are such integers too and less than `vocab_size`."""
+    """The offsets of the tokens' ids, also 32-bit integers, all below `vocab_size`."""
     vocab_size: int = 0
 
 
@@ -93,38 +95,38 @@ class EngineDevice(msgspec.Struct, frozen=True, kw_only=True):
     """A device that an engine computes on."""
 
     name: str
-    """The name by which its memory is known: `host`, or the engine's name for it."""
+    """The name of its memory: `host`, or the engine's name for it."""
     kind: str
     """`cpu` or `gpu`."""
     description: str = ""
-    """The driver's words for it."""
+    """The driver's description of it."""
     layers: int | None = None
-    """The model's layers that it computes, if that is known."""
+    """The number of the model's layers that it computes, if known."""
 
 
 class CheckpointSizes(NamedTuple):
-    """The host memory that checkpoints may take, and how much they do."""
+    """The host memory that checkpoints may take, and the sizes of their copies."""
 
     budget_bytes: int
     state_bytes: int
-    """The size of a copy of the partial state, at the most."""
+    """The largest size of a copy of the partial state."""
     token_bytes: int
-    """The size of the KV of a token; 0 for a model without any."""
+    """The size of a token's KV; 0 for a model without KV."""
     copy_bytes: int = 0
-    """The size of a copy of KV beside its tokens'."""
+    """The size of a KV copy beyond that of its tokens."""
     slot_bytes: int = 0
-    """Copies take slots of this size; 0: they take what they have."""
+    """Each copy takes slots of this size; 0: it takes its own size."""
     slot_data_bytes: int = 1
-    """The bytes of a copy that a slot has room for."""
+    """The bytes of a copy that fit in a slot."""
     slot_tokens: int = 1
-    """The tokens of a copy that a slot has room for."""
+    """The tokens of a copy that fit in a slot."""
 
     def kv_bytes(self, num_tokens: int) -> int:
-        """Returns the memory that a copy of the KV of tokens takes."""
+        """Returns the memory that a copy of the KV of this many tokens takes."""
         return self._taken(self.copy_bytes + num_tokens * self.token_bytes, num_tokens) if self.token_bytes else 0
 
     def state_copy_bytes(self, num_tokens: int) -> int:
-        """Returns the memory that a copy of a state takes, which is labelled with tokens where it has no KV."""
+        """Returns the memory that a copy of a state takes; without KV, its label holds the tokens."""
         return self._taken(self.state_bytes, 0 if self.token_bytes else num_tokens)
 
     def _taken(self, num_bytes: int, num_tokens: int) -> int:
@@ -140,26 +142,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine_version: str
     source: str
     fingerprint: str
-    """Equal for engines whose KV and token ids mean the same."""
+    """Equal for engines whose KV and token ids are interchangeable."""
     context_length: int
-    """The most tokens of one sequence, prompt and completion together."""
+    """The maximum tokens of one sequence, prompt and completion together."""
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_block_size: int
     total_kv_blocks: int
     """The blocks of the device's KV memory."""
     kv_tokens: int = 0
-    """The tokens of KV memory that were allocated for all sequences together; 0 for an engine that only pools."""
+    """The tokens of KV memory allocated for all sequences together; 0 for an engine that only pools."""
     host_kv_blocks: int = 0
-    """The number of blocks of which host memory can hold a copy besides."""
+    """The number of blocks that host memory can hold copies of."""
     memory: MemoryPlan | None = None
-    """The plan by which its sizes were chosen; None if there was none."""
+    """The plan that its sizes come from; None if there was none."""
     checkpoint_sizes: CheckpointSizes | None = None
-    """The sizes of checkpoints, if prefixes can be reused only at these and not at any block."""
+    """The sizes of checkpoints, if prefixes can be reused only at checkpoints and not at any block."""
     writes_through: bool = False
     """Whether blocks are copied to host memory as soon as they are complete."""
     idle_blocks_cost: bool = True
-    """Whether blocks that no sequence uses slow the steps of others down while they are on the device."""
+    """Whether cached blocks on the device that no sequence uses slow down the steps of running sequences."""
     prefix_cache: bool
     missing: dict[str, str] = {}
     """Abilities that other models have on this engine and this one does not, each with the reason: `prefix_cache`,
@@ -204,8 +206,8 @@ class Engine(Protocol):
     """Generates tokens; the guarantees are this module's docstring."""
 
     on_kv_events: Callable[[list[int], list[tuple[int, int]]], None]
-    """Called with the hashes of cached blocks that are gone, and of the new ones, parents first, each behind that of
-    the block before it; the outputs of that step come later. By default it does nothing."""
+    """Called with the hashes of removed and of new cached blocks, parents first, each new one after its parent's; the
+    outputs of that step come later. By default it does nothing."""
 
     @property
     def token_bytes(self) -> Sequence[bytes]:
@@ -225,26 +227,26 @@ class Engine(Protocol):
         ...
 
     def release(self, key: str) -> None:
-        """Has a request computed that was held back; does nothing for any other."""
+        """Releases a held request to the engine; does nothing for any other."""
         ...
 
     async def export_blocks(
         self, prefix: CachedPrefix, first: int, max_blocks: int, *, is_last: bool = False
     ) -> tuple[int, list[bytes]]:
-        """Returns how many blocks of a prefix are cached, from its beginning on without a gap, and the contents of up
-        to `max_blocks` of them from block `first` on. Raises RequestError.
+        """Returns how many leading blocks of a prefix are cached, and the contents of up to `max_blocks` of them from
+        block `first` on. Raises RequestError.
 
-        With the last of them, whoever asks has the whole prefix, and the engine need not keep it for long."""
+        Once the last of them is returned, the caller has the whole prefix, and the engine need not keep it for long."""
         ...
 
     def put_blocks(self, prefix: CachedPrefix, first: int, blocks: list[bytes]) -> None:
-        """Caches blocks of another engine with the same identity, from block `first` of a prefix on, for requests that
-        follow. Blocks behind one that is not cached, and those for which there is no room, are dropped."""
+        """Caches blocks of another engine with the same identity, from block `first` of a prefix on, for later
+        requests. Blocks after one that is not cached, and blocks for which there is no room, are dropped."""
         ...
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """The speed at which it has lately computed prompts; None if it has not computed any."""
+        """The recent prefill speed; None before the first prompt."""
         ...
 
     async def tokenize(self, request: internal.Tokenize) -> list[int]:
@@ -254,7 +256,7 @@ class Engine(Protocol):
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         """Returns the embeddings of all inputs. Raises RequestError.
 
-        If the caller is cancelled, the inputs that are not yet computed never are. The same holds for `rerank`."""
+        If the caller is cancelled, the remaining inputs are not computed. The same holds for `rerank`."""
         ...
 
     async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
@@ -262,7 +264,7 @@ class Engine(Protocol):
         ...
 
     async def load_adapter(self, path: str) -> str:
-        """Loads a LoRA adapter for requests from now on; returns the digest by which they name it. A file may be loaded
+        """Loads a LoRA adapter for later requests; returns the digest that names it in them. A file may be loaded
         several times. Raises RequestError if the file can't be used."""
         ...
 
@@ -275,8 +277,8 @@ class Engine(Protocol):
         ...
 
     def retain_session(self, tenant: str, session_id: str, ttl_s: float) -> None:
-        """Keeps what a tenant's session has left in the cache for that long, behind all that nobody wants kept; with 0,
-        what it alone has used goes first. Does nothing for a session that it does not know."""
+        """Keeps what a tenant's session has left in the cache for `ttl_s`, evicting it only after everything that no
+        client asked to keep; with 0, what it alone has used is evicted first. Does nothing for an unknown session."""
         ...
 
     def tokenizer_bundle(self) -> bytes | None:
@@ -288,7 +290,7 @@ class Engine(Protocol):
         ...
 
     async def died(self) -> str:
-        """Returns the reason when the engine can't go on."""
+        """Returns the reason when the engine can't continue."""
         ...
 
     async def drain(self) -> None:

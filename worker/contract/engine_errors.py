@@ -1,4 +1,4 @@
-"""The ways in which an engine fails."""
+"""The ways in which an engine can fail."""
 
 
 class InsufficientMemoryError(RuntimeError):
@@ -6,7 +6,7 @@ class InsufficientMemoryError(RuntimeError):
 
 
 class DeviceError(RuntimeError):
-    """The device failed, and nothing that it holds can be trusted any more."""
+    """The device failed, and nothing in its memory can be trusted any more."""
 
 
 class ModelError(RuntimeError):

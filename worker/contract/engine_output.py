@@ -9,7 +9,7 @@ from tokenbus.protocol.wire import errors, messages
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """The natural log probability of a sampled token, and those of the likeliest ones, before any sampling."""
+    """The natural log probability of a sampled token, and those of the likeliest tokens, before any sampling."""
 
     token_id: int
     logprob: float
@@ -17,7 +17,7 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstTokenStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Says how a generation came to its first token."""
+    """The account of how a generation reached its first token."""
 
     cached_tokens: int
     """Prompt tokens that were cached."""
@@ -28,10 +28,10 @@ class FirstTokenStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCallPart(NamedTuple):
-    """More of a tool call."""
+    """The next part of a tool call."""
 
     call: int
-    """The number of the call among those of the answer."""
+    """The index of the call within the answer."""
     arguments: str = ""
     """More of its arguments."""
     id: str = ""
@@ -53,30 +53,30 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     text: str
     reasoning: str = ""
-    """More of the reasoning, which is no part of the text."""
+    """More of the reasoning, which is not part of the text."""
     tool_calls: tuple[ToolCallPart, ...] = ()
-    """New tool calls, and more of the last one: at most one part of each call."""
+    """New tool calls, and more of the last one: at most one part per call."""
     finish_reason: messages.FinishReason | None = None
     stop_match: str | int | None = None
     error: errors.Error | None = None
     usage: messages.Usage | None = None
     timings: messages.Timings | None = None
     logprobs: list[Logprob] = []
-    """One for each of `token_ids`, if the request asked for them; of resumed tokens, those of the last ones."""
+    """One for each of `token_ids`, if the request asked for them; for resumed tokens, only those of the last ones."""
     progress: messages.Progress | None = None
     """The progress of the prompt; such an output has no tokens."""
     is_constraint_ready: bool = False
     """Whether it says that the request's constraint is compiled; such an output has no tokens."""
     first_token: FirstTokenStats | None = None
-    """With the first token that this engine sampled, unless it continues a completion."""
+    """Set with the first token that this engine samples, unless it continues a completion."""
     resumed_texts: list[str] | None = None
     """The text of each token, if they are those of `EngineRequest.resumed`, which the client has already."""
     resumed_parts: dict[int, AnswerParts] = {}
-    """The reasoning and tool calls that came with resumed tokens, by the token's place among them."""
+    """The reasoning and tool calls that came with resumed tokens, by the token's index among them."""
 
     @property
     def is_resumed(self) -> bool:
-        """Whether it has the tokens with which a completion begins, and not new ones."""
+        """Whether it carries the resumed tokens of a completion rather than new ones."""
         return self.resumed_texts is not None
 
 

@@ -1,4 +1,4 @@
-"""A request for one generation, as an engine gets it: checked, and with every default filled in."""
+"""A request for one generation, as an engine receives it: checked, with every default filled in."""
 
 import enum
 from typing import Any
@@ -37,12 +37,12 @@ class Sampling(SamplingParams, frozen=True, kw_only=True):
 
 
 class ResumedCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The beginning of a completion, which another worker has sampled."""
+    """The beginning of a completion that another worker has sampled."""
 
     token_ids: list[int]
     """At least one."""
     logprobs: list[Logprob] = []
-    """Those of the last tokens; they are unknown for tokens that come from a client."""
+    """Those of the last tokens; tokens that come from a client have none."""
     cached_tokens: int = 0
     """Prompt tokens that the first worker had cached."""
     queue_ms: float = 0.0
@@ -54,26 +54,25 @@ class ResumedCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputParsing(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks that reasoning and tool calls are told apart from the text, in the model's own chat format."""
+    """Asks for reasoning and tool calls to be separated from the text, by the model's own chat format."""
 
     tools: dict[str, dict[str, Any]] | None = None
     """The JSON schema of each tool's parameters, by name; None: calls stay text."""
     generation_prompt: str | None = None
-    """The end of the prompt that belongs to the answer, such as `<think>`; None: what the chat format says of every
-    answer."""
+    """The end of the prompt that belongs to the answer, such as `<think>`; None: the chat format's own value."""
     hold_calls: bool = False
-    """Whether a call is handed out only once it is complete, so that one that is cut off is dropped."""
+    """Whether a call is handed out only once complete, so that a truncated one is dropped."""
 
 
 class ReasoningLimit(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens that an answer may spend on reasoning. Then it is closed, and the answer continues."""
 
     max_tokens: int
-    """0 closes it where it begins. The tokens that close it come on top."""
+    """0 closes it where it begins. The tokens that close it are not counted."""
     parsing: OutputParsing
-    """The way in which reasoning is told apart, whether or not the answer is parsed."""
+    """The way to recognize reasoning, whether or not the answer is parsed."""
     message: str = ""
-    """A text to be written at the end of reasoning that is closed."""
+    """A text written at the end of reasoning that is cut short."""
 
 
 class ConstraintKind(enum.StrEnum):
@@ -89,19 +88,19 @@ class ConstraintKind(enum.StrEnum):
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """A grammar that says what an output may be."""
+    """A grammar that restricts an output."""
 
     kind: ConstraintKind
     source: str
     param: str
     """The field of the request that errors name."""
     rule_params: dict[str, str] = {}
-    """The fields, where they are others, that single rules of the source are made of."""
+    """The fields that single rules of the source are made from, where these differ."""
     is_written: bool = False
-    """Whether the source is a grammar in Lark that was written for the schemas of tools, and by no client."""
+    """Whether the source is a Lark grammar generated from the schemas of tools rather than written by a client."""
     preamble: str = ""
-    """A grammar in llguidance's Lark of what comes before, such as the model's reasoning, and of `@body`, which stands
-    for the constraint itself; empty if nothing does."""
+    """A grammar in llguidance's Lark for what comes first, such as the model's reasoning, followed by `@body`, which
+    stands for the constraint itself; empty if nothing comes first."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,32 +111,33 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     stop: tuple[str, ...] = ()
     tenant: str = ""
-    """The tenant in the form of a subject token. Tenants share no cache."""
+    """The tenant as a subject token. Tenants share no cache."""
     cache_salt: str = ""
     """Requests of one tenant share cache only if this is the same."""
     cache_prompt: bool = True
-    """Whether it may use what is cached and leave something."""
+    """Whether it may use cached prefixes and leave one."""
     session_id: str = ""
-    """The tenant's name for the conversation that it belongs to; empty if it has none."""
+    """The tenant's name for the conversation that it belongs to, or empty."""
     cache_ttl_s: float | None = None
-    """The time for which its prefix is to be kept once it has ended; 0: it goes first. None: no wish."""
+    """The time to keep its prefix after it has ended; 0: evicted first. None: no preference."""
     is_warm_up: bool = False
     """Whether only the prompt is computed: the answer has no tokens, and `max_tokens` is 1 for the engine's sake."""
     priority: int = 0
-    """Lower is sooner."""
+    """Lower values run first."""
     adapters: tuple[Adapter, ...] = ()
-    """The adapters to use, by digest and each at most once. They are loaded, and sorted."""
+    """The adapters to use, by digest and each at most once. All are loaded; sorted."""
     return_progress: bool = False
-    """Whether to report how far the prompt is computed."""
+    """Whether to report the progress of the prompt."""
     resumed: ResumedCompletion | None = None
-    """The tokens that the completion begins with, if it continues one."""
+    """The tokens sampled so far, if it continues a completion."""
     parsing: OutputParsing | None = None
     """The way in which the answer is parsed; None: all of it is text."""
     constraint: Constraint | None = None
-    """The grammar of the output, which may be any text if this is None."""
+    """The grammar of the output; None: any text."""
     reasoning_limit: ReasoningLimit | None = None
-    """None: the answer may reason as long as it likes. Where a constraint leaves no choice, the limit gives way."""
+    """None: reasoning is unlimited. Where a constraint leaves no choice, the limit gives way."""
     is_held: bool = False
-    """Whether it is computed only after `release`. An engine that takes over a dead one's requests holds none back."""
+    """Whether it is computed only after `release`. An engine that takes over a dead engine's requests holds none
+    back."""
     has_leg: bool = False
-    """Whether another worker computes its prompt while it is held, so that the prompt is no load here."""
+    """Whether another worker computes its prompt while it is held, so that the prompt does not count as load here."""

@@ -1,10 +1,10 @@
-"""The memory that a replica was planned to take, as its card's worker shows it."""
+"""The memory that a replica is planned to take, as the worker shows it."""
 
 import msgspec
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The sums of a plan, in bytes. With GPUs they are those of host and GPUs together."""
+    """The totals of a plan, in bytes. With GPUs, host and GPUs together."""
 
     weight_bytes: int
     kv_bytes: int
@@ -12,15 +12,15 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     host_cache_bytes: int
     """Room for prefixes that no sequence uses."""
     reserve_bytes: int
-    """The memory of the host that is left for others."""
+    """The host memory that is left for others."""
     total_bytes: int
-    """The memory that the host has."""
+    """The host's total memory."""
     free_bytes: int
-    """The part of it that was free, or that the engine had taken already."""
+    """The part of it that was free, or already taken by the engine."""
     gpu_bytes: int = 0
     """The part of the above that is on GPUs."""
     gpu_layers: int = 0
-    """The layers on GPUs; one more than the model has if its output is there too."""
+    """The layers on GPUs; one more than the model has if the output layer is there too."""
 
     def parts(self) -> dict[str, int]:
         """Returns what the replica takes, by part."""
@@ -33,5 +33,5 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def planned_bytes(self) -> int:
-        """Everything that the replica takes, with the weights."""
+        """Everything that the replica takes, including the weights."""
         return sum(self.parts().values())

@@ -1,4 +1,4 @@
-"""The stream validator raises where an engine's outputs break the engine contract.
+"""The stream validator raises when an engine's outputs break the engine contract.
 
 It is on in tests, and in production with TOKENBUS_DEBUG=1."""
 
@@ -13,7 +13,7 @@ class ContractError(AssertionError):
 
 
 class StreamValidator:
-    """A sink that checks every output of a request before it passes it on."""
+    """A sink that checks every output of a request before passing it on."""
 
     def __init__(self, request: engine_request.EngineRequest, sink: engine_output.Sink) -> None:
         self._request = request
