@@ -1,1 +1,2 @@
-"""Accepted requests: tokens become text, text becomes numbered chunks, chunks are kept until nobody can need them."""
+"""Accepted requests: tokens become text, text becomes numbered chunks, chunks are kept until no client can need
+them."""

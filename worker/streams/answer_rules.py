@@ -1,7 +1,7 @@
-"""Decides how the answer to a request is parsed, and what it has to be; pure.
+"""Decides how the answer to a request is parsed, and what constrains it; pure.
 
-A constraint is about the answer's text, so reasoning comes before it, wherever the model may reason. Tools that may be
-called, or must be, are a constraint of their own."""
+A constraint covers the answer's text, so if the model may reason, the reasoning comes before it. Tools that may or must
+be called are a constraint of their own."""
 
 import json
 import re
@@ -26,17 +26,18 @@ class AnswerRules(NamedTuple):
     parsing: engine_request.OutputParsing | None
     constraint: engine_request.Constraint | None
     forbidden: tuple[int, ...] = ()
-    """Tokens that it must not have: those that open a call, if none may be made."""
+    """Forbidden tokens: those that open a call, if no call may be made."""
     reading: engine_request.OutputParsing | None = None
-    """The parsing that the answer would have, also if it is not parsed; None where the model's format is not known."""
+    """The parsing for the answer's format, even if the answer is not parsed; None where the model's format is
+    unknown."""
 
 
 def answer_rules(
     run: internal.Run, prompt: list[int], chat: ChatRules | None, *, can_constrain: bool = True
 ) -> AnswerRules:
-    """Raises RequestError for what the chat format, or an engine that can't constrain its output, has no way to do.
+    """Raises RequestError for what the chat format, or an engine that can't constrain its output, can't do.
 
-    `chat` is None where the model's format is not known."""
+    `chat` is None where the model's format is unknown."""
     asked = run.params
     if not run.is_chat or chat is None:
         return AnswerRules(None, to_constraint(asked))
@@ -84,7 +85,7 @@ def _chat_constraint(
                 strict={one["function"]["name"] for one in asked.called_tools if one["function"].get("strict") is True},
             )
             rule_params = _rule_params(asked, callable_tools)
-            if wanted is not None:  # without calls, the answer is what these match
+            if wanted is not None:  # without calls, the answer must match these
                 rule_params |= dict.fromkeys(("content", "answer"), wanted.param)
             return engine_request.Constraint(
                 kind=engine_request.ConstraintKind.LARK,
@@ -99,19 +100,19 @@ def _chat_constraint(
         return msgspec.structs.replace(wanted, preamble=preamble)
     except GrammarError as error:
         if callable_tools and not is_required and wanted is None:
-            return None  # calls are read, but can't be made sure of
+            return None  # calls are parsed, but can't be enforced
         param = "tools" if callable_tools else "response_format"
         raise errors.request_error(errors.Code.UNSUPPORTED, f"{param}: {error}", param=param) from error
 
 
 def _rule_params(asked: GenerationParams, callable_tools: Collection[str]) -> dict[str, str]:
-    """Returns the fields of the tools that the rules of `calls_grammar` are made of."""
+    """Returns the fields of the tools from which the rules of `calls_grammar` are made."""
     places = {tool["function"]["name"]: place for place, tool in enumerate(asked.called_tools)}
     return {f"call_{rule}": f"tools[{places[name]}].function.parameters" for rule, name in enumerate(callable_tools)}
 
 
 def to_constraint(asked: GenerationParams) -> engine_request.Constraint | None:
-    """Returns what the answer's text has to be; None if it may be any text."""
+    """Returns the constraint on the answer's text; None if it may be any text."""
     wanted, kinds = asked.response_format, engine_request.ConstraintKind
     if wanted is not None and wanted.type == "json_object":
         return engine_request.Constraint(kind=kinds.JSON_SCHEMA, source='{"type":"object"}', param="response_format")

@@ -10,8 +10,8 @@ from tokenbus.protocol.wire import internal, limits
 
 _EVERY_ATTEMPT = 2**63 - 1
 _CANCEL_MARGIN_S = 0.25
-"""Clients may reuse an id. A cancel counts only if it came this much later than the request was made: an earlier one
-was meant for an earlier request, and one at the same time has reached the router too."""
+"""Clients may reuse an id. A cancel counts only if it came this much later than the request was made: an earlier cancel
+was meant for an earlier request, and a simultaneous one has reached the router too."""
 
 
 class _EarlyCancel(NamedTuple):
@@ -40,12 +40,12 @@ class EarlyCancels:
             self._by_key.put(key, _EarlyCancel(attempt, now), now)
 
     def is_taken_back(self, run: internal.Run, now: float) -> bool:
-        """Returns whether this attempt was dropped or cancelled before it came."""
+        """Returns whether this attempt was dropped or cancelled before it arrived."""
         known = self._find(run, now)
         return known is not None and known.attempt >= run.attempt
 
     def is_cancelled(self, run: internal.Run, now: float) -> bool:
-        """Returns whether the client cancelled the request before it came."""
+        """Returns whether the client cancelled the request before it arrived."""
         known = self._find(run, now)
         return known is not None and known.attempt == _EVERY_ATTEMPT
 

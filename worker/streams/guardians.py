@@ -1,9 +1,9 @@
 """Makes sure that each stream has a guardian: the router that continues it if this worker is lost or leaves.
 
 At first that is the router that placed it. Once a second each guardian is asked whether it still knows its streams. A
-guardian that misses several answers stands still, and counts as gone though the broker holds its connection; routers of
+guardian that misses several answers is frozen, and counts as gone although the broker holds its connection; routers of
 earlier versions, which answer only if they don't know a stream, never count as silent. A stream without a guardian is
-offered to the routers, of which one gets the offer. The router that accepts is named in the event log, and only the
+offered to the routers, one of which gets the offer. The router that accepts is named in the event log, and only the
 router that was named last acts on the stream."""
 
 import asyncio
@@ -37,16 +37,16 @@ _replies = codec.Decoder(internal.GuardReply)
 _unguarded = codec.Decoder(internal.Unguarded)
 _CHECK_INTERVAL_S = 1.0
 _CONFIRM_S = 0.05
-"""If nobody listens on a router's subject, the router is asked again after this time: it may just be reconnecting."""
+"""If a router's subject has no subscriber, the router is asked again after this time: it may just be reconnecting."""
 _MAX_UNANSWERED = 3
-"""A guardian that has answered none of so many checks in a row counts as gone."""
+"""A guardian that misses this many checks in a row counts as gone."""
 _ANSWERING_TTL_S = 3_600.0
 _MAX_ANSWERING = 256
-"""Routers of which a worker remembers for so long that they answer every check."""
+"""The number of routers that a worker remembers as answering every check."""
 _MAX_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_ID_BYTES + 8
 """The most bytes that a request's key takes in a message."""
 _OFFERED_BYTES = 4 * 1024 * 1024
-"""Bytes of the offers that are published at a time. If a router that is gone had many streams with long prompts, all
+"""The most bytes of offers that are published at once. If a router that is gone had many streams with long prompts, all
 their offers together could delay pings for so long that the frontend fences itself."""
 
 
@@ -64,28 +64,28 @@ class Guardians:
         self._replies_to = names.worker(announcer.model, announcer.worker_id, "guarded")
         self._checked_at = 0.0
         self._unheard_since: dict[str, float] = {}
-        """When the broker first reported that nobody listens on a router's subject, by the router's subject token."""
+        """When the broker first reported that a router's subject has no subscriber, by the router's subject token."""
         self._answering: TTLCache[bool] = TTLCache(_ANSWERING_TTL_S, _MAX_ANSWERING)
-        """Routers that have answered a check of streams that they know, by subject token."""
+        """Routers that have answered a check about streams that they know, by subject token."""
         self._num_unanswered: Counter[str] = Counter()
         """Checks since the last answer, by the router's subject token."""
         self._sender: PartsSender | None = None
         self._large_offers: dict[str, asyncio.Task[None]] = {}
-        """Offers that are on their way in parts, by the stream's key."""
+        """Offers being sent in parts, by the stream's key."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
         return f"<Guardians {sorted({str(stream.guardian) for stream in self._streams})}>"
 
     async def open(self, incoming: Bus, sender: PartsSender) -> None:
-        """Subscribes. The broker sends its notices over the connection that has asked."""
+        """Subscribes. The broker sends its no-responders notices over the connection that asked."""
         self._sender = sender
         subject = self._names.worker(self._announcer.model, self._announcer.worker_id, "unguarded.*")
         await self._connection.subscribe(subject, self._on_unguarded)
         await incoming.subscribe(self._replies_to, self._on_reply)
 
     def tick(self, now: float) -> None:
-        """Once a second, asks every guardian and offers the streams that have none."""
+        """Once a second, asks every guardian, and offers the streams that have none."""
         if now - self._checked_at < _CHECK_INTERVAL_S:
             return
         self._checked_at = now
@@ -97,7 +97,7 @@ class Guardians:
             del self._unheard_since[token]
 
     def _guarded(self) -> dict[str, list[str]]:
-        """Returns the keys of the streams of each guardian."""
+        """Returns the keys of each guardian's streams."""
         guarded: defaultdict[str, list[str]] = defaultdict(list)
         for stream in self._streams:
             if stream.guardian:
@@ -159,7 +159,8 @@ class Guardians:
         self._offer(streams)
 
     def _offer(self, streams: Sequence[WorkerStream]) -> None:
-        """Offers each stream to one router. An offer has the stream's tokens of all entries before it."""
+        """Offers each stream to one router. An offer holds the tokens that all earlier log entries reported for the
+        stream."""
         if not streams or not self._outbox.flush():
             return
         subject = self._names.guard(self._announcer.model, self._announcer.worker_id)
@@ -189,7 +190,7 @@ class Guardians:
         task.add_done_callback(lambda _: self._large_offers.pop(stream.key))
 
     async def _offer_large(self, sender: PartsSender, stream: WorkerStream, offer: Outgoing) -> None:
-        """Sends an offer in parts. Unless that fails for good, it is sent again a second later."""
+        """Sends an offer in parts. Unless that fails for good, a failed offer is sent again a second later."""
         try:
             last = await sender.stage(offer)
             self._connection.publish(last.subject, last.payload, last.reply, last.headers)

@@ -7,11 +7,11 @@ gone."""
 PROBE_AFTER_S = 2.0
 """Longer than a client takes to reconnect."""
 RECONNECT_GRACE_S = 10.0
-"""For so long after the frontend's own reconnect notices are ignored, since clients are reconnecting too."""
+"""Notices are ignored this long after the frontend's own reconnect, since clients are reconnecting too."""
 
 
 class ClientLiveness:
-    """Follows each stream whose client is missing: reported, then probed. Times are seconds of one monotonic clock."""
+    """Tracks each stream whose client seems gone: reported, then probed. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._probe_at: dict[str, float] = {}
@@ -22,17 +22,17 @@ class ClientLiveness:
         return f"<ClientLiveness {len(self._probe_at) + len(self._probed_at)} missed>"
 
     def no_responders(self, key: str, now: float) -> None:
-        """Nobody listened to an ordinary chunk: schedules a probe."""
+        """Handles a notice for an ordinary chunk: schedules a probe."""
         # while a probe is under way, notices of earlier chunks still arrive
         if now >= self._ignore_until and key not in self._probed_at:
             self._probe_at.setdefault(key, now + PROBE_AFTER_S)
 
     def probe_no_responders(self, key: str, now: float) -> bool:
-        """Nobody listened to a probe; returns whether the client is gone."""
+        """Handles a notice for a probe; returns whether the client is gone."""
         return self._probed_at.pop(key, None) is not None and now >= self._ignore_until
 
     def due_probes(self, now: float) -> list[str]:
-        """Returns the streams to probe now. A probe without a notice for this long has reached its client."""
+        """Returns the streams to probe now. A probe that has had no notice for that long has reached its client."""
         # a notice takes milliseconds; after two seconds there will be none
         for key in [key for key, at in self._probed_at.items() if now - at >= PROBE_AFTER_S]:
             del self._probed_at[key]
@@ -43,12 +43,12 @@ class ClientLiveness:
         return due
 
     def forget(self, key: str) -> None:
-        """The stream has ended, or its client has shown that it is alive."""
+        """Forgets a stream that has ended, or whose client has shown that it is alive."""
         self._probe_at.pop(key, None)
         self._probed_at.pop(key, None)
 
     def reconnected(self, now: float) -> None:
-        """The frontend itself was away, so earlier notices prove nothing."""
+        """Discards earlier notices, which prove nothing, since the frontend itself was disconnected."""
         self._probe_at.clear()
         self._probed_at.clear()
         self._ignore_until = now + RECONNECT_GRACE_S

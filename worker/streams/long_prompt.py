@@ -3,11 +3,11 @@
 from tokenbus.protocol.telemetry.backoff import BackoffTimer
 
 FIRST_S = 2.0
-"""A prompt that takes longer is logged then, again each time that has doubled, and when it is computed."""
+"""A prompt that takes longer is logged after this time, again each time it doubles, and when it is computed."""
 
 
 class LongPrompt:
-    """One prompt, from the first report of how far it is. Times are seconds of one monotonic clock."""
+    """One prompt, from the first report of its progress. Times are seconds of one monotonic clock."""
 
     __slots__ = ("_began_at", "_began_tokens", "_is_logged", "_timer")
 
@@ -21,7 +21,7 @@ class LongPrompt:
         return f"<LongPrompt since {self._began_at:.1f}, {self._timer!r}>"
 
     def is_due(self, now: float, *, is_computed: bool) -> bool:
-        """Returns whether to log now. The end is logged if anything was before."""
+        """Returns whether to log now. The end is logged if anything was logged before."""
         if is_computed:
             is_due, self._is_logged = self._is_logged, False
             return is_due
@@ -34,5 +34,5 @@ class LongPrompt:
         return now - self._began_at
 
     def tokens_per_s(self, computed_tokens: int, now: float) -> float:
-        """Returns the speed since then."""
+        """Returns the speed since the first report."""
         return (computed_tokens - self._began_tokens) / max(1e-3, self.seconds(now))

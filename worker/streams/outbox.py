@@ -2,8 +2,8 @@
 
 Routers must know which tokens were sampled, and which blocks changed, before clients can see the tokens, but they must
 not learn of a request's end before its client can. So one entry of the event log goes before the chunks of a step, and
-another one after its terminals. All of it is published together. While the broker is too far behind, it waits here and
-is published together with what comes next. That is bounded: after 1.5 s without the broker, the fence ends every stream
+another one after its terminals. All of it is published together. While the broker lags too far, it waits here and is
+published together with what comes next. That is bounded: after 1.5 s without the broker, the fence ends every stream
 (`worker/broker/fence.py`)."""
 
 import contextlib
@@ -29,7 +29,7 @@ class Outbox:
         self._waiting: list[tuple[WorkerStream, messages.Chunk, Outgoing]] = []
         """The chunks to publish, in order, and the messages that carry them."""
         self._sampled: list[SampledTokens] = []
-        """The tokens to announce; each item has as many as fit in one entry of the event log."""
+        """The tokens to announce; each item holds as many as fit in one entry of the event log."""
         self.on_ended: Callable[[WorkerStream], None] = lambda stream: None
         """Called with a stream whose terminal has been published. Its engine request may still be open: a stream also
         ends when one of its chunks does not fit in a message."""
@@ -83,7 +83,7 @@ class Outbox:
             if len(outgoing.payload) <= self.room_bytes:
                 self._publish(outgoing)
                 continue
-            # an earlier broker accepted it; the present one allows less
+            # an earlier broker accepted it; the current one allows less
             if stream.terminal is not None:
                 self._publish(_to_message(stream, stream.too_large_terminal(chunk)))
             else:
@@ -110,11 +110,11 @@ class Outbox:
 
     @property
     def room_bytes(self) -> int:
-        """The largest payload that the present broker accepts."""
+        """The largest payload that the current broker accepts."""
         return self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
 
     def _replace_too_large(self) -> None:
-        """Puts a terminal in place of each chunk that does not fit in a message of the present broker, and discards the
+        """Puts a terminal in place of each chunk that does not fit in a message of the current broker, and discards the
         chunks of its stream that follow."""
         room_bytes = self.room_bytes
         if all(len(outgoing.payload) <= room_bytes for _, _, outgoing in self._waiting):

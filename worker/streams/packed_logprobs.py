@@ -24,7 +24,7 @@ def pack(logprobs: Iterable[engine_output.Logprob]) -> bytes:
 
 
 def unpack(data: bytes, num_alternatives: int) -> list[engine_output.Logprob]:
-    """Reverses `pack` for tokens with so many alternatives each. Raises ValueError if the data can't be that."""
+    """Reverses `pack` for tokens with `num_alternatives` each. Raises ValueError for malformed data."""
     width = 1 + num_alternatives
     if len(data) % (width * _RECORD.size):
         raise ValueError(f"{len(data)} bytes are no log probabilities with {num_alternatives} alternatives each")

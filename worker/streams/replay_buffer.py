@@ -6,7 +6,7 @@ Text, reasoning and the arguments of tool calls are a track each: its bytes, and
     text        né   -    😀!  ?        token 1 is half of 😀, whose text comes with token 2
     ends        3    3    8    9        in bytes of UTF-8
 
-The arguments of all calls stand behind each other. A list says where each call begins.
+The arguments of all calls are concatenated. A list says where each call begins.
 """
 
 import bisect
@@ -54,8 +54,8 @@ class _Track:
         self.ends = array("I", bytes(4 * num_tokens))
 
     def append(self, num_tokens: int, text: str) -> None:
-        """Adds tokens. Those that came together share their text: it belongs to the last of them. Text without a token
-        belongs to the last one."""
+        """Adds tokens. Tokens that arrive together share their text, which belongs to the last of them. Text without a
+        token belongs to the last token added."""
         start = len(self.data)
         self.data += text.encode()
         for _ in range(num_tokens):
@@ -84,7 +84,7 @@ class _Call(NamedTuple):
     token: int
     """The token with which it began."""
     start: int
-    """Where its arguments begin among those of all calls."""
+    """Where its arguments begin in those of all calls."""
     id: str
     name: str
 
@@ -92,15 +92,14 @@ class _Call(NamedTuple):
 class ReplayBuffer:
     """The text and token ids of one completion. Offsets count tokens, text offsets count bytes of UTF-8.
 
-    A token's text is what could be published when it was sampled: nothing if it was held back, and more than its own if
-    it completed an earlier token's character. `num_logprobs` are kept for each token: its own and the likeliest
-    others."""
+    A token's text is what could be published when it was sampled: nothing if it was held back, more than its own if it
+    completed an earlier token's character. `num_logprobs` are kept for each token: its own and the likeliest others."""
 
     def __init__(self, num_logprobs: int = 0) -> None:
         self._text = _Track()
         self._reasoning: _Track | None = None
         self._arguments: _Track | None = None
-        """Both are there once the answer has any."""
+        """Both exist once the answer has any."""
         self._calls: list[_Call] = []
         self._token_ids = array("I")
         self._num_logprobs = num_logprobs
@@ -143,8 +142,9 @@ class ReplayBuffer:
         logprobs: Sequence[engine_output.Logprob] = (),
         parts: Mapping[int, engine_output.AnswerParts] | None = None,
     ) -> None:
-        """Adds what another worker has published: tokens, the text of each, what else came with some of them, and the
-        log probabilities of the last ones. If those are kept, the tokens before can't be published again."""
+        """Adds what another worker has published: tokens, their texts, what else came with some of them, and the log
+        probabilities of the last ones. If log probabilities are kept, the tokens before those can't be published
+        again."""
         assert not self._token_ids, self
         if not parts:  # there may be 100,000 tokens
             self._token_ids.extend(token_ids)
@@ -188,7 +188,7 @@ class ReplayBuffer:
     def segments(self, offset: int, max_bytes: int, end: int | None = None) -> Iterator[Segment]:
         """Yields the tokens from `offset` up to `end`, in segments of at most `max_bytes` of JSON or of one token.
 
-        It begins later if the first ones can't be published again."""
+        Starts later if the first ones can't be published again."""
         start, end = max(offset, self._first), self.num_tokens if end is None else min(end, self.num_tokens)
         while start < end:
             stop = self._last_that_fits(start, end, max_bytes)
@@ -206,7 +206,7 @@ class ReplayBuffer:
         return plain if self._arguments is None else plain._replace(tool_calls=tuple(self._deltas(start, stop)))
 
     def packed_token_ids(self, start: int, stop: int) -> bytes:
-        """Returns the token ids from `start` up to `stop` in the form in which they are sent."""
+        """Returns the token ids from `start` up to `stop` in wire format."""
         return block_hash.pack_token_ids(self._token_ids[start:stop])
 
     def logprobs(self, start: int, stop: int) -> list[engine_output.Logprob]:
@@ -238,7 +238,7 @@ class ReplayBuffer:
         self._text.append(len(token_ids), text)
 
     def _append_parts(self, num_tokens: int, reasoning: str, tool_calls: Sequence[engine_output.ToolCallPart]) -> None:
-        """Adds what came with tokens that are about to be added themselves."""
+        """Adds what came with tokens, before the tokens themselves are added."""
         if reasoning and self._reasoning is None:
             self._reasoning = _Track(self.num_tokens)
         if tool_calls and self._arguments is None:
@@ -255,21 +255,21 @@ class ReplayBuffer:
             if part.call == len(self._calls):
                 last = max(0, self.num_tokens + num_tokens - 1)
                 self._calls.append(_Call(last, len(self._arguments.data), part.id, part.name))
-            assert part.call == len(self._calls) - 1, part  # only the last call goes on
+            assert part.call == len(self._calls) - 1, part  # only the last call can continue
             self._arguments.append(0, part.arguments)
 
     def _arguments_bytes(self, index: int) -> int:
-        """Returns how many bytes a call, if there is one, has of arguments. Only the last one can have more."""
+        """Returns the size of a call's arguments in bytes; 0 if there is no such call. Only the last call can grow."""
         if index >= len(self._calls) or self._arguments is None:
             return 0
         return len(self._arguments.data) - self._calls[index].start
 
     def _deltas(self, start: int, stop: int) -> Iterator[messages.ToolCallDelta]:
-        """Yields what the tokens from `start` up to `stop` brought of tool calls."""
+        """Yields the parts of tool calls that came with the tokens from `start` up to `stop`."""
         assert self._arguments is not None
         arguments, calls = self._arguments, self._calls
         first_byte, end_byte = arguments.offset(start), arguments.offset(stop)
-        # the call that may go on, and those that begin
+        # the call that may continue, and those that begin
         begin = bisect.bisect_left(calls, start, key=lambda call: call.token)
         for index in range(max(0, begin - 1), bisect.bisect_left(calls, stop, key=lambda call: call.token)):
             call, is_new = calls[index], index >= begin
@@ -287,7 +287,7 @@ class ReplayBuffer:
         first_call = bisect.bisect_left(self._calls, start, key=lambda call: call.token)
         while low < high:
             middle = (low + high + 1) // 2
-            # an upper bound, since exact sizes would mean encoding every candidate
+            # an upper bound, since exact sizes would require encoding every candidate
             text_bytes = sum(track.offset(middle) - track.offset(start) for track in self._tracks)
             calls = self._calls[first_call : bisect.bisect_left(self._calls, middle, key=lambda call: call.token)]
             call_bytes = sum(_CALL_BYTES + _JSON_GROWTH * (len(call.id) + len(call.name)) for call in calls)

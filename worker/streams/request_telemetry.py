@@ -1,4 +1,4 @@
-"""Logs, counts and traces the requests of one worker: one line at the start and one at the end, in every case."""
+"""Logs, counts and traces the requests of one worker: always one line at the start and one at the end."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,7 +15,7 @@ from tokenbus.worker.telemetry.metrics import ReplicaMetrics
 
 
 class StreamTelemetry:
-    """Writes down what happens to streams; it changes nothing of them but their span."""
+    """Records what happens to streams; it changes nothing about them but their span."""
 
     def __init__(self, metrics: ReplicaMetrics, tracer: tracing.Tracer, model: str, worker_id: str) -> None:
         self._metrics = metrics
@@ -36,7 +36,7 @@ class StreamTelemetry:
         load: messages.Load,
         health: messages.WorkerHealth | None,
     ) -> None:
-        """A stream starts, with a span below that of the router that dispatched it, if `headers` name one."""
+        """Records the start of a stream. Its span is a child of the dispatching router's, if `headers` name one."""
         attributes: tracing.Attributes = {
             tracing.MODEL: self._model,
             tracing.REQUEST_ID: subjects.key_to_request_id(stream.key),
@@ -72,8 +72,8 @@ class StreamTelemetry:
             )
 
     def prompt_progress(self, stream: WorkerStream, computed_tokens: int, cached_tokens: int, now: float) -> None:
-        """The engine has computed so much of a prompt, of which some was cached. One that takes long is logged after
-        two seconds, again each time that has doubled, and when it is done."""
+        """Records a prompt's progress. A prompt that takes long is logged after two seconds, again each time that
+        doubles, and when it is done."""
         if stream.long_prompt is None:
             stream.long_prompt = LongPrompt(computed_tokens, now)
         num_tokens, long = stream.num_prompt_tokens, stream.long_prompt
@@ -91,11 +91,11 @@ class StreamTelemetry:
         )
 
     def refused(self, code: errors.Code) -> None:
-        """A run is refused; the router logs it."""
+        """Counts a refused run; the router logs it."""
         self._metrics.request_refused(code)
 
     def waits(self, stream: WorkerStream, waited_s: float) -> None:
-        """A stream has waited for its first token for long. `log_waits` logs it."""
+        """Notes that a stream has waited long for its first token, for `log_waits`."""
         self._waits.add(
             LongWaits("first_token", 1, waited_s, stream.key, stream.run.attempt, self._worker_id, self._model)
         )
@@ -118,20 +118,20 @@ class StreamTelemetry:
             )
 
     def replayed(self, stream: WorkerStream, offset: int) -> None:
-        """A client asks for lost chunks for the first time."""
+        """Records that a client asks for lost chunks for the first time."""
         self._log.info("stream_replayed", request_id=stream.key, worker_id=self._worker_id, offset=offset)
 
     def client_gone(self, stream: WorkerStream) -> None:
-        """Nobody listens to a stream any more."""
+        """Records that a stream's client is gone."""
         self._metrics.client_gone()
         self._log.info("client_gone", request_id=stream.key, worker_id=self._worker_id)
 
     def failed(self, stream: WorkerStream) -> None:
-        """A bug is about to end a stream; call it from the `except` clause."""
+        """Records a bug that is about to end a stream; call it from the `except` clause."""
         self._log.exception("stream_failed", request_id=stream.key, worker_id=self._worker_id)
 
     def abandoned(self, stream: WorkerStream, reason: str) -> None:
-        """A stream ends without a terminal."""
+        """Records the end of a stream without a terminal."""
         self._metrics.request_finished(reason, None, None)
         self._log.info(
             "request_finished",
@@ -144,7 +144,7 @@ class StreamTelemetry:
         stream.span.end()
 
     def finished(self, stream: WorkerStream, terminal: messages.Chunk) -> None:
-        """A stream has published its terminal."""
+        """Records the end of a stream whose terminal is published."""
         code = terminal.error.code if terminal.error else None
         usage, timings = terminal.usage or None, terminal.timings or None
         stopped_by = terminal.stopped_by or None
@@ -156,7 +156,7 @@ class StreamTelemetry:
         )
         reasoning_tokens = (usage.reasoning_tokens or None) if usage else None
         limit = stream.max_reasoning_tokens
-        # with the tokens that close it, there are more than the limit
+        # the tokens that close it push the count above the limit
         is_spent = limit is not None and reasoning_tokens is not None and reasoning_tokens > limit
         if reasoning_tokens or stream.num_tool_calls:
             is_complete = terminal.finish_reason is messages.FinishReason.TOOL_CALLS
@@ -189,7 +189,7 @@ class StreamTelemetry:
 
 
 def _sampling(request: engine_request.EngineRequest) -> dict[str, float]:
-    """Returns the values by which tokens are chosen, without those that change nothing and without any text."""
+    """Returns the sampling parameters that have an effect, without any text."""
     asked = request.sampling
     always = {
         "temperature": asked.temperature,
@@ -211,7 +211,7 @@ def _sampling(request: engine_request.EngineRequest) -> dict[str, float]:
 
 
 def has_failed(terminal: messages.Chunk) -> bool:
-    """Whether a request has failed in a way in which it may not fail elsewhere."""
+    """Whether a request failed in a way that need not recur elsewhere."""
     if not terminal.error:
         return False
     return terminal.error.retryable and terminal.error.code is not errors.Code.SHUTTING_DOWN

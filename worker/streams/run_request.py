@@ -1,4 +1,4 @@
-"""Makes the engine's request of a run, and fills in what the client left open from the model's defaults; pure but for
+"""Turns a run into an engine request, filling in what the client left open from the model's defaults; pure except for
 the seed, which is random if the client gave none."""
 
 import secrets
@@ -12,7 +12,7 @@ from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.answer_rules import AnswerRules, answer_rules
 
 _NEVER = -1e9
-"""The bias of tokens that must not come."""
+"""The bias of forbidden tokens."""
 
 
 def to_engine_request(
@@ -24,8 +24,8 @@ def to_engine_request(
     max_prompt_tokens: int = 0,
     reasoning_message: str = "",
 ) -> engine_request.EngineRequest:
-    """`adapters` are those of the run. A prompt has no limit besides the context's if `max_prompt_tokens` is 0, or if
-    another worker has begun the completion. `reasoning_message` ends reasoning that is closed.
+    """`adapters` are those of the run. Only the context limits the prompt if `max_prompt_tokens` is 0, or if another
+    worker began the completion. `reasoning_message` ends reasoning that is cut short.
 
     Raises RequestError if the prompt is malformed, or this engine can't serve it."""
     token_ids = _unpack_token_ids(run.token_ids, "token_ids")
@@ -58,7 +58,7 @@ def to_engine_request(
         is_warm_up=run.params.max_tokens == 0,
         priority=run.params.priority or 0,
         adapters=adapters,
-        # a completion that continues has no news of its prompt
+        # a continued completion reports no prompt progress
         return_progress=bool(run.params.return_progress) and run.params.is_streamed and run.resume_from is None,
         resumed=resumed,
         parsing=rules.parsing,
@@ -77,13 +77,13 @@ def resolve_sampling(
     """Fills in what the client left open. Raises RequestError(prompt_too_long) if the context has no room for a token.
 
     A completion ends at the end of the context in any case. Without `max_tokens` it also ends at the model's own limit
-    or, if it has none, at `max_new_tokens`, a setting; but no sooner than behind the `num_resumed` tokens that it has
+    or, if it has none, at `max_new_tokens`, a setting; but not before the end of the `num_resumed` tokens that it has
     from another worker, whose limit may be higher."""
     left = config.context_length - prompt_tokens
     if left < 1:
         raise errors.prompt_too_long(prompt_tokens, config.context_length)
     values = _given(params.DEFAULTS) | _given(config.defaults) | _given(requested)
-    most = max(1, values.get("max_tokens", max_new_tokens))  # 0: the engine samples a token, which nobody gets
+    most = max(1, values.get("max_tokens", max_new_tokens))  # 0: the engine samples a token that is never sent
     values["max_tokens"] = min(max(most, num_resumed) if requested.max_tokens is None else most, left)
     values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
     biases = requested.logit_bias or {}

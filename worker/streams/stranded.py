@@ -1,7 +1,7 @@
 """Streams that no engine of this worker can continue: routers take them, or they end after a while.
 
-The engine that used an adapter has died, the adapter was unloaded meanwhile, and the next engine can't have it. Another
-worker may. So the terminal with which the engine gives such a stream up is kept, and the stream stays open."""
+The engine that used an adapter has died, the adapter was unloaded meanwhile, and the next engine can't load it. Another
+worker may have it. So the terminal with which the engine gives up such a stream is kept, and the stream stays open."""
 
 from collections.abc import Iterable
 
@@ -11,13 +11,13 @@ from tokenbus.worker.streams.outbox import Outbox
 from tokenbus.worker.streams.stream import WorkerStream
 
 STRANDED_S = 10.0
-"""Routers have so long to take a stream; then its client gets the terminal."""
+"""Routers have this long to take a stream; then its client gets the terminal."""
 _ANNOUNCE_INTERVAL_S = 1.0
-"""They are told again after this time: a guardian may be gone, and its successor know nothing."""
+"""Routers are told again after this time: a guardian may be gone, and its successor not know of it."""
 
 
 class StrandedStreams:
-    """Gives the stranded streams of one worker away."""
+    """Hands the stranded streams of one worker to routers."""
 
     def __init__(self, announcer: Announcer, outbox: Outbox) -> None:
         self._announcer = announcer
@@ -28,7 +28,7 @@ class StrandedStreams:
         return f"<StrandedStreams, announced at {self._announced_at:.1f}>"
 
     def tick(self, streams: Iterable[WorkerStream], now: float) -> None:
-        """Ends those of the streams that were stranded for too long, and tells routers of the others."""
+        """Ends the streams that have been stranded too long, and tells routers of the others."""
         keys: list[str] = []
         for stream in streams:
             if stream.last_words is not None and now - stream.stranded_at >= STRANDED_S:

@@ -1,8 +1,8 @@
 """The stream of one accepted request: turns an engine's outputs into numbered chunks and one terminal.
 
-The engine's side of the same request is a `Generation` (worker/engine_client). Between the two lies the engine
-contract: the generation turns tokens into outputs, whichever engine computes them, and the stream turns outputs into
-what the client sees."""
+The engine's side of the same request is a `Generation` (worker/engine_client). The engine contract lies between the
+two: the generation turns tokens into outputs, whichever engine computes them, and the stream turns outputs into what
+the client sees."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -43,9 +43,9 @@ class WorkerStream:
         """The router that continues it if this worker is lost or leaves; None while it has no guardian, empty if it
         can't have one."""
         self.is_stranded = False
-        """Whether no engine of this worker can continue it: its guardian is to take it."""
+        """Whether no engine of this worker can continue it, so that its guardian should take it."""
         self.last_words: engine_output.Output | None = None
-        """The engine's last output for a stream that is stranded or was taken, should nobody continue it."""
+        """The engine's last output for a stranded or taken stream, in case no worker continues it."""
         self.stranded_at = 0.0
         self.offered_at = 0.0
         """When it was last offered to a router."""
@@ -56,7 +56,7 @@ class WorkerStream:
         self.stream_no = stream_no
         """The number by which the event log refers to it."""
         self.gone_subject = gone_subject
-        """The subject on which the broker reports that nobody was subscribed to receive a chunk."""
+        """The subject on which the broker reports that a chunk found no subscriber."""
         self._model = model
         self._worker_id = worker_id
         self._id = subjects.key_to_request_id(run.request_id)
@@ -66,14 +66,14 @@ class WorkerStream:
         self._num_alternatives = 0 if asked is None else min(asked, len(token_bytes))
         self._replay_buffer = ReplayBuffer(0 if asked is None else 1 + self._num_alternatives)
         self.num_resumed = 0
-        """The number of tokens that were sampled before this run."""
+        """The number of tokens sampled before this run."""
         self.created = int(time.time())
         self.accepted_at = now
         self.began_at = now - (run.resume_from.elapsed_ms / 1e3 if run.resume_from else 0.0)
         """When the first worker accepted the request."""
         self.span = tracing.NOOP_SPAN
         self.long_prompt: LongPrompt | None = None
-        """Decides when to log how far its prompt is, once that is known."""
+        """Decides when to log its prompt's progress, once that is known."""
         self.slow = backoff.BackoffTimer(backoff.FIRST_S)
         """Decides when to log again that the request waits for its first token."""
         self.last_chunk_at = now
@@ -83,27 +83,27 @@ class WorkerStream:
         self.max_tokens: int | None = None
         """The most tokens that it may have, once known."""
         self.max_reasoning_tokens: int | None = None
-        """The tokens after which its reasoning is closed, if there is a limit."""
+        """The number of tokens after which its reasoning is closed, if limited."""
         self.first_token: internal.FirstToken | None = None
-        """The account of its first token, if that token was sampled here."""
+        """The statistics of its first token, if that token was sampled here."""
         self.first_token_sent = False
-        """Whether a token that was sampled here is in a chunk."""
+        """Whether any chunk holds a token that was sampled here."""
         self.fetch: Fetch | None = None
         """The fetch of blocks for its prompt, once that has ended."""
         self.terminal: messages.Chunk | None = None
         """The last chunk; once it is made, the stream accepts no more outputs."""
         self.cancel_error: errors.Error | None = None
-        """The error that the terminal reports in place of `cancelled` if the client did not ask for the cancel, such as
+        """The error that the terminal reports in place of `cancelled` if the client did not request the cancel, such as
         an expired deadline."""
         self.stopped_by: messages.StoppedBy | None = None
-        """Who has stopped it: the terminal says `length` then in place of `cancelled`, and who it was."""
+        """Who stopped it: the terminal then says so, with `length` in place of `cancelled`."""
 
     def __repr__(self) -> str:
         return f"<WorkerStream {self.key} attempt {self.run.attempt}: {self._replay_buffer.num_tokens} tokens>"
 
     @property
     def num_tokens(self) -> int:
-        """The number of its sampled tokens, also those before this run."""
+        """The number of its sampled tokens, including those before this run."""
         return self._replay_buffer.num_tokens
 
     @property
@@ -113,7 +113,7 @@ class WorkerStream:
 
     @property
     def memory_bytes(self) -> int:
-        """Approximate memory that the stream takes once it has ended, in bytes."""
+        """The approximate memory, in bytes, that the stream takes once it has ended."""
         return 2_048 + self._replay_buffer.memory_bytes
 
     def head(self, progress: messages.Progress | UnsetType = UNSET) -> messages.Chunk | None:
@@ -152,7 +152,7 @@ class WorkerStream:
         return chunk
 
     def snapshot(self, known_tokens: int | None) -> internal.RunningRequest:
-        """Returns the stream as a snapshot lists it, with the tokens behind the first `known_tokens`; with none if that
+        """Returns the stream as a snapshot lists it, with the tokens after the first `known_tokens`; with none if that
         is None. All its tokens must have been published."""
         buffer, end = self._replay_buffer, self._replay_buffer.num_tokens
         start = end if known_tokens is None else max(0, known_tokens)
@@ -168,7 +168,7 @@ class WorkerStream:
         )
 
     def strand(self, output: engine_output.Output, now: float) -> None:
-        """Keeps the terminal with which the engine has given the stream up: a router may yet take it."""
+        """Keeps the terminal with which the engine gave up the stream: a router may still take it."""
         self.last_words, self.stranded_at = output, now
 
     def says_stranded(self, output: engine_output.Output) -> bool:
@@ -176,7 +176,7 @@ class WorkerStream:
         return self.is_stranded and output.error is not None and output.error.code is errors.Code.WORKER_LOST
 
     def give_up(self, known_tokens: int, epoch: str) -> internal.TakeReply:
-        """Returns what a router that knows the first `known_tokens` needs to have the stream continued elsewhere."""
+        """Returns what a router that knows the first `known_tokens` needs to continue the stream elsewhere."""
         running = self.snapshot(known_tokens)
         return internal.TakeReply(
             ok=True,
@@ -188,8 +188,8 @@ class WorkerStream:
         )
 
     def say_last_words(self, output: engine_output.Output, max_bytes: int) -> messages.Chunk | None:
-        """Returns the terminal for a stream that was given up, should nobody continue it; None if it has no token, or
-        more than `max_bytes`. `output` is the one with which the engine has ended it."""
+        """Returns the terminal for a stream that was given up, in case no worker continues it; None if it has no token,
+        or more than `max_bytes`. `output` is the engine's last output for it."""
         if not self.num_tokens:
             return None
         self.stopped_by = messages.StoppedBy.SHUTDOWN
@@ -219,7 +219,7 @@ class WorkerStream:
         )
 
     def forget_prompt(self) -> None:
-        """Frees memory that is of no use once the stream has ended."""
+        """Frees memory that is not needed once the stream has ended."""
         self.run = codec.replace(self.run, token_ids=b"")
 
     def pack_logprobs(self, output: engine_output.Output) -> bytes:
@@ -305,7 +305,7 @@ class WorkerStream:
         self._replay_buffer.append(output.token_ids, output.text, output.logprobs, output.reasoning, output.tool_calls)
 
     def _segment_chunk(self, segment: Segment) -> messages.Chunk:
-        """Returns a chunk with everything that tokens brought."""
+        """Returns a chunk with everything that came with tokens."""
         chunk = self._tokens_chunk(
             segment.offset, segment.num_tokens, segment.text_offset, segment.text, segment.token_ids, segment.logprobs
         )
@@ -371,7 +371,7 @@ class WorkerStream:
         )
 
     def fetched(self, fetch: Fetch) -> internal.Fetched:
-        """Notes that blocks were fetched, and returns what routers must learn of it."""
+        """Notes that blocks were fetched, and returns what routers must learn about it."""
         assert self.run.fetch_from is not None
         self.fetch = fetch
         return internal.Fetched(

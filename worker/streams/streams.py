@@ -1,4 +1,4 @@
-"""The streams of one worker: accepts runs, cancels, drops, gives up and replays streams, and forgets those that ended.
+"""The streams of one worker: accepts runs; cancels, drops, gives up and replays streams; forgets those that have ended.
 
 A stream is *open* from its accept until its terminal. Afterwards it is *ended*: it stays for a minute, so that its
 client can ask for lost chunks. A router that gave up on this worker *drops* a stream and places the request elsewhere;
@@ -114,8 +114,8 @@ class Streams:
         return True
 
     def stop_begun(self, *, unguarded_only: bool) -> None:
-        """Ends the streams that have a token with what was generated, because this worker is stopped. A guarded one may
-        be left out: its client may continue it after `worker_lost`."""
+        """Ends the streams that have a token with what was generated, because this worker is stopping. Guarded streams
+        may be left out: their clients may continue them after `worker_lost`."""
         for stream in list(self._streams.values()):
             if stream.num_tokens and not (unguarded_only and stream.guardian):
                 self.stop(stream.key, messages.StoppedBy.SHUTDOWN)
@@ -144,7 +144,7 @@ class Streams:
             return False
         self._abandon(stream, "moved" if moved else "dropped")
         self._announcer.request_finished(key)
-        self._announcer.publish_events()  # before the reply: later, it could be taken for the end of a later attempt
+        self._announcer.publish_events()  # before the reply: later, it could be mistaken for the end of a later attempt
         return True
 
     def take(self, take: internal.Take) -> internal.TakeReply | None:
@@ -242,7 +242,7 @@ class Streams:
         self._liveness.reconnected(time.monotonic())
 
     def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
-        """Logs how far a prompt is that takes long."""
+        """Logs the progress of a prompt that takes long."""
         if (stream := self._streams.get(key)) is not None:
             self._telemetry.prompt_progress(stream, computed_tokens, cached_tokens, time.monotonic())
 
@@ -273,8 +273,8 @@ class Streams:
         return self._engine.load() if self._engine is not None else messages.Load()
 
     def running_requests(self, asked: internal.SnapshotRequest) -> list[internal.RunningRequest] | None:
-        """Returns the open streams as a snapshot lists them, with the tokens that were asked for; None while some of
-        their tokens still wait for the broker."""
+        """Returns the open streams as a snapshot lists them, with the requested tokens; None while some of their tokens
+        still wait for the broker."""
         if not self._outbox.flush():
             return None
         return [
@@ -341,16 +341,16 @@ class Streams:
         self._outbox.flush()
 
     def _fetched(self, stream: WorkerStream, fetch: Fetch) -> None:
-        """Has a stream computed whose blocks have been fetched, as many as could be."""
+        """Releases a held stream once as many of its blocks as possible have been fetched."""
         if self._streams.get(stream.key) is not stream or self._engine is None:
             return
         try:
             self._announcer.blocks_fetched(stream.fetched(fetch))
             self._engine.release(stream.key)
-        except Exception:  # outermost frame of a stream: the engine would hold it back for ever
+        except Exception:  # outermost frame of a stream: the engine would hold it back forever
             self._telemetry.failed(stream)
             self._outbox.fail(stream)
-        self._announcer.publish_events()  # routers measure the computing from here on
+        self._announcer.publish_events()  # routers measure the computation from here on
 
     def _refusal(self, run: internal.Run, error: errors.Error) -> internal.RunReply:
         live = self._streams.get(run.request_id)
@@ -372,7 +372,7 @@ class Streams:
         self._telemetry.abandoned(stream, reason)
 
     def _end_early(self, stream: WorkerStream) -> None:
-        """Has the engine end a stream as cancelled; the stream's terminal says why."""
+        """Makes the engine end a stream as cancelled; the stream's terminal says why."""
         assert self._engine is not None
         self._stranded.cancel(stream, time.monotonic())
         self._engine.abort(stream.key)
@@ -396,7 +396,7 @@ class Streams:
             raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
 
     def _guard(self, stream: WorkerStream, sink: engine_output.Sink, output: engine_output.Output) -> None:
-        """The error boundary of a stream: a bug in it ends this stream in `internal`, and no other."""
+        """The error boundary of a stream: a bug in it ends this stream with `internal`, and no other."""
         # resumed tokens come before the stream is open, and an aborted engine request may still have outputs
         if not output.is_resumed and (stream.terminal is not None or self._streams.get(stream.key) is not stream):
             if output.finish_reason is messages.FinishReason.CANCELLED:
@@ -427,7 +427,7 @@ class Streams:
         self._forget(stream)
         stream.forget_prompt()
         self._ended.put(stream.key, stream, time.monotonic(), stream.memory_bytes)
-        # it may have ended only here, and the engine would go on
+        # it may have ended only here, and the engine would continue
         if self._engine is not None:
             self._engine.abort(stream.key)
 
