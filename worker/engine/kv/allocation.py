@@ -18,11 +18,11 @@ from tokenbus.worker.engine.kv.prefix_tree import Block, Root
 from tokenbus.worker.engine.kv.retention import NO_HINT, CacheHint
 
 _CONTINUED_SHARE = 0.5
-"""A prompt goes on from a cached one if so much of it was there when it came."""
+"""A prompt continues a cached one if at least this share of it was cached when it arrived."""
 
 
 class Allocation:
-    """The shared and private blocks of a sequence. `root` is None where it neither uses nor leaves cached blocks."""
+    """The shared and private blocks of a sequence. `root` is None if it neither uses nor leaves cached blocks."""
 
     __slots__ = (
         "_cache",
@@ -46,14 +46,14 @@ class Allocation:
         self.path: list[Block] = []
         self.num_private = 0
         self.stop: int | None = None
-        """A position behind the computed tokens at which a step of the prompt must end."""
+        """A position after the computed tokens at which a step of the prompt must end."""
         self._is_new = is_new
         self._num_returned = 0
-        """Blocks taken over that sequences before this one have used."""
+        """Reused blocks that earlier sequences have used."""
         self._is_continued = False
-        """The prompt goes on from a cached one."""
+        """Whether the prompt continues a cached one."""
         if root is not None:
-            root.ref_count += 1  # before a lane is taken: that may evict all that hangs on the root
+            root.ref_count += 1  # before a lane is taken, which may evict everything below the root
         self.lane = cache.take_lane()
 
     def __repr__(self) -> str:
@@ -77,8 +77,8 @@ class Allocation:
         return None if tokens is None else (self.node, tokens)
 
     def awaits_onload(self, token_ids: "array[int]") -> bool:
-        """Returns whether the next block, or all that is left of the prompt but its last token, is in host memory and
-        waits only for this step's onload budget."""
+        """Returns whether the next block, or the rest of the prompt but its last token, is in host memory and waits
+        only for the step's onload budget."""
         if self.root is None or self._cache.host.can_onload or self.num_private > 1:
             return False
         wanted = self._next_reusable(token_ids)
@@ -88,7 +88,8 @@ class Allocation:
         return not found[0].lanes and (not self.num_private or found[1] == self._cache.block_size)
 
     def allocate_blocks(self, num_tokens: int) -> bool:
-        """Gets private blocks for `num_tokens` in all, evicting cached ones; False, and no change, without room."""
+        """Gets private blocks for `num_tokens` in total, evicting cached ones; without room, changes nothing and
+        returns False."""
         needed = self._cache.num_blocks(num_tokens) - self.num_blocks
         if needed <= 0:
             return True
@@ -98,9 +99,9 @@ class Allocation:
         return True
 
     def reuse_prefix(self, token_ids: "array[int]", num_computed: int) -> int:
-        """Reuses cached KV for a prefix of `token_ids`; returns how many tokens are computed then.
+        """Reuses cached KV for a prefix of `token_ids`; returns how many tokens are then computed.
 
-        At least one token is left to be computed, since only that gives logits."""
+        At least one token is left to compute, since only computing gives logits."""
         if self.root is None or self._has_own_blocks(num_computed):
             return num_computed
         self._reuse_blocks(token_ids)
@@ -135,7 +136,7 @@ class Allocation:
             block.is_continued |= self._is_continued
         if self.root is not None:
             self._retain(self.path if partial is None else [*self.path, partial])
-        for block in reversed(self.path):  # deepest first, so that no block is evicted before those behind it
+        for block in reversed(self.path):  # deepest first, so that no block is evicted before its descendants
             block.ref_count -= 1
             if not block.ref_count:
                 self._cache.make_evictable(block)
@@ -145,8 +146,8 @@ class Allocation:
             self._cache.tree.prune(self.root)
 
     def drop(self, *, trusts_others: bool) -> None:
-        """Gives everything back; nothing that was computed becomes cached. Unless what it has reused can be trusted,
-        shared blocks that no other sequence uses are dropped, and all behind them."""
+        """Gives everything back; nothing that was computed becomes cached. Unless `trusts_others`, shared blocks that
+        no other sequence uses are dropped too, with their descendants."""
         path = self.path
         self.free(array("I"), 0)
         if trusts_others or not path:
@@ -157,7 +158,7 @@ class Allocation:
         self._cache.ops.add(Wipe())
 
     def _reuse_blocks(self, token_ids: "array[int]") -> None:
-        """Takes over whole blocks that others have computed.
+        """Reuses whole blocks that others have computed.
 
         Each next block of the prompt is one of these:
 
@@ -202,12 +203,12 @@ class Allocation:
             cache.lanes.free_ending_at(block)
 
     def _reuse_start_of_block(self, token_ids: "array[int]") -> int:
-        """Takes over the first tokens of a block, full or partial, that begins like the prompt's next one:
+        """Reuses the first tokens of a block, full or partial, that begins like the prompt's next one:
 
             known    |-- a b c d --|
             prompt   |-- a b x y --|      a b are copied or shared into a private block
 
-        Returns their number. One token of the prompt is left to be computed."""
+        Returns their number. One token of the prompt is left to compute."""
         cache = self._cache
         found = self.node.longest_match(self._next_reusable(token_ids))
         if found is None:
@@ -215,7 +216,7 @@ class Allocation:
         block, count = found
         if not block.lanes and not cache.can_onload(block):
             return 0
-        was_evictable = cache.pin(block)  # it must not be evicted for its own first tokens
+        was_evictable = cache.pin(block)  # it must not be evicted to make room for its own first tokens
         cache.host.touch(block)
         has_room = cache.make_room(1)
         if not has_room or not (block.lanes or block.host_copy is not None):
@@ -231,12 +232,12 @@ class Allocation:
         return count
 
     def _has_own_blocks(self, num_computed: int) -> bool:
-        """Whether whole blocks are private, because what is computed is too short to be cached yet. When it is not any
-        more, those that others have as well are shared."""
+        """Whether whole blocks are private because what is computed is still too short to be cached. Once it is long
+        enough, those that others have too are shared."""
         return num_computed - self.node.end >= self._cache.block_size
 
     def _cache_partial_block(self, token_ids: "array[int]", num_computed: int) -> Block | None:
-        """Caches the tokens behind the last full block; returns None where there are none, or they are known."""
+        """Caches the tokens after the last full block; returns None if there are none, or they are known."""
         if num_computed <= max(self.node.end, self._cache.min_prefix_tokens - 1):
             return None
         tokens = block_hash.pack_token_ids(token_ids[self.node.end : num_computed])
@@ -249,26 +250,26 @@ class Allocation:
         return partial
 
     def _retain(self, path: list[Block]) -> None:
-        """Notes whose blocks they are, and keeps them for as long as the request wishes."""
+        """Notes whose blocks they are, and keeps them for as long as the request asks."""
         retention, (session, ttl_s) = self._cache.retention, self._hint
         retention.mark(path, session)
         if ttl_s and self.root is not None and self.root.domain is not None:
             retention.keep(self.root.domain.tenant, reversed(path), ttl_s)
 
     def _next_tokens(self, token_ids: "array[int]", num_tokens: int) -> bytes | None:
-        """The tokens of the block behind the shared ones; None if that would hold more than the first `num_tokens`."""
+        """The tokens of the block after the shared ones; None if that block would extend beyond `num_tokens`."""
         start = self.path[-1].end if self.path else 0
         end = start + self._cache.block_size
         return block_hash.pack_token_ids(token_ids[start:end]) if end <= num_tokens else None
 
     def _next_reusable(self, token_ids: "array[int]") -> bytes:
-        """Returns the tokens behind the shared blocks that may be taken from a cached one: the last of the prompt is
-        computed."""
+        """Returns the tokens after the shared blocks that may be taken from a cached one: all but the prompt's last,
+        which is computed."""
         start = self.node.end
         return block_hash.pack_token_ids(token_ids[start : min(start + self._cache.block_size, len(token_ids) - 1)])
 
     def _add_private(self, count: int) -> None:
-        """Takes free blocks, or gives them back where `count` is negative."""
+        """Takes free blocks, or gives them back if `count` is negative."""
         self.num_private += count
         self._cache.num_private += count
 
@@ -280,7 +281,7 @@ class Allocation:
         self.path.append(block)
 
     def _take_over(self, block: Block) -> None:
-        """Appends a block that was there before this sequence needed it."""
+        """Appends a block that existed before this sequence needed it."""
         self._num_returned += block.was_used
         self._use(block)
 

@@ -3,7 +3,7 @@
     root of a domain --- run --- run *          * a checkpoint
                            `---- run * --- run *
 
-Unlike the blocks of the prefix tree, runs have any length: a run is cut where another prefix leaves it or ends.
+Unlike the blocks of the prefix tree, runs have any length: a run is split where another prefix diverges or ends.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from tokenbus.worker.engine.kv.retention import SessionKey
 
 
 class TokenRun:
-    """A node of the tree: token ids as bytes, behind those of its parent."""
+    """A node of the tree: token ids as bytes, following its parent's."""
 
     __slots__ = ("checkpoint", "children", "end", "parent", "tokens")
 
@@ -32,7 +32,7 @@ class TokenRun:
 
 
 class Checkpoint:
-    """A position of a prefix from which a lane can go on, as long as it has a state."""
+    """A position of a prefix from which a lane can continue, as long as it has a state."""
 
     __slots__ = (
         "base",
@@ -50,27 +50,27 @@ class Checkpoint:
     )
 
     def __init__(self, root: RootName, base: "Checkpoint | None", node: TokenRun | None, tokens: bytes) -> None:
-        """`tokens` are all of the prefix that ends at it."""
+        """`tokens` is the whole prefix that ends at it."""
         self.root = root
-        """The domain in whose tree it is."""
+        """The domain of its tree."""
         self.base = base
-        """The checkpoint whose KV comes before; None at the beginning."""
+        """The checkpoint whose KV precedes its own; None at the beginning."""
         self.start: int = 0 if base is None else base.end
         self.end: int = len(tokens) // TOKEN_BYTES
         self.digest = digest_of(self.base_digest + tokens[TOKEN_BYTES * self.start :])
-        """A digest of the tokens, by those of the checkpoints on which it stands."""
+        """A digest of the tokens, chained through those of its bases."""
         self.node: TokenRun | None = node
         """Its place in the tree; None once it is gone."""
         self.kv_copy: int | None = None
         self.state_copy: int | None = None
         self.num_dependents = 0
-        """Checkpoints whose base it is."""
+        """The number of checkpoints whose base it is."""
         self.hash: int | None = None
-        """The chained hash of its last block; None where it does not end at the end of a block."""
+        """The chained hash of its last block; None if it does not end at a block boundary."""
         self.kept_until = 0.0
-        """The time until which its state is kept, because a client has asked for that; 0 if it is not."""
+        """The time until which its state is kept at a client's request; 0 if it is not."""
         self.owner: SessionKey | None = None
-        """The session that has used it; None while none has."""
+        """The session that has used it, or None."""
 
     def __repr__(self) -> str:
         state = "" if self.has_state else ", no state"
@@ -81,13 +81,13 @@ class Checkpoint:
         return self.root.digest if self.base is None else self.base.digest
 
     def kv_label(self, tokens: bytes) -> BlockLabel:
-        """Returns what another engine must know of the copy of its KV; `tokens` are all of the prefix."""
+        """Returns what another engine must know about the copy of its KV; `tokens` is the whole prefix."""
         own = tokens[TOKEN_BYTES * self.start :]
         return BlockLabel(self.root.hash, self.root.digest, self.base_digest, self.start, own)
 
     def state_label(self, tokens: bytes, *, has_kv: bool) -> BlockLabel:
-        """Returns what another engine must know of the copy of its state: that of the KV, if there is any, names the
-        tokens."""
+        """Returns what another engine must know about the copy of its state; the KV copy's label, if there is one,
+        holds the tokens."""
         if has_kv:
             return BlockLabel(self.root.hash, self.root.digest, self.digest, self.end, b"", is_state=True)
         return self.kv_label(tokens)._replace(is_state=True)
@@ -97,7 +97,7 @@ class Checkpoint:
         return self.state_copy is not None
 
     def path(self) -> "list[Checkpoint]":
-        """Returns the checkpoints whose KV it needs, the first one first."""
+        """Returns the checkpoints whose KV it needs, from the beginning."""
         found: list[Checkpoint] = []
         one: Checkpoint | None = self
         while one is not None:
@@ -110,13 +110,13 @@ class CheckpointMatch(NamedTuple):
     """The part of a prompt that is known."""
 
     num_known: int
-    """The number of leading tokens that some known prefix begins with."""
+    """The number of leading tokens shared with some known prefix."""
     checkpoint: Checkpoint | None
-    """The deepest checkpoint among them from which a lane can go on."""
+    """The deepest checkpoint among them from which a lane can continue."""
 
 
 def match(root: TokenRun, tokens: bytes, max_tokens: int) -> CheckpointMatch:
-    """Returns what is known of a run of tokens, with a checkpoint at `max_tokens` at the deepest."""
+    """Returns what is known of a run of tokens, with a checkpoint no deeper than `max_tokens`."""
     deepest: Checkpoint | None = None
     node, at = root, 0
     while True:
@@ -132,7 +132,7 @@ def match(root: TokenRun, tokens: bytes, max_tokens: int) -> CheckpointMatch:
 
 
 def insert(root: TokenRun, tokens: bytes) -> TokenRun:
-    """Returns the node at which a run of tokens ends, which is made if there is none."""
+    """Returns the node at which a run of tokens ends, creating it if necessary."""
     node = root
     while node.end * TOKEN_BYTES < len(tokens):
         first = _token(tokens, node.end)
@@ -146,7 +146,7 @@ def insert(root: TokenRun, tokens: bytes) -> TokenRun:
 
 
 def remove(node: TokenRun) -> None:
-    """Removes a node's checkpoint, and all nodes that lead to none then."""
+    """Removes a node's checkpoint, and all nodes that then lead to none."""
     node.checkpoint = None
     while node.parent is not None and node.checkpoint is None and not node.children:
         del node.parent.children[_token(node.tokens, 0)]
@@ -154,7 +154,7 @@ def remove(node: TokenRun) -> None:
 
 
 def _split(node: TokenRun, num_tokens: int) -> TokenRun:
-    """Cuts a node behind its first tokens; returns the first part."""
+    """Splits a node after its first tokens; returns the first part."""
     parent, cut = node.parent, num_tokens * TOKEN_BYTES
     assert parent is not None
     first = TokenRun(parent, node.tokens[:cut])
@@ -165,7 +165,7 @@ def _split(node: TokenRun, num_tokens: int) -> TokenRun:
 
 
 def _num_common(child: TokenRun, tokens: bytes, at: int) -> int:
-    """Returns how many tokens of a node are those from `at` on. No more than these are copied: a prompt may be long."""
+    """Returns how many tokens of a node match those from `at` on. Only these are copied: a prompt may be long."""
     start = TOKEN_BYTES * at
     return num_common_tokens(child.tokens, tokens[start : start + len(child.tokens)])
 

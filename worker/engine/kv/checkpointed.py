@@ -1,13 +1,13 @@
 """An allocation for a model whose state can't be cut at a token: it reuses and leaves checkpoints instead of blocks.
 
-All its blocks are private. A prompt's step ends where a checkpoint is to be made:
+All its blocks are private. A prompt's step ends where a checkpoint is due:
 
-    - at the last end of a block that is at least 8 tokens before the prompt's end: what follows a prompt in the next
-      turn of a conversation is an answer, and not the generation prompt with which it ended;
-    - where the prompt leaves a prefix that is known, or that another prompt shares which is computed after it;
+    - at the last end of a block that is at least 8 tokens before the prompt's end: in the next turn of a conversation,
+      the prompt is followed by an answer, not by the generation prompt with which it ended;
+    - where the prompt diverges from a known prefix, or from another prompt that is computed after it;
     - every 2,048 tokens.
 
-The end of the sequence itself is the last one, since the next turn goes on there.
+The end of the sequence itself is the last one, since the next turn continues there.
 """
 
 from array import array
@@ -24,12 +24,12 @@ from tokenbus.worker.engine.kv.retention import NO_HINT, CacheHint
 _GENERATION_PROMPT_TOKENS = 8
 _INTERVAL_TOKENS = 2_048
 _KEPT_STATES = 2
-"""Where a client wants its prefix kept, these are its last states: the next turn goes on from its end, or from before
-the answer if the template writes that in another way."""
+"""The number of last states kept where a client wants its prefix kept: the next turn continues from its end, or
+from before the answer if the template writes that differently."""
 
 
 class CheckpointedAllocation(Allocation):
-    """Private blocks, and the checkpoints of one sequence; of none where it has no domain."""
+    """Private blocks, and the checkpoints of one sequence, which has none without a domain."""
 
     __slots__ = ("_checkpoints", "_domain", "_last", "_used")
 
@@ -40,9 +40,9 @@ class CheckpointedAllocation(Allocation):
         self._checkpoints = checkpoints
         self._domain = domain
         self._last: Checkpoint | None = None
-        """The deepest one that its lane went on from or that was made of it."""
+        """The deepest one that its lane continued from or that was made of it."""
         self._used: list[Checkpoint] = []
-        """All of these, in their order."""
+        """All of these, in order."""
 
     def reuse_prefix(self, token_ids: "array[int]", num_computed: int) -> int:
         if self._domain is None:
@@ -58,9 +58,9 @@ class CheckpointedAllocation(Allocation):
         return num_computed
 
     def stop_for(self, token_ids: "array[int]", other: "array[int]", num_computed: int) -> int:
-        """Has a step end where another prompt of the same domain leaves this one; returns that position."""
+        """Makes a step end where another prompt of the same domain diverges from this one; returns that position."""
         size = self._cache.block_size
-        if token_ids[:size] != other[:size]:  # as most often
+        if token_ids[:size] != other[:size]:  # the usual case
             return 0
         count = min(len(token_ids), len(other))
         one, two = block_hash.pack_token_ids(token_ids[:count]), block_hash.pack_token_ids(other[:count])
@@ -105,7 +105,7 @@ class CheckpointedAllocation(Allocation):
             retention.keep(domain.tenant, used[-_KEPT_STATES:], ttl_s)
 
     def _set_stop(self, num_tokens: int, num_known: int, num_computed: int) -> None:
-        """Finds the first position behind `num_computed` at which a checkpoint is to be made."""
+        """Finds the first position after `num_computed` at which a checkpoint is due."""
         last = num_tokens - _GENERATION_PROMPT_TOKENS
         interval = max(self._cache.block_size, self._last_boundary(_INTERVAL_TOKENS))
         stops = (
@@ -117,5 +117,5 @@ class CheckpointedAllocation(Allocation):
         self.stop = min((stop for stop in stops if first <= stop <= last), default=None)
 
     def _last_boundary(self, position: int) -> int:
-        """Returns the last end of a block up to a position."""
+        """Returns the last block boundary up to a position."""
         return position // self._cache.block_size * self._cache.block_size

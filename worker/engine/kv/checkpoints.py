@@ -1,19 +1,20 @@
 """Checkpoints: prefix reuse for models whose state can't be cut at a token (decision 0061).
 
-A sliding window and a recurrent layer keep only what the next token needs: their state at position 500 says nothing of
-that at 400. So a prefix can be reused only where this *partial state* was copied while a lane stood there. The keys and
-values of layers that attend to all tokens are copied besides, each checkpoint those behind the one before it:
+A sliding window and a recurrent layer keep only what the next token needs: their state at position 500 says nothing
+about that at 400. So a prefix can be reused only where this *partial state* was copied while a lane stood there. The
+keys and values of layers that attend to all tokens are copied too, each checkpoint holding those after the previous
+one:
 
     tokens      |------ 160 ------|------ 512 ------|-- 28 --|
     kv copies   |-- of A: 0-160 --|- of B: 160-672 -|  of C  |
     states                        A                 B        C
 
-To go on from C, a lane gets the KV of A, B and C and the state of C. Everything is copied, in both directions, and no
-two lanes share anything: what one does can't change another, and what is cached takes no room on the device.
+To continue from C, a lane gets the KV of A, B and C and the state of C. Everything is copied, in both directions, and
+no two lanes share anything: none can change another, and what is cached takes no room on the device.
 
-Where memory is needed, the state that was not used for the longest time goes first; those that clients have asked to
-keep go last (retention.py). Its KV goes with it, unless a checkpoint behind it stands on it: of a long conversation
-only the last states stay, and all of the KV.
+When memory is needed, the least recently used state goes first; those that clients have asked to keep go last
+(retention.py). Its KV goes with it, unless a later checkpoint builds on it: of a long conversation only the last states
+stay, and all of the KV.
 """
 
 import itertools
@@ -56,16 +57,16 @@ class Checkpoints:
         self.retention: Retention[Checkpoint] = Retention(sizes.budget_bytes, limits, self._num_bytes, self._touch)
         self._copy_ids = itertools.count(1)
         self._labels: dict[int, BlockLabel] = {}
-        """Says of the copies that were made since the labels were taken what they are of, by their ids."""
+        """The labels of the copies made since the labels were last taken, by copy id."""
         self._stored: dict[int, StoredBlock] = {}
         self._removed: list[int] = []
         self.used_bytes = 0
         self.saved = 0
-        """Checkpoints that were made, in all."""
+        """Checkpoints made, in total."""
         self.restored = 0
-        """The number of times that a lane went on from one."""
+        """The number of times a lane continued from one."""
         self.evicted = 0
-        """States that were discarded to make room."""
+        """States discarded to make room."""
 
     def __repr__(self) -> str:
         return f"<Checkpoints {len(self)} in {self.used_bytes} of {self._sizes.budget_bytes} bytes>"
@@ -81,7 +82,7 @@ class Checkpoints:
         return checkpoint_tree.match(root, block_hash.pack_token_ids(token_ids), max_tokens)
 
     def restore(self, checkpoint: Checkpoint, lane: int) -> None:
-        """Has an empty lane go on from a checkpoint."""
+        """Makes an empty lane continue from a checkpoint."""
         assert checkpoint.state_copy is not None, checkpoint
         self._states.move_to_end(checkpoint)
         self.restored += 1
@@ -95,7 +96,7 @@ class Checkpoints:
     ) -> Checkpoint | None:
         """Makes a checkpoint of a lane that has computed exactly the first `end` tokens; returns None without room.
 
-        `base` is one from which the lane went on, or that was made of it."""
+        `base` is one from which the lane continued, or that was made of it."""
         tokens = block_hash.pack_token_ids(token_ids[:end])
         name = self._root_name(domain)
         root = self._roots.setdefault(name, TokenRun(None, b""))
@@ -109,7 +110,7 @@ class Checkpoints:
             one = node.checkpoint = Checkpoint(name, self._surviving(base), node, tokens)
             if one.base is not None:
                 one.base.num_dependents += 1
-        one.num_dependents += 1  # making room must not take what it is to stand on
+        one.num_dependents += 1  # making room must not take its base
         num_kv_bytes = 0 if one.kv_copy is not None else self._sizes.kv_bytes(end - one.start)
         num_state_bytes = self._sizes.state_copy_bytes(end - one.start)
         has_room = self._make_room(num_state_bytes + num_kv_bytes)
@@ -132,18 +133,18 @@ class Checkpoints:
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether there are copies that the ops have yet to make."""
+        """Whether there are copies that ops have yet to make."""
         return bool(self._labels)
 
     def take_labels(self) -> list[tuple[int, BlockLabel]]:
-        """Returns the ids and labels of the copies that were made since the last time, and are still wanted."""
+        """Returns the ids and labels of the copies made since the last call that are still wanted."""
         labels, self._labels = self._labels, {}
         return list(labels.items())
 
     def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
-        """Takes over copies that an earlier engine has made, given by id and in the order in which they were made.
+        """Adopts copies that an earlier engine made, given by id and in the order in which they were made.
 
-        Returns the ids of those of which nothing is kept, with the reason."""
+        Returns the ids of those that are not kept, with the reason."""
         found, rejected = recovered_checkpoints(copies, has_kv=self._has_kv)
         ages = {copy_id: age for age, (copy_id, _) in enumerate(copies)}
         for one, tokens in found:
@@ -175,7 +176,7 @@ class Checkpoints:
         self.retention.keep(session[0], owned, ttl_s)
 
     def forget(self, checkpoint: Checkpoint) -> None:
-        """Discards a checkpoint, and all that share a part of its KV."""
+        """Discards a checkpoint, and all that share part of its KV."""
         first = checkpoint.path()[0]
         for one in [one for one in self._states if one.path()[0] is first]:
             self._drop_state(one)
@@ -186,15 +187,15 @@ class Checkpoints:
             self._drop_state(next(iter(self._states)))
 
     def take_events(self) -> KvEvents:
-        """Returns the blocks that end at a checkpoint from now on, or not any more, since the last time."""
+        """Returns the blocks that have begun or ceased to end at a checkpoint since the last call."""
         events = KvEvents(self._removed, list(self._stored.values()))
         self._removed, self._stored = [], {}
         return events
 
     def all(self) -> Iterator[Checkpoint]:
-        """Yields every checkpoint, also those without a state."""
+        """Yields every checkpoint, including those without a state."""
         nodes = list(self._roots.values())
-        for node in nodes:  # grows while it is read
+        for node in nodes:  # grows during the iteration
             nodes.extend(node.children.values())
             if node.checkpoint is not None:
                 yield node.checkpoint
@@ -204,7 +205,7 @@ class Checkpoints:
         assert 0 <= self.used_bytes <= self._sizes.budget_bytes, self
 
     def check_integrity(self) -> None:
-        """Asserts that all that is kept is of use, stands on what is kept, and is counted."""
+        """Asserts that everything kept is useful, has its base kept, and is counted."""
         self.check_counts()
         kept = list(self.all())
         assert self._roots.keys() == {one.root for one in kept}, self._roots
@@ -228,7 +229,7 @@ class Checkpoints:
         self.retention.check_integrity(self._states)
 
     def _surviving(self, base: Checkpoint | None) -> Checkpoint | None:
-        """Returns the last checkpoint up to `base` whose KV is still there; none where tokens have no KV."""
+        """Returns the last checkpoint up to `base` whose KV still exists; None if tokens have no KV."""
         while base is not None and base.node is None:
             base = base.base
         return base if self._has_kv else None
@@ -241,7 +242,7 @@ class Checkpoints:
         return prefix_tree.root_name(domain, self._fingerprint)
 
     def _num_bytes(self, one: Checkpoint) -> int:
-        """Returns the memory that a checkpoint takes beside those before it."""
+        """Returns the memory that a checkpoint takes in addition to its bases."""
         return self._sizes.state_copy_bytes(one.end - one.start) + self._sizes.kv_bytes(one.end - one.start)
 
     def _touch(self, one: Checkpoint) -> None:
@@ -270,7 +271,7 @@ class Checkpoints:
         self._collect(one)
 
     def _collect(self, checkpoint: Checkpoint) -> None:
-        """Discards a checkpoint that is of no use, and those before it that are of none then."""
+        """Discards a useless checkpoint, and any bases that then become useless."""
         one: Checkpoint | None = checkpoint
         while one is not None and not one.has_state and not one.num_dependents:
             if one.kv_copy is not None:

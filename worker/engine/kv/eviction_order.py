@@ -1,9 +1,9 @@
-"""The order in which cached blocks go: those that nobody came back for, then those of continued prompts, then those
-that clients have asked to keep, each in the order of their last use (decision 0065).
+"""The order in which cached blocks are evicted: those used once, then those of continued prompts, then those that
+clients have asked to keep, each by last use (decision 0065).
 
-A prompt that goes on from a cached one, like the next turn of a conversation or of an agent, is likely to be continued
-itself; most others never are. Without a difference between them, every document that is asked about once pushes
-out conversations that go on:
+A prompt that continues a cached one, like the next turn of a conversation or of an agent, is likely to be continued
+itself; most others never are. If the two were treated alike, every document that is asked about once would push out
+ongoing conversations:
 
     goes first                                                                goes last
     |------------- seen once -------------|-- continued: at most a fifth --|-- kept --|
@@ -24,9 +24,9 @@ _CONTINUED_SHARE = 0.2
 
 
 class EvictionOrder:
-    """An ordered set of blocks. `capacity` is the number of blocks that there is room for, here and in use.
+    """An ordered set of blocks. `capacity` is the number of blocks that fit, here and in use together.
 
-    A block is continued, or kept, only together with all before it, and comes before these in the order."""
+    A block is continued, or kept, only together with its ancestors, and precedes them in the order."""
 
     def __init__(self, capacity: int) -> None:
         self._max_continued = int(_CONTINUED_SHARE * capacity)
@@ -45,18 +45,18 @@ class EvictionOrder:
         return block in self._once or block in self._continued or block in self._kept
 
     def __iter__(self) -> Iterator[Block]:
-        """All blocks, the first to go first."""
+        """All blocks, in the order of eviction."""
         yield from self._once
         yield from self._continued
         yield from self._kept
 
     @property
     def first(self) -> Block:
-        """The first to go; there must be one."""
+        """The next to evict; there must be one."""
         return next(iter(self._once or self._continued or self._kept))
 
     def add(self, block: Block) -> None:
-        """Makes a block the last to go among its like, whether it was here or not."""
+        """Makes a block the last of its class to be evicted, whether it was here or not."""
         self.remove(block)
         if block.kept_until:
             self._kept[block] = None
@@ -70,7 +70,7 @@ class EvictionOrder:
             self._once[oldest] = None
 
     def put_first(self, block: Block) -> None:
-        """Makes a block the first of all to go."""
+        """Makes a block the next to evict."""
         self.remove(block)
         self._once[block] = None
         self._once.move_to_end(block, last=False)

@@ -18,7 +18,7 @@ def export(
 ) -> tuple[int, list[int]]:
     """Returns how many blocks of a prefix are cached, and the ids of the copies of up to `max_blocks` from `first` on.
 
-    The list is shorter where there is no room for a copy."""
+    The list is shorter if there is no room for a copy."""
     path = cache.tree.known_path(domain, token_ids)
     copies: list[int] = []
     cache.host.set_limits(offloads=max_blocks, onloads=0)
@@ -37,8 +37,8 @@ def export(
 
 
 def put(cache: PrefixCache, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int) -> list[int | None]:
-    """Returns the id of a new copy for each block from `first` on, or None for one that is known; the caller has the
-    contents. The list ends early where there is no room for another copy, and is empty if a block before is missing or
+    """Returns the id of a new copy for each block from `first` on, or None for a known one; the caller has the
+    contents. The list ends early if there is no room for another copy, and is empty if an earlier block is missing or
     the prefix is too short to be cached."""
     path = cache.tree.known_path(domain, token_ids)[: first + num_blocks]
     if len(path) < first or (first + num_blocks) * cache.block_size < cache.min_prefix_tokens:
@@ -47,7 +47,7 @@ def put(cache: PrefixCache, domain: Domain, token_ids: "array[int]", first: int,
     root = cache.tree.make_root(domain)
     root.ref_count += 1  # making room may remove the last block of this domain
     node: Block = path[-1] if path else root
-    with _in_use(cache, path):  # what leads to the new blocks must not be discarded for them
+    with _in_use(cache, path):  # the ancestors of the new blocks must not be discarded for them
         while len(copies) < num_blocks and (end := node.end + cache.block_size) <= len(token_ids):
             if not cache.make_room_for_copy():
                 break
@@ -66,7 +66,7 @@ def put(cache: PrefixCache, domain: Domain, token_ids: "array[int]", first: int,
 @contextlib.contextmanager
 def _in_use(cache: PrefixCache, path: list[Block]) -> Iterator[None]:
     """Keeps the copies of a path, which may grow meanwhile, and makes them the last to be discarded: those at its
-    beginning last of all, since without them the others are of no use."""
+    beginning last of all, since the others are useless without them."""
     for block in path:
         block.ref_count += 1
     yield

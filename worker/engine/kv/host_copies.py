@@ -3,8 +3,8 @@
 A copy outlives the block's return to the device, so that evicting it again costs nothing. The scheduler limits how many
 blocks are copied in each direction before a step, since a step waits for them.
 
-Copies outlive the engine too, each with a label that says which block it is of (worker/engine/host_cache). So blocks
-may be copied as soon as they are complete, and not only when they have to leave the device.
+Copies outlive the engine too, each with a label that names its block (worker/engine/host_cache). So blocks may be
+copied as soon as they are complete, not only when they have to leave the device.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,16 +22,16 @@ class HostCopies:
         self._ops = ops
         self._copies = EvictionOrder(capacity)
         self._unlabelled: dict[Block, None] = {}
-        """Blocks whose copies were made since the labels were taken."""
+        """Blocks whose copies were made since the labels were last taken."""
         self._last_id = 0
         self._offloads_left = 0
         self._onloads_left = 0
         self.offloaded_blocks = 0
-        """Blocks that were copied to host memory, in all."""
+        """Blocks copied to host memory, in total."""
         self.onloaded_blocks = 0
-        """Blocks that were copied back, in all."""
+        """Blocks copied back, in total."""
         self.adopted_blocks = 0
-        """Copies that came from elsewhere, in all."""
+        """Copies that came from elsewhere, in total."""
 
     def __repr__(self) -> str:
         return f"<HostCopies {len(self)} of {self.capacity}>"
@@ -44,12 +44,12 @@ class HostCopies:
         return len(self._copies) >= self.capacity
 
     def __iter__(self) -> Iterator[Block]:
-        """All blocks with copies, the first to be discarded first."""
+        """All blocks with copies, in the order of discarding."""
         return iter(self._copies)
 
     @property
     def first(self) -> Block:
-        """The first block whose copy is to be discarded; there must be one."""
+        """The block whose copy is the next to be discarded; there must be one."""
         return self._copies.first
 
     @property
@@ -61,7 +61,7 @@ class HostCopies:
         return self._onloads_left > 0
 
     def set_limits(self, offloads: int, onloads: int) -> None:
-        """Sets how many blocks may be copied to and from host memory until this is called again."""
+        """Sets how many blocks may be copied to and from host memory until the next call."""
         self._offloads_left, self._onloads_left = offloads, onloads
 
     def offload(self, block: Block, lane: int) -> None:
@@ -78,8 +78,8 @@ class HostCopies:
         self._ops.offload(block.host_copy, lane, block.start, block.end)
 
     def adopt(self, block: Block) -> int:
-        """Notes a copy that comes from elsewhere, for which there must be room; returns its id. The runner gets its
-        content from whoever calls this, before any op can name the id."""
+        """Notes a copy that comes from elsewhere, for which there must be room; returns its id. The caller gives the
+        runner its content before any op can name the id."""
         assert block.host_copy is None, block
         assert not self.is_full, self
         self._last_id += 1
@@ -98,12 +98,12 @@ class HostCopies:
         self._ops.add(Onload(block.host_copy, lane, block.start, end))
 
     def touch(self, block: Block) -> None:
-        """Notes that a block has been used; does nothing for one without a copy."""
+        """Notes that a block has been used; does nothing for a block without a copy."""
         if block.host_copy is not None:
             self._copies.add(block)
 
     def demote(self, block: Block) -> None:
-        """Makes a block's copy the first to be discarded; does nothing for one without a copy."""
+        """Makes a block's copy the next to be discarded; does nothing for a block without one."""
         if block.host_copy is not None:
             self._copies.put_first(block)
 
@@ -115,14 +115,14 @@ class HostCopies:
         block.host_copy = None
 
     def recover(self, block: Block, copy_id: int) -> None:
-        """Takes a copy that an earlier engine has made of a block."""
+        """Adopts a block's copy that an earlier engine made."""
         assert block.host_copy is None, block
         block.host_copy = copy_id
         self._copies.add(block)
         self._last_id = max(self._last_id, copy_id)
 
     def take_labels(self) -> list[tuple[int, BlockLabel]]:
-        """Returns the ids and labels of the copies that were made since the last time, and are still wanted."""
+        """Returns the ids and labels of the copies made since the last call that are still wanted."""
         blocks, self._unlabelled = self._unlabelled, {}
         return [(block.host_copy, block.label()) for block in blocks if block.host_copy is not None]
 

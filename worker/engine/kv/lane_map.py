@@ -1,14 +1,14 @@
 """The lane map: which lanes of the device carry which blocks.
 
-A lane carries a whole path of the prefix tree from its root, so whoever holds a block holds all before it. Running
-sequences have a lane each; an idle lane carries a cached path that no sequence may be using:
+A lane carries a whole path of the prefix tree from its root, so a lane with a block has all its ancestors. Each running
+sequence has a lane; an idle lane carries a cached path that no sequence may be using:
 
     root --- A --- B --- C --- D      lane 0, running:  A B C
                          |            lane 1, idle:     A B C D, ends at D
                          `--- E       lane 2, idle:     A B C E, ends at E
 
-An idle lane is kept for the sake of its last block alone: no other lane carries that one. Once another lane does, or
-the block is evicted, the lane ends earlier or is free; so no two idle lanes end at the same block.
+An idle lane is kept only for its last block, which no other lane carries. Once another lane does, or the block is
+evicted, the lane ends earlier or is free; so no two idle lanes end at the same block.
 """
 
 from collections import Counter
@@ -53,24 +53,24 @@ class LaneMap:
         return self._free.pop()
 
     def add(self, lane: int, block: Block) -> None:
-        """Notes that a lane carries a block, behind all that it carries already."""
+        """Notes that a lane carries a block, after all that it already carries."""
         self.num_resident += not block.lanes  # the first lane makes it resident
         block.lanes |= 1 << lane
 
     def retire(self, lane: int, path: list[Block], partial: Block | None) -> None:
-        """Makes a sequence's lane idle, or frees it where another lane carries all of it.
+        """Makes a sequence's lane idle, or frees it if another lane carries all of it.
 
-        `path` are the sequence's shared blocks, `partial` the block behind them that has just been cached."""
+        `path` holds the sequence's shared blocks, `partial` the block after them that has just been cached."""
         last = partial or (path[-1] if path else None)
         if last is None or last.lanes != 1 << lane:
             self._free_lane(lane, path)
             return
         self._end_at(lane, last)
-        if partial is None:  # else the lane holds nothing behind its last block
+        if partial is None:  # else the lane holds nothing after its last block
             self._ops.truncate(lane, last.end)
 
     def remove_end(self, block: Block) -> None:
-        """Removes the last block of an idle lane, which then ends at the block before or is free."""
+        """Removes the last block of an idle lane, which then ends at the previous block or is free."""
         lane, parent = block.end_lane, block.parent
         assert lane is not None, block
         assert parent is not None, block
@@ -84,7 +84,7 @@ class LaneMap:
             self._free_lane(lane, parent.path())
 
     def free_ending_at(self, block: Block) -> None:
-        """Frees the idle lane that ends at a block, if there is one: from now on another lane carries the block too."""
+        """Frees the idle lane that ends at a block, if any: another lane now carries the block too."""
         if block.end_lane is not None:
             lane, block.end_lane = block.end_lane, None
             del self._ends[lane]
@@ -98,7 +98,7 @@ class LaneMap:
             assert block in evictable, block
 
     def check_integrity(self, blocks: Iterable[Block], running: dict[int, list[Block]]) -> None:
-        """Asserts that the lanes each block has are those on whose paths it lies. `running` are the running lanes."""
+        """Asserts that each block's lanes are those on whose paths it lies. `running` are the running lanes."""
         lanes = Counter[Block]()
         for lane, path in running.items():
             lanes.update(dict.fromkeys(path, 1 << lane))

@@ -4,17 +4,16 @@
     |-- fixed --|---------- replica A holds ----------|-- B holds --|-- free --|
                 |------ used ------|----- idle -------|
 
-A replica holds whole lanes, each of which has room for one sequence of any length. The lanes of its running sequences
-are its demand, together with those that it wants for sequences that wait. Idle lanes carry cached prefixes and are no
-demand.
+A replica holds whole lanes, each with room for one sequence of any length. Its demand is the lanes of its running
+sequences and those that it wants for waiting ones. Idle lanes carry cached prefixes and are not part of it.
 
-While all demands fit, each is met, and what is left stays where it is. Where they don't fit, lanes are dealt out: first
+While all demands fit, each is met, and what is left stays where it is. When they don't fit, lanes are dealt out: first
 one to every replica that has any demand, which is its minimum, since no request needs more than a lane; then each
-further one to the replica that has the fewest bytes with it. That is what a replica is *entitled* to. None grows beyond
-it then, and those that hold more give lanes back at their next step, idle ones first. A budget covers the minima of all
-its replicas, or the last one is refused; so a replica that wakes waits for a step of the others at most.
+further one to the replica that has the fewest bytes with it. That is what a replica is *entitled* to. None then grows
+beyond it, and those that hold more give lanes back at their next step, idle ones first. A budget covers the minima of
+all its replicas, or the last one is refused; so a replica that wakes waits for at most one step of the others.
 
-Memory that can't be lent is *fixed*: it counts in full from the moment when it is reserved.
+Memory that can't be lent is *fixed*: it counts in full from the moment it is reserved.
 """
 
 import functools
@@ -24,16 +23,16 @@ from typing import NamedTuple
 
 
 class OvercommitError(ValueError):
-    """The budget is too small for one more replica. The message says who has taken it."""
+    """The budget is too small for one more replica. The message says which replicas use it."""
 
 
 class KvUsage(NamedTuple):
-    """The part of a pool that one replica has."""
+    """One replica's part of a pool."""
 
     budget_bytes: int
     held_bytes: int
     share_bytes: int
-    """The bytes that it would hold if every replica wanted all it can get; what it holds beyond these is borrowed."""
+    """The bytes that it would hold if every replica wanted as much as it can get; anything beyond that is borrowed."""
     cap_bytes: int
     """The most bytes that it may ever hold."""
     attainable_lanes: int
@@ -50,9 +49,9 @@ class _Borrower:
         self.held = 0
         """Lanes that it may use, or has not given back yet."""
         self.used = self.idle = self.wanted = 0
-        """Lanes, as it said last."""
+        """Lanes, as last reported."""
         self.is_woken = False
-        """Whether it was told to ask again and has not done so yet."""
+        """Whether it has been told to ask again and has not done so yet."""
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.held} lanes, {self.used} used, {self.wanted} wanted>"
@@ -82,12 +81,12 @@ class KvLedger:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that are held or reserved: more than the budget only until others have given back."""
+        """The bytes held or reserved; they exceed the budget only until others have given lanes back."""
         return self._fixed_bytes + sum(one.held_bytes for one in self._borrowers.values())
 
     @property
     def is_overdrawn(self) -> bool:
-        """Whether something is reserved that others still hold."""
+        """Whether reserved memory is still held by others."""
         return self.held_bytes > self.budget_bytes
 
     def join(self, name: str, lane_bytes: int, max_lanes: int) -> int:
@@ -100,7 +99,7 @@ class KvLedger:
         return self._last_number
 
     def reserve(self, name: str, num_bytes: int) -> int:
-        """Adds a replica with fixed memory, which is there once the ledger is no longer overdrawn. Raises
+        """Adds a replica with fixed memory, which is available once the ledger is no longer overdrawn. Raises
         OvercommitError."""
         self._require_room(name, num_bytes)
         self._last_number += 1
@@ -108,18 +107,18 @@ class KvLedger:
         return self._last_number
 
     def resize(self, number: int, num_bytes: int) -> None:
-        """Corrects what a replica has reserved to what it has taken."""
+        """Corrects a replica's reservation to what it has actually taken."""
         self._fixed[number] = (self._fixed[number][0], num_bytes)
 
     def leave(self, number: int) -> None:
-        """Removes a replica, whose memory is free."""
+        """Removes a replica and frees its memory."""
         self._fixed.pop(number, None)
         self._borrowers.pop(number, None)
 
     def request(self, number: int, used: int, idle: int, wanted: int) -> int:
         """Notes a replica's lanes and how many more it wants; returns how many it may hold until it asks again.
 
-        If these are fewer than it holds, it empties others and says so with `give_back`."""
+        If these are fewer than it holds, it empties the others and reports that with `give_back`."""
         one = self._borrowers[number]
         one.used, one.idle, one.wanted, one.is_woken = used, idle, wanted, False
         allowed = self._allowed()[number]
@@ -127,14 +126,14 @@ class KvLedger:
         return allowed
 
     def give_back(self, number: int, lanes: int) -> None:
-        """Notes that a replica holds only this many lanes, and that the memory of all others is free."""
+        """Notes that a replica holds only this many lanes, and that its other lanes' memory is free."""
         one = self._borrowers[number]
         assert lanes <= one.held, (lanes, one)
         one.held = lanes
 
     def take_woken(self, caller: int) -> list[int]:
-        """Returns the replicas, other than the caller, that should ask again: they may hold more lanes now, or have to
-        give some back. Each is returned once until it has asked."""
+        """Returns the replicas, other than the caller, that should ask again: they may now hold more lanes, or have to
+        give some back. Each is returned only once until it has asked."""
         woken = []
         for number, allowed in self._allowed().items():
             one = self._borrowers[number]
@@ -176,7 +175,7 @@ class KvLedger:
         return self.budget_bytes - self._fixed_bytes
 
     def _require_room(self, name: str, num_bytes: int) -> None:
-        """Raises OvercommitError unless there is room beside what all others keep in any case."""
+        """Raises OvercommitError unless there is room beside the minima of all others."""
         left = self._lendable_bytes - self._minima_bytes
         if num_bytes <= left:
             return
@@ -192,13 +191,14 @@ class KvLedger:
         return {number: one.demand for number, one in self._borrowers.items()}
 
     def _dealt(self, demands: Mapping[int, int]) -> dict[int, int]:
-        """Returns the lanes that each replica is entitled to if these are all demands."""
+        """Returns the lanes that each replica is entitled to, given these demands."""
         lane_bytes = tuple(one.lane_bytes for one in self._borrowers.values())
         lanes = _deal(self._lendable_bytes, lane_bytes, tuple(demands[number] for number in self._borrowers))
         return dict(zip(self._borrowers, lanes, strict=True))
 
     def _allowed(self) -> dict[int, int]:
-        """Returns the lanes that each replica may hold: those that it is entitled to, and others that none claims."""
+        """Returns the lanes that each replica may hold: those that it is entitled to, and any that no replica
+        claims."""
         entitled = self._dealt(self._demands())
         free = max(0, self.budget_bytes - self.held_bytes)
         claims = {number: max(one.held, entitled[number]) * one.lane_bytes for number, one in self._borrowers.items()}
@@ -206,7 +206,7 @@ class KvLedger:
         allowed = {}
         for number, one in self._borrowers.items():
             asked = min(one.max_lanes, one.used + one.idle + one.wanted)
-            # whatever it is entitled to, it grows only by what is free now
+            # regardless of its entitlement, it grows only by what is free now
             within_reach = one.held + free // one.lane_bytes
             granted = max(entitled[number], (unclaimed + claims[number]) // one.lane_bytes)
             allowed[number] = min(asked, within_reach, granted)
@@ -215,7 +215,7 @@ class KvLedger:
 
 @functools.lru_cache(maxsize=256)  # most steps change no demand
 def _deal(num_bytes: int, lane_bytes: tuple[int, ...], demands: tuple[int, ...]) -> tuple[int, ...]:
-    """Deals lanes out to replicas, of which each has a size of lane and a demand."""
+    """Deals out lanes to replicas, each with its lane size and its demand."""
     if sum(size * demand for size, demand in zip(lane_bytes, demands, strict=True)) <= num_bytes:
         return demands
     dealt = [min(1, demand) for demand in demands]

@@ -13,7 +13,7 @@ class Share(NamedTuple):
 
 
 class Truncate(NamedTuple):
-    """A lane drops its tokens from `start` on, or only those up to `end` where that is given."""
+    """A lane drops its tokens from `start` on, or only those up to `end` if given."""
 
     lane: int
     start: int = 0
@@ -30,7 +30,7 @@ class Offload(NamedTuple):
 
 
 class Onload(NamedTuple):
-    """A lane gets the tokens `start` to `end` from a copy, which may hold more than these."""
+    """A lane gets the tokens `start` to `end` from a copy, which may hold more."""
 
     copy_id: int
     lane: int
@@ -53,20 +53,20 @@ class RestoreState(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """A copy in host memory is not needed any more."""
+    """A copy in host memory is no longer needed."""
 
     copy_id: int
 
 
 class Wipe(NamedTuple):
-    """All memory that no lane uses is overwritten: there may be non-finite numbers."""
+    """All memory that no lane uses is overwritten, since it may hold non-finite numbers."""
 
 
 KvOp = Share | Truncate | Offload | Onload | SaveState | RestoreState | Discard | Wipe
 
 
 class OpQueue:
-    """The ops of the next step. Truncations of one lane that follow each other become one."""
+    """The ops of the next step. Consecutive truncations of a lane become one."""
 
     def __init__(self) -> None:
         self._ops: list[KvOp] = []
@@ -78,7 +78,8 @@ class OpQueue:
         self._ops.append(op)
 
     def truncate(self, lane: int, start: int) -> None:
-        """Drops all of a lane's tokens from `start` on. A lane is only ever truncated further to the front."""
+        """Drops all of a lane's tokens from `start` on. Each truncation of a lane starts further to the front than the
+        last."""
         self._take_last_truncate(lane)
         self._ops.append(Truncate(lane, start))
 

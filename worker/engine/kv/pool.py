@@ -5,9 +5,9 @@
     |     used      |      evictable      |    free     |
                     |<-- reserved -->|
 
-A sequence starts if there is room for what it is expected to use, beside what the scheduler has reserved for those that
-run. Evictable blocks count as room: they go when it is needed. A reservation is an expectation and no limit; whoever
-needs more takes blocks as long as there are any.
+A sequence starts if there is room for what it is expected to use, beside what the scheduler has reserved for running
+ones. Evictable blocks count as room: they are evicted when needed. A reservation is an estimate, not a limit: a
+sequence may take more blocks while there are any.
 """
 
 from array import array
@@ -36,8 +36,8 @@ class BlockPool:
     """`total_blocks` of `block_size` tokens on the device, and copies of up to `host_blocks` in host memory.
 
     Sizes are in tokens unless they say blocks. `num_lanes` are the lanes that running and cached sequences share. The
-    pool only decides: the KV ops say what the lanes of the device have to do. With `checkpoint_sizes` sequences share
-    checkpoints, and no blocks. Prefixes of fewer than `min_prefix_tokens` are not cached."""
+    pool only decides: the KV ops tell the device's lanes what to do. With `checkpoint_sizes`, sequences share
+    checkpoints and no blocks. Prefixes of fewer than `min_prefix_tokens` are not cached."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class BlockPool:
     def can_allocate(
         self, domain: Domain | None, token_ids: "array[int]", num_tokens: int, reserved_blocks: int = 0
     ) -> bool:
-        """Whether there is room for `num_tokens` of a sequence beside blocks that are reserved for others."""
-        # Blocks that it would share need no room, but those that are evictable now would be in use then.
+        """Whether there is room for `num_tokens` of a sequence beside the blocks reserved for others."""
+        # Blocks that it would share need no room, but those that are evictable now would then be in use.
         shared = self.cache.tree.resident_path(domain, token_ids) if domain is not None else []
         pinned = sum(not block.ref_count for block in shared)
         needed = self.cache.num_blocks(num_tokens) - len(shared)
@@ -89,7 +89,7 @@ class BlockPool:
 
     def allocate(self, domain: Domain | None, *, is_new: bool = True, hint: CacheHint = NO_HINT) -> Allocation:
         """Gives a sequence a lane; without a domain it neither uses nor leaves cached blocks. A sequence is not new if
-        it was preempted, or goes on after its engine has died. What it leaves is kept as `hint` says."""
+        it was preempted, or continues after its engine has died. What it leaves is kept as `hint` says."""
         allocation: Allocation
         if self.checkpoints is not None:
             allocation = CheckpointedAllocation(self.cache, self.checkpoints, domain, hint)
@@ -105,7 +105,7 @@ class BlockPool:
         allocation.free(token_ids, num_computed)
 
     def retain_session(self, session: SessionKey, ttl_s: float) -> None:
-        """Keeps what a session has left for that long from now on; with 0, what it alone has used goes first."""
+        """Keeps what a session has left for `ttl_s` from now on; with 0, what it alone has used is evicted first."""
         holder = self.cache if self.checkpoints is None else self.checkpoints
         if ttl_s:
             holder.keep_session(session, ttl_s)
@@ -113,12 +113,12 @@ class BlockPool:
             holder.end_session(session)
 
     def expire(self, now: float) -> None:
-        """Keeps nothing any more whose time is over."""
+        """Releases what was to be kept until now."""
         self._retention.expire(now)
 
     @property
     def num_kept(self) -> int:
-        """Blocks, or checkpoints, that are kept because clients have asked for that."""
+        """Blocks, or checkpoints, kept at clients' request."""
         return len(self._retention)
 
     @property
@@ -126,49 +126,49 @@ class BlockPool:
         return self.cache.retention if self.checkpoints is None else self.checkpoints.retention
 
     def drop(self, allocation: Allocation, *, trusts_others: bool) -> None:
-        """Takes everything back from a sequence, of which nothing becomes cached. Unless what it has reused can be
-        trusted, that is dropped too, as far as no other sequence uses it."""
+        """Takes everything back from a sequence; nothing of it becomes cached. Unless `trusts_others`, what it has
+        reused is dropped too, if no other sequence uses it."""
         self._allocations.remove(allocation)
         allocation.drop(trusts_others=trusts_others)
 
     def clear(self) -> None:
-        """Drops everything that is cached and that no sequence uses."""
+        """Drops everything cached that no sequence uses."""
         self.cache.clear()
         if self.checkpoints is not None:
             self.checkpoints.clear()
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether copies are to be made although nothing runs."""
+        """Whether copies are to be made even though nothing runs."""
         return self.cache.has_unsaved if self.checkpoints is None else self.checkpoints.has_unsaved
 
     def take_labels(self) -> list[tuple[int, BlockLabel]]:
-        """Returns what the copies are of that the ops since the last time make, by their ids."""
+        """Returns the labels of the copies made by the ops since the last call, by copy id."""
         return self.cache.host.take_labels() if self.checkpoints is None else self.checkpoints.take_labels()
 
     def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
-        """Adopts copies of an earlier engine; returns the ids of those that are of no use, with the reason."""
+        """Adopts copies of an earlier engine; returns the ids of those that are useless, with the reason."""
         return self.cache.recover(copies) if self.checkpoints is None else self.checkpoints.recover(copies)
 
     def take_kv_events(self) -> KvEvents:
-        """Returns which cached blocks came and went since the last time, as far as routers are told."""
+        """Returns the cached blocks that came and went since the last call, as far as routers are told."""
         return self.cache.tree.take_events() if self.checkpoints is None else self.checkpoints.take_events()
 
     def export(
         self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int, *, is_last: bool = False
     ) -> tuple[int, list[int]]:
         """Returns how many blocks of a prefix are cached, and the copies of up to `max_blocks` from block `first` on.
-        Blocks without a copy get one, by ops that have to be applied before the copies are read. With the last, those
-        of the prefix become the first to be evicted."""
+        Blocks without a copy get one, by ops that must be applied before the copies are read. Once the last is
+        returned, the prefix's blocks become the first to be evicted."""
         return exchange.export(self.cache, domain, token_ids, first, max_blocks, is_last=is_last)
 
     def put(self, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int) -> list[int | None]:
-        """Adds blocks of a prefix, from block `first` on, as copies whose content the caller has. Returns the id of the
-        copy for each, None for a block that is known; the list ends early where there is no room or no block before."""
+        """Adds blocks of a prefix, from block `first` on, as copies whose content the caller has. Returns the id of
+        each copy, or None for a known block; the list ends early if there is no room or an earlier block is missing."""
         return exchange.put(self.cache, domain, token_ids, first, num_blocks) if self._can_share else []
 
     def check_counts(self) -> None:
-        """Asserts what counters and lanes say of each other, in time proportional to the number of lanes."""
+        """Asserts that counters and lanes agree, in time proportional to the number of lanes."""
         allocations = self._allocations
         lanes = {allocation.lane for allocation in allocations}
         assert len(lanes) == len(allocations)

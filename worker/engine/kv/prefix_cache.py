@@ -1,10 +1,10 @@
-"""The prefix cache: the device's blocks, what is kept of those that sequences have computed, and what goes first.
+"""The prefix cache: the device's blocks, which computed blocks are kept, and which are evicted first.
 
     total_blocks
     |-------------------------------------------------------|
     |  private  |  resident: used  |  evictable  |   free   |
 
-A block of the prefix tree is in one of three states; an `Allocation` uses and frees it, all else happens here:
+A block of the prefix tree is in one of three states; an `Allocation` uses and frees it, everything else happens here:
 
     used <---use, free---> evictable     lanes of the device carry both: they are resident
      ^                        |
@@ -18,8 +18,8 @@ A block of the prefix tree is in one of three states; an `Allocation` uses and f
 
 A resident block may keep a copy from an earlier stay, so that evicting it again costs nothing.
 
-Blocks go in their eviction order. Sequences free their blocks deepest first, so no lane goes on behind the first of the
-order: it is the last block of an idle lane, and evicting it shortens the lane by one block.
+Blocks are evicted in eviction order. Sequences free their blocks deepest first, so no lane continues past the first
+block of the order: it is the last block of an idle lane, and evicting it shortens the lane by one block.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from tokenbus.worker.engine.kv.prefix_tree import Block, BlockLabel, PrefixTree,
 from tokenbus.worker.engine.kv.retention import DEFAULT_LIMITS, Retention, RetentionLimits, SessionKey
 
 _MAX_PASSED_OVER = 64
-"""Copies of blocks in use that are passed over in the search for one to discard."""
+"""The most copies of blocks in use that are skipped in the search for one to discard."""
 
 
 class PrefixCache:
@@ -57,9 +57,9 @@ class PrefixCache:
         self.total_blocks = total_blocks
         self.block_size = block_size
         self.min_prefix_tokens = min_prefix_tokens
-        """Sequences with fewer computed tokens leave nothing."""
+        """Sequences with fewer computed tokens leave nothing cached."""
         self.num_private = 0
-        """Blocks of sequences that the tree does not know."""
+        """Blocks of sequences that are not in the tree."""
         self.ops = OpQueue()
         self.tree = PrefixTree(block_size, fingerprint)
         self.lanes = LaneMap(num_lanes, self.ops)
@@ -71,9 +71,9 @@ class PrefixCache:
         )
         self._writes_through = writes_through and host_blocks > 0
         self._unsaved: dict[Block, None] = {}
-        """Full resident blocks that are to be copied to host memory although they need not leave the device."""
+        """Full resident blocks to be copied to host memory although they need not leave the device."""
         self.evicted_blocks = 0
-        """Blocks that had to leave the device, in all."""
+        """Blocks that had to leave the device, in total."""
 
     def __repr__(self) -> str:
         used = f"{self.used_blocks} used, {self.evictable_blocks} evictable"
@@ -97,7 +97,7 @@ class PrefixCache:
         return -(-num_tokens // self.block_size)
 
     def make_room(self, count: int) -> bool:
-        """Evicts blocks until `count` are free; False, and no change, if there are too few that can be."""
+        """Evicts blocks until `count` are free; if too few can be evicted, changes nothing and returns False."""
         missing = count - self.free_blocks
         if missing > len(self._evictable):
             return False
@@ -110,7 +110,7 @@ class PrefixCache:
         return block.host_copy is not None and self.host.can_onload and self.free_blocks + len(self._evictable) > 0
 
     def insert(self, parent: Block, tokens: bytes, lane: int) -> Block:
-        """Adds a block that one lane has computed. Partial blocks whose tokens it begins with are of no more use."""
+        """Adds a block that one lane has computed. Partial blocks that it extends are removed."""
         for partial in parent.proper_prefixes(tokens):
             self.remove_partial(partial)
         block = self.tree.insert(parent, tokens)
@@ -120,18 +120,18 @@ class PrefixCache:
         return block
 
     def pin(self, block: Block) -> bool:
-        """Keeps a block from being evicted; says whether it could have been."""
+        """Keeps a block from being evicted; returns whether it could have been."""
         return self._evictable.remove(block)
 
     def make_evictable(self, block: Block) -> None:
-        """Makes a block that no sequence uses the last of its like to be evicted."""
+        """Makes a block that no sequence uses the last of its class to be evicted."""
         self._evictable.add(block)
         self.host.touch(block)
 
     def end_session(self, session: SessionKey) -> None:
         """Makes the blocks that a session alone has used the first to be evicted and discarded."""
         alone: set[Block] = set()
-        # deepest first: a block that leads to others' blocks has to stay as long as these
+        # deepest first: a block must stay as long as its descendants, which may be others'
         for block in sorted(self.retention.of_session(session), key=lambda block: -block.start):
             if not block.ref_count and alone.issuperset(block.children.values()):
                 alone.add(block)
@@ -146,8 +146,8 @@ class PrefixCache:
                 self.retention.keep(session[0], block.path(), ttl_s)
 
     def demote(self, path: Listing[Block]) -> None:
-        """Makes a conversation that goes on at another worker the first to be evicted and discarded: its blocks in the
-        path and behind it, but none that leads to other conversations too.
+        """Makes a conversation that continues at another worker the first to be evicted and discarded: its blocks in
+        the path and below it, but none that leads to other conversations too.
 
             path     |== A ==|== B ==|== C ==|
             behind                           '-- D --       B, C and D are demoted, deepest first
@@ -169,13 +169,13 @@ class PrefixCache:
         return self.lanes.has_free or self.lanes.num_idle > 0
 
     def take_lane(self) -> int:
-        """Takes an empty lane; where there is none, the idle lane with the first block to be evicted is emptied."""
+        """Takes an empty lane; if there is none, the idle lane with the next block to be evicted is emptied."""
         if not self.lanes.has_free:
             self.empty_idle_lane()
         return self.lanes.take()
 
     def empty_idle_lane(self) -> None:
-        """Empties the idle lane with the first block to be evicted; there must be one."""
+        """Empties the idle lane with the next block to be evicted; there must be one."""
         # That block ends an idle lane. Evicting the path up to where it joins another lane frees that lane.
         block, num_taken = self._evictable.first, self.lanes.num_taken
         while self.lanes.num_taken == num_taken:
@@ -185,13 +185,13 @@ class PrefixCache:
             block = parent
 
     def trim(self, max_evictable: int) -> None:
-        """Evicts the first blocks of the order, those beyond `max_evictable`, as far as there is time to copy them."""
+        """Evicts the first blocks of the order until `max_evictable` are left, as far as there is time to copy them."""
         while len(self._evictable) > max_evictable and (self.host.can_offload or not self.host.capacity):
             self._evict(self._evictable.first)
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether `write_through` would have something to copy."""
+        """Whether `write_through` would have anything to copy."""
         return bool(self._unsaved)
 
     def write_through(self) -> None:
@@ -203,9 +203,9 @@ class PrefixCache:
                 self.host.offload(block, block.any_lane)
 
     def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
-        """Takes over copies that an earlier engine has made, given by id and in the order in which they were made.
+        """Adopts copies that an earlier engine made, given by id and in the order in which they were made.
 
-        Returns the ids of those whose labels make no sense, with the reason: of these nothing is kept."""
+        Returns the ids of those whose labels make no sense, with the reason; these are not kept."""
         blocks: dict[int, Block] = {}
         by_digest: dict[bytes, Block] = {}
         rejected: dict[int, str] = {}
@@ -256,7 +256,7 @@ class PrefixCache:
         assert not used & set(self._evictable)
         assert {block for block in blocks if block.lanes} == used | set(self._evictable)
         gone: set[Block] = set()
-        for block in self._evictable:  # nothing behind a block stays longer than the block
+        for block in self._evictable:  # no block outlasts its ancestors
             assert all(not child.lanes or child in gone for child in block.children.values()), block
             gone.add(block)
         assert all(block.lanes for block in self._unsaved), self._unsaved
@@ -270,7 +270,7 @@ class PrefixCache:
             assert self.tree.is_full(block) or not block.children
 
     def _put_first(self, blocks: Iterable[Block]) -> None:
-        """Makes blocks the first to go, the last of them first of all."""
+        """Makes blocks the first to be evicted, the last of them first of all."""
         for block in blocks:
             self.retention.release(block)
             if block in self._evictable:
@@ -278,7 +278,7 @@ class PrefixCache:
             self.host.demote(block)
 
     def _requeue(self, block: Block) -> None:
-        """Puts a block where it belongs in the order, since it is kept from now on, or no longer."""
+        """Puts a block where it belongs in the order, now that it is kept, or no longer kept."""
         if block in self._evictable:
             self._evictable.add(block)
         self.host.touch(block)
@@ -304,7 +304,7 @@ class PrefixCache:
         self.lanes.remove_end(block)
 
     def remove_partial(self, partial: Block) -> None:
-        """Removes a partial block, of which nothing is left."""
+        """Removes a partial block that has neither lane nor copy."""
         if partial.host_copy is not None:
             self.host.discard(partial)
         if partial.lanes:
@@ -312,14 +312,14 @@ class PrefixCache:
         self._remove_from_tree(partial)
 
     def forget(self, block: Block) -> None:
-        """Removes a block that no sequence uses, and all behind it, from the device and from host memory."""
+        """Removes a block that no sequence uses, and its descendants, from the device and from host memory."""
         for one in (*block.descendants(), block):
             self.remove_partial(one)
 
     def make_room_for_copy(self) -> bool:
-        """Discards the first copy in the order of a block that no sequence uses; returns whether there is room.
+        """Discards the first copy, in order, of a block that no sequence uses; returns whether there is room.
 
-        The beginning of a long stream must not go for its end: without the one, the other can't be recovered."""
+        The beginning of a long stream must not be discarded for its end: without it, the end can't be recovered."""
         if self.host.capacity and self.host.is_full:
             for block in list(itertools.islice(self.host, _MAX_PASSED_OVER)):
                 if not block.ref_count:
@@ -329,14 +329,14 @@ class PrefixCache:
         return not self.host.is_full
 
     def _discard_copy(self, block: Block) -> None:
-        """Discards a copy, and a block of which nothing else is left with it."""
+        """Discards a copy, and its block if nothing else of it is left."""
         self.host.discard(block)
         if not block.lanes:
             self._remove(block)
 
     def _remove(self, block: Block) -> None:
-        """Removes a block of which nothing is left, and with it the copies behind it: nobody could reach them."""
-        for behind in block.descendants():  # all of them only copies: a resident block has resident ones before it
+        """Removes a block of which nothing is left, with the copies below it, which can't be reached any more."""
+        for behind in block.descendants():  # all of them only copies: a resident block has resident ancestors
             self.host.discard(behind)
             self._remove_from_tree(behind)
         self._remove_from_tree(block)

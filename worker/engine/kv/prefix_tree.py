@@ -1,11 +1,11 @@
-"""The prefix tree: which runs of tokens are known, each under the run before it (decision 0008).
+"""The prefix tree: which runs of tokens are known, each below the run before it (decision 0008).
 
     root of a domain --- block --- block --- block --- partial block
                                `-- block --- partial block
 
 A block holds `block_size` token ids; a partial block, which is always a leaf, fewer. A child is found by its tokens
 themselves, so no two prefixes can be mistaken for each other; the chained hash is only the block's name on the wire.
-The tree also notes which full blocks came and went, since that is what routers are told.
+The tree also notes which full blocks came and went, for routers.
 """
 
 import bisect
@@ -23,7 +23,7 @@ DIGEST_BYTES = 16
 
 
 class Domain(NamedTuple):
-    """The things that two sequences must have in common before they may share blocks, besides the model."""
+    """The things, besides the model, that two sequences must have in common to share blocks."""
 
     tenant: str = ""
     cache_salt: str = ""
@@ -31,7 +31,7 @@ class Domain(NamedTuple):
 
 
 class RootName(NamedTuple):
-    """Names a domain without telling its tenant or cache salt."""
+    """Names a domain without revealing its tenant or cache salt."""
 
     hash: int
     """The parent of the hashes of its first blocks."""
@@ -45,26 +45,26 @@ def root_name(domain: Domain, fingerprint: str) -> RootName:
 
 
 class StoredBlock(NamedTuple):
-    """The hash of a block that is known from now on, and that of the block before it."""
+    """The hash of a newly known block, and that of the block before it."""
 
     parent: int
     hash: int
 
 
 class BlockLabel(NamedTuple):
-    """Says which block a copy is of, to an engine that does not have the block: its tokens and all before them.
+    """Identifies the block of a copy to an engine that does not have the block: its tokens and all before them.
 
     Digests are cryptographic, unlike the hashes on the wire: no choice of prompts makes two blocks look alike."""
 
     root_hash: int
     root_digest: bytes
-    """A digest of the domain: a label does not tell tenants or cache salts."""
+    """A digest of the domain: a label does not reveal tenants or cache salts."""
     parent_digest: bytes
     """The digest of the block before, or of the root."""
     start: int
     tokens: bytes
     is_state: bool = False
-    """Whether it is a copy of the state behind its tokens, and not of their keys and values (checkpoints.py)."""
+    """Whether it is a copy of the state after its tokens, not of their keys and values (checkpoints.py)."""
 
 
 class KvEvents(NamedTuple):
@@ -116,13 +116,13 @@ class Block:
         self.host_copy: int | None = None
         """The id of its copy in host memory."""
         self.was_used = False
-        """A sequence that has it has ended, or lost its memory."""
+        """Whether a sequence that has it has ended, or lost its memory."""
         self.is_continued = False
-        """It is of a prompt that went on from a cached one."""
+        """Whether it belongs to a prompt that continued a cached one."""
         self.kept_until = 0.0
-        """The time until which it is kept, because a client has asked for that; 0 if it is not (retention.py)."""
+        """The time until which it is kept at a client's request; 0 if it is not (retention.py)."""
         self.owner: SessionKey | None = None
-        """The session that has used it; None while none has."""
+        """The session that has used it, or None."""
 
     def __repr__(self) -> str:
         copy = "" if self.host_copy is None else f", copy {self.host_copy}"
@@ -136,7 +136,7 @@ class Block:
 
     @property
     def digest(self) -> bytes:
-        """A digest of all tokens up to its end, and of the domain; computed when it is first wanted."""
+        """A digest of all tokens up to its end, and of the domain; computed when first needed."""
         for block in reversed(list(itertools.takewhile(lambda one: not one._digest, self.path()))):
             assert block.parent is not None
             block._digest = digest_of(block.parent._digest + block.tokens)
@@ -153,7 +153,7 @@ class Block:
     def longest_match(self, tokens: bytes) -> "tuple[Block, int] | None":
         """The child with the most leading tokens in common with `tokens`, and their number; None if there is none.
 
-        In the order of bytes, the longest common prefix is with one of the two neighbours."""
+        In byte order, the child with the longest common prefix is one of the two neighbours."""
         at = bisect.bisect_left(self._keys, tokens)
         found = [(num_common_tokens(key, tokens), key) for key in self._keys[max(0, at - 1) : at + 1]]
         most, key = max(found, default=(0, b""))
@@ -168,16 +168,16 @@ class Block:
         return [child for length in lengths if (child := self.children.get(tokens[:length])) is not None]
 
     def path(self) -> "Iterator[Block]":
-        """This block and all before it, deepest first, without the root."""
+        """This block and its ancestors, deepest first, without the root."""
         block = self
         while block.parent is not None:
             yield block
             block = block.parent
 
     def descendants(self) -> "Iterator[Block]":
-        """All blocks behind this one, deepest first."""
+        """All descendants, deepest first."""
         found = list(self.children.values())
-        for block in found:  # grows while it is read
+        for block in found:  # grows during the iteration
             found.extend(block.children.values())
         yield from reversed(found)
 
@@ -185,7 +185,7 @@ class Block:
 class Root(Block):
     """The node before the first block of a domain.
 
-    `domain` is None while it is only known by its hash and digest, from labels of an earlier engine's copies."""
+    `domain` is None while it is known only by its hash and digest, from labels of an earlier engine's copies."""
 
     __slots__ = ("domain",)
 
@@ -196,7 +196,7 @@ class Root(Block):
 
 
 class PrefixTree:
-    """All known blocks, by domain, and the events that routers have not been told yet."""
+    """All known blocks, by domain, and the events not yet reported to routers."""
 
     def __init__(self, block_size: int, fingerprint: str) -> None:
         self._block_size = block_size
@@ -212,7 +212,7 @@ class PrefixTree:
         return f"<PrefixTree of {len(self._roots)} domains>"
 
     def make_root(self, domain: Domain) -> Root:
-        """The root of a domain, made if there is none."""
+        """The root of a domain, created if necessary."""
         root = self._roots.get(domain)
         if root is None:
             name, digest = root_name(domain, self._fingerprint)
@@ -222,7 +222,7 @@ class PrefixTree:
         return root
 
     def recover_root(self, name: int, digest: bytes) -> Root:
-        """The root that labels name, made if there is none; `make_root` finds it by its domain."""
+        """The root that labels name, created if necessary; `make_root` finds it by its domain."""
         key = name, digest
         return self._recovered_roots.setdefault(key, Root(None, name, digest))
 
@@ -240,7 +240,7 @@ class PrefixTree:
     def known_path(self, domain: Domain, token_ids: "array[int]") -> list[Block]:
         """The full blocks with which a run of tokens begins, resident or not."""
         path: list[Block] = []
-        root = self.make_root(domain)  # there may be a recovered one
+        root = self.make_root(domain)  # there may be a recovered root
         block: Block | None = root
         while block is not None and (end := block.end + self._block_size) <= len(token_ids):
             block = block.children.get(block_hash.pack_token_ids(token_ids[block.end : end]))
@@ -259,7 +259,7 @@ class PrefixTree:
             self._roots.pop(root.domain, None)
 
     def insert(self, parent: Block, tokens: bytes) -> Block:
-        """Adds a block behind `parent`: a partial one if it has fewer tokens than a block."""
+        """Adds a block below `parent`: a partial one if it has fewer tokens than a block."""
         assert tokens not in parent.children, parent
         name = block_hash.next_hash(parent.hash, tokens) if len(tokens) == self._width else 0
         block = parent.children[tokens] = Block(parent, tokens, parent.end, name)
@@ -269,7 +269,7 @@ class PrefixTree:
         return block
 
     def remove(self, leaf: Block) -> None:
-        """Removes a block that has no children, and the root with its last block."""
+        """Removes a block that has no children; the root goes with its last block."""
         parent = leaf.parent
         assert parent is not None, leaf
         assert not leaf.children, leaf
@@ -282,7 +282,7 @@ class PrefixTree:
             self.prune(parent)
 
     def take_events(self) -> KvEvents:
-        """Returns the events since the last time."""
+        """Returns the events since the last call."""
         events = KvEvents(self._removed, list(self._stored.values()))
         self._removed, self._stored = [], {}
         return events

@@ -1,7 +1,7 @@
-"""Makes checkpoints again of the copies that an earlier engine has made of their KV and their states.
+"""Restores checkpoints from an earlier engine's copies of their KV and states.
 
-A copy names what it is of by digests: that of the checkpoint on which it stands, and its own tokens. Of use is a state
-whose KV is all there, from the beginning on, and KV on which such a state stands."""
+A copy's label identifies it by the digest of its base and its own tokens. A state is useful if all its KV is there,
+from the beginning on; KV is useful if such a state needs it."""
 
 from collections.abc import Sequence as Listing
 
@@ -10,7 +10,7 @@ from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, RootName
 
 
 class _Recovered:
-    """The checkpoints that were found so far, and their tokens."""
+    """The checkpoints found so far, and their tokens."""
 
     def __init__(self, *, has_kv: bool) -> None:
         self._has_kv = has_kv
@@ -19,7 +19,7 @@ class _Recovered:
         self._prefixes: set[tuple[RootName, bytes]] = set()
 
     def take(self, copy_id: int, label: BlockLabel) -> str:
-        """Takes a copy; returns why it can't be used, in a word, if it can't."""
+        """Takes a copy; if it can't be used, returns the reason in a word."""
         if label.is_state and self._has_kv:
             return self._take_state(copy_id, label)
         root = RootName(label.root_hash, label.root_digest)
@@ -54,8 +54,8 @@ class _Recovered:
 def recovered_checkpoints(
     copies: Listing[tuple[int, BlockLabel]], *, has_kv: bool
 ) -> tuple[list[tuple[Checkpoint, bytes]], dict[int, str]]:
-    """Returns the checkpoints that copies, given by their ids, are of, with all tokens of their prefixes, bases first
-    and none in a tree yet; and the ids of copies that are of no use, with the reason."""
+    """Returns the checkpoints of copies, given by their ids, with all tokens of their prefixes, bases first and none in
+    a tree yet; and the ids of useless copies, with the reason."""
     found = _Recovered(has_kv=has_kv)
     rejected: dict[int, str] = {}
     for copy_id, label in sorted(copies, key=lambda one: (one[1].is_state, one[1].start)):  # KV first, bases first

@@ -1,16 +1,16 @@
 """Retention: the cached prefixes that clients have asked to keep, and whose they are.
 
-Keeping changes only the order of eviction: what is kept goes last, and still goes if nothing else is left. So it never
-holds up a request. It is bounded, in the unit in which the cache counts (blocks, or bytes of checkpoints):
+Keeping changes only the order of eviction: kept prefixes go last, but they do go if nothing else is left. So keeping
+never delays a request. It is bounded, in the unit in which the cache counts (blocks, or bytes of checkpoints):
 
     capacity    |---- kept: at most a half ----|---------------- all else ----------------|
                 |-- a tenant's: its share --|
 
-What a tenant keeps beyond its share, and what all keep beyond the half, is released again: the longest unused first,
-and of a path its end.
+Whatever exceeds a tenant's share, or half the capacity for all, is released: the least recently used first, and each
+path from its end.
 
 A session is a name that a tenant's client gives to a conversation. Its own nodes are those that no other session and no
-request without a session has used; only these go first when the session ends.
+request without a session has used; only these are evicted first when the session ends.
 """
 
 from collections import Counter, OrderedDict
@@ -20,30 +20,31 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 _TOTAL_SHARE = 0.5
 _CHECK_INTERVAL_S = 1.0
 _SHARED = ("", "")
-"""Owns what several sessions have used, or requests without one. No session has this key, since tenants have names."""
+"""Owns what several sessions, or requests without a session, have used. No session has this key, since tenants have
+names."""
 
 SessionKey = tuple[str, str]
 """A tenant, and the name of one of its sessions."""
 
 
 class CacheHint(NamedTuple):
-    """The wishes of a request for what it leaves in the cache."""
+    """A request's preferences for what it leaves in the cache."""
 
     session: SessionKey | None = None
     ttl_s: float | None = None
-    """The time for which it is to be kept once the request has ended; 0: it goes first. None: no wish."""
+    """The time to keep it after the request has ended; 0: evicted first. None: no preference."""
 
 
 NO_HINT = CacheHint()
 
 
 class RetentionLimits(NamedTuple):
-    """The limits of what clients may keep."""
+    """The limits on what clients may keep."""
 
     tenant_share: float = 0.25
-    """The share of the cache that a tenant may keep; with 0 nobody keeps anything."""
+    """The share of the cache that a tenant may keep; 0 turns keeping off."""
     max_ttl_s: float = 86_400.0
-    """A longer time is cut to this."""
+    """Longer times are cut to this."""
 
 
 DEFAULT_LIMITS = RetentionLimits()
@@ -62,8 +63,8 @@ NodeT = TypeVar("NodeT", bound=CacheNode)
 class Retention(Generic[NodeT]):
     """The kept nodes of one cache, and the nodes of each session.
 
-    `size_of` says how much of `capacity` a node takes. `requeue` is called with a node whose place in the order of
-    eviction has changed."""
+    `size_of` says how much of `capacity` a node takes. `requeue` is called with a node whose place in the eviction
+    order has changed."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Retention(Generic[NodeT]):
         return len(self._tenants)
 
     def mark(self, nodes: Iterable[NodeT], session: SessionKey | None) -> None:
-        """Notes that a request of a session, or of none, has used nodes."""
+        """Notes that a request, of a session or of none, has used nodes."""
         owner = session or _SHARED
         for node in nodes:
             if node.owner == owner or node.owner == _SHARED:
@@ -105,11 +106,11 @@ class Retention(Generic[NodeT]):
                 self._owned.setdefault(node.owner, {})[node] = None
 
     def of_session(self, session: SessionKey) -> list[NodeT]:
-        """Returns the nodes of a session alone, in the order in which it has used them first."""
+        """Returns the nodes that only this session has used, in order of first use."""
         return list(self._owned.get(session, ()))
 
     def keep(self, tenant: str, path: Iterable[NodeT], ttl_s: float) -> None:
-        """Keeps the nodes of a path, the first to be released first, for that long from now on."""
+        """Keeps the nodes of a path, given in the order of release, for `ttl_s` from now on."""
         nodes = list(path)
         if not nodes or not self._max_of_tenant:
             return
@@ -131,7 +132,7 @@ class Retention(Generic[NodeT]):
             self._release_and_requeue(next(iter(self._kept[largest])))
 
     def release(self, node: NodeT) -> None:
-        """Ends the keeping of a node, which the caller gives a new place in the order; does nothing for any other."""
+        """Stops keeping a node, which the caller then reorders; does nothing for a node that is not kept."""
         tenant = self._tenants.pop(node, None)
         if tenant is None:
             return
@@ -147,7 +148,7 @@ class Retention(Generic[NodeT]):
         self._disown(node)
 
     def expire(self, now: float) -> None:
-        """Releases what was to be kept until now; looks at most once a second."""
+        """Releases what was to be kept until now; checks at most once a second."""
         self._now = now
         if now < self._check_at:
             return
@@ -158,7 +159,7 @@ class Retention(Generic[NodeT]):
         self._check_at = max(earliest, now + _CHECK_INTERVAL_S)
 
     def check_integrity(self, nodes: Iterable[NodeT]) -> None:
-        """Asserts that it holds exactly the nodes that say so, within its bounds."""
+        """Asserts that it holds exactly the nodes marked as kept, within its limits."""
         nodes = set(nodes)
         kept = {node: tenant for tenant, of_tenant in self._kept.items() for node in of_tenant}
         assert kept == self._tenants, kept
