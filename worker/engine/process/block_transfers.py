@@ -17,7 +17,7 @@ from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 
 
 class BlockTransfers:
-    """Serves the exports that wait for at most `budget_s` between two steps, so that no stream waits long for them."""
+    """Serves waiting exports for at most `budget_s` between two steps, so that no stream waits long for them."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class BlockTransfers:
         return bool(self._exports)
 
     def add(self, command: ipc.ExportBlocks) -> None:
-        """Adds an export for the next time between two steps."""
+        """Adds an export, to be served between two steps."""
         self._exports.append(command)
 
     def put(self, command: ipc.PutBlocks) -> None:
-        """Caches blocks at once, so that the sequence for which they came finds them. One that can't be used, and those
-        after it, are left out: what is missing is computed."""
+        """Caches blocks at once, so that the sequence they were fetched for finds them. A block that can't be used, and
+        those after it, are left out: what is missing is computed."""
         domain, token_ids = _unpack(command.prefix)
         blocks = self._usable(command)
         copies, kv_ops = self._scheduler.put_blocks(domain, token_ids, command.first, len(blocks))
@@ -66,7 +66,7 @@ class BlockTransfers:
         return command.blocks
 
     def step(self) -> None:
-        """Serves the exports that wait: one, and more until the budget is used. Raises DeviceError."""
+        """Serves waiting exports: at least one, and more until the budget is used up. Raises DeviceError."""
         began = time.monotonic()
         while self._exports:
             self._export(self._exports.popleft())

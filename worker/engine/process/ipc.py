@@ -1,4 +1,4 @@
-"""The messages between a frontend and its engine process: MessagePack behind a length, over a socket (decision 0002).
+"""The messages between a frontend and its engine process: length-prefixed MessagePack over a socket (decision 0002).
 
 Each replica has a socket of its own for commands and reports. The control socket of the process carries only
 `OpenReplica`, with the replica's socket beside it, `ReplicaClosed` and `ExitReason`.
@@ -32,34 +32,35 @@ class IpcMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Add(IpcMessage, frozen=True):
-    """Frontend to engine: compute a sequence, which fits the KV memory."""
+    """Frontend to engine: compute a sequence that fits the KV memory."""
 
     seq_no: int
     token_ids: bytes
     sampling: engine_request.Sampling
     domain: tuple[str, str] | None = None
-    """Tenant and cache salt; None for a sequence that neither uses nor leaves cache."""
+    """Tenant and cache salt; None for a sequence that neither uses nor leaves cached blocks."""
     priority: int = 0
     return_progress: bool = False
     num_sampled: int = 0
-    """The number of token ids, at the end, that an earlier engine has sampled already."""
+    """The number of token ids, at the end, that an earlier engine has already sampled."""
     isolated: bool = False
-    """An engine died in a step with this sequence, so it shares its steps with no other until it has a new token."""
+    """Whether an engine died in a step with this sequence, so that it runs alone until it has a new token."""
     constraint: engine_request.Constraint | None = None
     """Compiled before the sequence may start. The `ConstraintCompiled` has the same number."""
     tenant: str = ""
     """Tenants take turns where constraints are compiled."""
     adapters: tuple[block_hash.Adapter, ...] = ()
-    """The adapters with which it is computed, all of them loaded."""
+    """The adapters that it is computed with, all loaded."""
     session: str = ""
-    """The tenant's name for the conversation that it belongs to; empty if it has none."""
+    """The tenant's name for the conversation that it belongs to, or empty."""
     cache_ttl_s: float | None = None
-    """The time for which its prefix is to be kept once it has ended; 0: it goes first."""
+    """The time to keep its prefix after it has ended; 0: evicted first."""
     reasoning_limit: engine_request.ReasoningLimit | None = None
 
     @property
     def hint(self) -> CacheHint:
-        """The wish for what it leaves in the cache. To let that go, a sequence without a session has one of its own."""
+        """The preference for what it leaves in the cache. To have that evicted first, a sequence without a session gets
+        its own."""
         session = self.session or ("" if self.cache_ttl_s != 0 else f"\0{self.seq_no}")
         return CacheHint((self.tenant, session) if session else None, self.cache_ttl_s)
 
@@ -103,7 +104,7 @@ class ClearCache(IpcMessage, frozen=True):
 
 
 class RetainSession(IpcMessage, frozen=True):
-    """Frontend to engine: keep what a session has left in the cache for that long; with 0, it goes first."""
+    """Frontend to engine: keep what a session has left in the cache for `ttl_s`; with 0, evict it first."""
 
     tenant: str
     session: str
@@ -111,14 +112,14 @@ class RetainSession(IpcMessage, frozen=True):
 
 
 class LoadAdapter(IpcMessage, frozen=True):
-    """Frontend to engine: load an adapter while steps go on. The `AdapterResult` has the same call id."""
+    """Frontend to engine: load an adapter while steps continue. The `AdapterResult` has the same call id."""
 
     call_id: int
     path: str
 
 
 class UnloadAdapter(IpcMessage, frozen=True):
-    """Frontend to engine: reverse one `LoadAdapter`. Sequences that were added before keep the adapter."""
+    """Frontend to engine: reverse one `LoadAdapter`. Sequences added earlier keep the adapter."""
 
     digest: str
 
@@ -142,16 +143,16 @@ class PutBlocks(IpcMessage, frozen=True):
 
 
 class ReadMemory(IpcMessage, frozen=True):
-    """Frontend to engine: say how much memory of the devices is free, with a `MemoryRead`."""
+    """Frontend to engine: report the devices' free memory with a `MemoryRead`."""
 
 
 class OpenReplica(IpcMessage, frozen=True):
-    """Frontend to engine process, with a socket beside it: run a replica that is served over that socket."""
+    """Frontend to engine process, with a socket attached: run a replica that is served over that socket."""
 
     number: int
     settings: EngineSettings
     has_memory: bool = False
-    """Whether there is a file beside it too, for copies of blocks."""
+    """Whether a file for copies of blocks is attached too."""
 
 
 class ReplicaClosed(IpcMessage, frozen=True):
@@ -194,7 +195,7 @@ class LoadFailed(IpcMessage, frozen=True):
 
     message: str
     is_too_large: bool = False
-    """Whether there is too little memory for it."""
+    """Whether it failed for lack of memory."""
 
 
 class Ready(IpcMessage, frozen=True):
@@ -204,19 +205,19 @@ class Ready(IpcMessage, frozen=True):
     token_bytes: list[bytes]
     bundle: bytes | None
     recovery: RecoveredCopies = RecoveredCopies()
-    """The copies of an earlier engine that this one has found."""
+    """The copies found from an earlier engine."""
     stored: list[tuple[int, int]] = []
-    """The blocks that are cached from the start, as in a `StepReport`."""
+    """The blocks cached from the start, as in a `StepReport`."""
 
 
 class StepIsolated(IpcMessage, frozen=True):
-    """Engine to frontend: from now on the steps hold this sequence and no other, until it has a token."""
+    """Engine to frontend: from now on steps contain only this sequence, until it has a token."""
 
     seq_no: int
 
 
 class MemoryPoisoned(IpcMessage, frozen=True):
-    """Engine to frontend: non-finite numbers stay in its memory, and it ends. Only these sequences may have left
+    """Engine to frontend: non-finite numbers remain in its memory, and it ends. Only these sequences may have caused
     them."""
 
     seq_nos: list[int]
@@ -231,7 +232,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[engine_output.Logprob] = []
     """One for each token, if they were asked for."""
     cached_tokens: int | None = None
-    """With the first tokens, the number of the prompt's tokens that did not have to be computed."""
+    """With the first tokens, the number of prompt tokens that did not have to be computed."""
 
 
 class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
@@ -251,14 +252,14 @@ class StepKind(enum.StrEnum):
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True):
-    """The stats of a step, for the metrics; counts are since the step before."""
+    """The stats of a step, for the metrics; counts are since the previous step."""
 
     kind: StepKind
     seconds: float
     gap_s: float
-    """The time since the step before, if there was work all the while; else 0."""
+    """The time since the previous step, if there was work all along; else 0."""
     follower_tokens: int = 0
-    """Tokens that followed from sampled ones for certain."""
+    """Tokens that followed with certainty from sampled ones."""
     preemptions: int = 0
     restored_tokens: int = 0
     """Tokens that preempted sequences got back from the cache."""
@@ -266,68 +267,68 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that preempted sequences had to compute again."""
     evicted_blocks: int = 0
     offloaded_bytes: int = 0
-    """Keys and values that were copied to host memory."""
+    """Keys and values copied to host memory."""
     onloaded_bytes: int = 0
-    """Keys and values that were copied back."""
+    """Keys and values copied back."""
     saved_checkpoints: int = 0
     restored_checkpoints: int = 0
     evicted_checkpoints: int = 0
     poisoned_shares: int = 0
-    """Shares of sequences in steps of which nothing was kept, since their numbers were not finite."""
+    """Sequences' parts of steps that were discarded, since their numbers were not finite."""
     checkpoint_bytes: int = 0
     """The host memory that checkpoints take now."""
     logits: LogitsSummary | None = None
-    """A row of logits; about one in a second is summed up."""
+    """A row of logits; about one a second is summarized."""
     non_finite_logits: tuple[int, int, int] = (0, 0, 0)
-    """The logits that were seen to be NaN, infinity and, in rows with any of these, minus infinity."""
+    """The numbers of logits that were NaN, infinity and, in rows with any of these, minus infinity."""
 
 
 class KvPoolStats(msgspec.Struct, frozen=True, array_like=True):
-    """The part that a replica has of the KV memory which all of the process share, in bytes."""
+    """A replica's part of the KV memory that the process's replicas share, in bytes."""
 
     budget: int
     held: int
     share: int
-    """The part that it would hold if every replica wanted all it can get; what it holds beyond it is borrowed."""
+    """The part that it would hold if every replica wanted as much as it can get; anything beyond that is borrowed."""
     cap: int
     """The most that it may ever hold."""
     reclaimed_idle: int
-    """The memory of cached prefixes that it has given up for other replicas since the last report."""
+    """The memory of cached prefixes given up for other replicas since the last report."""
     reclaimed_used: int
-    """The memory of sequences that it has preempted for other replicas since the last report."""
+    """The memory of sequences preempted for other replicas since the last report."""
 
 
 class ConstraintStarted(IpcMessage, frozen=True):
-    """Engine to frontend: the engine process itself begins to compile the constraint of a sequence."""
+    """Engine to frontend: the engine process itself starts to compile a sequence's constraint."""
 
     seq_no: int
 
 
 class ConstraintCompiled(IpcMessage, frozen=True):
-    """Engine to frontend: the constraint of a sequence was compiled, or the sequence has ended because it can't be."""
+    """Engine to frontend: a sequence's constraint was compiled, or the sequence has ended because it can't be."""
 
     seq_no: int
     seconds: float
     problem: errors.Error | None = None
     is_too_costly: bool = False
-    """Whether the problem is the time or memory that it takes."""
+    """Whether the problem is the time or memory that compiling takes."""
 
 
 class StepReport(IpcMessage, frozen=True):
-    """Engine to frontend: the results of a step. `started` are sequences that got their first lane."""
+    """Engine to frontend: the results of a step. `started` lists the sequences that got their first lane."""
 
     started: list[int]
     outputs: list[SequenceOutput]
     load: messages.Load
     progress: list[PromptProgress] = []
     removed: list[int] = []
-    """The hashes of cached blocks that are gone."""
+    """The hashes of removed blocks."""
     stored: list[tuple[int, int]] = []
     """New cached blocks: the hash of the block before each, and its own."""
     stats: StepStats | None = None
-    """None where nothing was computed."""
+    """None if nothing was computed."""
     kv_pool: KvPoolStats | None = None
-    """None where it shares no KV memory."""
+    """None if it shares no KV memory."""
 
 
 class TokenizeCallResult(IpcMessage, frozen=True):
@@ -347,7 +348,8 @@ class AdapterResult(IpcMessage, frozen=True):
 
 
 class ExportedBlocks(IpcMessage, frozen=True):
-    """Engine to frontend: the answer to an `ExportBlocks`. `num_cached` are the blocks of the prefix that it has."""
+    """Engine to frontend: the answer to an `ExportBlocks`. `num_cached` is the number of the prefix's blocks that it
+    has."""
 
     call_id: int
     num_cached: int
@@ -355,7 +357,7 @@ class ExportedBlocks(IpcMessage, frozen=True):
 
 
 class BlocksRefused(IpcMessage, frozen=True):
-    """Engine to frontend: blocks of another worker were not cached, since one of them can't be used."""
+    """Engine to frontend: blocks from another worker were not cached, since one of them can't be used."""
 
     num_blocks: int
 
@@ -367,7 +369,7 @@ class MemoryRead(IpcMessage, frozen=True):
 
 
 class PoolingBatch(IpcMessage, frozen=True):
-    """Engine to frontend: inputs of these calls are computed from now on, and no step; without any, no longer."""
+    """Engine to frontend: from now on inputs of these calls are computed, and no step; without calls, steps resume."""
 
     call_ids: list[int]
 
@@ -421,7 +423,7 @@ class FrameDecoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yields the bodies that are complete now. Raises ValueError when the stream is corrupt."""
+        """Yields the bodies that are now complete. Raises ValueError if the stream is corrupt."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
@@ -443,12 +445,12 @@ def receive(sock: socket.socket) -> Iterator[bytes]:
 
 
 def receive_with_sockets(sock: socket.socket) -> Iterator[tuple[OpenReplica, socket.socket, int | None]]:
-    """Yields `OpenReplica` messages with the socket and the file beside each, from a blocking socket until its other
+    """Yields `OpenReplica` messages with the socket and file attached to each, from a blocking socket until its other
     end closes."""
     decoder = FrameDecoder()
     received: deque[int] = deque()
     while True:
-        # Descriptors arrive with the first byte of their message, which may come in pieces; all keep their order.
+        # Descriptors arrive with the first byte of their message, which may come in pieces; order is preserved.
         data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, _MAX_DESCRIPTORS_AT_ONCE)
         if not data:
             return
@@ -462,5 +464,5 @@ def receive_with_sockets(sock: socket.socket) -> Iterator[tuple[OpenReplica, soc
 def _receive(sock: socket.socket) -> bytes:
     try:
         return sock.recv(1 << 16)
-    except OSError:  # it was closed, there or here
+    except OSError:  # closed at either end
         return b""

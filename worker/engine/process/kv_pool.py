@@ -1,6 +1,6 @@
 """The KV pool of an engine process: one budget of memory for the keys and values of all its replicas.
 
-A replica's step loop asks before each step how many lanes it may hold, and says after the step's KV ops how many it
+A replica's step loop asks before each step how many lanes it may hold, and reports after the step's KV ops how many it
 holds. A replica that has nothing to compute is woken when it may hold more lanes, or has to give some back.
 """
 
@@ -16,11 +16,11 @@ from tokenbus.worker.engine.kv.ledger import KvLedger, KvUsage, OvercommitError
 from tokenbus.worker.files.model_files import source_name
 
 _RECLAIM_S = 60.0
-"""The time for which fixed memory waits until other replicas have given theirs back: many of their steps."""
+"""Fixed memory waits this long for other replicas to give theirs back: many of their steps."""
 
 
 class KvPool:
-    """Safe to use from any thread. Its budget is that of the first replica: a worker has one budget for all."""
+    """Safe to use from any thread. Its budget is the first replica's: a worker has one budget for all."""
 
     def __init__(self, reclaim_s: float = _RECLAIM_S) -> None:
         self._reclaim_s = reclaim_s
@@ -81,7 +81,7 @@ class KvPool:
 
     @contextlib.contextmanager
     def turn(self, number: int) -> Iterator[KvLedger]:
-        """Lets a replica change the ledger, and then wakes the others that are concerned."""
+        """Lets a replica change the ledger, and then wakes the others that are affected."""
         with self._changed:
             assert self._ledger is not None
             yield self._ledger
@@ -109,7 +109,7 @@ class FixedKv:
         return f"<FixedKv {self._number} in {self._pool!r}>"
 
     def resize(self, num_bytes: int) -> None:
-        """Corrects what was reserved to what the loaded model has taken."""
+        """Corrects the reservation to what the loaded model has taken."""
         with self._pool.turn(self._number) as ledger:
             ledger.resize(self._number, num_bytes)
 
@@ -118,7 +118,7 @@ class FixedKv:
 
 
 class KvShare:
-    """The lanes that a replica has of a pool."""
+    """A replica's lanes in a pool."""
 
     def __init__(self, pool: KvPool, number: int, lender: LaneLender) -> None:
         self._pool = pool
@@ -129,12 +129,12 @@ class KvShare:
         return f"<KvShare {self._number} of {self._pool!r}>"
 
     def request(self, used: int, idle: int, wanted: int) -> int:
-        """Says which lanes the replica holds and how many more it wants; returns how many it may hold."""
+        """Reports how many lanes the replica holds and how many more it wants; returns how many it may hold."""
         with self._pool.turn(self._number) as ledger:
             return ledger.request(self._number, used, idle, wanted)
 
     def give_back(self, lanes: int) -> None:
-        """Frees the memory of all lanes but these, which the replica holds, and says so."""
+        """Frees the memory of all lanes but these, which the replica holds, and reports that."""
         self._lender.release_lanes()
         with self._pool.turn(self._number) as ledger:
             ledger.give_back(self._number, lanes)

@@ -38,14 +38,14 @@ from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Seque
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget, TransferBudget
 
 _MATCHER_POLL_S = 0.01
-"""The time for which a loop with nothing else to compute waits for a constraint before it looks for commands again."""
+"""A loop with nothing else to compute waits this long for a constraint before it checks for commands again."""
 
 _EXPORT_S = 0.005
-"""The time between two steps for blocks that other workers fetch; at least one request for some is served."""
+"""The time between two steps for blocks that other workers fetch; at least one such request is served."""
 
 
 class LanesChanged(NamedTuple):
-    """The KV pool may lend other lanes than it said."""
+    """The number of lanes that the KV pool lends may have changed."""
 
 
 Inbox = queue.SimpleQueue[
@@ -70,7 +70,8 @@ Inbox = queue.SimpleQueue[
 class StepLoop:
     """Runs sequences on a runner. `report` is called on the loop's thread with the results of each step.
 
-    With `debug` the loop checks every cached block whenever it has nothing to do; without, only counters and lanes."""
+    With `debug` the loop checks every cached block whenever it has nothing to do; without it, only counters and
+    lanes."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class StepLoop:
         if self._copies is not None:
             self._copies.reject(self._scheduler.recover(self._copies.recovered))
         self._check_when_idle = self._scheduler.check_integrity if debug else self._scheduler.check_counts
-        # Each running sequence may decode a token beside the prompts.
+        # Each running sequence may decode a token alongside the prompts.
         most = runner.config.max_num_batched_tokens - runner.config.max_num_seqs
         self._step_budget = StepBudget(step_target_s, min_tokens=min(32, most), max_tokens=most)
         self._transfer_budget = TransferBudget(step_target_s / 10)
@@ -108,18 +109,18 @@ class StepLoop:
             StepBudget(step_target_s, min_tokens=min(32, most), max_tokens=most),
         )
         self._had_prompts = False
-        """Whether the last step computed prompts. They and inputs to pool take turns."""
+        """Whether the last step computed prompts, which take turns with inputs to pool."""
         self._compilation = Compilation(
             lambda: ModelTokens(runner.token_bytes, runner.end_token_ids, runner.encode),
             2 * runner.config.max_num_seqs,
             inbox.put,
         )
         self._compiling: dict[int, ipc.Add] = {}
-        """Sequences whose constraints are being compiled, or wait for it."""
+        """Sequences whose constraints are being compiled, or wait to be."""
         self._unloading: list[str] = []
         """Adapters to unload once no sequence uses them."""
         self._watched: dict[int, Sequence] = {}
-        """Sequences whose clients want to know how far the prompt is computed."""
+        """Sequences whose clients want their prompts' progress."""
         self._step_gate = step_gate or StepGate()
         self._isolated: Sequence | None = None
         """The sequence for which this loop has closed the step gate."""
@@ -129,7 +130,7 @@ class StepLoop:
         return f"<StepLoop {self._scheduler!r}>"
 
     def take_recovered(self) -> list[tuple[int, int]]:
-        """Returns the cached blocks that it begins with, as a `StepReport` says what is stored."""
+        """Returns the blocks cached from the start, in the form of a `StepReport`."""
         return [(new.parent, new.hash) for new in self._scheduler.take_kv_events().stored]
 
     def run(self) -> None:
@@ -161,9 +162,9 @@ class StepLoop:
             self._isolate(None)
 
     def _take_commands(self) -> list[StepResult] | None:
-        """Carries out all commands there are, and waits for one while there is nothing else to do.
+        """Carries out all pending commands, and waits for one while there is nothing else to do.
 
-        Returns the results of aborts, or None when the loop is to end."""
+        Returns the results of aborts, or None if the loop should end."""
         results: list[StepResult] = []
         while not self._inbox.empty() or not (results or self._has_work):
             if self._inbox.empty():
@@ -221,14 +222,14 @@ class StepLoop:
         self._scheduler.borrowed_lanes.ask_again()
 
     def _clear_cache(self) -> None:
-        """Drops what no sequence uses, and leaves nothing of it in host memory."""
+        """Drops everything that no sequence uses, in host memory too."""
         self._runner.apply(self._scheduler.clear_cache())
         if self._copies is not None:
             self._copies.zero()
         self._report_results([], None)
 
     def _unload_adapters(self) -> None:
-        """Unloads the adapters that are not wanted any more and that no sequence uses."""
+        """Unloads the adapters that are no longer wanted and that no sequence uses."""
         if not self._unloading:
             return
         sets = [one.adapters for one in self._scheduler.sequences] + [one.adapters for one in self._compiling.values()]
@@ -239,7 +240,7 @@ class StepLoop:
             self._unloading.remove(digest)
 
     def _compile_constraint(self, command: ipc.Add) -> None:
-        """Has the constraint of a sequence compiled, which comes back as a command."""
+        """Starts compiling a sequence's constraint; the result comes back as a command."""
         assert command.constraint is not None
         token_ids = block_hash.unpack_token_ids(command.token_ids)
         sampled = token_ids[len(token_ids) - command.num_sampled :]
@@ -248,7 +249,7 @@ class StepLoop:
         self._compilation.submit(job, is_suspect=command.isolated)
 
     def _add_constrained(self, compiled: CompiledConstraint) -> None:
-        """Reports that a constraint was compiled, and gives its sequence to the scheduler if it could be."""
+        """Reports that a constraint was compiled, and if so, gives its sequence to the scheduler."""
         seq_no, seconds, result = compiled
         command = self._compiling.pop(seq_no, None)
         if command is None:  # it was aborted meanwhile
@@ -262,7 +263,7 @@ class StepLoop:
         self._add_sequence(command, result)
 
     def _add_sequence(self, command: ipc.Add, matcher: SequenceMatcher | None) -> None:
-        """Gives a sequence to the scheduler; one that can't be made ends, and nothing has changed for the others."""
+        """Gives a sequence to the scheduler; one that can't be created ends, without affecting the others."""
         token_ids = array("I")
         try:
             token_ids.frombytes(command.token_ids)
@@ -283,7 +284,7 @@ class StepLoop:
                 reasoning_budget=self._reasoning_budget(command),
             )
             self._scheduler.add(sequence)
-        except Exception:  # outermost frame of a sequence: it ends, and not the engine
+        except Exception:  # outermost frame of a sequence: it ends, the engine does not
             self._log.exception("sequence_failed", seq_no=command.seq_no)
             if matcher is not None:
                 matcher.close()
@@ -293,7 +294,7 @@ class StepLoop:
             self._watched[sequence.seq_no] = sequence
 
     def _reasoning_budget(self, command: ipc.Add) -> ReasoningBudget | None:
-        """Returns the budget of a sequence behind the tokens that it has."""
+        """Returns a sequence's budget, given the tokens that it already has."""
         closer = self._runner.reasoning_closer
         if command.reasoning_limit is None or closer is None:
             return None
@@ -304,7 +305,7 @@ class StepLoop:
         return budget
 
     def _wait_for_matchers(self) -> None:
-        """Takes what matchers in other processes have found; waits for one only if there is nothing to compute."""
+        """Takes the results of matchers in other processes; waits for one only if there is nothing to compute."""
         matchers = [one.matcher for one in self._scheduler.running if one.matcher is not None and not one.is_ready]
         for matcher in matchers:
             matcher.wait(0)
@@ -326,7 +327,7 @@ class StepLoop:
         """Reports which sequences start, gives them to the runner, and applies the plan's KV ops.
 
         Returns the results of those that the runner could not take."""
-        if plan.started:  # reported before anything is done with them, so that a crash is known to be theirs
+        if plan.started:  # reported before anything is done with them, so that a crash can be attributed to them
             started = [sequence.seq_no for sequence in plan.started]
             self._report(ipc.StepReport(started, [], self._scheduler.load()))
         for one in plan.preempted:
@@ -347,13 +348,13 @@ class StepLoop:
             self._runner.add_sequence(sequence.seq_no, sequence.sampling)
         except DeviceError:
             raise
-        except Exception:  # outermost frame of a sequence: it ends, and not the engine
+        except Exception:  # outermost frame of a sequence: it ends, the engine does not
             self._log.exception("sequence_failed", seq_no=sequence.seq_no)
             return False
         return True
 
     def _isolate(self, sequence: Sequence | None) -> None:
-        """Reserves the device for one sequence, and reports so before its first step; None opens it for all again."""
+        """Reserves the device for one sequence, and reports that before its first step; None opens it to all again."""
         if sequence is self._isolated:
             return
         if self._isolated is None:
@@ -375,7 +376,7 @@ class StepLoop:
         outcomes = self._runner.step(plan)
         ended = time.monotonic()
         is_whole = not any(isinstance(one, Undone) for one in outcomes)
-        if is_whole:  # the time of others says nothing of how long so many tokens take
+        if is_whole:  # other steps' times say nothing about this many tokens
             self._step_budget.observe(plan.num_tokens, ended - began)
         seen = SeenLogits() if self._runner.logits is None else self._runner.logits.take()
         if not is_whole:
@@ -407,7 +408,7 @@ class StepLoop:
                 self._runner.remove_sequence(sequence.seq_no)
                 if sequence.matcher is not None:
                     sequence.matcher.close()
-            was_watched = self._watched.pop(sequence.seq_no, None) is not None  # with its first token a prompt is done
+            was_watched = self._watched.pop(sequence.seq_no, None) is not None  # a prompt is done with its first token
             if sampled is None:
                 outputs.append(ipc.SequenceOutput(sequence.seq_no, [], finish_reason))
                 continue

@@ -31,17 +31,17 @@ from tokenbus.worker.engine.process.kv_pool import FixedKv, KvPool, KvShare
 from tokenbus.worker.engine.process.step_gate import StepGate
 
 EXIT_DEVICE_FAILED = 3
-"""The exit status that tells the frontend that the device is at fault, and not a model."""
+"""The exit status that tells the frontend that the device is at fault, not a model."""
 EXIT_BUG = 1
 _MAX_EXIT_REASON_CHARS = 1_000
 _FINGERPRINT = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 Load = Callable[[EngineSettings, Callable[[float], None]], Runner]
-"""Makes a replica's runner, and calls its second argument with the fraction that is loaded. Raises ModelError."""
+"""Makes a replica's runner, and calls its second argument with the fraction loaded. Raises ModelError."""
 
 
 class Loader(NamedTuple):
-    """The way to load the models of one engine."""
+    """The functions that load the models of one engine."""
 
     load: Load
     lends_lanes: Callable[[EngineSettings], bool] = lambda settings: False
@@ -51,11 +51,11 @@ class Loader(NamedTuple):
 FindLoader = Callable[[EngineSettings], Loader]
 """Raises ModelError."""
 OnExit = Callable[[str], None]
-"""Is called with the reason why the process is about to end."""
+"""Called with the reason why the process is about to end."""
 
 
 class ReplicaServer:
-    """The replicas of one process, which ends with the last of them and when the device fails."""
+    """The replicas of one process, which ends with the last of them or when the device fails."""
 
     def __init__(self, control: socket.socket, make_find: Callable[[OnExit], FindLoader]) -> None:
         self._control = control
@@ -84,7 +84,7 @@ class ReplicaServer:
 
         def load(progress: Callable[[float], None]) -> Runner:
             nonlocal kv_memory
-            with self._loading:  # one at a time: shared weights are read once, and an error is the right model's
+            with self._loading:  # one at a time: shared weights are read once, errors are attributed correctly
                 loader = self._find_loader(settings)
                 if not settings.kv_pool_bytes or loader.lends_lanes(settings):
                     return loader.load(settings, progress)
@@ -130,7 +130,7 @@ class ReplicaServer:
             structlog.get_logger().error("device_failed", error=str(error))
             self._report_exit(str(error))
             os._exit(EXIT_DEVICE_FAILED)
-        except BaseException as error:  # a thread's end would go unnoticed: the frontend starts the process anew
+        except BaseException as error:  # a thread's end would go unnoticed; the frontend restarts the process
             traceback.print_exc()
             self._report_exit("".join(traceback.format_exception_only(error)))
             os._exit(EXIT_BUG)
@@ -186,7 +186,7 @@ def _make_find(on_exit: OnExit) -> FindLoader:
         if engine not in loaders:
             try:
                 loaders[engine] = _LOADERS[engine](on_exit)
-            except (ImportError, OSError, RuntimeError) as error:  # llama_cpp raises the last one for its library
+            except (ImportError, OSError, RuntimeError) as error:  # llama_cpp raises RuntimeError for its library
                 raise ModelError(f"the {engine} engine is not installed, or not completely: {error}") from error
         return loaders[engine]
 
@@ -194,10 +194,10 @@ def _make_find(on_exit: OnExit) -> FindLoader:
 
 
 def main() -> None:
-    parent.die_with_parent()  # a process that stands still would not notice that its socket is closed
+    parent.die_with_parent()  # a frozen process would not notice that its socket is closed
     logs.configure("engine")
     ReplicaServer(socket.socket(fileno=int(sys.argv[1])), _make_find).run()
-    os._exit(0)  # at once, even in the middle of a step: nobody listens any more
+    os._exit(0)  # at once, even in the middle of a step: the frontend is gone
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Finds out whether non-finite numbers stay in the device's memory, and ends the engine if they do.
+"""Finds out whether non-finite numbers remain in the device's memory, and ends the engine if they do.
 
-What is not finite is overwritten, and its sequence computed again, apart from others (scheduling/suspects.py). When one
-has failed alone so often that it would end, either it is the culprit, or something stays that overwriting does not
-reach. The *canary* tells: a token for which the model computed finite numbers when it was loaded. If it does not any
-more, every later request would fail as well. Then the engine ends, and the next one continues all streams.
+Non-finite numbers are overwritten, and their sequence is computed again, apart from others (scheduling/suspects.py).
+When a sequence has failed alone so often that it would end, either it is the culprit, or overwriting does not reach
+everything. The *canary* tells: a token for which the model computed finite numbers when it was loaded. If it no longer
+does, every later request would fail as well. Then the engine ends, and the next one continues all streams.
 
-Whoever has left these numbers had none itself in the first step that lacked any. So the sequences without finite
-numbers in that step are suspects, like those of a step in which an engine dies: each runs alone in the next engine
-until it has a token, and gets no third one (engine_client/crash_attribution.py). A model that had no finite numbers for
-its canary when it was loaded has no canary, so it does not end one engine after another.
+The culprit was among the sequences without finite numbers in the first step that had any such. So these are suspects,
+like those of a step in which an engine dies: each runs alone in the next engine until it has a token, and gets no third
+engine (engine_client/crash_attribution.py). A model whose canary was not finite when it was loaded has no canary, so it
+does not end one engine after another.
 """
 
 from array import array
@@ -26,36 +26,36 @@ from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, Ste
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 _CANARY_NO = 0
-"""The number of the canary's sequence; those of frontends begin at 1."""
+"""The number of the canary's sequence; frontends' numbers begin at 1."""
 
 
 class MemoryCheck:
-    """Looks at what each step left undone. `pool` is that of the replica's scheduler."""
+    """Examines what each step discarded. `pool` belongs to the replica's scheduler."""
 
     def __init__(self, runner: Runner, pool: BlockPool, report: Callable[[ipc.MemoryPoisoned], None]) -> None:
         self._runner = runner
         self._pool = pool
         self._report = report
         self._suspects: list[int] = []
-        """The sequences of the first step in which numbers were not finite; none while all is well."""
+        """The sequences whose numbers were not finite in the first such step; none while all is well."""
         self._trusted_copies = 0
-        """The number of the last copy that was made before that step."""
+        """The number of the last copy made before that step."""
 
     def __repr__(self) -> str:
         return f"<MemoryCheck, canary of {len(self._runner.canary)} tokens, {len(self._suspects)} suspects>"
 
     @property
     def has_suspects(self) -> bool:
-        """Whether it waits for the end of what a step has left undone."""
+        """Whether it is waiting for the outcome of what a step discarded."""
         return bool(self._suspects)
 
     def after_step(
         self, plan: StepPlan, outcomes: Listing[Outcome], results: Listing[StepResult], left: Listing[Sequence]
     ) -> None:
-        """Checks the memory if a sequence is to end because its numbers are not finite; `left` are the others.
+        """Checks the memory if a sequence is to end because its numbers are not finite; `left` holds the others.
 
-        Raises DeviceError if non-finite numbers stay. Then no later engine finds a copy of a block that was made since
-        the first of them."""
+        Raises DeviceError if non-finite numbers remain. Then no later engine finds a copy of a block made since the
+        first of them."""
         if not self._suspects:
             pairs = zip(plan.scheduled, outcomes, strict=True)
             self._suspects = [part.sequence.seq_no for part, one in pairs if one in (Undone.POISONED, Undone.LOST)]

@@ -26,7 +26,7 @@ from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
 
 _TOKENIZE_GRACE_S = 5.0
-"""The time that a replica waits, when it ends, for the text that is being tokenized."""
+"""An ending replica waits this long for text that is being tokenized."""
 
 Send = Callable[[ipc.Report], None]
 
@@ -44,8 +44,8 @@ def serve(
     folder: CacheFolder | None = None,
 ) -> None:
     """Loads a runner, reports it, and steps until the socket's other end closes. `memory_fd` is a file for copies of
-    blocks, in which those of an earlier engine may be; those in a file of `folder` outlive the worker too. `join_pool`
-    returns the runner's share of a KV pool, if it has one, which calls a function when the loop should ask it again.
+    blocks, which may hold an earlier engine's; those in a file of `folder` outlive the worker too. `join_pool` returns
+    the runner's share of a KV pool, if it has one; the pool calls a function when the loop should ask again.
 
     A model that can't be loaded is reported to the frontend. Raises DeviceError when the device fails, and any
     unexpected exception of any of its threads."""
@@ -83,15 +83,15 @@ def serve(
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
         reader.join(_TOKENIZE_GRACE_S)
-        if not reader.is_alive():  # else a text is still being tokenized, with what would be closed
+        if not reader.is_alive():  # else a text is still being tokenized, using what would be closed
             runner.close()
             if runner.copies is not None:
                 runner.copies.close()
 
 
 def _open_copies(runner: Runner, memory_fd: int | None, folder: CacheFolder | None) -> None:
-    """Opens the runner's copies, if it makes any: in a file of the folder if that can be, else in memory. Raises
-    ModelError if there is not enough of that."""
+    """Opens the runner's copies, if it makes any: in a file of the folder if possible, else in memory. Raises
+    ModelError if there is too little memory."""
     copies = runner.copies
     if copies is None:
         if folder is not None:
@@ -134,7 +134,7 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None
                     _end_loop_on_error(inputs.submit(_load_adapter, runner, command, send), inbox)
                 case ipc.AbortPooling(call_id):
                     aborted.add(call_id)
-                    # after the call, which may still be there
+                    # after the call, which may still be queued
                     _end_loop_on_error(inputs.submit(_abort, command, aborted, inbox), inbox)
                 case _:
                     inbox.put(command)
@@ -146,7 +146,7 @@ def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None
 
 
 def _end_loop_on_error(work: "Future[None]", inbox: Inbox) -> None:
-    """Ends the loop with an exception that the work raises: whoever made the call would never get an answer."""
+    """Ends the loop with an exception that the work raises: otherwise the caller would never get an answer."""
 
     def check(done: "Future[None]") -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
@@ -190,7 +190,7 @@ def _prepare(
     inbox: Inbox,
     send: Send,
 ) -> None:
-    """Gives the loop the token ids of inputs to pool, or answers with the reason why there are none."""
+    """Gives the loop the token ids of inputs to pool, or answers with the error."""
     if call.call_id in aborted:
         return
     try:
@@ -203,7 +203,7 @@ def _prepare(
 
 
 def _abort(command: ipc.AbortPooling, aborted: set[int], inbox: Inbox) -> None:
-    """Drops a call that the loop has; what has yet to be tokenized never reaches it."""
+    """Drops a call that the loop has; inputs still to be tokenized never reach it."""
     inbox.put(command)
     aborted.discard(command.call_id)
 
@@ -215,7 +215,7 @@ def _make_job(runner: Runner, call: ipc.EmbedCall | ipc.RerankCall, arrived_at: 
 
 
 def _error_for(error: Exception) -> errors.Error:
-    """The error with which a call is answered; an unexpected exception is logged."""
+    """Returns the error to answer a call with; an unexpected exception is logged."""
     if isinstance(error, errors.RequestError):
         return error.error
     structlog.get_logger().error("request_failed", exc_info=error)

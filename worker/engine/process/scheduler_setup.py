@@ -1,4 +1,4 @@
-"""Makes a replica's block pool and scheduler from what its runner offers and the settings ask for."""
+"""Makes a replica's block pool and scheduler from its runner's capabilities and the settings."""
 
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError
@@ -10,14 +10,14 @@ from tokenbus.worker.engine.scheduling.lanes import LaneShare
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 
 _CACHED_TOKENS = 256
-"""Cached tokens that stay on the device where there is host memory for the rest. Cells that are held slow every step of
-every stream: 4,096 tokens by 11 % and 16,384 by 35 %, with four streams of a 0.5B shape. They slow a prompt of 1,000
-tokens too: 1,000 by 13 % and 2,000 by 20 % (decision 0020). Copying 1,000 back takes a few milliseconds."""
+"""Cached tokens that stay on the device where there is host memory for the rest. Held cells slow every step of every
+stream: 4,096 tokens by 11 % and 16,384 by 35 %, with four streams of a 0.5B shape. They slow a prompt of 1,000 tokens
+too: 1,000 by 13 % and 2,000 by 20 % (decision 0020). Copying 1,000 back takes a few milliseconds."""
 
 _FEW_STATES = 128
 _SHORT_TOKENS = 128
-"""Where fewer states than this fit in host memory, prefixes of fewer tokens than this are not worth one: those of long
-conversations would make room for them (decision 0061)."""
+"""If fewer than `_FEW_STATES` states fit in host memory, prefixes shorter than this are not worth one: long
+conversations would lose theirs (decision 0061)."""
 
 
 def check(config: contract.EngineConfig, settings: SchedulerSettings) -> None:
@@ -30,7 +30,7 @@ def check(config: contract.EngineConfig, settings: SchedulerSettings) -> None:
 
 
 def make_pool(runner: Runner, settings: SchedulerSettings) -> BlockPool:
-    """Returns an empty pool of the runner's KV memory, of which clients may keep what the settings allow."""
+    """Returns an empty pool of the runner's KV memory, in which clients may keep as much as the settings allow."""
     config = runner.config
     return BlockPool(
         config.total_kv_blocks,
@@ -57,7 +57,7 @@ def _min_prefix_tokens(config: contract.EngineConfig, settings: SchedulerSetting
 def make_scheduler(
     runner: Runner, pool: BlockPool, settings: SchedulerSettings, lane_share: LaneShare | None
 ) -> Scheduler:
-    """Returns a scheduler over a pool of the runner's KV memory, of which it has only a share if there is one."""
+    """Returns a scheduler over a pool of the runner's KV memory, of which it has only `lane_share` if given."""
     config = runner.config
     max_cached_blocks = settings.max_cached_blocks
     if max_cached_blocks is None and config.host_kv_blocks and config.idle_blocks_cost:

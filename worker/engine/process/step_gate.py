@@ -1,4 +1,4 @@
-"""The step gate lets the step loops of one process step side by side, or one of them alone."""
+"""The step gate lets the step loops of one process step concurrently, or one of them alone."""
 
 import threading
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class StepGate:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Encloses one step beside those of other loops; waits while one of them has the device for itself."""
+        """Encloses one step; waits while another loop has the device to itself."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_closed)
             self._num_stepping += 1
@@ -33,7 +33,7 @@ class StepGate:
         """Reserves the device for the caller: returns once no step is in progress; others wait at their next one."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_closed)
-            self._is_closed = True  # first: else new steps could begin for ever
+            self._is_closed = True  # first: else new steps could begin forever
             self._changed.wait_for(lambda: not self._num_stepping)
 
     def open(self) -> None:

@@ -1,4 +1,4 @@
-"""The step timer makes the stats of each step, from which the frontend makes metrics."""
+"""The step timer makes the stats of each step, which the frontend turns into metrics."""
 
 from tokenbus.worker.engine.logits_summary import SeenLogits
 from tokenbus.worker.engine.process.ipc import StepKind, StepStats
@@ -7,7 +7,7 @@ from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 
 
 class StepTimer:
-    """Remembers when the last step ended, and the counts until then. Times are in seconds of one monotonic clock."""
+    """Remembers when the last step ended, and the counts up to then. Times are in seconds of one monotonic clock."""
 
     def __init__(self, scheduler: Scheduler, block_bytes: int = 0) -> None:
         self._scheduler = scheduler
@@ -23,7 +23,7 @@ class StepTimer:
         self._ended_at = None
 
     def record(self, plan: StepPlan, began: float, ended: float, follower_tokens: int, seen: SeenLogits) -> StepStats:
-        """Returns the stats of a step that was computed, before the scheduler takes its results."""
+        """Returns a computed step's stats, before the scheduler takes its results."""
         gap_s = 0.0 if self._ended_at is None else began - self._ended_at
         counts = self._scheduler.counts
         new = SchedulerCounts(*(now - before for now, before in zip(counts, self._counts, strict=True)))
