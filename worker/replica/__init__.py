@@ -1,1 +1,1 @@
-"""One worker on the bus: its frontend, endpoints and life."""
+"""One worker on the bus: its frontend, endpoints and lifecycle."""

@@ -1,4 +1,4 @@
-"""Serves a worker's subjects: decodes requests, checks them, has them carried out, and replies."""
+"""Serves a worker's subjects: decodes, checks and dispatches requests, and replies."""
 
 import asyncio
 import contextlib
@@ -43,14 +43,14 @@ _snapshot_requests = codec.Decoder(internal.SnapshotRequest)
 _cards = codec.Decoder(messages.Card)
 
 MAX_PENDING_TOKENIZE = 256
-"""Texts that may be waiting to be tokenized for routers, or to be made of tokens."""
+"""The most texts of routers that may wait to be tokenized or detokenized."""
 
 _DETOKENIZED_AT_ONCE = 4_096
-"""Tokens whose text is put together before the event loop has its turn again: about a millisecond."""
+"""Tokens that are detokenized before yielding to the event loop: about a millisecond."""
 _TOKEN_ID_BYTES = 4
 _MAX_LOGGED_CHARS = 256
 _MAX_UPLOAD_BYTES = 256 * 1024 * 1024
-"""Memory for messages of routers that come in parts."""
+"""Memory for routers' messages that come in parts."""
 
 
 class WorkerControl(Protocol):
@@ -61,16 +61,16 @@ class WorkerControl(Protocol):
     adapters: Adapters
 
     def want(self) -> internal.ControlReply:
-        """A router asks for the worker's own model."""
+        """Handles a router's request for the worker's own model."""
         ...
 
     def replaced(self, reason: str) -> None:
-        """A frontend that started later has the same name."""
+        """Handles a frontend that started later under the same name."""
         ...
 
 
 class Endpoints:
-    """Serves what routers, clients and operators may ask of one worker."""
+    """Serves everything that routers, clients and operators may ask of one worker."""
 
     def __init__(
         self,
@@ -110,10 +110,10 @@ class Endpoints:
         return f"<Endpoints {len(self._tokenizes)} tokenizing>"
 
     async def open(self, incoming: Bus, sender: PartsSender) -> None:
-        """Subscribes to every subject; from now on the worker can be reached.
+        """Subscribes to every subject; from then on the worker can be reached.
 
         Messages from others arrive over `incoming`. Only the broker's own notices arrive over the connection that
-        chunks leave on, so that its answers to the frontend's pings never wait behind what clients send."""
+        chunks leave on, so that its answers to the frontend's pings never queue behind client messages."""
         self._sender = sender
         await self._receiver.open(incoming)
         model, worker_id = self._announcer.model, self._announcer.worker_id
@@ -131,7 +131,7 @@ class Endpoints:
         }
         for service, callback in services.items():
             await incoming.subscribe(self._names.worker(model, worker_id, service), partial(self._receive, callback))
-        # clients address requests, not workers: every worker of the model hears every resync and cancel
+        # clients address requests, not workers: every worker of the model receives every resync and cancel
         await incoming.subscribe(self._names.resyncs_of(model), self._resync)
         await incoming.subscribe(self._names.cancels_of(model), self._cancel)
         await incoming.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
@@ -141,11 +141,11 @@ class Endpoints:
             await incoming.flush()  # the broker must know the subjects before a card names this worker
 
     def set_engine(self, engine: contract.Engine | None) -> None:
-        """Sets the engine for requests from now on; None while there is none."""
+        """Sets the engine for later requests; None while there is none."""
         self._engine = engine
 
     def _receive(self, callback: Callback, message: Msg) -> None:
-        """Passes a message on, a large one once all its parts have come."""
+        """Passes a message on, a large one once all its parts have arrived."""
         try:
             if not self._receiver.announced(message, "routers", callback):
                 callback(message)
@@ -277,12 +277,12 @@ class Endpoints:
             self._streams.no_responders(key, is_probe=is_probe)
 
     def _own_card(self, message: Msg) -> None:
-        """Gives way to a frontend that serves the same model under the same name and started later."""
+        """Yields to a frontend that serves the same model under the same name and started later."""
         try:
             card = _cards.decode(message.data)
         except errors.RequestError:
             return
-        # somebody publishes another worker's card on this subject
+        # another worker's card was published on this subject
         if card.address != (self._announcer.model, self._announcer.worker_id):
             return  # the routers log it
         if subjects.epoch_sort_key(card.epoch) > subjects.epoch_sort_key(self._announcer.epoch):
@@ -388,7 +388,7 @@ class Endpoints:
                 self._start(self._send_large(self._sender, Outgoing(message.reply, payload)), self._large_replies)
 
     async def _send_large(self, sender: PartsSender, reply: Outgoing) -> None:
-        """Sends a reply in parts, the last one behind the chunks that were published before."""
+        """Sends a reply in parts, the last one after all chunks published earlier."""
         try:
             last = await sender.stage(reply)
             self._replies.send(last.subject, last.payload, last.headers)

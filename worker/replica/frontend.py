@@ -32,10 +32,10 @@ from tokenbus.worker.telemetry.metrics import ReplicaMetrics
 
 _PART_TIMEOUT_S = 1.0
 _TICK_FAILED_INTERVAL_S = 10.0
-"""A part of the tick that fails each time is logged this often."""
+"""A part of the tick that keeps failing is logged this often."""
 _LINGER_S = 1.0
-"""A worker that has given up streams can still be asked for them after the last one, if their routers got no reply, and
-for their blocks by workers that continue them."""
+"""After giving up its last stream, a worker stays reachable this long: for routers that got no reply, and for workers
+that fetch the streams' blocks."""
 
 
 class ReplacedError(RuntimeError):
@@ -43,7 +43,7 @@ class ReplacedError(RuntimeError):
 
 
 class Frontend:
-    """Serves one worker over a bus, with whatever engine it is given.
+    """Serves one worker over a bus, with the engine that it is given.
 
     It has two connections. Everything that it publishes leaves over one, in order, and the fence watches that one.
     Messages from others arrive over the second, so that a flood of them can't delay the broker's answers to pings."""
@@ -76,11 +76,11 @@ class Frontend:
         self._is_draining = False
         self._has_engine = False
         self.on_load: Callable[[internal.Control, OnProgress], None] | None = None
-        """Loads more models beside this one; None if that is not possible."""
+        """Loads more models alongside this one; None if that is not possible."""
         self.on_want: Callable[[], internal.ControlReply] | None = None
-        """Has this worker's own model loaded, and returns how far that is; None if it is loaded from the start."""
+        """Loads this worker's own model and returns the progress; None if it is loaded from the start."""
         self._tick_failed_at: dict[str, float] = {}
-        """When the failure of each part of the tick was logged."""
+        """When each part of the tick was last logged as failing."""
         self._log = structlog.get_logger()
         self.on_tick: Callable[[float, float], None] = lambda now, gap_s: None
         """Called a few times a second with the time, and the seconds since the last call."""
@@ -97,12 +97,12 @@ class Frontend:
 
     @property
     def shown_state(self) -> str:
-        """The worker's state as people see it."""
+        """The worker's state as shown to people."""
         return "loadable" if self._announcer.is_loadable else str(self._announcer.state)
 
     @property
     def has_engine(self) -> bool:
-        """Whether an engine serves."""
+        """Whether an engine is serving."""
         return self._has_engine
 
     def apply_settings(self, settings: FrontendSettings) -> None:
@@ -110,9 +110,9 @@ class Frontend:
         self._streams.settings = settings
 
     async def open(self, incoming: Bus, connect: Connect | None = None) -> None:
-        """Subscribes to the worker's subjects over `incoming`. `connect` opens a further connection for KV blocks of
-        other workers; without it, none are exchanged."""
-        # Parts leave over `incoming`, so that no chunk waits behind one, and the broker's notices come back over it.
+        """Subscribes to the worker's subjects over `incoming`. `connect` opens another connection, for other workers'
+        KV blocks; without it, none are exchanged."""
+        # Parts leave over `incoming`, so that no chunk queues behind one, and the broker's notices come back over it.
         model, worker_id = self._announcer.model, self._announcer.worker_id
         sender = PartsSender(
             incoming, partial(self._names.received, model, worker_id), timeout_s=_PART_TIMEOUT_S, tries=2
@@ -163,27 +163,27 @@ class Frontend:
             self._announcer.engine_died()
 
     def announce_loadable(self, listing: contract.EngineConfig) -> None:
-        """Accepts nothing from now on, until an engine is started because somebody asks for the model."""
+        """Accepts nothing from now on, until an engine is started because the model is requested."""
         if not self._is_draining:
             self._announcer.announce_loadable(listing)
 
     def announce_loading(self) -> None:
-        """Announces that an engine is being started because somebody has asked for the model."""
+        """Announces that an engine is being started because the model was requested."""
         if not self._is_draining:
             self._announcer.announce_loading()
 
     def want(self) -> internal.ControlReply:
-        """Has the model loaded if it is not; returns how far that is."""
+        """Starts loading the model if necessary; returns the progress."""
         if self.on_want is not None and not self._is_draining:
             return self.on_want()
         return internal.ControlReply(ok=True, progress=float(self._has_engine))
 
     def health_read(self, health: messages.WorkerHealth) -> None:
-        """Tells routers of the worker's memory and uptime with the next event."""
+        """Tells routers the worker's memory and uptime with the next event."""
         self._announcer.health_read(health)
 
     def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
-        """The engine has computed so much of a request's prompt."""
+        """Handles the progress of a request's prompt."""
         self._streams.prompt_progress(key, computed_tokens, cached_tokens)
 
     def step_done(self) -> None:
@@ -211,8 +211,8 @@ class Frontend:
         return sum(not stream.guardian for stream in self._streams)
 
     async def leave(self, handover_s: float) -> None:
-        """Has routers take the open streams to other workers, for `handover_s` at most unless the drain names another
-        time. Those that nobody can take end with what was generated."""
+        """Asks routers to take the open streams to other workers, for at most `handover_s` unless the drain names
+        another time. Streams that no router can take end with what was generated."""
         if self.has_streams and self.drain.handover_s(handover_s):
             self.start_leaving()
             self._log.info("leaving", handover_s=self.drain.handover_s(handover_s))
@@ -224,15 +224,15 @@ class Frontend:
         self._announcer.set_state(messages.WorkerState.LEAVING)
 
     async def wait_left(self) -> None:
-        """Returns when no stream is open any more, a router whose connection has broken could ask again for one that it
-        has taken, and workers that continue them have fetched their blocks."""
+        """Returns when no stream is open, routers whose connections broke have had time to ask again for streams that
+        they took, and the workers that continue these have fetched their blocks."""
         await self._streams.wait_none()
         if self._streams.has_taken:
             await asyncio.sleep(_LINGER_S)
         await self._exchange.wait_no_leases()
 
     def announce_stopped(self) -> None:
-        """Announces that the worker has stopped, if there still is a connection."""
+        """Announces that the worker has stopped, if there is still a connection."""
         with contextlib.suppress(ConnectionError):
             self._announcer.set_state(messages.WorkerState.STOPPED)
 
@@ -262,8 +262,8 @@ class Frontend:
             ticked_at = now
 
     def _look_after(self, part: str, tick: Callable[[], None]) -> None:
-        """Calls `tick`. If that raises, the other parts are still looked after, and so is this one from the next tick
-        on; only the fence must not fail."""
+        """Calls `tick`. If that raises, the other parts still run, and this one runs again at the next tick; only the
+        fence must not fail."""
         try:
             tick()
         except Exception as error:  # outermost frame of a part

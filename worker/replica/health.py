@@ -14,7 +14,7 @@ INTERVAL_S = 5.0
 
 
 class HealthMonitor:
-    """The health of one replica as it was read last."""
+    """The health of one replica as last read."""
 
     def __init__(self) -> None:
         self._began_at = time.monotonic()
@@ -32,11 +32,11 @@ class HealthMonitor:
         self._ask(engine)
 
     def engine_died(self) -> None:
-        """There is no engine for now."""
+        """Notes that there is no engine for now."""
         self._config, self._due_at = None, 0.0
 
     def tick(self, now: float, engine: EngineClient | None) -> bool:
-        """Reads everything if it is time to; returns whether it was."""
+        """Reads everything if it is due; returns whether it was."""
         if now < self._due_at:
             return False
         self._due_at = now + INTERVAL_S
@@ -95,7 +95,7 @@ class HealthGauges:
         return f"<HealthGauges of {self._own_labels[1]}>"
 
     def update(self, health: messages.WorkerHealth) -> None:
-        """Sets them all, and stops exporting the memory of devices that have vanished."""
+        """Sets all gauges, and stops exporting the memory of devices that have vanished."""
         metrics, own = self._metrics, self._own_labels
         names = {device.name for device in health.devices}
         for gone in self._devices - names:

@@ -1,4 +1,4 @@
-"""Requests of routers for embeddings and for scores of documents, which routers may take back."""
+"""Requests from routers for embeddings and document scores, which routers may take back."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -21,7 +21,7 @@ WorkT = TypeVar("WorkT", internal.Embed, internal.Rerank)
 
 
 class PoolingAnswer(Protocol):
-    """Replies to a message with a result, or with what is made of its error."""
+    """Replies to a message with a result, or with a reply made from its error."""
 
     def __call__(
         self,
@@ -32,7 +32,7 @@ class PoolingAnswer(Protocol):
 
 
 class PoolingEndpoints:
-    """The calls that one replica is working on. The engine client limits how many there are."""
+    """The calls that one replica is working on. The engine client limits their number."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PoolingEndpoints:
         self._max_payload = max_payload
         self._metrics = metrics
         self._tasks: dict[asyncio.Task[None], str | None] = {}
-        """With the call ids that their routers gave them."""
+        """By the call ids that their routers gave them."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -63,7 +63,7 @@ class PoolingEndpoints:
         self._start(message, _reranks, self._rerank, lambda error: internal.RerankResult(error=error))
 
     def abort(self, message: Msg) -> None:
-        """Ends a call without a reply. It may have ended by itself."""
+        """Ends a call without a reply. It may already have ended."""
         try:
             call_id = _aborts.decode(message.data).call_id
         except errors.RequestError as error:
@@ -81,7 +81,7 @@ class PoolingEndpoints:
         make_refusal: Callable[[errors.Error], messages.Message],
     ) -> None:
         try:
-            work = decoder.decode(message.data)  # at once: what takes the call back comes behind it
+            work = decoder.decode(message.data)  # at once: the abort that takes the call back comes after it
         except errors.RequestError as error:
             self._reply(message, make_refusal(error.error))
             return

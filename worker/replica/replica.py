@@ -38,15 +38,15 @@ from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
 _LOADING_LOG_INTERVAL_S = 2.0
 MAX_FAILURES = 10
-"""After this many requests in a row that have failed, a replica does not count as ready before one succeeds."""
+"""After this many failed requests in a row, a replica does not count as ready until one succeeds."""
 
 
 def successor_settings(settings: EngineSettings, config: contract.EngineConfig) -> EngineSettings:
     """Returns the settings for the engine that replaces one with this configuration.
 
-    It loads the same files, and has the sizes that the first one has found: streams that are as long as the context
-    continue there. What the memory left then, or a budget in bytes allowed, does not count a second time; memory of a
-    pool that can't be lent is reserved again."""
+    It loads the same files, and has the sizes that the first engine chose, so that even streams as long as the context
+    can continue there. Free memory, or a budget in bytes, is not considered a second time; pool memory that can't be
+    lent is reserved again."""
     settings = msgspec.structs.replace(settings, files=config.files)
     if config.memory is not None:
         settings = msgspec.structs.replace(
@@ -69,16 +69,16 @@ def successor_settings(settings: EngineSettings, config: contract.EngineConfig) 
 
 
 def cautious_settings(settings: EngineSettings, deaths: int) -> EngineSettings:
-    """Returns the settings for an engine after `deaths` others that died while they were loading, perhaps as they took
-    more memory than there was: it plans with half of the memory for each."""
+    """Returns the settings for an engine after `deaths` others died while loading, perhaps because they ran out of
+    memory: each death halves the memory that it plans with."""
     return msgspec.structs.replace(settings, memory_share=settings.memory_share / 2**deaths)
 
 
 class Replica(EngineListener):
-    """Serves from `run` until it is drained. Its engine is a step loop in `process`."""
+    """Serves from `run` until drained. Its engine is a step loop in `process`."""
 
     _is_patient: ClassVar[bool] = True
-    """Whether a model that has served is tried again and again when it can't be loaded any more."""
+    """Whether loading a model that has served is retried indefinitely when it can no longer be loaded."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class Replica(EngineListener):
         self.load_progress = 0.0
         """The fraction of its model that is loaded, from 0 to 1."""
         self.started: asyncio.Future[contract.EngineConfig] = asyncio.get_running_loop().create_future()
-        """Done once the replica serves for the first time. It never fails: `run` raises instead."""
+        """Done once the replica first serves. It never fails: `run` raises instead."""
         self.frontend: Frontend | None = None
         self.on_load: Callable[[internal.Control, OnProgress], None] | None = None
-        """Loads more models beside this one."""
+        """Loads more models alongside this one."""
         self._drain_requested = asyncio.Event()
         self._settings = settings
         self._model = model
@@ -118,7 +118,7 @@ class Replica(EngineListener):
         return f"<Replica {self.worker_id} of {self.served_name}>"
 
     def drain(self) -> None:
-        """Starts draining; `run` returns when that is done."""
+        """Starts draining; `run` returns when it is drained."""
         self._drain_requested.set()
         if self.frontend is not None:
             self.frontend.drain.request()
@@ -130,7 +130,7 @@ class Replica(EngineListener):
         return asked or self._drain_requested.is_set()
 
     def apply_settings(self, settings: WorkerSettings) -> None:
-        """Applies those settings that may change while the replica serves."""
+        """Applies the settings that may change while the replica serves."""
         self._settings = settings
         if self.frontend is not None:
             self.frontend.apply_settings(settings.frontend)
@@ -154,7 +154,7 @@ class Replica(EngineListener):
             frontend = Frontend(connection, names, self.served_name, self.worker_id, settings, shown, self._tracer)
             self.frontend = frontend
             frontend.on_load = self.on_load
-            # asked to leave while it was connecting: its card was never published
+            # asked to leave while connecting: its card was never published
             if self._drain_requested.is_set():
                 return
             self._open_memory(connections)
@@ -166,7 +166,7 @@ class Replica(EngineListener):
             await self._serve((connection, incoming), frontend)
 
     def _open_memory(self, connections: contextlib.AsyncExitStack) -> None:
-        """Opens the file in memory for copies of blocks, which the replica's engines use in turn."""
+        """Opens the in-memory file for copies of blocks, which the replica's engines use in turn."""
         fd = self._memory_fd = host_memory.open_memory()
         connections.callback(os.close, fd)
 
@@ -179,7 +179,7 @@ class Replica(EngineListener):
 
     @property
     def unready_reason(self) -> str:
-        """Says why the replica is better not given requests; empty if there is no reason."""
+        """The reason why the replica should not be given requests, or empty."""
         failures = self._metrics.failures_in_a_row
         if failures >= MAX_FAILURES:
             return f"{self.worker_id}: the last {failures} requests have failed"
@@ -191,7 +191,7 @@ class Replica(EngineListener):
         return self.frontend is not None and not self.frontend.has_engine
 
     def describe(self) -> dict[str, Any]:
-        """Returns its state, load and health, in values that JSON has."""
+        """Returns its state, load and health as JSON values."""
         engine = self._supervisor.engine if self._supervisor is not None else None
         load = engine.load() if engine is not None else None
         return {
@@ -228,7 +228,7 @@ class Replica(EngineListener):
             self._log.info("model_loading", percent=round(100 * fraction))
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
-        """Serves with a new engine. The next one will load the same files and have the same sizes."""
+        """Serves with a new engine. Later engines will load the same files and have the same sizes."""
         if self._config is not None:
             self._metrics.engine_restarted()
         elif config.memory is not None:
@@ -243,7 +243,7 @@ class Replica(EngineListener):
             self.started.set_result(config)
 
     def _log_memory(self, config: contract.EngineConfig, plan: MemoryPlan) -> None:
-        """Logs the sums by which sizes were chosen, in MiB."""
+        """Logs the totals from which sizes were chosen, in MiB."""
         self._log.info(
             "memory_planned",
             context_length=config.context_length,
@@ -261,7 +261,7 @@ class Replica(EngineListener):
         )
 
     def copies_recovered(self, recovery: RecoveredCopies) -> None:
-        """Logs and counts what an engine has found of an earlier one."""
+        """Logs and counts the copies that an engine has recovered from an earlier one."""
         self._metrics.copies_recovered(recovery)
         if recovery.blocks or recovery.discarded:
             self._log.info(
@@ -272,7 +272,7 @@ class Replica(EngineListener):
             )
 
     def memory_poisoned(self) -> None:
-        """Counts an engine that ends for this reason."""
+        """Counts an engine that ends because its memory is poisoned."""
         self._metrics.memory_poisoned()
 
     def engine_died(self) -> None:
@@ -370,8 +370,8 @@ class Replica(EngineListener):
             frontend.announce_stopped()
 
     async def _drain(self, supervisor: EngineSupervisor, frontend: Frontend) -> None:
-        """Accepts nothing new, lets running requests finish within the grace period, has routers take the rest, and
-        ends what nobody has taken: with what was generated if nobody can continue it, else in an error."""
+        """Accepts nothing new, lets running requests finish within the grace period, asks routers to take the rest, and
+        ends what no router has taken: with what was generated if it can't be continued, else with an error."""
         frontend.start_draining()
         self._log.info("draining", grace_s=self._settings.grace_s)
         engine = supervisor.engine
