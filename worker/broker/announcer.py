@@ -1,8 +1,8 @@
 """Publishes a worker's card and its event log.
 
 The event log tells routers which blocks are cached, which requests started, sent their first token and finished, and
-how busy the engine is. Its messages are numbered without gaps, so that a router that misses one asks for a snapshot. An
-event with nothing new is a heartbeat."""
+how busy the engine is. Its messages are numbered without gaps, so that a router that misses one can ask for a snapshot.
+An event with nothing new is a heartbeat."""
 
 import asyncio
 import contextlib
@@ -26,11 +26,11 @@ from tokenbus.worker.contract import contract
 _HEARTBEAT_INTERVAL_S = 0.8 * limits.HEARTBEAT_S
 """Less than the promised interval, since the event loop may be busy."""
 _MAX_ENDED_EPOCHS = 16
-"""Epochs that a card says this process has ended."""
+"""The number of this process's ended epochs that a card lists."""
 
 
 def new_epoch() -> str:
-    """Returns `<unix ms>-<random>`, which is larger for a later epoch."""
+    """Returns `<unix ms>-<random>`, which is greater for a later epoch."""
     return f"{time.time_ns() // 1_000_000}-{secrets.token_hex(4)}"
 
 
@@ -56,18 +56,18 @@ class Announcer:
         self.epoch = new_epoch()
         self.state = messages.WorkerState.STARTING
         self.is_loadable = False
-        """There is no engine, or soon will be none, and a `load` brings one."""
+        """Whether there is no engine, or soon will be none, and a `load` starts one."""
         self._config: contract.EngineConfig | None = None
         self._digest: str | None = None
         self._engine_pid = 0
         self._engine: contract.Engine | None = None
         self.adapters: Callable[[], list[messages.CardAdapter]] = list
-        """Returns the adapters that the card is to show."""
+        """Returns the adapters to show in the card."""
         self.health: messages.WorkerHealth | None = None
-        """Memory and uptime when they were last read."""
+        """Memory and uptime as last read."""
         self._published_at = 0.0
         self.is_muted = False
-        """Nothing is published: the old epoch is over and the new one has no connection yet."""
+        """Whether nothing may be published: the old epoch is over and the new one has no connection yet."""
         self._published_blocks = PublishedBlocks()
         self._log = EventLog(worker_id, self.epoch)
         self._ended_epochs: list[messages.PreviousEpoch] = []
@@ -77,7 +77,7 @@ class Announcer:
         return f"<Announcer {self.worker_id} {self.state} {self._log!r}>"
 
     def gone_subject(self, key: str) -> str:
-        """Returns the subject on which the broker reports that nobody listened to a chunk of this request."""
+        """Returns the subject on which the broker reports that a chunk of this request found no subscriber."""
         return self._names.gone(self.model, self.worker_id, key)
 
     def start_epoch(self) -> None:
@@ -121,8 +121,8 @@ class Announcer:
         self.set_state(self.state if self.is_loadable else messages.WorkerState.RESTARTING)
 
     def announce_loadable(self, listing: contract.EngineConfig) -> None:
-        """Announces that requests are taken once the model was loaded. `listing` stands for the engine's configuration
-        before there is any."""
+        """Announces that requests are accepted once the model is loaded. `listing` stands in for the engine's
+        configuration until then."""
         self._config, self.is_loadable = self._config or listing, True
         self.set_state(messages.WorkerState.DRAINING)
 
@@ -149,7 +149,7 @@ class Announcer:
         self._log.blocks_changed(removed, stored)
 
     def num_held(self, hashes: Sequence[int]) -> int:
-        """Returns how many of a prompt's blocks are cached here, up to the first one that is not."""
+        """Returns how many of a prompt's leading blocks are cached here."""
         return self._published_blocks.num_leading(hashes)
 
     def health_read(self, health: messages.WorkerHealth) -> None:
@@ -162,31 +162,33 @@ class Announcer:
         self._log.blocks_fetched(fetched)
 
     def leg_started(self, key: str) -> None:
-        """The engine has begun to compute the prompt of another worker's request. Call `publish_events` after that."""
+        """Notes that the engine has started to compute the prompt of another worker's request. Call `publish_events`
+        afterwards."""
         self._log.leg_started(key)
 
     def request_started(self, started: internal.Started) -> None:
-        """A request was accepted."""
+        """Notes that a request was accepted."""
         self._log.request_started(started)
 
     def request_finished(self, key: str) -> None:
-        """A request has ended without a terminal. Call `publish_events` after that."""
+        """Notes that a request has ended without a terminal. Call `publish_events` afterwards."""
         self._log.request_finished(key)
 
     def request_taken(self, key: str) -> None:
-        """A router has taken a request from here. Call `publish_events` after that."""
+        """Notes that a router has taken a request from here. Call `publish_events` afterwards."""
         self._log.request_taken(key)
 
     def requests_stranded(self, keys: list[str]) -> None:
-        """No engine here can continue these requests, which routers are to take. Call `publish_events` after that."""
+        """Notes that no engine here can continue these requests, so that routers take them. Call `publish_events`
+        afterwards."""
         self._log.requests_stranded(keys)
 
     def guardian_changed(self, stream_no: int, router_id: str) -> None:
-        """A router has become the guardian of a stream. Call `publish_events` after that."""
+        """Notes that a router has become the guardian of a stream. Call `publish_events` afterwards."""
         self._log.guardian_changed(stream_no, router_id)
 
     def publish_events(self) -> None:
-        """Publishes what has happened since the last event, in as many events as it takes. If the broker is away, the
+        """Publishes what has happened since the last event, in as many events as necessary. If the broker is away, the
         next events carry all of it."""
         if self._config is None or self.is_muted:
             return
@@ -197,7 +199,7 @@ class Announcer:
                 return
 
     def publish_step(self, sampled: Sequence[SampledTokens], chunks: Sequence[Outgoing], ended: Ends) -> bool:
-        """Publishes chunks between what routers must learn before and behind them, all or nothing: an event for each of
+        """Publishes chunks between what routers must learn before and after them, all or nothing: an event for each of
         `sampled`, the chunks, and an event with the requests that they end, or else a seal.
 
         Returns whether it was published. If not, the broker is away: try again later."""
@@ -217,7 +219,7 @@ class Announcer:
     def _step_entries(
         self, sampled: Sequence[SampledTokens], ended: Ends
     ) -> tuple[list[internal.Events], list[internal.Events]]:
-        """Returns the events before a step's chunks and those behind them."""
+        """Returns the events before a step's chunks and those after them."""
         if not sampled and not self._log.has_news:
             return [], [self._log.make(self._load(), self.state, ended=ended)] if ended.keys else []
         before = [self._log.make(self._load(), self.state, sampled[0] if sampled else None)]

@@ -1,4 +1,4 @@
-"""Collects what routers must learn of a worker, and turns it into numbered entries; pure."""
+"""Collects what routers must learn about a worker, and turns it into numbered entries; pure."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -9,8 +9,8 @@ from tokenbus.worker.broker.published_blocks import to_runs
 from tokenbus.worker.broker.sampled_tokens import SampledTokens
 
 _HASHES_PER_ENTRY = 512
-"""A stored block without a successor in the same run takes about 50 bytes, so an entry fits in a message of a broker
-with 64 KiB, together with a step's tokens."""
+"""A stored block without a successor in the same run takes about 50 bytes, so an entry, together with a step's tokens,
+fits in a message of a broker that allows 64 KiB."""
 
 
 class Ends(NamedTuple):
@@ -18,7 +18,7 @@ class Ends(NamedTuple):
 
     keys: list[str]
     failed: list[str]
-    """Those of them that have failed in a way in which they may not fail elsewhere."""
+    """Those that failed in a way that need not recur elsewhere."""
 
 
 NO_ENDS = Ends([], [])
@@ -26,7 +26,7 @@ NO_ENDS = Ends([], [])
 
 class EventLog:
     """The event log of one epoch. An entry counts once it is marked as published; until then its content is part of the
-    next entry that is made."""
+    next entry made."""
 
     def __init__(self, worker_id: str, epoch: str, blocks: Iterable[tuple[int, int]] = ()) -> None:
         """Begins with `blocks` in the first entry: for each block, the hash of the block before it and its own."""
@@ -36,7 +36,7 @@ class EventLog:
         self._num_writes = 0
         """The bus's `num_writes` when the newest entry was queued."""
         self._unwritten_seq = 0
-        """The number of the first entry that was queued since that write."""
+        """The number of the first entry queued since that write."""
         self._is_cleared = False
         self._removed: list[int] = []
         self._stored: dict[int, int] = {name: parent for parent, name in blocks}
@@ -91,7 +91,7 @@ class EventLog:
 
     @property
     def _has_only_tokens(self) -> bool:
-        """Whether the next entry has nothing but a step's tokens, like most entries."""
+        """Whether the next entry holds only a step's tokens, like most entries."""
         return not (
             self._started
             or self._removed
@@ -108,7 +108,7 @@ class EventLog:
 
     @property
     def has_news(self) -> bool:
-        """Whether routers must learn of something before the chunks of the same step are published."""
+        """Whether routers must learn something before the same step's chunks are published."""
         return bool(self._started or self._removed or self._stored)
 
     @property

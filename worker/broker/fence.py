@@ -1,6 +1,6 @@
 """Decides whether a frontend may still publish (decision 0012); pure.
 
-Routers give up a worker that is silent for 2 s, and place its requests elsewhere. A frontend that was frozen or has
+Routers give up on a worker that is silent for 2 s, and place its requests elsewhere. A frontend that was frozen or has
 lost the broker must therefore stop before they do, or two workers would answer the same request. It may publish only
 while its own event loop runs and the broker answers its pings.
 
@@ -8,11 +8,11 @@ Messages leave a frontend in order, so an answered ping shows that everything be
 the broker prove nothing: they still come in while the outgoing path is blocked."""
 
 FENCE_S = 1.5
-"""Shorter than the silence after which routers give up a worker, so that the worker stops before they act."""
+"""Shorter than the silence after which routers give up on a worker, so that the worker stops before they act."""
 
 
 class Fence:
-    """Says whether a frontend may publish. Once the fence is down, nothing may be published until `reset`. Times are
+    """Decides whether a frontend may publish. Once the fence is down, nothing may be published until `reset`. Times are
     seconds of `protocol.bus.clock`, which also counts suspension."""
 
     def __init__(self, now: float) -> None:
@@ -24,7 +24,7 @@ class Fence:
         return f"<Fence {'down' if self._is_down else 'up'}>"
 
     def tick(self, now: float) -> None:
-        """Shows that the event loop runs; call it several times in each `FENCE_S`."""
+        """Shows that the event loop is running; call it several times in each `FENCE_S`."""
         # a loop that was blocked for too long must not raise its own fence again
         if self.check(now):
             self._last_tick_at = now

@@ -24,7 +24,7 @@ class PublishedBlocks:
             self._parents[name] = parent
 
     def num_leading(self, hashes: Iterable[int]) -> int:
-        """Returns how many of a prompt's blocks are cached, up to the first one that is not."""
+        """Returns how many of a prompt's leading blocks are cached."""
         return sum(1 for _ in itertools.takewhile(self._parents.__contains__, hashes))
 
     def clear(self) -> None:

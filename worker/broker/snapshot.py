@@ -10,7 +10,7 @@ ItemT = TypeVar("ItemT")
 REQUESTS_PER_PART = 48
 """A running request takes at most about 700 bytes without tokens, so a part stays below `PART_BYTES`."""
 TOKEN_BYTES_PER_PART = 8 * 1024
-"""Bytes of sampled tokens and of their log probabilities, beside what else there is of `REQUESTS_PER_PART`."""
+"""Bytes of sampled tokens and their log probabilities, in addition to the rest of `REQUESTS_PER_PART` requests."""
 HASHES_PER_PART = 2_560
 """A hash takes 9 bytes and a run of one block about 40, so with `RUNS_PER_PART` a part stays below `PART_BYTES`."""
 RUNS_PER_PART = 512
@@ -25,7 +25,7 @@ def split(
     load: messages.Load,
 ) -> list[internal.SnapshotPart]:
     """Returns at least one part; together they state what the worker held after event `seq`. A request with many tokens
-    is in several, whose tokens follow one another."""
+    spans several parts, in token order."""
     contents: list[tuple[list[internal.RunningRequest], list[internal.BlockRun]]] = []
     requests = _parts_of(_cut_requests(running), _token_bytes, REQUESTS_PER_PART, TOKEN_BYTES_PER_PART)
     blocks = _parts_of(_cut_runs(runs), lambda run: len(run.hashes), RUNS_PER_PART, HASHES_PER_PART)
@@ -67,7 +67,7 @@ def _cut_runs(runs: Iterable[internal.BlockRun]) -> Iterator[internal.BlockRun]:
     """Splits runs so that each has at most `HASHES_PER_PART` hashes."""
     for run in runs:
         for at in range(0, len(run.hashes), HASHES_PER_PART):
-            # a split run continues behind the last hash of the part before
+            # a split run continues after the last hash of the previous part
             parent = run.hashes[at - 1] if at else run.parent
             yield internal.BlockRun(parent=parent, hashes=run.hashes[at : at + HASHES_PER_PART])
 
