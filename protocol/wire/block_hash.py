@@ -25,10 +25,10 @@ _BIG_ENDIAN = array("H", [1]).tobytes() == b"\0\1"
 
 
 class Adapter(NamedTuple):
-    """An adapter that a request uses, and how strongly it acts."""
+    """An adapter that a request uses, and its scale."""
 
     digest: str
-    """Identity of its weights: whoever replaces its file gets another one."""
+    """Identity of its weights: a replaced file has another digest."""
     scale: float
 
 
@@ -43,8 +43,8 @@ class PrefixDomain(NamedTuple):
 
 
 def scheme_of(fingerprint: str) -> str:
-    """Returns the `hash_scheme` of a model's workers: only where it is the same do token ids and hashes mean the
-    same."""
+    """Returns the `hash_scheme` of a model's workers: token ids and hashes are comparable only
+    where it is equal."""
     return f"{SCHEME}:{fingerprint}"
 
 
@@ -64,7 +64,7 @@ def block_hashes(token_ids: Sequence[int], block_size: int, parent: int) -> list
 
 
 def block_hashes_of_bytes(data: bytes, block_size: int, parent: int) -> list[int]:
-    """Does the same for token ids that are already packed."""
+    """`block_hashes` for token ids that are already packed."""
     assert block_size > 0, block_size
     width = TOKEN_BYTES * block_size
     digest, pack = xxhash.xxh3_64_intdigest, _PARENT.pack

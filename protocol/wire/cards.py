@@ -22,23 +22,23 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     used_blocks: int = 0
     """KV blocks that running requests hold."""
     cached_blocks: int = 0
-    """KV blocks that no request holds and that are kept for later ones."""
+    """KV blocks that no request holds, kept for later ones."""
     free_blocks: int = 0
     """KV blocks that hold nothing."""
     expected_blocks: int = 0
-    """KV blocks that its requests use or are expected to use before they end, also those that wait. 0 if unknown."""
+    """KV blocks that its requests, waiting ones included, use or are expected to use before they end. 0 if unknown."""
     expected_answer_tokens: int = 0
-    """Tokens that the next completion is expected to have, as recent ones had. 0 if unknown."""
+    """Tokens that the next completion is expected to have, judging by recent ones. 0 if unknown."""
     host_blocks: int = 0
     """Copies of KV blocks in host memory. A block may be on the device too."""
     kept_blocks: int = 0
-    """KV blocks, or checkpoints, that it keeps longest because clients have asked for that."""
+    """KV blocks, or checkpoints, that it keeps longest because clients asked for it."""
     fetched_blocks: int = 0
     """KV blocks that came from other workers since the engine started."""
     generated_tokens: int = 0
     """Tokens sampled since the engine started."""
     computed_tokens: int = 0
-    """Tokens that its steps have computed since it started, of prompts and completions."""
+    """Prompt and completion tokens that its steps have computed since it started."""
     prompt_tokens: int = 0
     """Tokens of the prompts that it has served since it started."""
     cached_tokens: int = 0
@@ -48,7 +48,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 0
     """Requests that can have a lane now, if the worker shares KV memory with others; 0: as many as its card says."""
     kv_pool_bytes: int = 0
-    """KV memory that it holds now of what it shares with others. 0 if it shares none."""
+    """KV memory that it holds now of the memory it shares with others. 0 if it shares none."""
 
 
 class DeviceHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -64,7 +64,7 @@ class DeviceHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     free_bytes: int
     """The part that could be allocated now; memory of cached files counts as free."""
     description: str = ""
-    """The words of its driver for it, such as a product name."""
+    """The driver's description of it, such as a product name."""
     layers: int | None = None
     """The model's layers that it computes; absent where that is not known."""
 
@@ -79,9 +79,9 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     engine_bytes: int
     """Resident memory of its engine's process, which it may share with other workers; 0 while there is none."""
     uptime_s: float
-    """Seconds since its frontend has started."""
+    """Seconds since its frontend started."""
     engine_uptime_s: float
-    """Seconds since its engine serves; 0 while there is none."""
+    """Seconds since its engine became ready; 0 while there is none."""
 
 
 class Pids(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,11 +101,11 @@ class WorkerState(enum.StrEnum):
     RESTARTING = "restarting"
     """Its engine died and a new one is being started."""
     DRAINING = "draining"
-    """It takes no new requests, and finishes those that it has."""
+    """It takes no new requests and finishes the ones it has."""
     LEAVING = "leaving"
     """Routers are to take its streams elsewhere."""
     STOPPED = "stopped"
-    """It has withdrawn; this is the last thing it says."""
+    """It has withdrawn; this is its last message."""
 
 
 class WorkerRole(enum.StrEnum):
@@ -116,7 +116,7 @@ class WorkerRole(enum.StrEnum):
     PREFILL = "prefill"
     """It computes prompts for others, and gets requests of its own only where no other worker can take them."""
     DECODE = "decode"
-    """It has long prompts computed by workers with the role `prefill`, where there are any that have time."""
+    """Its long prompts are computed by workers with the role `prefill`, where any has time."""
 
 
 class WorkerTracking(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,9 +148,9 @@ class CardAdapter(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """A LoRA adapter that a worker has loaded."""
 
     name: str
-    """The name by which requests ask for it."""
+    """The name by which requests refer to it."""
     digest: str
-    """Digest of its file: workers that have the same name with another digest have another adapter."""
+    """Digest of its file: the same name with another digest is another adapter."""
     tenants: list[str] | None = None
     """The tenants that may use it; all of them if absent. Only in cards, not in a `models` reply."""
 
@@ -159,12 +159,12 @@ class CardEmbeddings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The embeddings that a worker makes."""
 
     dimensions: int
-    """The numbers of one embedding."""
+    """The number of dimensions of an embedding."""
     pooling: str
-    """The way in which the states of an input's tokens become one: `mean`, `cls`, `last`, or `graph` where an ONNX
-    graph does that itself. Workers of one model that differ in it make other embeddings."""
+    """How the states of an input's tokens are pooled into one: `mean`, `cls`, `last`, or `graph` where an ONNX graph
+    does that itself. Workers of one model that pool differently make different embeddings."""
     max_input_tokens: int
-    """The most tokens of one input."""
+    """The maximum number of tokens of one input."""
 
     def __str__(self) -> str:
         return f"{self.dimensions} numbers, pooled by {self.pooling}, of up to {self.max_input_tokens} tokens"
@@ -218,9 +218,9 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     tokenizer_digest: str | None = None
     """Digest of its tokenizer bundle; absent where it offers none and has to be asked to tokenize."""
     chat_format_digest: str | None = None
-    """Digest of what it knows of how the model writes reasoning and tool calls; absent where it knows nothing."""
+    """Digest of the model's format for reasoning and tool calls, as the worker knows it; absent where it knows none."""
     previous: PreviousEpoch | None = None
-    """The epoch before this one, if the same process ended it: its last entries may still be under way."""
+    """The epoch before this one, if the same process ended it: its last entries may still be in transit."""
     earlier: list[PreviousEpoch] = []
     """The epochs before `previous` that the same process ended, the latest first; at most 15."""
     adapters: list[CardAdapter] = []
@@ -228,12 +228,12 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     embeddings: CardEmbeddings | None = None
     """The embeddings that it makes, with the feature `embed`."""
     role: WorkerRole = WorkerRole.BOTH
-    """The share of the work that it is to get. `both`: prompts and completions. `prefill`: prompts of others, and
+    """The share of the work that it gets. `both`: prompts and completions. `prefill`: prompts of others, and
     requests of its own only where no other worker can take them. `decode`: its long prompts are computed by workers of
     the role `prefill`, where any has time."""
     loadable: bool = False
-    """The model is not loaded, or is being unloaded, and a `load` without a `model` loads it. Its state is `draining`
-    then, and it takes no requests. Before it was first loaded, it has no features, and its numbers are estimates."""
+    """The model is not loaded, or is being unloaded, and a `load` without a `model` loads it. Meanwhile its state is
+    `draining`, and it takes no requests. Until first loaded, it has no features, and its numbers are estimates."""
     load: Load | None = None
     """Its load; only in a `models` reply."""
     health: WorkerHealth | None = None
@@ -262,7 +262,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     features: list[str]
     """Features that all its workers have."""
     loadable: bool | UnsetType = UNSET
-    """true if no worker has it loaded, and a request for it has one load it."""
+    """true if no worker has it loaded, and a request for it makes one load it."""
     adapters: list[str] = []
     """Names of the LoRA adapters that its workers have and the asking tenant may use. `<model>:<adapter>` is a name of
     the model with that adapter."""
@@ -276,7 +276,7 @@ class RefusedCard(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str
     """The worker whose card was refused."""
     model: str
-    """The model that it says it serves."""
+    """The model that it claims to serve."""
     reason: str
     """Which of its values contradict which others."""
 
@@ -299,23 +299,23 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     indexed_blocks: int
     """KV blocks in its prefix index, over all models."""
     predicted_hit_rate: float
-    """Share of prompt tokens that were expected to be cached where they were sent, or to be fetched by then."""
+    """Share of prompt tokens that were expected to be cached at the chosen worker, or fetched by then."""
     hit_rate: float
-    """Share of prompt tokens that the present workers have found cached since they started."""
+    """Share of prompt tokens that the current workers have found cached since they started."""
     refused_cards: list[RefusedCard] = []
     """Workers whose cards were refused."""
     refused_messages: int = 0
     """Messages of workers that were malformed, out of order, or from unknown workers."""
     continued: int = 0
-    """Requests that went on elsewhere after their worker was lost or left."""
+    """Requests that continued elsewhere after their worker was lost or left."""
     predicted_fetch_rate: float = 0.0
     """Share of prompt tokens that were to be fetched from another worker."""
     legs: int = 0
     """Requests whose prompt another worker was to compute."""
     uploads: int = 0
-    """Large requests that are on their way to it in parts."""
+    """Large requests that it is receiving in parts."""
     upload_bytes: int = 0
-    """Bytes of them that have come."""
+    """Bytes of these requests received so far."""
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -337,5 +337,5 @@ class ModelsReply(Message, frozen=True, kw_only=True):
     truncated: bool | UnsetType = UNSET
     """true if the workers were left out because they did not fit in one message."""
     unserved: list[str] | UnsetType = UNSET
-    """Models that were served once and are not now. Requests for these end in `no_worker`, and requests for models that
-    are in neither list in `model_not_found`. Absent where the router is too young to tell, or there are too many."""
+    """Models that were served before and are not now. Requests for these end in `no_worker`, and requests for models
+    in neither list in `model_not_found`. Absent if the router started too recently to tell, or there are too many."""

@@ -24,8 +24,8 @@ _WITHOUT_FLOATS = (int, str, bytes, bool, type(None), UnsetType)
 _PLAIN_TYPES = frozenset((int, str))
 _NOT_FINITE_64 = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search
 _NOT_FINITE_32 = re.compile(rb"\xca[\x7f\xff][\x80-\xff]").search
-"""The first bytes of a MessagePack float that may be NaN or infinite. They may also stand inside a string, and are
-certain to where there are many token ids."""
+"""The first bytes of a MessagePack float that may be NaN or infinite. They may also occur in a string, and are
+certain to occur where there are many token ids."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class Encoding(enum.StrEnum):
 
 
 _JSON = Encoding.JSON
-"""Looking up a member of an enumeration takes about half as long as encoding a chunk."""
+"""Looking up an enumeration member takes about half as long as encoding a chunk."""
 _ENCODINGS = {"application/json": Encoding.JSON, "application/msgpack": Encoding.MSGPACK}
 
 
@@ -142,7 +142,7 @@ def _check_finite(value: Any) -> None:
 
 @functools.cache
 def _fields_with_floats(message_type: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Returns the fields in which a float may be found. Token ids are none: the decoder has seen that they are ints."""
+    """Returns the fields that may hold a float. Token ids don't: the decoder has seen that they are ints."""
     return tuple(field.name for field in msgspec.structs.fields(message_type) if _may_hold_floats(field.type))
 
 
@@ -152,8 +152,7 @@ def _may_hold_floats(field_type: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a list of integers or strings, in which there is nothing to look for: a prompt of token ids
-    may have millions."""
+    """Whether a value is a list of integers or strings, which needs no search: a prompt may have millions of ids."""
     return isinstance(value, list) and _PLAIN_TYPES.issuperset(map(type, value))
 
 
@@ -167,7 +166,7 @@ def check_nesting(value: object, path: str) -> None:
 
 
 def _deeper_than(value: object, levels: int) -> bool:
-    # Only what has children is kept: a value of megabytes would otherwise become as many objects again for each level.
+    # Only values with children are kept: otherwise a value of megabytes would be copied once for each level.
     level = [value] if value and isinstance(value, (dict, list)) else []
     while level and levels > 1:
         level = [

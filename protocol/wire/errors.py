@@ -34,7 +34,7 @@ class CodeInfo(NamedTuple):
     retryable: bool
     """Whether the same request may succeed later, or elsewhere."""
     message: str
-    """Default error text, for places that know nothing more precise."""
+    """Default error text, where nothing more precise is known."""
 
 
 CODES: dict[Code, CodeInfo] = {
@@ -59,7 +59,7 @@ CODES: dict[Code, CodeInfo] = {
 
 
 class Error(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error as it is sent: in a terminal, in a reply to a router, in an embeddings reply."""
+    """An error as it is sent: in a terminal, in a reply to a router, in or an embeddings reply."""
 
     code: Code
     message: str
@@ -68,9 +68,9 @@ class Error(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Path of the field at fault, such as `messages[0].content`."""
     retry_after_ms: float | None = None
     prompt_tokens: int | None = None
-    """In `prompt_too_long`: the tokens of the prompt, at least, if it is known which and how many are allowed."""
+    """In `prompt_too_long`: a lower bound of the prompt's tokens, if it and the limit are known."""
     context_length: int | None = None
-    """In `prompt_too_long`, with `prompt_tokens`: the most tokens that prompt and completion may have together."""
+    """In `prompt_too_long`, with `prompt_tokens`: the maximum number of tokens of prompt and completion together."""
 
 
 def make_error(
@@ -88,7 +88,7 @@ def make_error(
 
 
 class RequestError(Exception):
-    """Ends one request with `error` and disturbs nothing else."""
+    """Ends one request with `error`; nothing else is affected."""
 
     def __init__(self, error: Error) -> None:
         super().__init__(f"{error.code}: {error.message}")
@@ -109,7 +109,7 @@ def prompt_too_long(prompt_tokens: int, context_length: int, *, is_minimum: bool
 
 
 def prompt_not_allowed(prompt_tokens: int, max_prompt_tokens: int) -> RequestError:
-    """Makes the exception for a prompt that would fit the context, and is longer than its worker allows."""
+    """Makes the exception for a prompt that fits the context but is longer than its worker allows."""
     error = make_error(
         Code.PROMPT_TOO_LONG, f"the prompt has {prompt_tokens} tokens; at most {max_prompt_tokens} are allowed"
     )

@@ -23,27 +23,27 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """One turn of a conversation, in the form of OpenAI's chat API."""
 
     role: str
-    """`system`, `user`, `assistant`, or whatever the model's template knows."""
+    """`system`, `user`, `assistant`, or another role that the model's template knows."""
     content: str | list[ContentPart] | None = None
     """A string, or a list of text parts."""
     reasoning_content: str | None = None
-    """The reasoning before an assistant's answer or calls; models that want to see it again get it."""
+    """The reasoning before an assistant's answer or calls, for models whose template reads it."""
     name: str | None = None
     """Passed to the template; in a result, the called function's name if absent."""
     tool_calls: list[dict[str, Any]] | None = None
     """The assistant's calls: `{id, type, function: {name, arguments}}`. `arguments` is the text of a JSON object, or
     the object itself; an id is made if absent."""
     tool_call_id: str | None = None
-    """In a message with the role `tool`, the call whose result it is; the first without a result if absent."""
+    """In a message with the role `tool`, the call whose result it is; if absent, the first call without a result."""
 
 
 class ResumeFrom(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an earlier stream of the same request that the client already has."""
 
     token_ids: list[int]
-    """Every sampled token that was received, fewer than `max_tokens`. The new stream begins behind them."""
+    """Every sampled token that was received, fewer than `max_tokens`. The new stream begins after them."""
     hash_scheme: str | None = None
-    """The `hash_scheme` of the earlier stream's head, without which ids of another vocabulary could not be told."""
+    """The `hash_scheme` of the earlier stream's head, by which ids of another vocabulary are recognized."""
 
 
 class RoutingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,8 +67,8 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
     prompt: str | None = None
     """A text that is tokenized as it is: names of special tokens in it are plain text."""
     suffix: str | None = None
-    """A text that follows the completion, which fills the gap between `prompt` and this. Only with `prompt`, and models
-    that have the feature `fim`."""
+    """A text that follows the completion, which fills the gap between `prompt` and this. Only with `prompt`, and for
+    models that have the feature `fim`."""
     token_ids: list[int] | None = None
     """A prompt that is already tokenized."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -82,14 +82,14 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
 
 
 class CacheRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Says how long what a session has left in workers' caches is worth keeping from now on."""
+    """Says how much longer a session's prefixes are worth keeping in workers' caches."""
 
     id: str | None = None
     """Like the id of a `generate` request."""
     session_id: str | None = None
     """The `session_id` of the tenant's requests. It must be given."""
     cache_control: CacheControl | None = None
-    """The hint. With a `ttl_ms` of 0, the session has ended: what it alone has used goes first. It must be given."""
+    """The hint, which must be given. A `ttl_ms` of 0 ends the session: what only it has used is evicted first."""
 
 
 class CacheReply(Message, frozen=True, kw_only=True):
@@ -100,11 +100,11 @@ class CacheReply(Message, frozen=True, kw_only=True):
     model: str | UnsetType = UNSET
     """The model whose workers were told."""
     error: errors.Error | UnsetType = UNSET
-    """Why they were not."""
+    """Why they were not told."""
 
 
 class TokenizeRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Asks for the tokens that a `generate` request with the same prompt would have; exactly one of `messages` and
+    """Asks for the prompt tokens of a `generate` request with the same prompt; exactly one of `messages` and
     `prompt` must be given."""
 
     id: str | None = None
@@ -118,7 +118,7 @@ class TokenizeRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
     add_special_tokens: bool | None = None
-    """Whether BOS is put in front where the model's prompts begin with it. true if absent."""
+    """Whether BOS is prepended if the model's prompts begin with it. true if absent."""
     only_count: bool | None = None
     """Leaves `token_ids` out of the reply. false if absent."""
     timeout_ms: Annotated[float | None, TIMEOUT_MS] = None
@@ -137,7 +137,7 @@ class TokenizeReply(Message, frozen=True, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     """Their ids, unless only the count was asked for."""
     context_length: int | UnsetType = UNSET
-    """The smallest context length of the model's workers: prompt and completion together. The prompt may be longer."""
+    """The smallest context length of the model's workers, prompt and completion together. The prompt may be longer."""
     error: errors.Error | UnsetType = UNSET
     """Why there are no tokens."""
 
@@ -161,7 +161,7 @@ class DetokenizeReply(Message, frozen=True, kw_only=True):
     model: str | UnsetType = UNSET
     """The model whose tokens they are."""
     text: str | UnsetType = UNSET
-    """The text that these tokens are in a completion: special tokens have none, and bytes that are no whole character
-    become U+FFFD."""
+    """The text of these tokens in a completion: special tokens have none, and bytes that are no whole character become
+    U+FFFD."""
     error: errors.Error | UnsetType = UNSET
     """Why there is no text."""

@@ -1,4 +1,4 @@
-"""Every fixed limit of the wire. What an operator may change is a setting and stands elsewhere."""
+"""Every fixed limit of the wire. Anything an operator may change is a setting, defined elsewhere."""
 
 MAX_ID_BYTES = 128
 MAX_NAME_BYTES = 128
@@ -13,15 +13,15 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_MESSAGES = 4_096
 MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 128
-"""Names of tools that come from servers of tools (MCP) begin with the names of these."""
+"""Names of tools from MCP servers begin with the server's name."""
 MAX_TOOL_PROPERTIES = 4_000
-"""The properties of all tools of a request. Their grammar takes about a second to compile then."""
+"""The properties of all tools of a request. At this limit, their grammar takes about a second to compile."""
 MAX_TOOL_BYTES = 64 * 1024
 """Size of one tool, as JSON: name, description and parameters."""
 MAX_SALT_BYTES = 256
 DEFAULT_CACHE_TTL_MS = 300_000.0
 MAX_CACHE_TTL_MS = 86_400_000.0
-"""A prefix is kept for a client this long at most."""
+"""A prefix is kept for a client for at most this long."""
 MAX_EFFORT_BYTES = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 4_096
@@ -50,27 +50,27 @@ MAX_TOKEN_ID = 2**32 - 1
 PART_BYTES = 48 * 1024
 """Size of one part of a tokenizer bundle or snapshot, which fits in a message of a broker with 64 KiB."""
 UPLOAD_PART_BYTES = 256 * 1024
-"""Size of one part of a large message, where the broker allows so much: a connection that sends one holds other
-messages back for no longer than that takes."""
+"""Size of one part of a large message, if the broker allows that much: other messages of
+# the connection wait for no longer than one part takes."""
 UPLOAD_IDLE_S = 10.0
-"""A large message of which nothing comes for this long is given up."""
+"""A large message of which no part arrives for this long is given up."""
 UPLOAD_TTL_S = 120.0
 """Time for all parts of a large message."""
 MAX_TENANT_UPLOADS = 64
-"""Large messages of one tenant that may be on their way to one router."""
+"""Large messages of one tenant that one router may be receiving."""
 MAX_COMPLETE_UPLOADS = 4_096
-"""Large messages that are complete and whose last part may still come again."""
+"""Complete large messages whose last part may still arrive again."""
 MAX_INTERNAL_BYTES = 64 * 1024 * 1024
 """A large message between routers and workers."""
 MAX_BUNDLE_BYTES = 64 * 1024 * 1024
 RENDER_CPU_S = 2.0
-"""CPU time that a chat template may take for one conversation, or to be compiled."""
+"""CPU time that a chat template may take to compile, or to render one conversation."""
 RENDER_STALL_S = 5.0
 """A process that renders templates and gets no CPU time for this long is replaced."""
 RENDER_BYTES = 1 << 30
 """Address space of the process that renders templates."""
 RENDER_KEPT_BYTES = 128 << 20
-"""A process that renders templates and still holds more memory after a conversation is ended."""
+"""A process that renders templates is ended if it still holds more memory than this after a conversation."""
 RENDERED_GROWTH = 4
 """Characters that a chat template may produce for each byte of a conversation, beyond `MAX_TEMPLATE_BYTES`."""
 MAX_CONTROL_LINE_BYTES = 4_000

@@ -3,7 +3,7 @@
 Every struct is frozen. null means absent, unknown fields are ignored. A field whose default is `UNSET` is left out of
 the message when it has no value; the others are always present.
 
-The messages of `generate.py` and `cards.py` are exported here too, so that their users need not know where each stands.
+The messages of `generate.py` and `cards.py` are exported here too, so that users need not know where each is defined.
 """
 
 import enum
@@ -136,13 +136,13 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     """Tokens of the prompt."""
     completion_tokens: int
-    """Every sampled token, including the one that ended the completion: the last `offset + tokens`."""
+    """Every sampled token, including the one that ended the completion: the `offset + tokens` of the last chunk."""
     total_tokens: int
     """The sum of both."""
     cached_tokens: int
     """Prompt tokens whose KV was cached and did not have to be computed."""
     reasoning_tokens: int | UnsetType = UNSET
-    """Those of the completion tokens that belong to the reasoning, if the answer was parsed."""
+    """Completion tokens that belong to the reasoning, if the answer was parsed."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,9 +159,9 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     total_ms: float
     """From the accept to the end."""
     fetched_tokens: int | UnsetType = UNSET
-    """Those of the `cached_tokens` that the worker has fetched from another one, if it was told to fetch any."""
+    """The part of `cached_tokens` that the worker fetched from another one, if it was told to fetch any."""
     fetch_ms: float | UnsetType = UNSET
-    """The part of `queue_ms` that this took."""
+    """The part of `queue_ms` that the fetch took."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,7 +219,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """State of the worker."""
     fetch_blocks: int = 0
-    """Those of the `prefill_blocks` that it would fetch from another worker instead."""
+    """The part of `prefill_blocks` that it would fetch from another worker instead."""
 
 
 class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,7 +236,7 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
     has_leg: bool = False
     """Whether that worker was to compute the prompt first."""
     ejected: list[str] = []
-    """Names of workers that were passed over, because their last requests have failed."""
+    """Names of workers that were passed over because their last requests failed."""
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,7 +245,7 @@ class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
     name: str | UnsetType = UNSET
     """The function's name, whole, in the first delta of a call."""
     arguments: str = ""
-    """More of the arguments. Those of one call together are the text of a JSON object, if the call is complete."""
+    """More of the arguments. All those of a complete call, concatenated, are the text of a JSON object."""
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,12 +295,12 @@ class Chunk(Message, frozen=True, kw_only=True):
     reasoning_offset: int | UnsetType = UNSET
     """UTF-8 bytes of reasoning before this chunk, if it has reasoning."""
     reasoning: str | UnsetType = UNSET
-    """New text of the reasoning, which is no part of `text`."""
+    """New text of the reasoning, which is not part of `text`."""
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     """New tool calls, and more of the last one. All of them are complete if the finish reason is `tool_calls`;
     otherwise the last one may be cut off."""
     load_progress: float | UnsetType = UNSET
-    """The share of the model that is loaded, 0 to 1, in empty chunks that come while a worker loads it."""
+    """The share of the model that is loaded, 0 to 1, in empty chunks that are sent while a worker loads it."""
     progress: Progress | UnsetType = UNSET
     """Progress of the prompt's computation, if asked for."""
     usage: Usage | UnsetType = UNSET
@@ -347,7 +347,7 @@ class UploadReply(Message, frozen=True, kw_only=True, omit_defaults=True):
     upload: str | None = None
     """The subject for the parts."""
     received: int = 0
-    """Bytes that have come so far."""
+    """Bytes received so far."""
     error: errors.Error | None = None
     """Why the message can't be taken."""
 
@@ -405,7 +405,7 @@ class RankedDocument(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """The number of the document in the request, from 0."""
     relevance_score: float
-    """The number that the model computed for it: greater is more relevant."""
+    """The score that the model computed for it: higher is more relevant."""
 
 
 class RerankReply(Message, frozen=True, kw_only=True):

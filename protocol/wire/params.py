@@ -1,7 +1,7 @@
 """The parameters of a generation, declared once: their types, ranges and meaning.
 
 `generate` and `run` carry them as they are, with None for what the client left open; an engine gets them with every
-default filled in (`worker.contract.Sampling`). A range stands in the field's annotation and is checked after decoding
+default filled in (`worker.contract.Sampling`). A range is part of the field's annotation and is checked after decoding
 (validation.py), not by the decoder, so that a refusal can carry the request's id and both ends of the range.
 """
 
@@ -26,7 +26,7 @@ class Range(NamedTuple):
 
     def contains(self, value: float) -> bool:
         """Whether the value is in the range; NaN never is."""
-        # Comparisons with NaN are false, so this must say what is allowed and not what is forbidden.
+        # Comparisons with NaN are false, so this must test what is allowed, not what is forbidden.
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def clamp(self, value: float) -> float:
@@ -73,7 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Drops tokens that have less than this share of the likeliest one's probability; 0 is off. The model's own if
     absent, else 0."""
     seed: Annotated[int | None, Range(0, 2**32 - 1)] = None
-    """Repeats an answer: the same request, run alone on the same build, gives the same tokens."""
+    """Makes an answer repeatable: the same request, run alone on the same build, gives the same tokens."""
     repetition_penalty: Annotated[float | None, Range(0.01, 10)] = None
     """Divides the positive logits of recent tokens by this and multiplies the others; 1 is off. The model's own if
     absent, else 1."""
@@ -86,9 +86,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[str | int, float] | None = None
     """Added to the logits of tokens, by token id: a decimal string, or in MessagePack also a number."""
     logprobs: Annotated[int | None, Range(0, limits.MAX_LOGPROBS)] = None
-    """Likeliest tokens to report beside each sampled one. If absent, no probabilities are reported."""
+    """Number of likeliest tokens to report with each sampled one. If absent, no probabilities are reported."""
     stop_token_ids: Sequence[int] | None = None
-    """Tokens that end the completion, beside the model's own end tokens; at most 128."""
+    """Tokens that end the completion, in addition to the model's own end tokens; at most 128."""
     ignore_eos: bool | None = None
     """Whether the model's own end tokens are never sampled. false if absent."""
 
@@ -123,36 +123,36 @@ class CacheControl(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """A hint for how long a prefix is to be kept in a worker's cache."""
 
     ttl_ms: Annotated[float, Range(0, limits.MAX_CACHE_TTL_MS)] = limits.DEFAULT_CACHE_TTL_MS
-    """Time after the answer's end for which the prompt and the answer stay longer than what nobody wants kept; 0: they
-    go first. 300,000 if absent, at most a day, and no more than the worker's `--max-kept-s`."""
+    """Time after the answer's end for which the prompt and the answer are kept longer than prefixes without a hint; 0:
+    they are evicted first. 300,000 if absent, at most a day, and no more than the worker's `--max-kept-s`."""
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A LoRA adapter that is loaded on the model, and how strongly it acts."""
+    """A LoRA adapter that is loaded on the model, and its scale."""
 
     name: str
     """Name under which the adapter was loaded."""
     scale: Annotated[float, Range(0, limits.MAX_ADAPTER_SCALE)] = 1.0
-    """Factor by which its weights are multiplied, at most 4; 0 makes it act not at all."""
+    """Factor by which its weights are multiplied, at most 4; 0 turns it off."""
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Says how long a model may reason before it answers `messages`."""
 
     max_tokens: Annotated[int | None, COUNT] = None
-    """Tokens of the answer that may be reasoning. Then the reasoning is closed with the model's own marker, and the
-    answer continues; 0 closes it as soon as it begins. The tokens that close it come on top."""
+    """Tokens of the answer that may be reasoning. After these, the reasoning is closed with the model's own marker, and
+    the answer continues; 0 closes it as soon as it begins. The tokens that close it are not counted."""
     effort: str | None = None
-    """`none`, `minimal`, `low`, `medium`, `high`, `xhigh`, or what else the chat template knows. Sets its variables
-    `enable_thinking` (false for the first two) and `reasoning_effort`, unless `chat_template_kwargs` has them. If the
-    template doesn't read the latter, and there is no `max_tokens` here, at most 0, 10, 20, 50, 80 or 95 % of the
-    answer's `max_tokens` may be reasoning. At most 64 bytes."""
+    """`none`, `minimal`, `low`, `medium`, `high`, `xhigh`, or another value that the chat template knows. Sets its
+    variables `enable_thinking` (false for the first two) and `reasoning_effort`, unless `chat_template_kwargs` has
+    them. If the template doesn't read the latter, and there is no `max_tokens` here, at most 0, 10, 20, 50, 80 or 95 %
+    of the answer's `max_tokens` may be reasoning. At most 64 bytes."""
     optional: bool | None = None
     """Whether models whose reasoning can't be closed ignore `max_tokens` instead of refusing it. false if absent."""
 
 
 class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything that a client asks of a completion and that the worker needs to know, except the prompt."""
+    """Everything that the worker needs to know about the requested completion, except the prompt."""
 
     stop: str | list[str] | None = None
     """Strings that end the completion and are not part of it: one, or up to 16, each of 1 to 1,024 bytes."""
@@ -172,7 +172,7 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     return_token_ids: bool | None = None
     """Asks for `token_ids` in every chunk."""
     return_progress: bool | None = None
-    """Asks for `progress` while the prompt is computed, and when it is, before the first token."""
+    """Asks for `progress` while the prompt is computed, and once when it is done, before the first token."""
     cache_prompt: bool | None = None
     """Whether this prompt's KV may be reused and kept. true if absent."""
     cache_salt: str | None = None
@@ -194,8 +194,8 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     choice: list[str] | None = None
     """Constrains the output to one of these texts: at most 1,000, of 64 KiB together."""
     grammar: str | None = None
-    """Constrains the output to a grammar of at most 64 KiB and 500 rules: in GBNF if it has a rule `name ::= ...`, else
-    in llguidance's Lark."""
+    """Constrains the output to a grammar of at most 64 KiB and 500 rules: in GBNF if it has a rule `name ::= ...`,
+    otherwise in llguidance's Lark."""
 
     @property
     def stop_strings(self) -> list[str]:

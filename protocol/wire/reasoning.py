@@ -1,4 +1,4 @@
-"""The meaning of a request's `reasoning`: variables of the chat template, and a limit to the tokens of reasoning."""
+"""The meaning of a request's `reasoning`: variables of the chat template, and a limit on reasoning tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,9 +24,9 @@ def template_arguments(effort: str | None, given: Mapping[str, Any] | None) -> d
 
 
 def token_limit(asked: ReasoningOptions | None, max_tokens: int, *, takes_effort: bool) -> int | None:
-    """Returns the most tokens that the reasoning of an answer of `max_tokens` may have; None for any number.
+    """Returns the maximum reasoning tokens of an answer of `max_tokens`; None if there is no limit.
 
-    `takes_effort`: the model itself reasons as much as the effort says, so that it is no limit."""
+    `takes_effort`: the model itself follows the effort, so it sets no limit."""
     if asked is None or asked.max_tokens is not None:
         return None if asked is None else asked.max_tokens
     share = None if takes_effort else _SHARES.get(asked.effort or "")

@@ -13,7 +13,7 @@ DEFAULT_PREFIX = "tokenbus.v1"
 DEFAULT_TENANT = "default"
 DEFAULT_INBOX_PREFIXES = ("_INBOX",)
 TENANT_PLACEHOLDER = "{tenant}"
-"""Stands in an inbox prefix for the tenant's name as a subject token."""
+"""Placeholder in an inbox prefix for the tenant's name as a subject token."""
 PROBE_SUFFIX = ":again"
 """Ends the `gone` subject of a chunk that was sent only to see whether the client is still there."""
 
@@ -39,7 +39,7 @@ def encode_name(name: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Encodes a string of any length in the way of `encode_name`."""
+    """Encodes a string of any length like `encode_name`."""
     return "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in text.encode())
 
 
@@ -60,7 +60,7 @@ def request_key(tenant: str, request_id: str) -> str:
 
 
 def is_request_id(text: str) -> bool:
-    """Whether a client may call a request that: 1 to 128 of `A-Za-z0-9_-`."""
+    """Whether this is allowed as a request id: 1 to 128 of `A-Za-z0-9_-`."""
     return bool(_REQUEST_ID.fullmatch(text))
 
 
@@ -86,7 +86,7 @@ def key_to_request_id(key: str) -> str:
 def epoch_sort_key(epoch: str) -> tuple[int, str]:
     """Returns a key by which epochs (`<unix ms>-<random>`) sort from old to new."""
     born, _, rest = epoch.partition("-")
-    # Epochs come from other processes: anything that is no number sorts before all that are.
+    # Epochs come from other processes: anything that is not a number sorts before all numbers.
     return (int(born) if born.isascii() and born.isdigit() and len(born) < 20 else 0, rest)
 
 
@@ -95,8 +95,8 @@ def is_inbox(reply: str, prefixes: tuple[str, ...], tenant_token: str = DEFAULT_
     enough to be sent together with a reply subject of our own.
 
     `{tenant}` in a prefix stands for `tenant_token`, the encoded name of the tenant who sent the request. The broker
-    doesn't check reply subjects against their sender's permissions, so this check is what keeps a client from having
-    messages sent to other parts of the system."""
+    doesn't check reply subjects against their sender's permissions, so this check is what keeps a client from
+    directing messages to other parts of the system."""
     return (
         len(reply.encode()) <= limits.MAX_INBOX_BYTES
         and bool(_SUBJECT.fullmatch(reply))
@@ -105,7 +105,7 @@ def is_inbox(reply: str, prefixes: tuple[str, ...], tenant_token: str = DEFAULT_
 
 
 class ModelAddress(NamedTuple):
-    """The names in the subject of what a client asks of a model, such as `generate`."""
+    """The names in a subject that asks something of a model, such as `generate`."""
 
     model: str
     tenant: str
@@ -164,7 +164,7 @@ class Subjects:
         self.all_guards = (f"{prefix}.guard.*", f"{prefix}.guard.*.*")
         self.all_cancels = (f"{prefix}.cancel.*", f"{prefix}.cancel.*.*", f"{prefix}.cancel.*.*.*")
         self.without_model = (*self.all_cancels[:2], *self.all_resyncs[:2])
-        """The cancels and resyncs that no worker hears, since they do not name their model."""
+        """Cancels and resyncs that no worker receives because they do not name their model."""
         self._received = re.compile(rf"{re.escape(prefix)}\.worker\.[^.]+\.[^.]+\.received\.[^.]+").fullmatch
 
     def __repr__(self) -> str:
@@ -241,7 +241,7 @@ class Subjects:
         return model, worker_id[0] if worker_id else None
 
     def router(self, router_id: str) -> str:
-        """Returns the subject on which a router hears what workers ask it alone."""
+        """Returns the subject on which workers ask one particular router."""
         return f"{self.prefix}.router.{escape(router_id)}"
 
     def unguarded(self, model: str, worker_id: str, router_id: str) -> str:
@@ -270,7 +270,7 @@ class Subjects:
         return bool(self._received(subject))
 
     def is_kv_reply(self, subject: str, model: str) -> bool:
-        """Whether workers of a model may be answered there about KV blocks."""
+        """Whether this is a reply subject for workers of a model that ask for KV blocks."""
         tokens = subject.removeprefix(f"{self.prefix}.worker.{encode_name(model)}.").split(".")
         return (
             subject.startswith(f"{self.prefix}.worker.")
@@ -280,7 +280,7 @@ class Subjects:
         )
 
     def parse_model(self, subject: str) -> ModelAddress:
-        """Parses the subject of what a client asks of a model. Raises ValueError for a name that is malformed."""
+        """Parses a subject that asks something of a model. Raises ValueError for a malformed name."""
         tokens = self._tail(subject)
         return ModelAddress(decode_name(tokens[1]), _tenant(tokens[2:]))
 

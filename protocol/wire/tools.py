@@ -23,9 +23,9 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
         path = f"tools[{index}]"
         name = _check_tool(tool, path)
         if name in names:
-            raise invalid_field(f"{path}.function.name", f"{name!r} is the name of an earlier tool too")
+            raise invalid_field(f"{path}.function.name", f"{name!r} is also the name of an earlier tool")
         names.add(name)
-    # behind the checks of each tool, which bound how deep they are nested
+    # after the checks of each tool, which bound its nesting
     check_members([tool["function"].get("parameters") for tool in tools], "tools", limits.MAX_TOOL_PROPERTIES)
 
 
@@ -44,7 +44,7 @@ def check_tool_choice(choice: str | dict[str, Any] | None, tools: list[dict[str,
 
 
 def chosen_tool(choice: str | dict[str, Any] | None) -> str | None:
-    """Returns the name of the tool that must be called; None if there is no such one."""
+    """Returns the name of the tool that must be called; None if none must be."""
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
@@ -72,7 +72,7 @@ def check_json_size(value: object, path: str, most: int) -> None:
     """Raises RequestError for a value that is larger as JSON, or can't be JSON."""
     try:
         size = len(msgspec.json.encode(value))
-    except TypeError as error:  # MessagePack has maps whose keys are no texts
+    except TypeError as error:  # MessagePack has maps whose keys are not strings
         raise invalid_field(path, f"must be JSON: {error}") from error
     if size > most:
         raise invalid_field(path, f"must have at most {most} bytes as JSON, got {size}")

@@ -1,4 +1,4 @@
-"""Says in the words of JSON that a value has a wrong type: its field, what is allowed and what was given; pure."""
+"""Describes a type error in JSON's terms: the field, what is allowed and what was given; pure."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import msgspec
 from msgspec import inspect
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
-"""Anchored at the end: a value or key of the sender could look like a path."""
+"""Anchored at the end: a value or key from the sender could look like a path."""
 _MISMATCH = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
 _MISSING = re.compile(r"Object missing required field `([^`]+)`")
 _ENUM = re.compile(r"Invalid enum value (.*)", re.DOTALL)
@@ -41,12 +41,12 @@ def problem_of(error: msgspec.ValidationError, message_type: Any) -> tuple[str |
 
 
 def _alternatives(expected: str) -> list[str]:
-    """Returns the names of the expected types. Null means the same as an absent field, and goes without saying."""
+    """Returns the names of the expected types, without null, which means the same as an absent field."""
     return [one for one in expected.split(" | ") if one != "null"] or ["null"]
 
 
 def _choices(message_type: Any, path: str) -> list[str]:
-    """Returns the values that a field may have if these can be counted."""
+    """Returns the values that a field may have if there is a closed set of them."""
     nodes = [inspect.type_info(message_type)]
     for part in _PART.findall(path):
         nodes = [child for node in nodes for one in _members(node) for child in _children(one, part)]

@@ -1,4 +1,4 @@
-"""Validates requests for embeddings and ranked documents, and makes their answers of a worker's numbers."""
+"""Validates requests for embeddings and ranked documents, and makes their answers from a worker's numbers."""
 
 import base64
 import sys

@@ -17,7 +17,7 @@ from tokenbus.protocol.wire.tools import check_free_form, check_json_size, check
 
 _TOOLS_NEED_MESSAGES = "need messages: a prompt has no place for them"
 REASONING_BUDGET = "reasoning_budget"
-"""The feature of workers that can close reasoning."""
+"""The feature of workers that can end reasoning early."""
 _MAX_DIGITS = 32
 """Digits of a number that an error repeats."""
 
@@ -44,7 +44,7 @@ def check_request(request: messages.GenerateRequest) -> None:
     if request.tools and request.messages is None:
         raise invalid_field("tools", _TOOLS_NEED_MESSAGES)
     if request.reasoning is not None and request.messages is None:
-        raise invalid_field("reasoning", "needs messages: of other prompts nobody knows how they are answered")
+        raise invalid_field("reasoning", "needs messages: only the answers to conversations have a known format")
     if request.suffix and request.prompt is None:
         raise invalid_field("suffix", "needs prompt: other prompts have no gap to fill")
     if request.resume_from is not None:
@@ -68,8 +68,8 @@ def check_run(run: internal.Run) -> None:
 
 
 def check_resume(request: messages.GenerateRequest, hash_scheme: str) -> None:
-    """Raises RequestError for a request that continues a stream whose tokens the model's workers, which have this hash
-    scheme, would take for others. Where the client does not say which scheme its stream had, nobody can tell."""
+    """Raises RequestError for a request that continues a stream of a hash scheme that differs from the model workers',
+    which would misread its tokens. A client that does not name its stream's scheme is trusted."""
     resume_from = request.resume_from
     if resume_from is not None and resume_from.hash_scheme not in (None, hash_scheme):
         problem = f"resume_from.hash_scheme: the model's workers have {hash_scheme} now"
@@ -146,7 +146,7 @@ def check_key(key: str | None) -> None:
 
 
 def check_router_id(router_id: str) -> None:
-    """Raises RequestError for a name under which no router can be asked anything."""
+    """Raises RequestError for a name that can't be a router's."""
     if not 0 < len(router_id.encode()) <= limits.MAX_NAME_BYTES:
         raise invalid_field("router_id", f"must have 1 to {limits.MAX_NAME_BYTES} bytes")
 
@@ -158,7 +158,7 @@ def _check_fetch_source(source: internal.FetchSource) -> None:
 
 
 def read_resync(headers: Mapping[str, str] | None, data: bytes) -> tuple[codec.Encoding, int, errors.Error | None]:
-    """Reads a resync; returns the encoding of its answer, the offset, and an error if it has none that is valid."""
+    """Reads a resync; returns the encoding of its answer, the offset, and an error if the offset is not valid."""
     encoding = codec.Encoding.JSON
     try:
         encoding = codec.encoding_of(headers)
@@ -200,7 +200,7 @@ def required_features(request: messages.GenerateRequest) -> Iterator[RequiredFea
 
 
 def required_run_features(params: GenerationParams) -> Iterator[RequiredFeature]:
-    """Yields those of the features that a worker can see in a run."""
+    """Yields those features that a worker can see in a run."""
     if params.max_tokens == 0:
         yield RequiredFeature("cache_control", "max_tokens")
     if params.logprobs is not None:
@@ -242,7 +242,7 @@ def to_params(request: messages.GenerateRequest) -> GenerationParams:
 
 
 def params_bytes(params: GenerationParams) -> int:
-    """Returns the size of those parameters that may be large: tools and constraints."""
+    """Returns the size of the parameters that may be large: tools and constraints."""
     large = [getattr(params, name) for name in ("tools", "response_format", "regex", "choice", "grammar")]
     return len(msgspec.msgpack.encode(large)) if any(large) else 0
 
@@ -330,7 +330,7 @@ def _check_resume_from(resume_from: generate.ResumeFrom, params: GenerationParam
 
 
 def _check_token_ids(name: str, token_ids: Sequence[int]) -> None:
-    # There may be millions. This is a loop in C, and the place of a wrong id is looked for only where there is one.
+    # There may be millions. This is a loop in C; the position of a wrong id is searched only if there is one.
     try:
         array("I", token_ids)
     except OverflowError:
@@ -403,7 +403,7 @@ def _check_logit_bias(logit_bias: Mapping[str | int, float]) -> None:
         )
     most = limits.MAX_LOGIT_BIAS
     for name, bias in logit_bias.items():
-        # isdigit alone would let other scripts' digits pass, and int() takes its time with very long strings.
+        # isdigit alone would accept digits of other scripts, and int() is slow for very long strings.
         is_id = isinstance(name, int) or (name.isascii() and name.isdigit() and len(name) <= 10)
         if not is_id or not 0 <= int(name) <= limits.MAX_TOKEN_ID:
             problem = f"must map token ids from 0 to {limits.MAX_TOKEN_ID}, got {str(name)[:20]!r}"

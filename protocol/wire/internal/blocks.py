@@ -12,7 +12,7 @@ class BlockLeaseRequest(public.Message, frozen=True, kw_only=True, omit_defaults
     """Asks a worker for the KV blocks of a prompt."""
 
     identity: str
-    """`kv_identity` of the worker that asks; one with another has nothing to give."""
+    """`kv_identity` of the worker that asks; a worker with a different one has nothing to give."""
     epoch: str
     """The epoch of the worker that is asked; in any other it has nothing to give."""
     tenant: str
@@ -40,7 +40,7 @@ class BlockLease(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     num_blocks: Annotated[int, COUNT] = 0
     """Blocks that it has or computes, from `first` on and without a gap."""
     busy: bool = False
-    """Whether there is no lease because the worker gives blocks to others already."""
+    """Whether there is no lease because the worker is already giving blocks to others."""
 
 
 class BlockRead(public.Message, frozen=True, kw_only=True, omit_defaults=True):

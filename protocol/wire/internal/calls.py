@@ -1,4 +1,4 @@
-"""The calls that a worker answers at once: what it computes for them belongs to no stream."""
+"""The calls that a worker answers at once, outside any stream."""
 
 from typing import Annotated, Any
 
@@ -21,9 +21,9 @@ class Tokenize(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     tools: list[dict[str, Any]] | None = None
     """The tools of the request, for the template."""
     add_special_tokens: bool = True
-    """Whether BOS is put in front where the model's prompts begin with it."""
+    """Whether BOS is prepended if the model's prompts begin with it."""
     max_tokens: Annotated[int | None, COUNT] = None
-    """The most tokens that may be of use: a text that certainly has more is refused as `prompt_too_long`."""
+    """The maximum number of tokens: a text that certainly has more is refused as `prompt_too_long`."""
 
 
 class TokenizeResult(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -46,7 +46,7 @@ class DetokenizeResult(public.Message, frozen=True, kw_only=True, omit_defaults=
     """The text, or the error."""
 
     text: str = ""
-    """The text that these tokens are in a completion."""
+    """The text of these tokens in a completion."""
     error: errors.Error | None = None
     """Why there is no text."""
 

@@ -21,7 +21,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Tells how long a stream took to reach its first token, and what else its first worker decides."""
+    """Tells how long a stream took to reach its first token, and what its first worker decided."""
 
     stream_no: int
     """Number of the stream."""
@@ -32,18 +32,18 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill_ms: float
     """Time from the first step to the first token."""
     max_tokens: int | None = None
-    """Tokens that the stream may have: what its request asks for, or less if the worker's limits allow less."""
+    """Tokens that the stream may have: as many as its request asks for, or fewer if the worker's limits allow fewer."""
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Tells how the fetch that a run asked for has ended; not sent if the stream ended first."""
+    """Reports the end of the fetch that a run asked for; not sent if the stream ended first."""
 
     stream_no: int
     """Number of the stream."""
     worker_id: str
     """The worker from which blocks were fetched."""
     fetched_tokens: int = 0
-    """Tokens of the blocks that came and were accepted; 0 if none did, whatever the reason."""
+    """Tokens of the blocks that arrived and were accepted; 0 if none were, for any reason."""
     fetched_bytes: int = 0
     """Bytes of these blocks."""
     fetch_ms: float = 0.0
@@ -103,7 +103,7 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     taken: list[str] = []
     """Keys of requests that a router has taken from here, to continue them elsewhere."""
     stranded: list[str] = []
-    """Keys of requests that this worker can't continue, since its engine lacks an adapter that was unloaded. Their
+    """Keys of requests that this worker can't continue because its engine lacks an adapter that was unloaded. Their
     guardians take them, as from a worker that leaves. Repeated once a second until that has happened."""
     guardians: dict[int, str] = {}
     """The new guardians of streams, by stream number; only the router that was named last acts on a stream."""
@@ -124,7 +124,7 @@ class SnapshotRequest(public.Message, frozen=True, kw_only=True, omit_defaults=T
     known_tokens: dict[str, int] = {}
     """Requests whose sampled tokens are wanted, each with the number of tokens that are known."""
     wants_others: bool = False
-    """Whether the tokens of all other requests are wanted too: all that their present attempt has sampled."""
+    """Whether the tokens of all other requests are wanted too: all that their current attempt has sampled."""
 
 
 class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -143,7 +143,7 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: bytes = b""
     """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
     first_token: FirstToken | None = None
-    """The account of its first token, once it has one that this worker has sampled."""
+    """The report of its first token, once this worker has sampled one."""
     router_id: str = ""
     """Its guardian."""
 

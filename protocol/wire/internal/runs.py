@@ -1,4 +1,4 @@
-"""The messages by which requests go to workers, and on to other workers and routers."""
+"""The messages that carry requests to workers, and on to other workers and routers."""
 
 from typing import Annotated, Any, Literal
 
@@ -38,14 +38,14 @@ class RunAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker of the model that has more of a prompt's KV blocks than the one of the run, or computes them."""
+    """A worker of the model that has more of a prompt's KV blocks than the run's worker, or computes them."""
 
     worker_id: str
     """The worker."""
     epoch: str
     """Its epoch; in any other epoch it has nothing to give."""
     leg_ms: Annotated[float, DURATION_MS] = 0.0
-    """If above 0, that worker computes what it lacks of the prompt. The router expects that to take so long."""
+    """If above 0, that worker computes the blocks that it lacks, which the router expects to take this long."""
 
 
 class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -68,7 +68,7 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     params: GenerationParams
     """The generation parameters of the request."""
     adapters: list[RunAdapter] = []
-    """The adapters behind `lora` in `params`, ordered by digest: one for each, and none whose scale is 0."""
+    """The adapters that `lora` in `params` names, ordered by digest, each once, without those whose scale is 0."""
     is_chat: bool = False
     """Whether the prompt is a conversation that was rendered with the chat template, so that its answer may have
     reasoning and tool calls."""
@@ -79,7 +79,7 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     resume_from: RunResume | None = None
     """The completion so far, if the run continues a stream."""
     fetch_from: FetchSource | None = None
-    """Where blocks of the prompt may be fetched that would have to be computed otherwise; no failure ends the run."""
+    """Where blocks of the prompt can be fetched instead of computed; a failed fetch does not end the run."""
     routing: public.RoutingReport | None = None
     """The routing report for the terminal, if the client asked for it."""
     routing_options: public.RoutingOptions | None = None
@@ -119,14 +119,14 @@ class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     tenant: str | None = None
     """The tenant whose session is to `retain`."""
     session_id: str | None = None
-    """The session to `retain`: what it has left in the cache is to be kept, or to go first."""
+    """The session to `retain`: its cached prefixes are kept, or evicted first."""
     ttl_ms: Annotated[float | None, DURATION_MS] = None
-    """The time for which to `retain` it; 0: it goes first. A router waits for no reply."""
+    """How long to `retain` it; 0: it is evicted first. A router waits for no reply."""
     model: str | None = None
     """The model to `load` beside the worker's own: a file, a directory or a name on the Hub, as seen from the worker.
     Without it, `load` asks a worker whose card says `loadable` for its own model. A load in progress is joined. There
-    is one reply, with the `progress`; a router asks again every 500 ms, and a model for which nobody has asked for 3 s
-    is not loaded any more."""
+    is one reply, with the `progress`; a router asks again every 500 ms, and a model that no router has asked for in 3 s
+    is no longer loaded."""
     served_name: str | None = None
     """The name under which to serve the model to `load`; the file's name if absent."""
     replicas: int = 1
@@ -203,7 +203,7 @@ class Guard(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     hash_scheme: str = ""
     """The hash scheme of the worker that accepted it first; empty if none has."""
     last_words: public.Chunk | None = None
-    """The terminal that a worker has left for it, should no other worker continue it."""
+    """The terminal that a worker has left for it, in case no other worker continues it."""
 
 
 class GuardReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -232,4 +232,4 @@ class Unguarded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     router_id: str
     """The router that answers."""
     request_ids: list[str]
-    """Those of the requests that it does not know; none if it guards them all."""
+    """The requests that it does not know; none if it guards them all."""

@@ -42,7 +42,7 @@ def test_a_name_that_is_not_allowed(name: object) -> None:
 
 def test_two_tools_may_not_have_one_name() -> None:
     error = refusal(tool("a"), tool("b"), tool("a"))
-    assert error.message == "tools[2].function.name: 'a' is the name of an earlier tool too"
+    assert error.message == "tools[2].function.name: 'a' is also the name of an earlier tool"
 
 
 def test_as_many_tools_as_the_limit_and_not_one_more() -> None:
