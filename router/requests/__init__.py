@@ -1,1 +1,1 @@
-"""Requests in a router, from their receipt to a worker's accept or to a terminal of the router's own."""
+"""Requests in a router, from their receipt to a worker's accept or to a terminal sent by the router."""

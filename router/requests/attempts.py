@@ -9,8 +9,8 @@ outcomes:
     the worker's epoch is over, or it is lost   nobody holds the request, but its client may have text of this attempt
     the worker lives and never replies          nobody knows: the request ends in `worker_lost`
 
-A worker that leaves is asked to give up a request that it has accepted instead, with all its tokens, and refuses only
-if it has ended or if another router is its guardian."""
+A leaving worker is asked instead to give up a request that it has accepted, with all its tokens. It refuses only if the
+request has ended or another router is its guardian."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ _TAKE = Operation("take", codec.Decoder(internal.TakeReply))
 _RETRY_S = 0.1
 _MAX_TIMEOUT_S = 2.0
 _GIVE_UP_S = 7.5
-"""A live worker that has not replied to a drop for this long is not going to."""
+"""A live worker that has not replied to a drop for this long never will."""
 _FLUSH_TIMEOUT_S = 5.0
 """A broker that takes longer to answer a ping counts as disconnected."""
 
@@ -93,7 +93,7 @@ class Attempts:
             return refusal
 
     async def revoke(self, flight: Flight, worker: Worker, *, takes: bool = False) -> Revocation:
-        """Makes a worker drop a request that it may hold. If it `takes` the request, it makes a worker that leaves give
+        """Makes a worker drop a request that it may hold. With `takes`, makes a leaving worker give
         up one that it has accepted.
 
         Returns once the worker has replied, or its epoch is over: no responders may just mean that it is reconnecting.
@@ -105,14 +105,14 @@ class Attempts:
             flight.in_doubt = False
 
     def move(self, flight: Flight, address: subjects.WorkerAddress, attempt: int) -> None:
-        """Tells a worker that another one continues a request that it may still have; nobody waits for its answer."""
+        """Tells a worker that another one continues a request that it may still have, without waiting for an answer."""
         drop = internal.Control(op="drop", request_id=flight.key, attempt=attempt, moved=True)
         subject = self._names.worker(address.model, address.worker_id, _CONTROL.name)
         with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
             self._bus.publish(subject, codec.encode(drop))
 
     def to_run(self, flight: Flight, epoch: str, placement: Placement | None = None) -> internal.Run:
-        """Returns the run of a request's present attempt; `placement` is missing while no worker has been chosen."""
+        """Returns the run of a request's current attempt; `placement` is missing while no worker has been chosen."""
         assert flight.prompt_ids is not None, flight
         now = time.monotonic()
         elapsed_s = 0.0 if flight.first_accepted_at is None else now - flight.first_accepted_at
@@ -217,7 +217,7 @@ class Attempts:
                 waited_s, timeout_s = timeout_s, min(2 * timeout_s, _MAX_TIMEOUT_S)
             else:
                 self._fleet.renew_lease(card, time.monotonic())
-                # a later epoch knows nothing of what this one has published; its card may still be under way
+                # a later epoch knows nothing of what this one has published; its card may still be in transit
                 is_current = reply.epoch in (None, card.epoch) and not self._fleet.is_lost(card)
                 if is_current and reply.ok:
                     if isinstance(reply, internal.TakeReply):
@@ -254,14 +254,14 @@ class Attempts:
     def _restore(self, flight: Flight, taken: internal.TakeReply) -> None:
         """Adds the tokens of a request that a worker has given up. Raises RequestError(worker_lost) if they don't
         follow those that are known."""
-        self._flights.unbind_stream(flight)  # entries that are read later would add them again
+        self._flights.unbind_stream(flight)  # entries read later would add them again
         if not flight.completion.restore(taken, flight.completion.last_seq):
             raise errors.request_error(errors.Code.WORKER_LOST)
         flight.keep_last_words(taken.last_words)
 
     async def _finish(self, card: messages.Card, calling: Coroutine[Any, Any, ReplyT], timeout_s: float) -> ReplyT:
-        """Waits for a worker's reply, but a timeout first reads everything that this router had received: a reply that
-        only lies unread in a busy router must not count as silence."""
+        """Waits for a worker's reply. On a timeout, first reads everything that this router has received: a reply that
+        lies unread in a busy router must not count as silence."""
         call = tasks.awaited(calling)
         try:
             done, _ = await asyncio.wait([call], timeout=timeout_s)
@@ -277,7 +277,7 @@ class Attempts:
             call.cancel()
 
     def accept(self, flight: Flight, card: messages.Card) -> None:
-        """Hands the request over to a worker that has accepted it, or has kept it."""
+        """Hands the request over to a worker that has accepted or kept it."""
         self._flights.accept(flight, card.worker_id, time.monotonic())
         flight.last_words = None
         flight.hash_scheme = flight.hash_scheme or card.hash_scheme
@@ -301,6 +301,6 @@ def _to_source(placement: Placement) -> internal.FetchSource | None:
 
 
 def _to_params(flight: Flight) -> params.GenerationParams:
-    """Returns the parameters for a run. A completion keeps the limit that its first worker has set."""
+    """Returns the parameters for a run. A completion keeps the limit that its first worker set."""
     asked, first = validation.to_params(flight.request), flight.completion.first_token
     return asked if first is None or first.max_tokens is None else codec.replace(asked, max_tokens=first.max_tokens)

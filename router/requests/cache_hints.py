@@ -1,7 +1,7 @@
-"""Clients' hints about what their sessions have left in workers' caches: each is passed on to the model's workers.
+"""Clients' hints about their sessions' prefixes in workers' caches: each is passed on to the model's workers.
 
-Only workers know whose sessions they have seen, so all of them are told, and none answers: the reply to the client is
-the same whether anybody knows the session or not, and tells nothing of other tenants' sessions."""
+Only workers know which sessions they have seen, so all of them are told, and none answers: the reply to the client is
+the same whether or not a worker knows the session, and reveals nothing about other tenants' sessions."""
 
 import contextlib
 import time
@@ -41,8 +41,8 @@ class CacheHints:
         return f"<CacheHints to {self._fleet!r}>"
 
     def take(self, address: subjects.ModelAddress, request: messages.CacheRequest) -> messages.CacheReply:
-        """Passes a valid hint on, and returns the reply. Raises RequestError for a model that nobody serves, and for a
-        tenant that has used up its requests."""
+        """Passes a valid hint on, and returns the reply. Raises RequestError for a model that is not served, and
+        for a tenant that has used up its requests."""
         now = time.monotonic()
         assert request.session_id is not None
         assert request.cache_control is not None

@@ -1,4 +1,4 @@
-"""Tries workers until one accepts a request, or ends the request with the most useful of their refusals."""
+"""Tries workers until one accepts a request, or ends it with the most useful of their refusals."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ _MAX_TRIES = 12
 _RETRY_S = 0.1
 _SETTLE_POLL_S = 0.02
 _UNREACHABLE = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST, errors.Code.ENGINE_POISONED)
-"""Refusals that mean that the worker may soon be back."""
+"""Refusals after which the worker may soon be back."""
 
 
 class Dispatcher:
@@ -46,7 +46,7 @@ class Dispatcher:
         self._metrics = metrics
         self._patience_s = patience_s
         self.is_stopped = False
-        """Whether this router is stopping: requests that no worker has are left for another router."""
+        """Whether this router is stopping: requests that no worker has are left to another router."""
         self._log = structlog.get_logger()
         self._accepting = self._metrics.phases.labels("accept")
 
@@ -75,8 +75,7 @@ class Dispatcher:
                 case None:
                     return
                 case NoWorker() if flight.has_begun and not self._is_served(flight):
-                    # Only the time during which no worker could continue it counts: while one could, `tries` is the
-                    # limit.
+                    # Only time in which no worker could continue it counts; otherwise `tries` is the limit.
                     if time.monotonic() - served_at >= self._patience_s:
                         break
                     refused.clear()
@@ -111,15 +110,15 @@ class Dispatcher:
             raise errors.RequestError(_final_error(flight, refused))
 
     async def _wait_served(self, flight: Flight) -> bool:
-        """Waits for a worker if none has the request's model loaded; returns whether there is one now that was not
-        there before. Raises RequestError."""
+        """Waits for a worker if none has the request's model loaded; returns whether a new one has appeared. Raises
+        RequestError."""
         return await self._loads.wait_served(
             flight.model, flight.remaining_s(time.monotonic()), lambda: flight.cancelled or self.is_stopped
         )
 
     async def redispatch(self, flight: Flight, worker: Worker, *, is_certain: bool, takes: bool = False) -> None:
-        """Continues a request whose worker is lost, or leaves it to others. Unless the loss is certain, the run is
-        revoked first, or taken.
+        """Continues a request whose worker is lost or leaving. Unless the loss is certain, the run is revoked first, or
+        taken.
 
         Raises RequestError if the client may have text that this router does not know, or if the worker is alive but
         doesn't reply, and AlreadyStreamingError if another router has continued the request."""
@@ -144,7 +143,7 @@ class Dispatcher:
         await self.dispatch(flight, worker if revocation is Revocation.LOST else None)
 
     async def _settle(self, flight: Flight, worker: Worker) -> bool:
-        """Waits until nothing more can come from a lost worker; returns False if that worker has ended the request.
+        """Waits until nothing more can arrive from a lost worker; returns False if that worker has ended the request.
 
         Raises RequestError if the client may have received something that this router does not know, or if too many
         workers in a row were lost with the request."""
@@ -156,7 +155,7 @@ class Dispatcher:
             return False
         if flight.cancelled:
             return True
-        # a frontend that fences itself has not died of anything
+        # a frontend that fences itself has not died
         code = flight.completion.add_loss(is_death=worker.last_seq is None)
         if code is not None:
             raise errors.request_error(code, "too many workers in a row were lost with the request")
@@ -185,7 +184,7 @@ class Dispatcher:
         Raises RequestError for a refusal that every other worker would repeat, and the errors of `_may_go_on`."""
         address = placement.worker.card.address
         try:
-            # more may have come from the lost worker while the request waited for this one
+            # more may have arrived from the lost worker while the request waited for this one
             may_start = not flight.cancelled and (lost is None or self._may_go_on(flight, lost))
         except (errors.RequestError, AlreadyStreamingError):
             self._fleet.unbook(address, flight.key)
@@ -220,7 +219,7 @@ class Dispatcher:
         return False
 
     def _may_return(self, flight: Flight, refused: Collection[str]) -> bool:
-        """Whether the one worker that the request is pinned to, or all that have what it needs, are only temporarily
+        """Whether the worker that the request is pinned to, or all those that have what it needs, are only temporarily
         unavailable."""
         routing = flight.request.routing
         if flight.needs and (routing is None or not routing.worker_id):
@@ -244,14 +243,14 @@ def _can_serve(card: messages.Card, flight: Flight) -> bool:
 
 
 def _knows_all_text(flight: Flight, worker: Worker) -> bool:
-    """Returns whether this router knows exactly the tokens that the client has received, or will receive, from a lost
+    """Returns whether this router knows exactly which tokens the client has received, or will receive, from a lost
     worker."""
     is_sealed = flight.completion.last_seq <= worker.log.sealed_seq
     return worker.log_is_whole and (is_sealed or not flight.request.is_streamed)
 
 
 def _final_error(flight: Flight, refused: dict[str, errors.Error]) -> errors.Error:
-    """Prefers the refusal of a busy worker, which says when to retry, to that of one that is gone."""
+    """Prefers a busy worker's refusal, which says when to retry, to that of one that is gone."""
     routing = flight.request.routing
     if len(flight.completion):
         return errors.make_error(errors.Code.WORKER_LOST, "no other worker could continue the stream")

@@ -1,7 +1,6 @@
-"""Makes a router the guardian of requests that it has not received itself, and tells workers which requests it does not
-guard.
+"""Makes a router the guardian of requests received by others, and tells workers which requests it does not guard.
 
-A worker offers a stream whose guardian is gone; a router that stops offers a request that no worker has. Each offer
+A worker offers a stream whose guardian is gone; a stopping router offers a request that no worker has. Each offer
 reaches one router. If a router accepts a stream, the worker's log names it as the guardian; until then it does not act
 on that stream."""
 
@@ -38,7 +37,7 @@ _OFFER_TIMEOUT_S = 2.0
 
 
 class Guardianship:
-    """Takes over the requests of others, and hands over its own."""
+    """Takes over other routers' requests, and hands over its own."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class Guardianship:
             self._subscriptions.append(await self._bus.subscribe(subject, self._on_guard, queue="router"))
 
     async def close(self) -> None:
-        """Stops taking requests over. Workers notice that nobody listens any more, and look for other guardians."""
+        """Stops taking requests over. Workers notice that no one listens any more, and look for other guardians."""
         while self._subscriptions:
             await self._bus.unsubscribe(self._subscriptions.pop())
 
@@ -161,7 +160,7 @@ class Guardianship:
         if not self._lifecycle.adopt(flight, worker):
             return False
         if worker is not None and in_parts:
-            # the log may have gone on while the parts came: a snapshot has the tokens that the offer lacks
+            # the log may have grown while the parts arrived: a snapshot has the tokens that the offer lacks
             self._fleet.mark_behind(worker.card)
         elif worker is not None and guard.stream_no is not None and self._flights.holds(flight):
             self._flights.bind_stream(flight, worker.incarnation, guard.stream_no)

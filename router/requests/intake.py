@@ -1,4 +1,4 @@
-"""The subjects on which clients reach a router: messages are checked and either refused or passed on.
+"""The subjects on which clients reach a router: messages are checked, then refused or passed on.
 
 A message is only answered if its reply subject is an inbox of its own tenant. Otherwise a client could have a router
 publish on any subject that the router may write to."""
@@ -38,8 +38,8 @@ _detokenizes = codec.Decoder(messages.DetokenizeRequest)
 _cache_requests = codec.Decoder(messages.CacheRequest)
 _reranks = codec.Decoder(messages.RerankRequest)
 _DUPLICATE_GRACE_S = 0.05
-"""A request whose id is in flight is tried again after this long: its client may have seen the end of the earlier one
-before this router has."""
+"""A request whose id is in flight is tried again after this long: its client may have seen the earlier one end before
+this router has."""
 _MAX_DUPLICATES = 256
 _MAX_LOGGED_DROPS = 100
 """Dropped messages that are logged; further ones are only counted."""
@@ -101,7 +101,7 @@ class Intake:
 
     @property
     def parts(self) -> PartsReceiver:
-        """The clients' large requests that are on their way."""
+        """The clients' large requests that are arriving in parts."""
         return self._parts
 
     async def open(self) -> None:

@@ -2,8 +2,8 @@
 
 A request that no worker has accepted has one task, which ends in one of five ways: a worker has accepted the request,
 its worker has already ended it, this router has sent its terminal, it was a duplicate and nothing is sent, or another
-router has taken it over, because this one stops. If the worker is lost or leaves afterwards, the request gets another
-task."""
+router has taken it over, because this one is stopping. If the worker is lost or leaves afterwards, the request gets
+another task."""
 
 import asyncio
 import contextlib
@@ -33,10 +33,10 @@ from tokenbus.router.workers.worker import Worker
 _FIRST_KEEPALIVE_S = 1.0 - 2 * limits.TICK_S
 """A client whose request is held here gets its first keepalive within a second."""
 _PROGRESS_INTERVAL_S = 1.0
-"""A client whose model is being loaded gets keepalives more often, which say how far that is."""
+"""A client whose model is being loaded gets keepalives more often, with the progress."""
 _TRIM_INTERVAL_S = 1.0
 _HAND_OVER_S = 5.0
-"""A router that stops gives its requests this long to reach a worker that is just accepting them, or another router."""
+"""A stopping router gives its requests this long to reach a worker that is accepting them, or another router."""
 
 
 class RequestLifecycle:
@@ -65,7 +65,7 @@ class RequestLifecycle:
         self._telemetry = telemetry
         self._trimmed_at = 0.0
         self._offer: Callable[[Flight], Awaitable[bool]] | None = None
-        """Asks another router to take over a request, once this one stops."""
+        """Asks another router to take over a request when this one stops."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger()
 
@@ -94,8 +94,8 @@ class RequestLifecycle:
         self._spawn(flight, functools.partial(self._tokenize_and_dispatch, flight))
 
     def recover(self, flight: Flight, worker: Worker, *, is_certain: bool, takes: bool = False) -> None:
-        """Dispatches a request again after its worker was lost. Unless that is certain, its run is revoked first, or
-        taken from a worker that gives it up."""
+        """Dispatches a request again after its worker was lost. Unless the loss is certain, its run is revoked first,
+        or taken from a worker that gives it up."""
         self._flights.reclaim(flight)
         flight.in_doubt = not is_certain
         self._telemetry.rerouted(flight, worker.card.worker_id, time.monotonic())
@@ -104,13 +104,13 @@ class RequestLifecycle:
         )
 
     def adopt(self, flight: Flight, worker: Worker | None) -> bool:
-        """Takes over a request of another router, which `worker` runs, or which is to be dispatched if none does.
+        """Takes over a request of another router: `worker` runs it, or it is dispatched if that is None.
 
         Returns False if there is no room for it, or another request has its id. Raises RequestError for an unknown
         policy."""
         self._queue.check_policy(flight.request.routing)
         known = self._flights.find(flight.key)
-        if known is not None:  # one that only waits to be named can't be placed
+        if known is not None:  # one that is only waiting to be named can't be placed
             return known.reply == flight.reply and (worker is not None or known.is_named)
         assert flight.prompt_ids is not None, flight
         num_bytes = flight.num_bytes
@@ -125,7 +125,7 @@ class RequestLifecycle:
         return True
 
     def forget(self, flight: Flight, reason: str) -> None:
-        """Forgets a request that is another router's now."""
+        """Forgets a request that another router has taken over."""
         self._flights.remove(flight)
         self._terminals.log_end(flight, reason)
 
@@ -140,7 +140,7 @@ class RequestLifecycle:
         flight = self._flights.find(key)
         if flight is None or model not in (None, flight.model):
             return False
-        # noted for one at a worker too: if that worker is lost, the request must not go on elsewhere
+        # also noted for one at a worker: if that worker is lost, the request must not continue elsewhere
         flight.cancelled = True
         if flight.worker_id is not None:
             return self._is_unheard(flight)
@@ -148,7 +148,7 @@ class RequestLifecycle:
         return True
 
     def knows(self, key: str) -> bool:
-        """Whether a request is open here, or has ended here lately."""
+        """Whether a request is open here or has recently ended here."""
         return self._flights.find(key) is not None or self._terminals.can_replay(key, time.monotonic())
 
     def replay(self, key: str) -> bool:
@@ -185,7 +185,7 @@ class RequestLifecycle:
         self._telemetry.log_waits(now)
 
     def place_waiting(self) -> None:
-        """Places waiting requests, because a worker may have become free, or has loaded its model."""
+        """Places waiting requests, because a worker may have become free or has loaded its model."""
         self._loads.check()
         if self._queue:
             self._queue.place_waiting(time.monotonic())
@@ -196,8 +196,8 @@ class RequestLifecycle:
             await asyncio.wait(self._tasks)
 
     async def shut_down(self, offer: Callable[[Flight], Awaitable[bool]]) -> None:
-        """Hands the requests that no worker has to other routers, and forgets those at workers, which look for another
-        guardian.
+        """Hands the requests that no worker has to other routers, and forgets those at workers, which look for other
+        guardians.
 
         `offer` asks another router to take one over and returns whether it does."""
         self._offer, self._dispatcher.is_stopped = offer, True
@@ -219,7 +219,7 @@ class RequestLifecycle:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _is_unheard(self, flight: Flight) -> bool:
-        """Whether the worker that has a request has been silent so long that this router answers for it."""
+        """Whether a request's worker has been silent so long that this router answers for it."""
         assert flight.worker_id is not None
         worker = self._fleet.find(subjects.WorkerAddress(flight.model, flight.worker_id))
         return worker is None or time.monotonic() - worker.last_seen_at >= limits.WORKER_SUSPECT_AFTER_S
@@ -236,7 +236,7 @@ class RequestLifecycle:
         task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, flight: Flight, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs `work`, and guarantees that the request has an owner or its terminal then."""
+        """Runs `work`, and guarantees that the request then has an owner or its terminal."""
         try:
             await work()
         except errors.RequestError as error:
@@ -259,7 +259,7 @@ class RequestLifecycle:
             flight.span.end()
 
     async def _end_or_hand_over(self, flight: Flight) -> None:
-        """Ends a request that was cancelled; otherwise this router stops, and another one may take the request over."""
+        """Ends a cancelled request; otherwise this router is stopping, and another one may take the request over."""
         if not flight.cancelled and self._offer is not None and await self._offer(flight):
             self.forget(flight, "by_router")
         elif not flight.cancelled:
@@ -278,7 +278,7 @@ class RequestLifecycle:
         await self._dispatcher.dispatch(flight)
 
     def _end(self, flight: Flight, error: errors.Error | None) -> None:
-        """Sends this router's own terminal, or the one that a worker has left for a stream that nobody could continue.
+        """Sends this router's own terminal, or the one that a worker has left for a stream that could not be continued.
         A cancelled request always ends as `cancelled`, whatever else failed."""
         if not self._flights.holds(flight):
             return

@@ -13,7 +13,7 @@ from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 from tokenbus.router.workers.worker import Worker
 
 _MAX_UNSERVED = 256
-"""With more models than this that no worker serves any more, a reply names none of them."""
+"""If more models than this are no longer served, a reply names none of them."""
 
 
 class ModelCatalog:
@@ -29,8 +29,8 @@ class ModelCatalog:
         return f"<ModelCatalog of {self._fleet!r}>"
 
     def with_adapter(self, address: subjects.ModelAddress) -> tuple[subjects.ModelAddress, str | None]:
-        """Returns the model behind a name, and the adapter that the name says behind a colon, if it does: a model whose
-        own name has a colon comes first, and an adapter must be one that the tenant may use."""
+        """Returns the model that a name means, and the adapter after a colon in it, if any: a model whose own name has
+        the colon takes precedence, and the adapter must be one that the tenant may use."""
         base, colon, adapter = address.model.rpartition(":")
         if not colon or self._fleet.workers_of(address.model):
             return address, None
@@ -39,8 +39,8 @@ class ModelCatalog:
         return address._replace(model=base), adapter
 
     def reply(self, encoding: codec.Encoding, max_bytes: int, parts: PartsReceiver, tenant: str) -> bytes:
-        """Returns an encoded reply for a tenant, without its workers if it would exceed `max_bytes` with them: the
-        largest message of the broker. `parts` receives clients' large requests."""
+        """Returns an encoded reply for a tenant, without its workers if it would otherwise exceed `max_bytes`, the
+        broker's largest message. `parts` receives clients' large requests."""
         payload = codec.encode(self._reply(max_bytes, parts, tenant, with_workers=True), encoding)
         if len(payload) <= max_bytes:
             return payload

@@ -1,4 +1,4 @@
-"""Passes on the cancels and resyncs that do not name their model: workers hear only those of their own model."""
+"""Passes on the cancels and resyncs that do not name their model: workers receive only those of their own model."""
 
 import contextlib
 from collections.abc import Iterable
@@ -11,14 +11,14 @@ from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.flights.flight import Flights
 
 VIA = "Tokenbus-Via"
-"""Header with the id of the router that has passed a message on; other routers have heard what the client sent."""
+"""Header with the id of the router that passed a message on; other routers have already received it from the client."""
 _MAX_BYTES = 1_024
-"""So much is passed on of a message. A longer one can't be read, whole or cut, and its holder says so."""
+"""A message is passed on up to this length. A longer one is invalid, whole or cut, and the request's holder says so."""
 
 
 class PassingOn:
-    """Publishes such a message again with the model in its subject: that of the request if this router guards it, else,
-    one after the other, every model that the fleet serves."""
+    """Publishes such a message again with the model in its subject: that of the request if this router guards it,
+    otherwise every model that the fleet serves, one after the other."""
 
     def __init__(self, bus: Bus, names: subjects.Subjects, fleet: Fleet, flights: Flights, router_id: str) -> None:
         self._bus = bus
@@ -49,5 +49,5 @@ class PassingOn:
 
 
 def is_passed_on(message: Msg) -> bool:
-    """Whether a router has sent it, so that other routers have it already."""
+    """Whether a router has sent it, so that other routers already have it."""
     return VIA in (message.headers or {})

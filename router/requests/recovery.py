@@ -70,21 +70,21 @@ class Recovery:
                 self._finish(flight, address.worker_id)
 
     def recover(self, lost: Worker, *, is_certain: bool) -> None:
-        """Continues the requests of a lost worker elsewhere. If the loss is not certain, each run is revoked first."""
+        """Continues a lost worker's requests elsewhere. If the loss is not certain, each run is revoked first."""
         is_revoked = False
         for flight in self._flights.accepted_by(lost.card.address):
             if flight.is_named:
                 self._lifecycle.recover(flight, lost, is_certain=is_certain)
                 is_revoked = True
-            else:  # nobody can tell which router the worker was going to name
+            else:  # there is no telling which router the worker was going to name
                 self._lifecycle.forget(flight, "without_guardian")
         if not is_revoked:  # otherwise the replies to the drops decide whether the worker is gone
             self._fleet.remove(lost.card)
 
     def snapshot_request(self, worker: Worker, max_bytes: int) -> internal.SnapshotRequest:
         """Returns a request for the tokens that this router lacks, of each of its requests that a worker has or may
-        have. If a message of `max_bytes` has no room for the names of all, it names those with the most tokens known of
-        the present attempt."""
+        have. If not all names fit in a message of `max_bytes`, it names those with the most known tokens of the current
+        attempt."""
         flights = self._flights.accepted_by(worker.card.address)
         flights += [one for one in self._flights.unaccepted() if _is_sent_to(one, worker)]
         flights = [flight for flight in flights if flight.prompt_ids is not None]
@@ -95,8 +95,8 @@ class Recovery:
         return internal.SnapshotRequest(known_tokens=known, wants_others=len(known) < len(flights))
 
     def _take_streams(self, leaving: Worker) -> None:
-        """Takes the requests of a worker that leaves, to continue them elsewhere. Those whose prompts were forgotten
-        have to end there. While events are missing, this router can't tell whether it is still their guardian."""
+        """Takes the requests of a leaving worker, to continue them elsewhere. Those whose prompts were forgotten must
+        end there. While events are missing, this router can't tell whether it is still their guardian."""
         if leaving.log.is_behind:
             return
         for flight in self._flights.accepted_by(leaving.card.address):
@@ -104,7 +104,7 @@ class Recovery:
                 self._lifecycle.recover(flight, leaving, is_certain=False, takes=True)
 
     def _take_stranded(self, keys: Sequence[str], worker: Worker) -> None:
-        """Takes requests that a worker has and can't continue. It says so again as long as nobody does."""
+        """Takes requests that a worker has and can't continue. The worker repeats its report until they are taken."""
         address = worker.card.address
         for flight in self._flights.find_all(keys, address.model):
             if flight.worker_id == address.worker_id and flight.is_named and flight.prompt_ids is not None:
@@ -139,10 +139,10 @@ class Recovery:
                 flight.completion.first_token = first
 
     def _find(self, worker: Worker, key: str, attempt: int) -> Flight | None:
-        """Returns this router's request that a worker says it runs, if the worker runs the present attempt and the
-        request can go on elsewhere.
+        """Returns this router's request that a worker says it runs, if the worker runs the current attempt and the
+        request could continue elsewhere.
 
-        A worker that was given up as lost, and still runs an earlier attempt, is told to stop."""
+        A worker that was given up as lost but still runs an earlier attempt is told to stop."""
         flight = self._flights.find(key)
         if flight is None or flight.model != worker.card.model:
             return None
@@ -183,5 +183,5 @@ class Recovery:
 
 
 def _is_sent_to(flight: Flight, worker: Worker) -> bool:
-    """Returns whether the request's present attempt was sent to this worker."""
+    """Returns whether the request's current attempt was sent to this worker."""
     return (flight.model, flight.attempt_worker_id) == worker.card.address

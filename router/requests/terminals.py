@@ -85,7 +85,7 @@ class TerminalPublisher:
         self.log_end(flight, reason, error)
 
     def end_with(self, flight: Flight, last_words: messages.Chunk) -> None:
-        """Ends a request with the terminal that its last worker has left, whatever was tried since."""
+        """Ends a request with the terminal that its last worker left, whatever has been tried since."""
         self._send(flight, codec.replace(last_words, attempt=flight.attempt))
         self.log_end(flight, str(last_words.finish_reason))
 

@@ -1,1 +1,1 @@
-"""One request under way: its record, its tokens so far, its log lines, and the messages that it causes."""
+"""One request in flight: its record, its tokens so far, its log lines, and the messages that it causes."""

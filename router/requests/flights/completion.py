@@ -1,15 +1,14 @@
-"""Keeps what a router must know of a completion to have it continued elsewhere, as read from its worker's event log;
-pure."""
+"""Keeps what a router must know of a completion to continue it elsewhere, as read from its worker's event log; pure."""
 
 from array import array
 
 from tokenbus.protocol.wire import block_hash, errors, internal
 
 MAX_DEATHS = 3
-"""A completion with which this many workers have died, with little progress between, is blamed for their deaths."""
+"""A completion is blamed if this many workers have died with it, with little progress in between."""
 MAX_LOSSES = 8
-"""A completion that has lost this many workers, with little progress between, is not continued any more, whatever the
-reasons: it may be what stalls them."""
+"""A completion that has lost this many workers for any reason, with little progress in between, is no longer continued:
+it may be what stalls them."""
 LOSS_WINDOW_TOKENS = 32
 """Losses within fewer tokens than this count together: a token or two from each worker is no progress."""
 
@@ -24,7 +23,7 @@ class PartialCompletion:
         self.first_token: internal.FirstToken | None = None
         """The first worker's account of its first token."""
         self.last_seq = -1
-        """The entry of the present worker's event log that holds its last tokens; -1 if there is none."""
+        """The entry of the current worker's event log that holds its last tokens; -1 if there is none."""
         self._losses: list[tuple[int, bool]] = []
         """For each recent loss of a worker, the number of tokens at that time, and whether the worker had died."""
 
@@ -48,17 +47,17 @@ class PartialCompletion:
         )
 
     def start_attempt(self) -> None:
-        """Notes that another worker is to continue it."""
+        """Records that another worker is to continue it."""
         self.last_seq = -1
 
     def append(self, token_id: int, seq: int) -> None:
-        """Adds a token from an entry of the present worker's event log."""
+        """Adds a token from an entry of the current worker's event log."""
         self.token_ids.append(token_id)
         self.last_seq = seq
 
     def restore(self, running: internal.RunningRequest | internal.TakeReply, seq: int) -> bool:
-        """Adds the tokens that are not known yet, from a snapshot made after entry `seq` or from a worker that gives
-        the request up after it.
+        """Adds the tokens that are not known yet, from a snapshot made after entry `seq` or from a worker that gives up
+        the request after it.
 
         Returns False if tokens are missing between the known and the given ones, because more tokens were known when
         they were asked for."""
@@ -84,7 +83,7 @@ class PartialCompletion:
         return errors.Code.WORKER_LOST if len(self._losses) >= MAX_LOSSES else None
 
     def resume_from(self, elapsed_ms: float) -> internal.RunResume | None:
-        """Returns what the next worker has to know; None before the first token.
+        """Returns what the next worker needs; None before the first token.
 
         `elapsed_ms` is the time since the first accept."""
         if not self.token_ids:

@@ -16,7 +16,7 @@ from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.requests.flights.completion import PartialCompletion
 
 _TRIM_TO = 0.9
-"""The share of the allowed memory down to which `trim` frees, so that it need not run again at once."""
+"""`trim` frees memory down to this share of what is allowed, so that it need not run again at once."""
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
@@ -37,7 +37,7 @@ class Flight:
     waiting_since: float = dataclasses.field(init=False)
     """When it was received, or its last worker was lost."""
     slow_wait: backoff.BackoffTimer = dataclasses.field(default_factory=lambda: backoff.BackoffTimer(backoff.FIRST_S))
-    """Decides when the log says again that this request is still waiting."""
+    """Decides when this request's wait is logged again."""
     held_bytes: int = 0
     """Memory that counts against the limit of `Flights`."""
     prompt_ids: bytes | None = None
@@ -49,9 +49,9 @@ class Flight:
     """Whether the prompt is a conversation."""
     completion: PartialCompletion = dataclasses.field(default_factory=PartialCompletion)
     adapters: tuple[Adapter, ...] = ()
-    """The adapters that it is computed with: once a worker has accepted it, always the same."""
+    """The adapters that it is computed with, fixed once a worker has accepted it."""
     hash_scheme: str = ""
-    """The hash scheme of the worker that accepted it first: no other can continue it."""
+    """The hash scheme of the worker that accepted it first: only workers with the same one can continue it."""
     stream: tuple[str, int] | None = None
     """The incarnation of the worker that streams it, and the stream's number there."""
     attempt: int = 0
@@ -76,7 +76,7 @@ class Flight:
     """The last worker to report that the request has ended there. This report may arrive before the worker's accept."""
     cancelled: bool = False
     last_words: messages.Chunk | None = None
-    """The terminal of a worker that has given it up, should nobody continue it; None once another worker may have."""
+    """The terminal of a worker that gave it up, in case no other continues it; None once another worker may have."""
     is_named: bool = True
     """Whether its worker's log names this router as the guardian, or is certain to do so; while it is False, another
     router may act on the request."""
@@ -91,7 +91,7 @@ class Flight:
 
     @property
     def num_bytes(self) -> int:
-        """The memory for what a worker needs of the request: prompt, completion, tools and constraints."""
+        """The memory of what a worker needs for the request: prompt, completion, tools and constraints."""
         return len(self.prompt_ids or b"") + self.completion.num_bytes + self.params_bytes
 
     @property
@@ -104,8 +104,7 @@ class Flight:
 
     @property
     def feature(self) -> str:
-        """The feature that its worker must have although workers of earlier versions have not; empty if there is
-        none."""
+        """The feature that its worker must have and that workers of earlier versions lack; empty if there is none."""
         return validation.REASONING_BUDGET if validation.needs_reasoning_budget(self.request) else ""
 
     @property
@@ -125,7 +124,7 @@ class Flight:
 
     @property
     def has_new_tokens(self) -> bool:
-        """Whether the present attempt has sampled any token."""
+        """Whether the current attempt has sampled any token."""
         return len(self.completion) > self.attempt_offset
 
     @property
@@ -134,7 +133,7 @@ class Flight:
         return self.request.id
 
     def keep_last_words(self, last_words: messages.Chunk | None) -> None:
-        """Keeps the terminal that a worker has left for it, if it is one."""
+        """Keeps the terminal that a worker has left for it, if that is one."""
         self.last_words = last_words if last_words is not None and last_words.finish_reason is not None else None
 
     def remaining_ms(self, now: float) -> float | None:
@@ -144,7 +143,7 @@ class Flight:
         return self.request.timeout_ms - (now - self.received_at) * 1e3
 
     def remaining_s(self, now: float) -> float | None:
-        """The same in seconds."""
+        """`remaining_ms` in seconds."""
         remaining_ms = self.remaining_ms(now)
         return None if remaining_ms is None else remaining_ms / 1e3
 
@@ -155,9 +154,9 @@ _NO_STREAMS: dict[int, Flight] = {}
 class Flights:
     """All flights of one router, by key, by accepting worker and by stream number.
 
-    Their number is bounded, and so is the memory for prompts and completions. For lack of memory, new requests are
-    refused only if the unaccepted ones take too much; if the accepted ones do, the largest of them lose what they need
-    to be placed again."""
+    Their number is bounded, and so is the memory for prompts and completions. If the unaccepted ones take too
+    much memory, new requests are refused; if the accepted ones do, the largest of them lose what they need to be placed
+    again."""
 
     def __init__(self, capacity: int, capacity_bytes: int) -> None:
         self._capacity = capacity
@@ -196,14 +195,14 @@ class Flights:
         return self._flights.get(key)
 
     def find_all(self, keys: Iterable[str], model: str) -> Iterator[Flight]:
-        """The flights among `keys`, without those of other models: a worker may only report on requests for its own."""
+        """The flights among `keys`, except those of other models: a worker may report only on requests for its own."""
         for key in keys:
             flight = self._flights.get(key)
             if flight is not None and flight.model == model:
                 yield flight
 
     def holds(self, flight: Flight) -> bool:
-        """Whether this very flight is still open; its key may belong to a later one."""
+        """Whether this flight itself is still open; its key may belong to a later one."""
         return self._flights.get(flight.key) is flight
 
     def set_prompt_ids(self, flight: Flight, prompt_ids: bytes) -> None:
@@ -221,7 +220,7 @@ class Flights:
         self._set_held_bytes(flight, flight.num_bytes)
 
     def start_attempt(self, flight: Flight, worker_id: str) -> None:
-        """Notes that a worker is to run the request: what an earlier worker still reports of it no longer counts."""
+        """Records that a worker is to run the request; reports of an earlier worker no longer count."""
         self.unbind_stream(flight)
         flight.attempt += 1
         flight.attempt_worker_id = worker_id
@@ -230,10 +229,10 @@ class Flights:
         flight.ended_by = None
 
     def bind_stream(self, flight: Flight, incarnation: str, stream_no: int) -> None:
-        """Notes that a worker has started the request, and names it by a number from now on."""
+        """Records that a worker has started the request and now names it by a number."""
         self.unbind_stream(flight)
         if (other := self.streams_of(incarnation).get(stream_no)) is not None:
-            self.unbind_stream(other)  # the worker contradicts itself: only what it said last counts
+            self.unbind_stream(other)  # the worker contradicts itself: only its latest report counts
         flight.stream = incarnation, stream_no
         self._streams.setdefault(incarnation, {})[stream_no] = flight
 
@@ -322,7 +321,7 @@ class Flights:
         flight.held_bytes = num_bytes
 
     def unbind_stream(self, flight: Flight) -> None:
-        """Makes the tokens that its worker reports no longer count."""
+        """Stops counting the tokens that its worker reports."""
         if flight.stream is None:
             return
         incarnation, stream_no = flight.stream

@@ -9,11 +9,11 @@ from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.wire import limits, subjects
 
 _TIMEOUT_S = 1.0
-"""A worker that does not answer a part of a run within this time, twice, is given up for another one."""
+"""After two parts of a run not answered within this time, the router turns to another worker."""
 
 
 class InternalParts:
-    """Both ends of a router."""
+    """A router's sending and receiving end."""
 
     def __init__(self, bus: Bus, names: subjects.Subjects, router_id: str, max_bytes: int) -> None:
         """`max_bytes` bounds the memory for messages that are not complete."""
@@ -32,11 +32,11 @@ class InternalParts:
         return f"<InternalParts {self._sender!r} {self.receiver!r}>"
 
     def is_router(self, reply: str) -> bool:
-        """Whether a reply subject is that of a router: they all have the same prefix."""
+        """Whether a reply subject is a router's: they all have the same prefix."""
         return reply.startswith(self._inbox.partition(".")[0] + ".")
 
     async def stage(self, message: Outgoing) -> Outgoing:
-        """Sends all of a large message but its last part, and returns that; `PartsSender.stage` says what it raises."""
+        """Sends a large message except its last part, which it returns; raises what `PartsSender.stage` does."""
         return await self._sender.stage(message)
 
     async def request(self, staged: Outgoing, timeout_s: float) -> Msg:

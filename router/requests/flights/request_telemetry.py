@@ -54,7 +54,7 @@ class FlightTelemetry:
             self._log.info("request_prompt", request_id=flight.key, prompt=text[:max_chars])
 
     def adopted(self, flight: Flight) -> None:
-        """Notes a request of another router."""
+        """Records a request taken over from another router."""
         flight.slow_wait = backoff.BackoffTimer(self.settings.slow_wait_s)
         self._metrics.adopted.labels(flight.model).inc()
         self._log.info(
@@ -71,7 +71,7 @@ class FlightTelemetry:
         flight.waiting_since, flight.slow_wait = now, backoff.BackoffTimer(self.settings.slow_wait_s)
 
     def forgotten(self, num_requests: int) -> None:
-        """Counts requests that can't survive their worker any more, since there is no memory for their prompts."""
+        """Counts requests that can no longer survive their worker because there is no memory for their prompts."""
         if num_requests:
             self._metrics.prompts_forgotten.inc(num_requests)
             self._log.warning("prompts_forgotten", count=num_requests)
@@ -85,7 +85,7 @@ class FlightTelemetry:
         self._tokenizing.observe(time.perf_counter() - began)
 
     def note_if_slow(self, flight: Flight, now: float) -> None:
-        """Has it logged what an unaccepted request is waiting for, if that is due. `log_waits` does so."""
+        """Notes what an unaccepted request is waiting for, if a log line is due; `log_waits` writes it."""
         waited_s = now - flight.waiting_since
         if not flight.slow_wait.is_due(waited_s):
             return

@@ -32,7 +32,7 @@ class WorkerClient:
         self._parts = parts
 
     def publish(self, card: messages.Card, service: str, message: Message) -> None:
-        """Sends a worker a small message to which there is no reply. Raises what `Bus.publish` does."""
+        """Sends a worker a small message that has no reply. Raises what `Bus.publish` does."""
         self._bus.publish(self._names.worker(card.model, card.worker_id, service), codec.encode(message))
 
     async def call(
@@ -45,8 +45,8 @@ class WorkerClient:
         return await self.send(card, op, await self.stage(card, op, message, headers), timeout_s)
 
     async def stage(self, card: messages.Card, op: Operation[ReplyT], message: Message, headers: Headers) -> Outgoing:
-        """Prepares a message for `send`: of a large one, only the last part is left. Raises what `PartsSender.stage`
-        does; the worker does not have the message then."""
+        """Prepares a message for `send`, sending a large one except for its last part. Raises what `PartsSender.stage`
+        does; the worker then does not have the message."""
         subject = self._names.worker(card.model, card.worker_id, op.name)
         return await self._parts.stage(Outgoing(subject, codec.encode(message), headers=headers))
 
@@ -66,7 +66,7 @@ def invalid_reply(worker_id: str, problem: str) -> errors.RequestError:
 
 
 def workers_for(fleet: Fleet, model: str, now: float) -> list[Worker]:
-    """Returns a few workers of a model, only ready ones if there are any. Raises RequestError if nothing serves it."""
+    """Returns a few workers of a model, only ready ones if there are any. Raises RequestError if none serves it."""
     workers = fleet.sample_workers(model, now)
     if workers:
         return workers

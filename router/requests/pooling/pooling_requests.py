@@ -1,6 +1,6 @@
-"""Requests with one answer and no stream: each is sent to one worker, to another if that is lost, and answered once.
+"""Requests with one answer and no stream: each is sent to one worker, or to another if that is lost, and answered once.
 
-Workers keep no state for them, so a request may be sent again without asking what became of the first try. Embeddings
+Workers keep no state for them, so a request may be sent again without resolving the first try. Embeddings
 (embeddings.py) and reranks (reranks.py) differ in their messages only (decision 0030)."""
 
 import asyncio
@@ -27,7 +27,7 @@ from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.workers.worker import Worker
 
 _MAX_OPEN = 1_024
-"""Requests of one kind that one router holds at a time."""
+"""Maximum number of requests of one kind in one router."""
 _MAX_TRIES = 3
 _ABORT = "abort"
 
@@ -42,7 +42,7 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
     """The name of the request's subjects, and of the feature that a worker needs for it."""
     otel_operation: ClassVar[str]
     unsupported: ClassVar[str]
-    """The refusal of a model that can't do it."""
+    """The error for a model that can't do it."""
     inputs_field: ClassVar[str]
     """The field of the request that is to blame for its size."""
 
@@ -178,8 +178,8 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
         self._log_finished(request.request_id, code, tokens, total_ms)
 
     async def _try_workers(self, request: PoolingRequest[BodyT, WorkT]) -> ResultT:
-        """Returns the first result. Raises RequestError with the last refusal if there is none, and when the request is
-        ended."""
+        """Returns the first result. Raises RequestError with the last refusal if there is none, and when the request
+        is ended."""
         await self._loads.wait_served(request.address.model, request.remaining_s, request.end.done)
         refused: dict[str, errors.Error] = {}
         tries = 0
@@ -275,8 +275,9 @@ class PoolingRequests(ABC, Generic[BodyT, WorkT, ResultT]):
             call.cancel()
 
     def _take_back(self, card: messages.Card, call_id: str) -> None:
-        """Tells a worker that nobody waits for its result. The call went out before on this connection, or never."""
-        with contextlib.suppress(OutboundBufferLimitError, ConnectionError):  # the worker then computes for nobody
+        """Tells a worker that its result is no longer wanted. The call was sent earlier on this connection, or not at
+        all."""
+        with contextlib.suppress(OutboundBufferLimitError, ConnectionError):  # the result goes unused
             self._workers.publish(card, _ABORT, internal.AbortCall(call_id=call_id))
 
 

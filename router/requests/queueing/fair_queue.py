@@ -22,7 +22,7 @@ QUANTUM_TOKENS = 256
 _MIN_RETRY_MS = 100.0
 _MAX_RETRY_MS = 60_000.0
 _DEFAULT_RETRY_MS = 1_000.0
-"""Retry hint while no request has left the queue lately."""
+"""Retry hint while no request has left the queue recently."""
 
 _Position = tuple[float, int]
 """Arrival time shifted by priority, and a serial number that makes it unique."""
@@ -39,7 +39,7 @@ class QueuedRequest(NamedTuple):
     priority: int = 0
     """Lower numbers leave first."""
     needs: Hashable = None
-    """The kind of worker that it needs: requests of a tenant that need the same can all be started, or none."""
+    """The kind of worker that it needs: of a tenant's requests with the same needs, all can be started or none."""
 
 
 class _TenantQueue:
@@ -109,11 +109,11 @@ class FairQueue:
         return self._num_needing > 0
 
     def set_limits(self, max_requests: int, max_tokens: int) -> None:
-        """Changes the limits; what exceeds them is evicted by the next `put`."""
+        """Changes the limits; the next `put` evicts what exceeds them."""
         self._max_requests, self._max_tokens = max_requests, max_tokens
 
     def put(self, request: QueuedRequest) -> list[QueuedRequest]:
-        """Adds a request and returns those that were evicted for it, which may include the request itself."""
+        """Adds a request and returns those evicted to make room, which may include the request itself."""
         assert request.key not in self._positions, request
         if request.tenant not in self._tenants:
             self._tenants[request.tenant] = _TenantQueue()
@@ -131,7 +131,7 @@ class FairQueue:
         return evicted
 
     def put_begun(self, request: QueuedRequest) -> None:
-        """Adds a request whose stream has begun, behind others of its kind and before all others."""
+        """Adds a request whose stream has begun, after others of that kind and before all others."""
         self._begun.append(request)
         self._num_needing += bool(request.needs)
 
@@ -142,8 +142,8 @@ class FairQueue:
         return request
 
     def pop_startable(self, now: float, can_start: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
-        """Removes and returns the next request that can be started; those that can't are overtaken. `can_start`
-        is asked about the first request of a tenant with the same needs."""
+        """Removes and returns the next request that can be started, which overtakes those that can't. `can_start` is
+        asked once for all requests of a tenant with the same needs."""
         for request in self._begun:
             if can_start(request):
                 return self.remove(request.key)
@@ -156,7 +156,7 @@ class FairQueue:
                 self.remove(first.key)
                 self._left.add(now)
                 return first
-            # The tenant can't afford its next request yet: it saves its quantum, and the next tenant's turn comes. One
+            # The tenant can't afford its next request yet: it saves its quantum, and it is the next tenant's turn. One
             # that has nothing to start saves nothing.
             tenant.deficit += QUANTUM_TOKENS if first is not None else 0
             num_idle = 0 if first is not None else num_idle + 1
@@ -164,7 +164,7 @@ class FairQueue:
         return None
 
     def remove(self, key: str) -> QueuedRequest:
-        """Removes and returns a request, wherever it stands."""
+        """Removes and returns a request from any position."""
         if key not in self._positions:
             request = next(request for request in self._begun if request.key == key)
             self._begun.remove(request)
@@ -175,7 +175,7 @@ class FairQueue:
         request = tenant.remove(position)
         self._tokens -= request.tokens
         self._num_needing -= bool(request.needs)
-        if not tenant.requests:  # an idle tenant keeps no credit, or it could starve others when it comes back
+        if not tenant.requests:  # an idle tenant keeps no credit, or it could starve others when it returns
             del self._tenants[name]
             self._round.remove(name)
         return request

@@ -1,7 +1,7 @@
-"""Requests for models that no worker has loaded: has a worker load the model, and holds the requests until it serves.
+"""Requests for models that no worker has loaded: asks a worker to load it, and holds the requests until then.
 
-A router asks for a load twice a second for as long as it has requests for the model; the worker answers how far it is,
-or why it can't load it. All routers ask the same worker first, so that a model is loaded once."""
+A router asks for a load twice a second for as long as it has requests for the model; the worker answers with its
+progress, or why it can't load it. All routers ask the same worker first, so that a model is loaded once."""
 
 import asyncio
 import time
@@ -21,11 +21,11 @@ _LOAD = Operation("control", codec.Decoder(internal.ControlReply))
 _ASK_INTERVAL_S = 0.5
 _REPLY_TIMEOUT_S = 2.0
 _MAX_SILENT = 4
-"""A worker that has not answered so many times in a row is given up for another one."""
+"""After this many unanswered requests in a row, another worker is asked."""
 
 
 class _Wanted:
-    """A model for which there are requests, and that nobody serves."""
+    """A model that has requests and that no worker serves."""
 
     def __init__(self) -> None:
         self.asking: asyncio.Task[None] | None = None
@@ -36,7 +36,7 @@ class _Wanted:
 
 
 class ModelLoads:
-    """The models that one router has loaded for its requests."""
+    """The models that one router asks workers to load for its requests."""
 
     def __init__(self, fleet: Fleet, workers: WorkerClient, queue: PlacementQueue, hold_s: float) -> None:
         """Requests wait up to `hold_s` for a model that has no worker at all."""
@@ -67,7 +67,7 @@ class ModelLoads:
     async def wait_served(
         self, model: str, timeout_s: float | None, is_over: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Returns once a worker serves the model, or at once if none does and there is nothing to wait for.
+        """Returns once a worker serves the model, or at once if there is nothing to wait for.
 
         Returns whether it had to wait for a worker that is there now. It returns early when `is_over` is true. Raises
         RequestError if the model can't be loaded, or not within `timeout_s`."""
@@ -90,7 +90,7 @@ class ModelLoads:
             served.cancel()
 
     def check(self) -> None:
-        """Has models loaded, and lets requests go on. Call it a few times a second, and when a worker has changed."""
+        """Asks for loads and releases requests. Call it a few times a second, and when a worker has changed."""
         if not self._held and not self._wanted and not self._queue:
             return
         models = {*self._held.values(), *self._queue.depths()}
@@ -104,7 +104,7 @@ class ModelLoads:
                 self._pursue(model, self._wanted.setdefault(model, _Wanted()))
 
     def close(self) -> None:
-        """Asks for no more loads, and gives up the requests that are held here."""
+        """Stops asking for loads, and gives up the requests that are held here."""
         for model in list(self._wanted):
             self._forget(model)
         for served in self._held:
@@ -112,7 +112,7 @@ class ModelLoads:
                 served.set_exception(errors.request_error(errors.Code.SHUTTING_DOWN))
 
     def _pursue(self, model: str, wanted: _Wanted) -> None:
-        """Asks a worker for a model, or gives the requests for it up."""
+        """Asks a worker to load a model, or gives up the requests for it."""
         if wanted.asking is not None and not wanted.asking.done():
             return
         workers = self._fleet.loaders_of(model)
@@ -141,7 +141,7 @@ class ModelLoads:
         try:
             reply = await self._workers.call(worker.card, _LOAD, internal.Control(op="load"), _REPLY_TIMEOUT_S)
         except NoRespondersError:
-            pass  # it is gone, or comes back: this router will hear of either
+            pass  # it is gone, or comes back: this router learns of either
         except (OSError, OutboundBufferLimitError, errors.RequestError) as error:
             wanted.num_silent += 1
             if wanted.num_silent >= _MAX_SILENT:
@@ -156,13 +156,13 @@ class ModelLoads:
         await asyncio.sleep(_ASK_INTERVAL_S)
 
     def _may_wait(self, model: str, now: float, began: float) -> bool:
-        """Whether a request that has waited since `began` may go on waiting for a worker that serves the model."""
+        """Whether a request that has waited since `began` may continue to wait for a worker that serves the model."""
         if self._fleet.loaders_of(model):
             return True
         return now - began < self.hold_s and not self._fleet.is_unknown(model, now)
 
     def _end(self, model: str, error: errors.Error | None) -> None:
-        """Lets the requests for a model go on, or ends them with an error."""
+        """Releases the requests for a model, or ends them with an error."""
         for served, wanted in self._held.items():
             if wanted == model and not served.done():
                 if error is None:

@@ -84,7 +84,7 @@ class PlacementQueue:
             return Placement(owner, self._policy.default_policy)
         is_pinned = flight.request.routing is not None and bool(flight.request.routing.worker_id)
         must_wait = self._capacity(flight, now) is Capacity.BUSY
-        if not flight.has_begun:  # one that has begun waits for capacity, but behind nobody
+        if not flight.has_begun:  # one that has begun waits for capacity, but not for other requests
             must_wait = must_wait or flight.model in self._queues
         if is_pinned or excluded or not must_wait:
             return self._place_now(flight, excluded, now)
@@ -155,10 +155,10 @@ class PlacementQueue:
         return self._fleet.capacity(flight.model, now, options)
 
     def _next_startable(self, model: str, queue: FairQueue, now: float) -> QueuedRequest | None:
-        """Takes the next request that a worker can start now out of a queue.
+        """Removes from a queue the next request that a worker can start now.
 
-        Requests whose adapters or feature only busy workers have are overtaken by others, and those that no worker can
-        serve any more are not kept."""
+        Requests whose adapters or feature only busy workers have are overtaken by others; those that no worker can
+        serve any more are dropped."""
         found: dict[tuple[str, Hashable], bool] = {}
         is_available = self._fleet.capacity(model, now) is Capacity.AVAILABLE
         if not is_available and not queue.has_needs:  # asked for each event of a worker, however many tenants wait
@@ -231,7 +231,7 @@ class PlacementQueue:
         answer_tokens = self._fleet.expected_answer_tokens(flight.model, request.max_tokens)
         if scheme is None or request.cache_prompt is False:
             return PlacementRequest(flight.key, num_tokens, session=session, answer_tokens=answer_tokens)
-        # whoever continues a completion computes it like a prompt, unless its blocks are cached
+        # a worker that continues a completion computes it like a prompt, unless its blocks are cached
         token_ids = flight.prompt_ids + block_hash.pack_token_ids(flight.completion.token_ids)
         hashes = scheme.hashes(token_ids, flight.tenant, request.cache_salt or "", flight.adapters)
         return PlacementRequest(flight.key, num_tokens, hashes, session, answer_tokens)

@@ -27,7 +27,7 @@ class Throttled(NamedTuple):
 
 
 class _TokenBucket:
-    """Refills by `capacity` within a minute, up to that or to one token. It may be overdrawn once it holds at least one
+    """Refills by `capacity` per minute, up to that or to one token. It may be overdrawn once it holds at least one
     token, and then has to refill first: requests that are larger than the bucket are delayed, never locked out."""
 
     __slots__ = ("_level", "_updated_at")
@@ -58,7 +58,7 @@ class RateLimiter:
         return f"<RateLimiter, {len(self._buckets)} buckets>"
 
     def set_limits(self, limits: TenantLimits, overrides: Mapping[str, TenantLimits]) -> None:
-        """Changes the limits; what was used in the last minute still counts."""
+        """Changes the limits; usage in the last minute still counts."""
         self._limits, self._overrides = limits, overrides
 
     def charge_request(self, tenant: str, num_open: int, now: float) -> Throttled | None:

@@ -1,4 +1,4 @@
-"""The settings by which requests are placed, and wait for that."""
+"""Settings for the placement of requests, and for their wait."""
 
 import random
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class PolicySettings(NamedTuple):
     rng: random.Random
     temperature: float = 0.0
     min_leg_tokens: int = MIN_LEG_TOKENS
-    """Missing tokens from which on another worker may compute a prompt; 0: none ever does."""
+    """Number of missing tokens from which another worker may compute a prompt; 0: none ever does."""
 
 
 class QueueSettings(NamedTuple):

@@ -1,1 +1,1 @@
-"""From a request's text or conversation to token ids."""
+"""Turns a request's text or conversation into token ids."""

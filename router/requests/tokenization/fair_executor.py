@@ -17,11 +17,11 @@ ResultT = TypeVar("ResultT")
 _UNBOUNDED = 1 << 62
 """The router's flights are bounded, and every job here belongs to one of them."""
 _CHARS_PER_S = 100_000
-"""A text is queued as if it had arrived later by its length at this rate, so that a tenant's short texts need not wait
-for many long ones of the same tenant."""
+"""A text is queued as if it had arrived later, by its length at this rate, so that a tenant's short texts need not wait
+for its many long ones."""
 _CHARS_PER_TOKEN = 4
 _LARGE_CHARS = 65_536
-"""Texts above this leave so much free heap behind that it is worth returning to the system."""
+"""Texts longer than this leave enough free heap to be worth returning to the system."""
 
 
 class FairExecutor:
@@ -63,13 +63,13 @@ class FairExecutor:
             if job.key in self._queue:
                 self._queue.remove(job.key)
                 del self._turns[job.key]
-            else:  # cancelled in the same loop turn in which it got its thread
+            else:  # cancelled in the loop turn in which it got its thread
                 self._release_thread()
             raise
 
     def _thread_is_free(self, loop: asyncio.AbstractEventLoop, _: "Future[ResultT]") -> None:
-        """Gives a thread to the next job once it works no more: it does so for a while after its job was cancelled."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+        """Gives a thread to the next job once it is free, which may be a while after its job was cancelled."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing waits any more
             loop.call_soon_threadsafe(self._release_thread)
 
     def _release_thread(self) -> None:
@@ -91,7 +91,7 @@ class FairExecutor:
 def _close(on_closed: Callable[[], None]) -> None:
     try:
         on_closed()
-    except Exception as error:  # outermost frame: nobody waits for it
+    except Exception as error:  # outermost frame: nothing awaits it
         structlog.get_logger().error("task_failed", task="close", exc_info=error)
 
 

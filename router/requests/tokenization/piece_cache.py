@@ -1,7 +1,7 @@
-"""The token ids of texts of which prompts were made lately, so that a conversation's next turn costs what is new in it.
+"""The token ids of recent prompts' texts, so that a conversation's next turn costs only its new text.
 
 A conversation is rendered to special tokens and the texts between them, each of which is tokenized by itself. So the
-ids of a text are the same in every prompt, and all that is remembered is exact."""
+ids of a text are the same in every prompt, and the cache is exact."""
 
 import hashlib
 import threading
@@ -13,14 +13,14 @@ from tokenbus.protocol.telemetry.metrics import Counter
 from tokenbus.protocol.wire import block_hash
 
 _ENTRY_BYTES = 256
-"""An entry takes no more besides its ids."""
+"""Upper bound of an entry's overhead beyond its ids."""
 _DIGEST_BYTES = 16
 
 
 class PieceCache:
     """Remembers ids of at most `max_bytes`. Safe to use from any thread.
 
-    Tenants see nothing of each other, and the one that has most loses its least recently used texts first."""
+    Tenants see nothing of each other, and the one with the most loses its least recently used texts first."""
 
     def __init__(self, max_bytes: int, counted: Counter) -> None:
         """`counted` counts characters, by whether their ids were `cached` or `computed`."""
@@ -36,8 +36,7 @@ class PieceCache:
         return f"<PieceCache {self.num_bytes} of {self._max_bytes} bytes, {len(self._pieces)} tenants>"
 
     def packer(self, tokenizer: str, tenant: str, encode: Encode) -> Callable[[str], bytes]:
-        """Returns a function that packs what `encode`, which is this tokenizer's, returns, and that remembers the texts
-        of a tenant."""
+        """Returns a function that packs the result of this tokenizer's `encode` and remembers a tenant's texts."""
         seed = hashlib.blake2b(tokenizer.encode(), digest_size=_DIGEST_BYTES).digest()
 
         def pack(text: str) -> bytes:
@@ -84,7 +83,7 @@ class PieceCache:
         self.num_bytes += num_bytes
 
     def check_integrity(self) -> None:
-        """Asserts that the counts are those of what there is."""
+        """Asserts that the counts match the entries."""
         sizes = {tenant: sum(map(_size, pieces.values())) for tenant, pieces in self._pieces.items()}
         assert sizes == self._bytes
         assert sum(sizes.values()) == self.num_bytes <= self._max_bytes

@@ -1,6 +1,6 @@
-"""Makes token ids of prompts: with the model's tokenizer where routers can have it, else by asking a worker.
+"""Turns prompts into token ids: with the model's tokenizer if routers can have it, otherwise by asking a worker.
 
-Decision 0019 says which vocabularies routers have, and what long prompts cost.
+Decision 0019 says which vocabularies routers have, and the cost of long prompts.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ class Prompt(NamedTuple):
     model: str
     tenant: str
     key: str
-    """No other prompt has the same at the same time."""
+    """Unique among the prompts in progress."""
     arrived_at: float
     num_bytes: int
-    """Its size, which decides how long others may go first."""
+    """Its size, which decides how long others may precede it."""
 
 
 class PromptTokenizer:
@@ -72,8 +72,8 @@ class PromptTokenizer:
     async def tokenize_flight(self, flight: Flight) -> bytes:
         """Returns the packed token ids of a flight's prompt, which fit the longest context of its model.
 
-        A model that no worker has loaded is loaded first. Raises RequestError, also if nothing serves the model or the
-        model lacks a feature that the request needs."""
+        A model that no worker has loaded is loaded first. Raises RequestError, also if no worker serves the model or
+        it lacks a feature that the request needs."""
         remaining_s = flight.remaining_s(time.monotonic())
         await self._loads.wait_served(flight.model, remaining_s, lambda: flight.cancelled)
         workers = workers_for(self._fleet, flight.model, time.monotonic())
@@ -113,7 +113,7 @@ class PromptTokenizer:
             )
 
     def drop_unused(self, now: float) -> None:
-        """Drops what is kept of models that no worker has any more."""
+        """Drops what is kept for models that no worker has any more."""
         self._tokenizers.drop_unused(now)
 
     async def _tokenize(

@@ -1,6 +1,6 @@
 """Clients' own requests to tokenize and to detokenize: each is answered once.
 
-Their memory is bounded, and a tenant may have at most a quarter of it, so that none keeps the others out."""
+Their memory is bounded, and a tenant may have at most a quarter of it, so that none can crowd out the others."""
 
 import asyncio
 import itertools
@@ -23,7 +23,7 @@ from tokenbus.router.telemetry.metrics import RouterMetrics
 MAX_OPEN_BYTES = 64 * 1024 * 1024
 MAX_TENANT_BYTES = MAX_OPEN_BYTES // 4
 REQUEST_BYTES = 16 * 1024
-"""The cost of a request beside the bytes of its message."""
+"""The cost of a request in addition to the bytes of its message."""
 _DEFAULT_TIMEOUT_MS = 60_000.0
 
 Body = messages.TokenizeRequest | messages.DetokenizeRequest
@@ -63,7 +63,7 @@ class ClientTokenizeCall(NamedTuple):
 
 
 class TokenizeRequests:
-    """The requests of one router's clients that want tokens or their text."""
+    """The requests of one router's clients for tokens or their text."""
 
     def __init__(
         self,

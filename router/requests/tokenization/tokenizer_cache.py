@@ -45,7 +45,7 @@ class Tokenizer(NamedTuple):
     """A fetched tokenizer."""
 
     name: str
-    """Names the model and the tokenizer, like no other."""
+    """A unique name of this model and tokenizer."""
     builder: prompt.PromptBuilder
     renderer: FairExecutor
     """Renders this model's chats on one thread: a slow template delays only the users of its own model."""
@@ -60,7 +60,7 @@ class TokenizerCache:
         self._fleet = fleet
         self._tokenizers: OrderedDict[_Key, Tokenizer] = OrderedDict()
         self._offered_at: dict[_Key, float] = {}
-        """When a worker was last seen to offer each of the tokenizers."""
+        """When a worker was last seen to offer each tokenizer."""
         self._fetching: dict[_Key, asyncio.Task[Tokenizer | None]] = {}
         self._broken: TTLCache[bool] = TTLCache(_BROKEN_S, MAX_WORKERS)
         """Epochs of workers whose bundle does not match their card, or can't be used."""
@@ -81,15 +81,14 @@ class TokenizerCache:
                 return self._tokenizers[key]
             if self._broken.get(worker.incarnation, time.monotonic()) is not None:
                 continue
-            # Shielded: a request that gives up must not end the fetch, for which others may be waiting.
+            # Shielded: a request that gives up must not end the fetch, which others may await.
             tokenizer = await asyncio.shield(self._start_fetch(worker, key))
             if tokenizer is not None:
                 return tokenizer
         return None
 
     def drop_unused(self, now: float) -> None:
-        """Drops the tokenizers whose model no worker has any more, and ends their renderers; called from time to
-        time."""
+        """Drops the tokenizers whose model no worker has any more, and ends their renderers; called periodically."""
         for key in list(self._tokenizers):
             if self._is_offered(key):
                 self._offered_at[key] = now

@@ -1,4 +1,4 @@
-"""Asks the workers of a model in turn for what any of them can do, and waits while all of them are restarting."""
+"""Asks the workers of a model in turn for something that any of them can do, and waits while all are restarting."""
 
 import asyncio
 import time
@@ -14,12 +14,12 @@ from tokenbus.router.workers.worker import Worker
 
 _TIMEOUT_S = 4.0
 _WORKERS_PER_ROUND = 3
-"""Workers that are asked in turn before others are looked for."""
+"""Number of workers asked in turn before the list is renewed."""
 _MAX_ROUNDS = 3
 """Rounds in which all workers fail although some say that they are ready."""
 
 _UNREACHED = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST)
-"""A worker has no engine, or lost it before it could answer: all that is asked here may be asked again."""
+"""A worker has no engine, or lost it before it could answer: every call made here may be repeated."""
 
 ResultT = TypeVar("ResultT")
 
@@ -44,7 +44,7 @@ class WorkerRounds:
         """Returns the first result of `attempt`, which gets a few workers at a time, those of `workers` first.
 
         Passes over workers that can't be reached, which `attempt` reports by RequestError(no_worker or worker_lost),
-        and waits for them while they may come back. Goes on to other workers after any other error that is retryable.
+        and waits for them while they may come back. Tries other workers after any other retryable error.
         Raises RequestError if nothing is left to try."""
         rounds, asked = 0, set[str]()
         while True:
