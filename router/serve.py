@@ -214,7 +214,7 @@ class Router:
         await self._intake.close()
 
     async def drain(self) -> None:
-        """Returns when every request was accepted by a worker or has ended."""
+        """Returns once every request has been accepted by a worker or has ended."""
         await self._lifecycle.drain()
         await self._embeddings.drain()
         await self._tokenizations.drain()
@@ -241,7 +241,7 @@ def _state_of(worker: Worker) -> str:
 async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSettings]) -> None:
     """Runs a router until SIGTERM or SIGINT; `read_settings` is called on SIGHUP.
 
-    Raises ConnectionError if there is no broker, and StoppedError if a signal comes before it was found."""
+    Raises ConnectionError if there is no broker, and StoppedError if a signal arrives before one is found."""
     stop = asyncio.Event()
     router_id = settings.router_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     structlog.contextvars.bind_contextvars(router_id=router_id)

@@ -25,32 +25,32 @@ class RouterSettings:
     policy: str = "kv"
     """Policy for requests that name none."""
     temperature: float = 0.0
-    """At 0 the cheapest worker is always chosen. The higher it is, the more often dearer ones are."""
+    """At 0 the cheapest worker is always chosen. The higher it is, the more often costlier ones are."""
     min_leg_tokens: int = MIN_LEG_TOKENS
-    """Missing tokens of a prompt from which on a worker of the role `prefill` may compute it; 0: none ever does."""
+    """Fewest missing tokens for which a worker of the role `prefill` may compute a prompt; 0: none ever does."""
     queue: QueueSettings = dataclasses.field(default_factory=QueueSettings)
     """Limits of the requests that wait while every worker is busy."""
     inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
     """Prefixes that a client's reply subject may have."""
     max_request_bytes: int = 16 * 1024 * 1024
-    """Largest request. One that does not fit in a message of the broker comes in parts."""
+    """Largest request. One that does not fit in a broker message comes in parts."""
     tenant_upload_bytes: int = 64 * 1024 * 1024
-    """Requests of one tenant that are coming in parts, together."""
+    """Total size of one tenant's requests that are arriving in parts."""
     max_upload_bytes: int = 256 * 1024 * 1024
-    """Memory for the parts of all requests that are not complete."""
+    """Memory for the parts of all incomplete requests."""
     max_flights: int = 16_384
     """Open requests; further ones are refused with `overloaded`."""
     max_prompt_bytes: int = 256 * 1024 * 1024
     """Memory for the prompts and completions of open requests. If those that no worker has accepted take more, further
     requests are refused with `overloaded`; if all together take more, the largest can't survive their worker."""
     tokenization_cache_bytes: int = 64 * 1024 * 1024
-    """Memory for token ids of texts in conversations; 0 to tokenize every conversation anew."""
+    """Memory for token ids of texts in conversations; 0 tokenizes every turn from the start."""
     hold_s: float = 0.0
-    """Time that a request waits for a worker when its model has none, as after scaling to zero; 0 refuses it."""
+    """Time that a request waits for a worker if its model has none, as after scaling to zero; 0 refuses it."""
     expected_models: tuple[str, ...] = ()
-    """Models whose requests are held although no worker has served them since this router started."""
+    """Models whose requests are held even if no worker has served them since this router started."""
     patience_s: float = 60.0
-    """Time that a request which a worker has begun waits for another that can continue it."""
+    """Time that a request which has lost its worker waits for another to continue it."""
     tenant_limits: TenantLimits = dataclasses.field(default_factory=TenantLimits)
     """Limits of each tenant that has no override."""
     tenant_limit_overrides: Mapping[str, TenantLimits] = dataclasses.field(default_factory=dict)
@@ -64,7 +64,7 @@ class RouterSettings:
 
     @property
     def uploads(self) -> UploadLimits:
-        """Bounds of the requests that come in parts."""
+        """Limits of requests that arrive in parts."""
         return UploadLimits(self.max_request_bytes, self.tenant_upload_bytes, self.max_upload_bytes)
 
     def __post_init__(self) -> None:

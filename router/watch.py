@@ -34,7 +34,7 @@ _BROKER_SILENT_S = 1.0
 _DISCOVERY_INTERVAL_S = 0.5
 """Unknown workers are asked for their cards at most this often."""
 _SNAPSHOT_RETRY_S = 1.0
-"""A snapshot that does not come is requested again after this."""
+"""A missing snapshot is requested again after this."""
 
 
 class FleetWatch:
@@ -67,7 +67,7 @@ class FleetWatch:
         return f"<FleetWatch {self._fleet!r}>"
 
     async def open(self) -> None:
-        """Subscribes, asks every worker for its card, and returns when they have had time to answer."""
+        """Subscribes, asks every worker for its card, and returns once they have had time to answer."""
         await self._bus.subscribe(self._names.all_cards, self._on_card)
         await self._bus.subscribe(self._names.all_events, self._on_events)
         await self._bus.subscribe(self._names.all_seals, self._on_seal)
@@ -101,7 +101,7 @@ class FleetWatch:
         self._ask(self._names.discover)
 
     def _ask(self, subject: str, reply: str = "", body: bytes = b"") -> None:
-        with contextlib.suppress(OutboundBufferLimitError):  # whatever is asked here is soon asked again
+        with contextlib.suppress(OutboundBufferLimitError):  # everything asked here is soon asked again
             self._bus.publish(subject, body, reply=reply)
 
     def _tick(self, now: float) -> None:

@@ -15,7 +15,8 @@ from tokenbus.protocol.wire import errors, messages
 
 _P = "tokenbus_router"
 _PHASES = ("tokenize", "hash", "place", "accept")
-"""A request's way to its worker: its prompt is tokenized, its blocks are hashed, a worker is chosen, and accepts."""
+"""A request's phases on its way to a worker: the prompt is tokenized, its blocks are hashed, a worker is chosen, and
+accepts."""
 
 
 class RouterMetrics(MetricFamilies):
@@ -40,7 +41,7 @@ class RouterMetrics(MetricFamilies):
             f"{_P}_tokenizations", "Requests to tokenize or detokenize, by error code or ok.", ("op", "code")
         )
         self.cache_hints = Counter(
-            f"{_P}_cache_hints", "Hints to keep what a session has cached, or that it has ended.", ("kind",)
+            f"{_P}_cache_hints", "Hints to keep a session's cached prefixes, or that the session has ended.", ("kind",)
         )
         self.tokenized_chars = Counter(
             f"{_P}_tokenized_chars", "Characters of conversations, by whether their ids were cached.", ("source",)
@@ -92,14 +93,17 @@ class RouterMetrics(MetricFamilies):
         self.index_blocks = Gauge(f"{_P}_index_blocks", "Blocks in the prefix index.", ("model",), models)
         self.index_bytes = Gauge(f"{_P}_index_bytes", "Estimated memory of the prefix index.", ("model",), models)
         self.continued = Counter(
-            f"{_P}_requests_continued", "Requests that went on after their worker was lost or left.", ("model",), models
+            f"{_P}_requests_continued",
+            "Requests that continued after their worker was lost or left.",
+            ("model",),
+            models,
         )
         self.adopted = Counter(f"{_P}_requests_adopted", "Requests taken over from another router.", ("model",), models)
         self.stale_attempts = Counter(
             f"{_P}_stale_attempts", "Requests that a worker still had when another one continued them."
         )
         self.prompts_forgotten = Counter(
-            f"{_P}_prompts_forgotten", "Requests that can't survive their worker: memory for prompts was short."
+            f"{_P}_prompts_forgotten", "Requests that can't survive their worker: no memory for prompts."
         )
         self.lost_events = Counter(f"{_P}_events_lost", "Entries of workers' event logs that were never received.")
         self.snapshots = Counter(f"{_P}_snapshots", "Snapshots that closed a gap in a worker's event log.")

@@ -1,7 +1,7 @@
 """Estimates how fast a worker computes prompts and generates tokens, from the loads in its events; pure.
 
-Only its best counts, since at other times it is doing other work as well: a mean that follows faster samples quickly
-and slower ones hardly. A busy worker must not be mistaken for a slow one."""
+Only its best counts, since at other times it is doing other work as well: the mean follows faster samples quickly and
+slower ones hardly at all. A busy worker must not be mistaken for a slow one."""
 
 from tokenbus.protocol.wire import messages
 
@@ -80,7 +80,7 @@ class Speed:
 
     @property
     def first_prefill_s_per_token(self) -> float:
-        """The same from the first prompt on, which suffices to compare computing with alternatives."""
+        """The same, available from the first prompt on, which suffices to compare computing with fetching."""
         return self._prefill.first
 
     @property

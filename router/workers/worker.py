@@ -89,7 +89,7 @@ class Worker:
 
     @property
     def event_state(self) -> Literal["live", "behind", "silent"]:
-        """Whether its cached blocks are known, as shown to clients."""
+        """Whether its cached blocks are known, in the form shown to clients."""
         if self.reports_no_blocks:
             return "silent"
         return "behind" if self.log.is_behind else "live"

@@ -15,7 +15,7 @@ class PolicySettings(NamedTuple):
     rng: random.Random
     temperature: float = 0.0
     min_leg_tokens: int = MIN_LEG_TOKENS
-    """Number of missing tokens from which another worker may compute a prompt; 0: none ever does."""
+    """Fewest missing tokens for which another worker may compute a prompt; 0: none ever does."""
 
 
 class QueueSettings(NamedTuple):
