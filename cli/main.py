@@ -23,16 +23,16 @@ _COMMANDS = {
     "gateway": ("gateway:add_flags", "run one gateway: the OpenAI-compatible HTTP API"),
     "generate": ("generate:add_flags", "generate a completion and stream it"),
     "embed": ("generate:add_embed_flags", "compute embeddings of texts, one line of JSON each"),
-    "rerank": ("generate:add_rerank_flags", "put texts in the order of their relevance to a query"),
+    "rerank": ("generate:add_rerank_flags", "rank texts by their relevance to a query"),
     "models": ("top:add_models_flags", "list the models and workers being served, or the models in the Hub's cache"),
-    "pull": ("pull:add_flags", "fetch a model from the Hugging Face Hub, or go on fetching it"),
+    "pull": ("pull:add_flags", "fetch a model from the Hugging Face Hub, or continue fetching it"),
     "chat": ("chat:add_flags", "chat with a model"),
     "top": ("top:add_flags", "watch the fleet: load, KV blocks, tokens per second"),
     "doctor": ("doctor:add_flags", "check broker, models, ports and fleet, and say how to fix what is wrong"),
     "inspect": ("doctor:add_inspect_flags", "show how a model writes reasoning and tool calls"),
     "health": ("health:add_flags", "check whether the process at a metrics port is ready"),
     "cancel": ("generate:add_cancel_flags", "cancel a running request"),
-    "session": ("generate:add_session_flags", "keep what a session has cached for a while, or say that it has ended"),
+    "session": ("generate:add_session_flags", "keep a session's cached prefixes for a while, or report its end"),
     "load": ("load:add_flags", "load another model in a running worker"),
     "stop": ("stopping:add_stop_flags", "end one running request with what was generated so far"),
     "drain": ("stopping:add_drain_flags", "let a worker finish, move or stop its requests, and leave"),
@@ -104,7 +104,7 @@ def _parse_again(arguments: list[str]) -> argparse.Namespace:
 
 
 def _warn_of_misspelled_variables(arguments: list[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Warns of environment variables that no process reads but that look like ones that are read."""
+    """Warns of environment variables that no process reads but that resemble known ones."""
     command = arguments[0] if arguments and arguments[0] in commands else ""
     starts_servers = command in (*config.SECTIONS, "up", "config")
     parsers = make_parser(config.SECTIONS)[1] if starts_servers else commands

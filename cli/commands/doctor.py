@@ -36,7 +36,7 @@ from tokenbus.worker.on_demand import model_facts, sizes
 
 _CONNECT_TIMEOUT_S = 3.0
 _MIN_PAYLOAD = 64 * 1024
-"""The smallest max_payload for which the messages of workers are made; larger ones come in parts."""
+"""The smallest max_payload that workers' messages are made for; larger messages are sent in parts."""
 _ENGINES = ("llama-cpp-python", "onnxruntime-gpu", "onnxruntime")
 
 
@@ -123,7 +123,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _hub_cache(options: argparse.Namespace) -> Finding:
-    """Checks where models from the Hub are kept, and how much room there is."""
+    """Checks where models from the Hub are kept, and the free space there."""
     if problem := hub_flags.apply(options):
         return Finding("bad", problem)
     folder = location.folder()
@@ -151,9 +151,9 @@ def _ports(ports: list[int]) -> Iterator[Finding]:
 
 
 def check_memory(models: list[str], budget_bytes: int, host: Room) -> Iterator[Finding]:
-    """Says what each model on this machine takes when it is loaded, and whether they fit in memory together.
+    """Reports the memory of each model on this machine when loaded, and whether they fit together.
 
-    Without a budget a worker chooses sizes that fit in the host's memory; GPUs are not looked at."""
+    Without a budget a worker chooses sizes that fit in the host's memory; GPUs are not checked."""
     limit, limited = (host.free_bytes, "free") if not budget_bytes else (budget_bytes, "allowed by the budget")
     total = 0
     for model in models:
@@ -165,7 +165,7 @@ def check_memory(models: list[str], budget_bytes: int, host: Room) -> Iterator[F
             yield Finding("bad", str(error))
             continue
         except OSError:
-            continue  # `check_model` says what is wrong with it
+            continue  # `check_model` reports what is wrong with it
         total += need.total_bytes
         what = (
             f"{model} takes {need} for contexts of {need.context_length:,} tokens, {need.kv_tokens:,} in all; "
@@ -177,7 +177,7 @@ def check_memory(models: list[str], budget_bytes: int, host: Room) -> Iterator[F
         yield Finding("ok" if fits else "bad", what, "" if fits else "lower --kv-tokens or --context-length")
     if len(models) > 1 and total:
         together = f"all of them take {mib(total)} together"
-        advice = "side by side they get shares; with --memory-budget-mib a worker loads them in turn"
+        advice = "together they get shares; with --memory-budget-mib a worker loads them in turn"
         yield Finding("ok", together) if total <= limit else Finding("note", f"{together}, more than there is", advice)
 
 
@@ -262,7 +262,7 @@ async def check_broker(options: argparse.Namespace) -> AsyncIterator[Finding]:
         return
     yield Finding("ok", f"broker at {url}: {bus!r}")
     for path in settings.world_readable_files:
-        yield Finding("note", f"everybody on this machine can read the secret {path}", f"chmod 600 {path}")
+        yield Finding("note", f"everyone on this machine can read the secret {path}", f"chmod 600 {path}")
     if bus.max_payload < _MIN_PAYLOAD:
         advice = "raise max_payload in its configuration to 64 KiB or more, or routers miss events of workers"
         yield Finding("note", f"the broker takes messages of up to {bus.max_payload:,} bytes", advice)
@@ -283,7 +283,7 @@ async def check_broker(options: argparse.Namespace) -> AsyncIterator[Finding]:
 
 def _pings(interval_s: float | None) -> Finding:
     if interval_s is not None and interval_s <= ping_probe.LIMIT_S:
-        return Finding("ok", "the broker drops connections that stand still within seconds")
+        return Finding("ok", "the broker drops frozen connections within seconds")
     seen = "more than a few seconds" if interval_s is None else f"{interval_s:.1f} s"
     advice = 'set ping_interval: "1s" and ping_max: 2 in its configuration, or a frozen router keeps getting requests'
     return Finding("note", f"the broker pings its connections only every {seen}", advice)
@@ -302,7 +302,7 @@ def check_fleet(reply: messages.ModelsReply) -> Iterator[Finding]:
 
 
 def _embeddings_of(served: messages.ServedModel) -> Iterator[Finding]:
-    """Finds workers that make other embeddings of one text than the others."""
+    """Finds workers whose embeddings of a text differ from the others'."""
     poolings: dict[str, list[str]] = defaultdict(list)
     for card in served.workers or []:
         if card.embeddings is not None:
@@ -326,7 +326,7 @@ def _served(served: messages.ServedModel) -> Iterator[Finding]:
     ready = "ready" in states
     yield Finding("ok" if ready else "bad", f"{served.model}: {counts}", "" if ready else "see the workers' logs")
     if None in digests:
-        advice = "routers have to ask these workers for the tokens of every prompt, which costs a round trip"
+        advice = "routers must ask these workers to tokenize every prompt, which costs a round trip"
         yield Finding("note", f"{served.model}: no tokenizer bundle from {', '.join(digests[None])}", advice)
     yield from _embeddings_of(served)
     if len(digests) > 1:
@@ -334,5 +334,5 @@ def _served(served: messages.ServedModel) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"{served.model}: workers have different tokenizers ({groups})",
-            "check that they give the same tokens",
+            "check that they produce the same tokens",
         )

@@ -23,20 +23,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=TENANT",
-        help=f"API key and the tenant it stands for; may be repeated; safer in {keys.VARIABLE}, comma-separated",
+        help=f"API key and its tenant; may be repeated; safer in {keys.VARIABLE}, comma-separated",
     )
     parser.add_argument(
         "--tenant-inbox",
         metavar="PREFIX",
         default=_DEFAULTS.tenant_inbox,
-        help="prefix of the keys' tenants' reply subjects, e.g. _INBOX_{tenant}.gateway (same as --nats-inbox)",
+        help="prefix of the tenants' reply subjects, e.g. _INBOX_{tenant}.gateway (same as --nats-inbox)",
     )
     parser.add_argument(
         "--alias",
         action="append",
         default=[],
         metavar="NAME=MODEL",
-        help="another name for a model, or by weights for several: NAME=MODEL:9,OTHER:1; may be repeated",
+        help="another name for a model, or for several by weight: NAME=MODEL:9,OTHER:1; may be repeated",
     )
     parser.add_argument(
         "--default-model",
@@ -75,7 +75,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--write-deadline-s",
         type=arguments.seconds,
         default=_DEFAULTS.write_deadline_s,
-        help="close the connection of a client that reads nothing for so many seconds (%(default)s)",
+        help="close the connection of a client that reads nothing for this many seconds (%(default)s)",
     )
     parser.add_argument(
         "--grace-s",
@@ -89,7 +89,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 class SettingsFactory:
     """Makes one gateway's settings at its start and at each reload.
 
-    A reload may change API keys but not remove the last one, which would open the gateway to everybody."""
+    A reload may change API keys but not remove the last one, which would open the gateway to everyone."""
 
     def __init__(self) -> None:
         self._had_keys = False
@@ -99,7 +99,7 @@ class SettingsFactory:
         settings = settings_of(options)
         if self._had_keys and settings.keys.allows_anonymous:
             raise ValueError(
-                "api-key: removing the last key would let everybody in; restart the gateway if you want that"
+                "api-key: removing the last key would let everyone in; restart the gateway if you want that"
             )
         self._had_keys = not settings.keys.allows_anonymous
         return settings
@@ -135,6 +135,6 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
 
 
 def run(options: argparse.Namespace) -> int:
-    from tokenbus.gateway import serve as gateway  # every server parses these flags, only a gateway needs this
+    from tokenbus.gateway import serve as gateway  # every server parses these flags; only a gateway needs this
 
     return serve.run("gateway", options, SettingsFactory(), gateway.serve)

@@ -35,8 +35,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="continue past the end token")
     parser.add_argument("--id", help="the request's id")
     parser.add_argument("--session-id", metavar="ID", help="the conversation that it belongs to")
-    parser.add_argument("--keep-s", type=float, metavar="S", help="keep its prefix in the cache that long; 0: drop it")
-    parser.add_argument("--timeout-ms", type=float, help="time after which the request is ended")
+    parser.add_argument("--keep-s", type=float, metavar="S", help="keep its prefix in the cache this long; 0: drop it")
+    parser.add_argument("--timeout-ms", type=float, help="time limit of the request")
     parser.add_argument("--json", action="store_true", help="print the raw messages, one per line")
     parser.set_defaults(run=lambda options: with_client(options, partial(_generate, options)))
 
@@ -56,9 +56,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 def add_embed_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
-    parser.add_argument(
-        "--dimensions", type=arguments.at_least(1), help="length of each vector (all that the model computes)"
-    )
+    parser.add_argument("--dimensions", type=arguments.at_least(1), help="length of each vector (the model's own)")
     parser.add_argument("--no-normalize", action="store_true", help="do not scale vectors to length 1")
     parser.add_argument("--timeout-ms", type=float, help="time to wait for the answer (60,000)")
     parser.add_argument(
@@ -90,8 +88,8 @@ def add_session_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("session_id", metavar="ID", help="the session_id of its requests")
     parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
     wish = parser.add_mutually_exclusive_group(required=True)
-    wish.add_argument("--keep-s", type=float, metavar="S", help="keep what it has cached for that long")
-    wish.add_argument("--end", action="store_true", help="it has ended: let what it alone has cached go first")
+    wish.add_argument("--keep-s", type=float, metavar="S", help="keep its cached prefixes this long")
+    wish.add_argument("--end", action="store_true", help="the session has ended: evict what only it has cached first")
     parser.set_defaults(run=lambda options: with_client(options, partial(_hint, options)))
 
 

@@ -17,9 +17,7 @@ from tokenbus.worker.settings.adapter_settings import AdapterSettings
 def add_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("worker_id", metavar="WORKER", help="the worker whose process is to load the model")
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="file, directory or name on the Hub, as that worker sees it"
-    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="file, directory or Hub name, as that worker sees it")
     parser.add_argument(
         "--lora",
         type=_adapter,

@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Fetches the model; prints the path of its weights. What is in the cache is not fetched again."""
+    """Fetches the model; prints the path of its weights. Cached files are not fetched again."""
     if not model_files.is_hub_name(options.model):
         what = "is on this machine already" if Path(options.model).exists() else "is not a name on the Hub"
         return _fail(f"{options.model}: {what}; pass a name such as org/repo or org/repo:Q4_K_M")
@@ -107,7 +107,7 @@ def _fail(problem: str) -> int:
 
 
 class _Screen:
-    """Shows a download on standard error: one line that changes on a terminal, one every few seconds elsewhere."""
+    """Shows a download on standard error: on a terminal one line that changes, otherwise a line every few seconds."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -132,7 +132,7 @@ class _Screen:
         print(f"{start}{self._model}: {line}", end=end, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Shows that all is there."""
+        """Shows that everything is there."""
         if self._last[1]:
             self._write(f"{transfer.size(self._last[1])}, complete")
         if self._on_terminal:

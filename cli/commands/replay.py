@@ -40,10 +40,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("trace", metavar="TRACE", help="a file in Mooncake's format, gzipped or not, or a workload (docs/routing.md)")
     flag("--policy", default=",".join(POLICIES[:3]), help="policies to compare, comma-separated (%(default)s)")
     flag("--workers", type=int, default=_DEFAULTS.workers, help="number of workers (%(default)s)")
-    flag("--prefill-workers", type=int, default=0, help="workers among these that compute the others' prompts (0)")
+    flag("--prefill-workers", type=int, default=0, help="how many of these compute prompts for the others (0)")
     flag("--kv-blocks", type=int, default=_DEFAULTS.kv_blocks, help="KV blocks per worker (%(default)s)")
     flag("--block-size", type=int, default=_DEFAULTS.block_size, help="tokens per KV block (%(default)s)")
-    flag("--speedup", type=float, default=_DEFAULTS.speedup, help="how many times faster requests come (%(default)s)")
+    flag("--speedup", type=float, default=_DEFAULTS.speedup, help="how many times faster requests arrive (%(default)s)")
     flag("--timing", default=_DEFAULTS.timing, choices=PRESETS, help="model of step times (%(default)s)")
     flag("--seed", type=int, default=_DEFAULTS.seed, help="seed for workloads and ties (%(default)s)")
     flag("--max-requests", type=int, default=0, help="requests to take from the trace; 0: all")
@@ -65,7 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replays the trace, prints a table and writes the files that were asked for; returns the exit status."""
+    """Replays the trace, prints a table and writes the requested files; returns the exit status."""
     try:
         settings, policies = _settings_of(options), _policies_of(options)
         trace = load_requests(settings)

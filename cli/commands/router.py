@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--leg-tokens",
         type=arguments.at_least(0),
         default=MIN_LEG_TOKENS,
-        help="missing tokens from which on a prefill worker may compute a prompt; 0: none ever does (%(default)s)",
+        help="fewest missing tokens for which a prefill worker may compute a prompt; 0: none ever does (%(default)s)",
     )
     parser.add_argument(
         "--tenant-limit",
@@ -59,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--max-queued-tokens",
         type=arguments.at_least(0),
         default=queue.max_tokens,
-        help="tokens that these may have in all, prompts and completions together (%(default)s)",
+        help="total tokens of these, prompts and completions together (%(default)s)",
     )
     parser.add_argument(
         "--patience-s",
@@ -84,20 +84,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--max-request-bytes",
         type=arguments.at_least(1),
         default=16 * 1024 * 1024,
-        help="largest request; one that the broker's limit is too small for comes in parts (%(default)s)",
+        help="largest request; one above the broker's limit is sent in parts (%(default)s)",
     )
     parser.add_argument(
         "--tenant-upload-bytes",
         type=arguments.at_least(1),
         default=64 * 1024 * 1024,
-        help="bytes of one tenant's requests that may be coming in parts at a time (%(default)s)",
+        help="bytes of one tenant's requests that may be arriving in parts at a time (%(default)s)",
     )
     parser.add_argument(
         "--tokenization-cache-mib",
         type=arguments.at_least(0),
         default=64,
         metavar="MIB",
-        help="memory for token ids of texts in conversations; 0: each turn is tokenized anew (%(default)s)",
+        help="memory for token ids of texts in conversations; 0: tokenize each turn from the start (%(default)s)",
     )
     parser.add_argument(
         "--log-prompt-chars", type=arguments.at_least(0), default=0, help="characters of each prompt to log (0)"
@@ -107,7 +107,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(options: argparse.Namespace) -> "RouterSettings":
     """Returns the settings that parsed flags describe. Raises ValueError."""
-    # Every server parses these flags, only a router needs these modules.
+    # Every server parses these flags; only a router needs these modules.
     from tokenbus.router.requests.flights.request_telemetry import RequestLogSettings
     from tokenbus.router.settings import RouterSettings
 

@@ -16,7 +16,7 @@ def add_stop_flags(parser: argparse.ArgumentParser) -> None:
         "key",
         type=_key,
         metavar="[TENANT:]ID",
-        help="the request, as the logs name it; of the default tenant if none is named",
+        help="the request, as the logs name it; without a tenant, of the default one",
     )
     parser.set_defaults(run=lambda options: with_client(options, partial(_stop, options)))
 
@@ -49,7 +49,7 @@ def _key(text: str) -> str:
     key = text if ":" in text else subjects.request_key(subjects.DEFAULT_TENANT, text)
     if not subjects.is_request_key(key):
         raise argparse.ArgumentTypeError(
-            f"must be an id of 1 to 128 of A-Za-z0-9_-, perhaps behind TENANT: in subject form, got {text!r}"
+            f"must be an id of 1 to 128 of A-Za-z0-9_-, optionally after TENANT: in subject form, got {text!r}"
         )
     return key
 

@@ -40,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_models_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print the router's reply as it is")
+    parser.add_argument("--json", action="store_true", help="print the router's reply unchanged")
     parser.add_argument("--local", action="store_true", help="list the models in this machine's Hub cache instead")
     parser.add_argument(
         "--remove", metavar="NAME", help="remove org/repo, org/repo:QUANTIZATION or a conversion from it"
@@ -91,15 +91,15 @@ class Row(NamedTuple):
     kept_blocks: int = 0
     """Blocks, or checkpoints, that clients have asked to keep."""
     health: messages.WorkerHealth | None = None
-    """Memory and uptime; None if the worker has not told yet."""
+    """Memory and uptime; None if the worker has not reported them yet."""
     max_running: int = 0
     """Requests that can run now, if it shares KV memory with other workers; else 0."""
     kv_pool_bytes: int = 0
-    """The bytes that it holds of that memory."""
+    """The bytes of that memory that it holds."""
 
 
 class Rates:
-    """The growth a second of a counter of each worker, between two updates."""
+    """The growth per second of a counter of each worker, between two updates."""
 
     def __init__(self) -> None:
         self._seen: dict[subjects.WorkerAddress, tuple[int, float]] = {}
@@ -113,7 +113,7 @@ class Rates:
 
 
 class FleetRates:
-    """The counts that `rows_of` has to remember between two updates."""
+    """The counts that `rows_of` remembers between two updates."""
 
     def __init__(self) -> None:
         self.tokens = Rates()
@@ -199,8 +199,8 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _health_cells(health: messages.WorkerHealth | None) -> dict[str, str]:
-    """Returns the texts about memory and uptime: what both processes take, what each device has left, and since when
-    the engine serves."""
+    """Returns the texts about memory and uptime: the memory of both processes, what each device has left, and how long
+    the engine has served."""
     if health is None:
         return {"memory": "", "free": "", "up": ""}
     return {
@@ -211,7 +211,7 @@ def _health_cells(health: messages.WorkerHealth | None) -> dict[str, str]:
 
 
 def health_text(health: messages.WorkerHealth) -> str:
-    """Says what a worker's processes take, what its devices are and have left, and how long it is up."""
+    """Describes the memory of a worker's processes, its devices and their free memory, and its uptime."""
     devices = []
     for device in health.devices:
         layers = f"{device.layers} layers" if device.layers is not None else ""
@@ -224,7 +224,7 @@ def health_text(health: messages.WorkerHealth) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """Returns a number of bytes in the unit that suits it, such as `1.5G`."""
+    """Returns a number of bytes in a suitable unit, such as `1.5G`."""
     gib = num_bytes / 2**30
     return f"{gib:.1f}G" if gib >= 1 else f"{num_bytes / 2**20:.0f}M"
 
@@ -242,8 +242,7 @@ def duration_text(seconds: float) -> str:
 
 
 def _columns_that_fit(cells: list[dict[str, str]], width: int) -> list[str]:
-    """Returns the columns that fit, from left to right, without those of which nothing is known. The workers' names
-    always do."""
+    """Returns the columns that fit, from left to right, without empty ones. The workers' names always fit."""
     chosen: set[str] = set()
     left = width + _GAP  # the last column needs no gap after it
     for name in _COLUMNS_BY_PRIORITY:
@@ -273,19 +272,19 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
     yield (
         f"router {router.router_id}: {router.decisions} placed, {router.decisions_per_s:.1f} a second "
         f"in {router.decision_p50_us:.0f} µs (p99 {router.decision_p99_us:.0f}), "
-        f"{router.waiting} wait here, {router.continued} went on elsewhere; {router.indexed_blocks} blocks indexed; "
+        f"{router.waiting} wait here, {router.continued} continued elsewhere; {router.indexed_blocks} blocks indexed; "
         f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real, "
         f"{router.predicted_fetch_rate:.0%} to be fetched, {router.legs} prompts computed elsewhere"
     )
     if router.uploads:
         mebibytes = router.upload_bytes / 2**20
-        yield f"{router.uploads} large requests on their way in parts, of which {mebibytes:.1f} MiB came"
+        yield f"{router.uploads} large requests arriving in parts, of which {mebibytes:.1f} MiB came"
     for refused in router.refused_cards:
         yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"
 
 
 def _adapters_by_model(rows: list[Row]) -> dict[str, list[str]]:
-    """Returns the names of each model's adapters; a worker that lacks one is named behind it."""
+    """Returns the names of each model's adapters; a worker that lacks one is named after it."""
     found: dict[str, list[str]] = {}
     for model in dict.fromkeys(row.model for row in rows):
         workers = [row for row in rows if row.model == model]

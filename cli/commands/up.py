@@ -27,7 +27,7 @@ _POLL_S = 0.2
 _REFRESH_S = 1.0
 _GRACE_S = 10.0
 _HANDOVER_S = 3.0
-"""A worker that is restarted gives up its streams at once; when all stops there is nobody to give them to."""
+"""A restarted worker gives up its streams at once; when everything stops there is no other worker to take them."""
 _GATEWAY_HOST = "127.0.0.1"
 _GATEWAY_PORT = 8000
 _METRICS_HOST = "127.0.0.1"
@@ -41,19 +41,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--prefill-workers",
         type=arguments.at_least(0),
         default=0,
-        help="workers among these that compute prompts for the others (%(default)s)",
+        help="how many of these compute prompts for the others (%(default)s)",
     )
     parser.add_argument(
         "--port", type=arguments.port, default=4222, help="port of the embedded broker; 0: any free port (%(default)s)"
     )
-    parser.add_argument("--nats", metavar="URL", help="use this broker and start none")
+    parser.add_argument("--nats", metavar="URL", help="use this broker instead of starting one")
     parser.add_argument(
         "--gateway-port",
         type=arguments.port,
         metavar="PORT",
         help="port of the HTTP API (8000, or any free port if that is taken)",
     )
-    parser.add_argument("--no-gateway", action="store_true", help="start no gateway")
+    parser.add_argument("--no-gateway", action="store_true", help="do not start a gateway")
     parser.add_argument(
         "--metrics",
         action="store_true",
@@ -70,7 +70,7 @@ class LocalSystem:
     def __init__(
         self, options: argparse.Namespace, settings: nats.BusSettings, log_folder: Path, out: screen.Screen
     ) -> None:
-        """`settings` are those of the broker named in the options, if there is one."""
+        """`settings` are those of the broker that the options name, if they do."""
         self._options = options
         self._settings = settings
         self._log_folder = log_folder
@@ -78,7 +78,7 @@ class LocalSystem:
         self._broker: nats_server.NatsServer | None = None
         self._gateway_socket: socket.socket | None = None
         self._metrics_sockets: dict[str, socket.socket] = {}
-        """By process name. Like the gateway's they stay open, so that a restarted process is where it was."""
+        """By process name. Like the gateway's they stay open, so that a restarted process keeps its address."""
         self._is_ready = False
         self._supervisor = ProcessSupervisor(log_folder, out.write)
 
@@ -249,7 +249,7 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS
-    problem, status = worker.start_problem(options)  # its workers inherit where models from the Hub are kept
+    problem, status = worker.start_problem(options)  # its workers inherit the folder for models from the Hub
     if problem:
         print(f"tokenbus: {problem}", file=sys.stderr)
         return status

@@ -40,7 +40,7 @@ _RANGES = (
 
 _MAX_MESSAGE_BYTES = 1_024
 BUSY_MODELS = 2
-"""Models on demand that are expected to compute at the same time: each gets its share of the cores."""
+"""Number of models on demand that are expected to compute at the same time: each gets its share of the cores."""
 
 _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     (
@@ -64,7 +64,7 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     ),
     ("--context-length", _ENGINE.context_length, "tokens per sequence; 0: the model's own, if memory allows"),
     ("--kv-tokens", _ENGINE.kv_tokens, "tokens in the whole KV cache; 0: one context to four, if memory allows"),
-    ("--memory-share", _ENGINE.memory_share, "share of the memory for Tokenbus by which sizes are chosen"),
+    ("--memory-share", _ENGINE.memory_share, "share of the memory for Tokenbus for which sizes are chosen"),
     ("--kv-block-size", _ENGINE.kv_block_size, "tokens per KV block; -1: 16"),
     ("--kv-layout", _ENGINE.kv_layout, "auto, unified or per-stream (docs/operations.md)"),
     ("--cache-type-k", _ENGINE.cache_type_k, "type of cached keys: f32, f16, bf16, q8_0, q5_1 to q4_0"),
@@ -78,28 +78,32 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     (
         "--min-prefix-tokens",
         _SCHEDULER.min_prefix_tokens,
-        "tokens of the shortest prefix that is cached; 0: any; -1: any, or 128 where a cached prefix takes much memory",
+        "tokens of the shortest cached prefix; 0: any; -1: any, or 128 if a cached prefix takes much memory",
     ),
     ("--max-cached-blocks", None, "unused blocks that may stay cached on the device"),
-    ("--expected-tokens", _SCHEDULER.expected_tokens, "tokens an answer is expected to use; 0: as recent ones did"),
+    (
+        "--expected-tokens",
+        _SCHEDULER.expected_tokens,
+        "tokens an answer is expected to use; 0: learned from recent ones",
+    ),
     ("--priority-s", _SCHEDULER.priority_s, "seconds of waiting that one step of priority is worth"),
-    ("--kept-share", _SCHEDULER.kept_share, "share of cached prefixes that each tenant may keep by its wish"),
-    ("--max-kept-s", _SCHEDULER.max_kept_s, "longest time for which it may keep a prefix that is not used"),
+    ("--kept-share", _SCHEDULER.kept_share, "share of cached prefixes that each tenant may keep by its hints"),
+    ("--max-kept-s", _SCHEDULER.max_kept_s, "longest time for which it may keep an unused prefix"),
     ("--max-num-seqs", _ENGINE.max_num_seqs, "sequences that run at the same time; -1: 16"),
     ("--max-num-batched-tokens", _ENGINE.max_num_batched_tokens, "tokens per step"),
     ("--ubatch-tokens", _ENGINE.ubatch_tokens, "tokens of a step that the device computes at once"),
-    ("--step-target-ms", _ENGINE.step_target_ms, "time a step should take at most while streams run"),
+    ("--step-target-ms", _ENGINE.step_target_ms, "longest time that a step should take while streams run"),
     ("--flash-attention", _ENGINE.flash_attention, "auto, on or off"),
     ("--gpu-layers", _ENGINE.gpu_layers, "layers on the GPU; -1: all that fit"),
     ("--main-gpu", _ENGINE.main_gpu, "GPU that holds what is not split among GPUs"),
     ("--split-mode", _ENGINE.split_mode, "how GPUs share the model: none, layer, row or tensor"),
     ("--max-waiting", WorkerSettings.max_waiting, "accepted requests that may wait for the engine"),
-    ("--max-prompt-tokens", FrontendSettings.max_prompt_tokens, "tokens of the longest prompt; 0: the context"),
+    ("--max-prompt-tokens", FrontendSettings.max_prompt_tokens, "longest prompt in tokens; 0: the context"),
     ("--max-new-tokens", FrontendSettings.max_new_tokens, "length of a completion without max_tokens"),
     (
         "--reasoning-budget-message",
         FrontendSettings.reasoning_budget_message,
-        "text at the end of reasoning that is closed because its tokens are spent (none)",
+        "text that ends reasoning whose budget is spent (none)",
     ),
     ("--step-timeout-s", WorkerSettings.step_timeout_s, "time after which a step counts as hung"),
     ("--grace-s", WorkerSettings.grace_s, "seconds that running requests may take to finish here after SIGTERM"),
@@ -132,7 +136,7 @@ def _add_model_flags(parser: argparse.ArgumentParser, *, required: bool = False)
 
 def start_problem(options: argparse.Namespace) -> tuple[str, int]:
     """Returns why nothing can be started with these options, and the exit status; an empty text if nothing is known to
-    be wrong. Models from the Hub are kept where the options say from now on."""
+    be wrong. Also sets the folder for models from the Hub."""
     if problem := hub_flags.apply(options):
         return problem, EXIT_BAD_SETTINGS
     return _models_problem(options), 1
@@ -144,14 +148,14 @@ def _add_on_demand_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="MIB",
-        help="load models when they are asked for, and unload others so that all together take no more than this",
+        help="load models when requests name them, and unload others so that all together take no more than this",
     )
     parser.add_argument(
         "--idle-unload-s",
         type=float,
         default=0.0,
         metavar="S",
-        help="load models when they are asked for, and unload those that have had no request for so long; 0: never",
+        help="load models when requests name them, and unload those that have had no request for this long; 0: never",
     )
     parser.add_argument(
         "--pin",
@@ -176,7 +180,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         const=_state_folder(),
         default="",
         metavar="DIR",
-        help="keep cached prefixes over restarts, in files in DIR that only this user can read "
+        help="keep cached prefixes across restarts, in files in DIR that only this user can read "
         f"(without DIR: {_state_folder()}); they hold what users have written",
     )
     parser.add_argument(
@@ -192,14 +196,14 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH[@TENANT,...]",
-        help="LoRA adapter of the model, a GGUF or for ONNX a folder of PEFT too, for all tenants or for these; may be "
+        help="LoRA adapter of the model, a GGUF or for ONNX also a PEFT folder, for all tenants or for these; may be "
         "repeated",
     )
     parser.add_argument(
         "--lora-dir",
         default="",
         metavar="DIR[@TENANT,...]",
-        help="folder whose adapters, NAME.gguf or folders of PEFT, are loaded and unloaded as they come and go",
+        help="folder whose adapters, NAME.gguf or PEFT folders, are loaded and unloaded as they appear and disappear",
     )
 
 
@@ -217,7 +221,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--role",
         choices=tuple(messages.WorkerRole),
         default=FrontendSettings.role.value,
-        help="both, prefill (computes prompts for others) or decode (lets these compute long ones) (%(default)s)",
+        help="both, prefill (computes prompts for others) or decode (leaves long ones to these) (%(default)s)",
     )
     parser.add_argument("--worker-id", default="", help="stable name of this worker; replicas add -1, -2, ...")
     for name, default, text in _FLAGS:
@@ -241,12 +245,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _folder(text: str) -> str:
-    """A folder, which every process finds wherever it runs; none if it is empty."""
+    """A folder as an absolute path, valid in every process; none if it is empty."""
     return os.path.abspath(os.path.expanduser(text)) if text else ""
 
 
 def _state_folder() -> str:
-    """Returns the folder for what is to outlive a restart."""
+    """Returns the folder for files that outlive a restart."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return os.path.join(_folder(state), "tokenbus", "cache")
 
@@ -325,7 +329,7 @@ def names_of(options: argparse.Namespace) -> list[str]:
 
 
 def _on_demand_of(options: argparse.Namespace, names: list[str]) -> set[str]:
-    """Returns the models that are loaded when they are asked for. Raises ValueError."""
+    """Returns the models that are loaded on demand. Raises ValueError."""
     unknown = [name for name in options.pin if name not in names]
     if unknown:
         raise ValueError(f"--pin {unknown[0]}: is not served here; there are {', '.join(names)}")
@@ -345,7 +349,7 @@ def _is_debug() -> bool:
 
 
 def _engines_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> list[tuple[EngineSettings, int]]:
-    """Returns the engines of a model that differ, each with the number of its replicas."""
+    """Returns a model's distinct engines, each with the number of its replicas."""
     groups, engine = options.device_groups or [()], _engine_of(options, model, on_demand=on_demand)
     replicas = options.replicas if len(groups) == 1 else 1
     return [(codec.replace(engine, devices=group), replicas) for group in groups]
@@ -356,7 +360,7 @@ def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> E
     own["debug"] = _is_debug()
     own["model"] = _located(model)
     if on_demand and options.host_cache_mib < 0 and not options.keep_cache:
-        own["host_cache_mib"] = 0  # what is kept for later goes with the model
+        own["host_cache_mib"] = 0  # cached copies end with the model
     owners = min(BUSY_MODELS, len(options.model)) if on_demand else options.replicas * len(options.model)
     own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // owners)
     scheduler = SchedulerSettings(**{name: getattr(options, name) for name in SchedulerSettings.__struct_fields__})
@@ -390,7 +394,7 @@ def run(options: argparse.Namespace) -> int:
     if problem:
         print(f"tokenbus: {problem}", file=sys.stderr)
         return status
-    from tokenbus.worker import serve as worker  # every server parses these flags, only a worker needs this
+    from tokenbus.worker import serve as worker  # every server parses these flags; only a worker needs this
     from tokenbus.worker.replica.frontend import ReplacedError
 
     try:

@@ -1,4 +1,4 @@
-"""Answers on the terminal: the flags that say what form they have, and how they are printed."""
+"""Answers on the terminal: the flags for their form, and how they are printed."""
 
 import argparse
 import sys
@@ -41,7 +41,7 @@ def add_thinking_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens of reasoning after which it is closed and the answer continues",
     )
-    parser.add_argument("--effort", choices=EFFORTS, help="how long to reason, where no budget says so")
+    parser.add_argument("--effort", choices=EFFORTS, help="how long to reason if no budget is given")
 
 
 def form_fields(options: argparse.Namespace) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def thinking_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def print_stream(stream: Stream) -> tuple[messages.Chunk, Answer]:
-    """Prints an answer as it comes: its text, and each call as a line of JSON, on standard output, so that it can be
+    """Prints an answer as it arrives: its text, and each call as a line of JSON, on standard output, so that it can be
     piped; reasoning and usage on standard error.
 
     Returns the terminal and the answer. Raises RequestError if the terminal is an error."""

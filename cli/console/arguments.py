@@ -47,7 +47,7 @@ def seconds(text: str) -> float:
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """Returns the type of texts that are one of `names`."""
+    """Returns the type of strings that are one of `names`."""
 
     def parse(text: str) -> str:
         if text not in names:

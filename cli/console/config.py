@@ -40,9 +40,9 @@ _OTHER_VARIABLES = (
 )
 """Variables that stand for no flag of a server."""
 _MIN_SIMILARITY = 0.8
-"""Similarity of two names, from 0 to 1, from which on one counts as a misspelling of the other."""
+"""Similarity of two names, from 0 to 1, above which one counts as a misspelling of the other."""
 _HUB_CACHE = "hub-cache"
-"""The setting that commands which are no servers read from its variable too."""
+"""The setting that commands other than servers also read from its variable."""
 _SECRETS = ("api-key",)
 """Settings that are never printed."""
 _URLS = (_NATS, "otlp-traces-endpoint")
@@ -73,7 +73,7 @@ def read(path: Path) -> dict[str, _Table]:
 
 @contextlib.contextmanager
 def collecting_errors(mistakes: list[str]) -> Iterator[None]:
-    """Appends the lines of a ValueError raised inside it to `mistakes`, and continues after it."""
+    """Appends the lines of a ValueError raised inside it to `mistakes`, and suppresses it."""
     try:
         yield
     except ValueError as error:
@@ -227,7 +227,7 @@ def _toml(value: object) -> str:
     match value:
         case None | "" | [] | ():
             return ""
-        case bool():  # before int, which it is too
+        case bool():  # before int, which bool is too
             return str(value).lower()
         case int() | float():
             return str(value)

@@ -1,4 +1,4 @@
-"""The flag that says where models from the Hub are kept, for all commands that use any."""
+"""The flag for the folder of models from the Hub, for all commands that use any."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def apply(options: argparse.Namespace) -> str:
-    """Keeps models where the flag says; returns why that is impossible, if it is."""
+    """Sets the folder for models to the flag's; returns the reason if that is impossible."""
     try:
         location.use(options.hub_cache)
     except ValueError as error:

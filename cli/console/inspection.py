@@ -1,4 +1,4 @@
-"""Shows how a model writes reasoning and tool calls, as its chat template tells."""
+"""Shows how a model writes reasoning and tool calls, according to its chat template."""
 
 import sys
 

@@ -13,8 +13,8 @@ from tokenbus.protocol.process.parent import end_with_parent
 
 _START_TIMEOUT_S = 10.0
 DEFAULTS = 'ping_interval: "1s"\nping_max: 2\n'
-"""The settings without a file: a client that stands still for three seconds is dropped, and a router with it, which
-would be given requests for minutes. One that stands still for two seconds loses nothing."""
+"""The settings without a file: a client that freezes for three seconds is dropped; otherwise a frozen router would be
+given requests for minutes. One that freezes for two seconds loses nothing."""
 
 
 class NatsServerError(RuntimeError):

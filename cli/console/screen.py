@@ -40,7 +40,7 @@ class Screen:
         """Shows how many workers are loaded, while the system is not ready yet."""
 
     def ready(self, addresses: SystemAddresses, reply: messages.ModelsReply) -> None:
-        """Shows once that the system is ready."""
+        """Announces, once, that the system is ready."""
 
     def show(self, reply: messages.ModelsReply | None) -> None:
         """Shows every second what is being served; `reply` is None if no router answered."""
@@ -57,7 +57,7 @@ def make(*, as_json: bool) -> Screen:
 
 
 def instructions(addresses: SystemAddresses) -> str:
-    """Returns the text that says how to use the system."""
+    """Returns instructions for using the system."""
     url, model = addresses.nats, addresses.model
     tokenbus = _called_as(sys.argv[0])
     subject = Subjects().generate(model)

@@ -172,7 +172,7 @@ class Reloader(Generic[Settings]):
         return f"<Reloader of {', '.join(sorted(self._changeable))}>"
 
     def __call__(self) -> Settings:
-        """Raises ValueError for settings that are invalid now, and changes nothing then."""
+        """Raises ValueError, and changes nothing, if the settings are now invalid."""
         # Settings are made from the merged options, so that their ranges are checked together.
         now = vars(self._options.reload())
         before = vars(self._options)

@@ -36,7 +36,7 @@ def with_client(options: argparse.Namespace, command: Callable[[Client], Awaitab
     try:
         return asyncio.run(run())
     except BrokenPipeError:
-        raise  # a ConnectionError too, but it means that the reader of our output has gone
+        raise  # also a ConnectionError, but it means that the reader of our output is gone
     except asyncio.CancelledError:
         return EXIT_INTERRUPTED
     except (ConnectionError, ValueError) as error:
@@ -44,7 +44,7 @@ def with_client(options: argparse.Namespace, command: Callable[[Client], Awaitab
 
 
 async def print_request_error(client: Client, model: str | None, error: errors.Error) -> int:
-    """Prints an error reply, with the models that are served if the one asked for is not; returns the exit status."""
+    """Prints an error reply, with the served models if the requested one is not; returns the exit status."""
     if model is not None and error.code in (errors.Code.MODEL_NOT_FOUND, errors.Code.NO_WORKER):
         try:
             names = [served.model for served in (await client.models(timeout_s=2.0)).models]

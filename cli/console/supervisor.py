@@ -23,7 +23,7 @@ _MESSAGE_PREFIX = "tokenbus: "
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _HEALTHY_AFTER_S = 30.0
-"""A process that ran this long is restarted after the first pause again."""
+"""After a process has run this long, its restarts begin with the first pause again."""
 
 
 class StartError(RuntimeError):

@@ -60,7 +60,7 @@ async def cards(client: Client) -> list[messages.Card]:
 async def _ask(
     options: argparse.Namespace, workers: Sequence[subjects.WorkerAddress], control: internal.Control
 ) -> AsyncGenerator[tuple[subjects.WorkerAddress, internal.ControlReply], None]:
-    """Yields replies for ever."""
+    """Yields replies forever."""
     names, replies = subjects.Subjects(options.prefix), asyncio.Queue[tuple[int, internal.ControlReply]]()
     connection = await nats.connect(connection_flags.settings_of(options), name="tokenbus operator")
     try:

@@ -112,7 +112,7 @@ def test_adapters_are_listed_by_model_with_the_workers_that_lack_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("uploads", "lines"), [(0, []), (3, ["3 large requests on their way in parts, of which 1.5 MiB came"])]
+    ("uploads", "lines"), [(0, []), (3, ["3 large requests arriving in parts, of which 1.5 MiB came"])]
 )
 def test_large_requests_are_told_of_while_there_are_any(uploads: int, lines: list[str]) -> None:
     router = messages.RouterStats(
