@@ -161,7 +161,7 @@ class CardEmbeddings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     dimensions: int
     """The number of dimensions of an embedding."""
     pooling: str
-    """How the states of an input's tokens are pooled into one: `mean`, `cls`, `last`, or `graph` where an ONNX graph
+    """The pooling of an input's token states into one: `mean`, `cls`, `last`, or `graph` where an ONNX graph
     does that itself. Workers of one model that pool differently make different embeddings."""
     max_input_tokens: int
     """The maximum number of tokens of one input."""

@@ -121,7 +121,7 @@ class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     session_id: str | None = None
     """The session to `retain`: its cached prefixes are kept, or evicted first."""
     ttl_ms: Annotated[float | None, DURATION_MS] = None
-    """How long to `retain` it; 0: it is evicted first. A router waits for no reply."""
+    """The time to `retain` it; 0: it is evicted first. A router waits for no reply."""
     model: str | None = None
     """The model to `load` beside the worker's own: a file, a directory or a name on the Hub, as seen from the worker.
     Without it, `load` asks a worker whose card says `loadable` for its own model. A load in progress is joined. There
