@@ -1,4 +1,4 @@
-"""Measures conversions of safetensors: CPU time, peak memory, and how near the logits are to transformers'.
+"""Measures conversions of safetensors: CPU time, peak memory, and how close the logits are to transformers'.
 
     python -m bench.conversion [--gigabytes 1] [--width 2048] [--kinds f16,q8_0,q4_k_m]
     python -m bench.conversion --logits     # needs the extra `transformers`
@@ -112,7 +112,7 @@ def _measure(folder: Path, gigabytes: float, width: int, kinds: list[str]) -> No
 
 
 def _convert(folder: Path, kind: str, output: Path) -> int:
-    """Converts in a process of its own; returns the most private memory that it had, in bytes."""
+    """Converts in a process of its own; returns its peak private memory in bytes."""
     files = SafetensorsLayout().find(folder)
     sidecars = {name: str(path) for name, path in files.sidecars.items()}
     job = Job(folder.name, [str(files.weights)], sidecars, kind, 1, str(output))
@@ -206,7 +206,7 @@ def _compare_logits(folder: Path) -> None:
 
 
 def _transformers_logits(folder: Path, config_class: str, fields: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """Makes a random model, saves it, and returns the logits that it gives."""
+    """Makes a random model, saves it, and returns its logits."""
     import torch
     import transformers
 

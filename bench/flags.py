@@ -13,7 +13,7 @@ def parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
 
 
 def model_parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
-    """Returns a parser that has `--model` as well, the file that `benchmark_model` is given."""
+    """Returns a parser that also has `--model`, the file for `benchmark_model`."""
     made = parser(doc, **numbers)
     made.add_argument("--model", type=Path, help="a GGUF file; without it, one with random weights is made")
     return made

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Ratio(NamedTuple):
-    """The median and the quartiles of a number over all pairs, mostly of B's CPU time as a share of A's."""
+    """The median and quartiles of a number over all pairs, usually B's CPU time as a share of A's."""
 
     first_quartile: float
     median: float
@@ -18,7 +18,7 @@ class Ratio(NamedTuple):
 
 
 def quartiles(values: Sequence[float]) -> Ratio:
-    """Returns the median of some numbers and what spreads around it."""
+    """Returns the median and quartiles of some numbers."""
     low, middle, high = statistics.quantiles(values, n=4)
     return Ratio(low, middle, high)
 

@@ -1,4 +1,4 @@
-"""Sends runs to workers as a router would, to measure or test what workers do with them."""
+"""Sends runs to workers as a router would, for measurements and tests of workers."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ class Streamed:
         self.chunks: list[messages.Chunk] = []
         self.terminals: list[messages.Chunk] = []
         self.arrived_at: list[float] = []
-        """When each token came."""
+        """When each token arrived."""
         self.changed = asyncio.Event()
 
     @property
@@ -42,7 +42,7 @@ class Streamed:
             self.changed.set()
 
     async def until_tokens(self, count: int) -> None:
-        """Waits for so many tokens."""
+        """Waits for this many tokens."""
         async with asyncio.timeout(300):
             while len(self.arrived_at) < count:
                 self.changed.clear()
@@ -67,9 +67,9 @@ class RunSender:
         self.legs: list[str] = []
         """Keys of requests whose prompts workers have begun to compute for others."""
         self.num_stored: Counter[str] = Counter()
-        """Blocks that each worker has said to be new."""
+        """Blocks that each worker has reported as stored."""
         self.num_removed = 0
-        """Blocks that workers have said to be gone."""
+        """Blocks that workers have reported as removed."""
         self._told = asyncio.Event()
         self._numbers = itertools.count()
         self._names = Subjects()
@@ -142,7 +142,7 @@ class RunSender:
         return streamed
 
     async def until_fetched(self, count: int) -> internal.Fetched:
-        """Waits for the event that tells of the end of fetch number `count`."""
+        """Waits for the event that reports the end of fetch number `count`."""
         async with asyncio.timeout(30):
             while len(self.fetches) < count:
                 self._told.clear()
@@ -150,21 +150,21 @@ class RunSender:
         return self.fetches[count - 1]
 
     async def until_leg(self, count: int) -> None:
-        """Waits until workers have begun to compute so many prompts for others."""
+        """Waits until workers have begun to compute this many prompts for others."""
         async with asyncio.timeout(30):
             while len(self.legs) < count:
                 self._told.clear()
                 await self._told.wait()
 
     async def until_stored(self, worker_id: str, count: int) -> None:
-        """Waits until a worker has said of so many blocks that it has them."""
+        """Waits until a worker has reported this many blocks as stored."""
         async with asyncio.timeout(30):
             while self.num_stored[worker_id] < count:
                 self._told.clear()
                 await self._told.wait()
 
     async def until_removed(self, num_before: int) -> None:
-        """Waits until workers have said of more blocks than before that they are gone."""
+        """Waits until workers have reported more blocks as removed than before."""
         async with asyncio.timeout(30):
             while self.num_removed == num_before:
                 self._told.clear()

@@ -45,7 +45,7 @@ async def started(
     variables: Mapping[str, str] = MappingProxyType({}),
     python: Path = Path(sys.executable),
 ) -> AsyncIterator[System]:
-    """Does the same with further arguments of the router, variables for both, and the Python of another checkout."""
+    """`running` with further arguments of the router, variables for both, and the Python of another checkout."""
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
         folder = Path(name)
         nats = await nats_server.start(0, folder / "nats.log")

@@ -24,7 +24,7 @@ class BareGenai:
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, clock: child.Clock) -> None:
         params = genai.GeneratorParams(self._model)
-        # An end token must not end it before the others: it may not come before the batch is as long as it should be.
+        # No row may end early: an end token is forbidden until the batch has its full length.
         end = len(prompts[0]) + tokens
         params.set_search_options(batch_size=len(prompts), max_length=self._context, min_length=end, do_sample=False)
         generator = genai.Generator(self._model, params)

@@ -21,7 +21,7 @@ _WAIT_S = 60.0
 
 
 def find() -> ModuleType:
-    """Returns Dynamo's binding with logging off, since a line per choice would count as time of the choice."""
+    """Returns Dynamo's binding with logging off, since a log line per choice would count as time of the choice."""
     os.environ.setdefault("DYN_LOG", "error")
     try:
         import zmq  # noqa: F401
@@ -99,7 +99,7 @@ async def fill(service: Any, told: Sequence[Conversation], workers: int, max_blo
     for one in last.values():
         while (await overlap(service, one.token_ids)).get(one.worker, 0) < len(one.token_ids) // (4 * BLOCK):
             if time.monotonic() > deadline:
-                sys.exit("Dynamo's service has not taken in what its workers hold")
+                sys.exit("Dynamo's service has not ingested what its workers hold")
     return publishers
 
 

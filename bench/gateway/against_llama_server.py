@@ -4,8 +4,8 @@ Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.gateway.against_llama_server [-
 [--threads 1] [--prefix 1000]
 
 Same file, same bodies, equal threads, in interleaved pairs. Two kinds of rounds: short prompts and --tokens tokens for
-each client, where the number is tokens per second of all; and prompts with one prefix of about --prefix tokens, new in
-each round, where it is the median time to the first token. Without --model, a random 0.5B model is made."""
+each client, measured in tokens per second of all clients; and prompts with one prefix of about --prefix tokens, new in
+each round, measured by the median time to the first token. Without --model, a random 0.5B model is made."""
 
 import asyncio
 import random

@@ -1,12 +1,12 @@
-"""Counts what an agent's session finds in the cache, turn by turn, and compares llama-server.
+"""Counts how much of an agent's session is cached, turn by turn, and compares with llama-server.
 
 Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.gateway.agent_session [--turns 30] [--tokens 30000] [--workers 2]
 
 An agent asks `/v1/messages`: at each turn it sends everything again, with a system prompt, tools, what the model has
 answered (a call, which is required) and the call's result. The first system block is a billing header that is new at
-each turn. A third of the prompt is there from the beginning. Reported is the share of the turn before (its prompt and
-its answer) that the next turn finds cached: from the numbers that each server reports, with the demo model's shape and
-random weights, both with room for the whole session."""
+each turn. A third of the prompt is there from the beginning. The result is the share of each turn (its prompt and
+answer) that the next turn finds cached, by the numbers that each server reports, with the demo model's shape and random
+weights, both with room for the whole session."""
 
 import asyncio
 import contextlib
@@ -60,14 +60,14 @@ class Session:
         self._messages: list[dict[str, Any]] = []
         self._system = ""
         self.turns: list[Turn | None] = []
-        """None where the server sent no counts, as llama-server does now and then."""
+        """None if the server sent no counts, as happens occasionally with llama-server."""
 
     def begin(self, tokens: int) -> None:
         self._system = self._text(tokens)
         self._messages.append({"role": "user", "content": "Mend the bug."})
 
     async def turn(self, result_tokens: int) -> None:
-        """Asks once, and puts the answer and the results of its calls behind the conversation."""
+        """Asks once, and appends the answer and the results of its calls to the conversation."""
         billing = f"x-anthropic-billing-header: cc_version=2.1; cch={self._rng.randrange(1 << 32):08x};"
         body = {
             "model": "m",

@@ -49,7 +49,7 @@ async def over_http(url: str) -> float:
 
 
 async def cpu_of_client(client: Client, streams: int) -> float:
-    """Returns the CPU seconds a token of this process, which does nothing but read."""
+    """Returns the CPU seconds per token of this process, which only reads."""
 
     async def read() -> None:
         async for chunk in client.generate("m", request(_TOKENS)):
@@ -62,7 +62,7 @@ async def cpu_of_client(client: Client, streams: int) -> float:
 
 
 async def cpu_of_gateway(url: str, pid: int, streams: int) -> float:
-    """Returns the CPU seconds a token of the gateway's process."""
+    """Returns the CPU seconds per token of the gateway's process."""
     began = system.cpu_seconds(pid)
     await asyncio.gather(*(sse.complete(url, body(_TOKENS)) for _ in range(streams)))
     return (system.cpu_seconds(pid) - began) / (streams * _TOKENS)

@@ -1,4 +1,4 @@
-"""A client of server-sent events that costs as little as it can, for gateways and llama-server alike."""
+"""A client of server-sent events that costs as little as possible, for gateways and llama-server alike."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ class Reply(NamedTuple):
 
 
 async def events(url: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """Yields the data of each event. Raises SystemExit for a response that is none."""
+    """Yields the data of each event. Raises SystemExit for a response that is not an event stream."""
     address = urlsplit(url)
     assert address.hostname is not None
     assert address.port is not None
@@ -52,7 +52,7 @@ async def events(url: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, A
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yields the chunks of a response's body, behind its head. Both servers answer with events in chunks."""
+    """Yields the chunks of a response's body, after its head. Both servers answer with events in chunks."""
     while await reader.readline() != b"\r\n":
         pass
     while size := int(await reader.readline(), 16):

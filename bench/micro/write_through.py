@@ -1,4 +1,4 @@
-"""Measures in one engine, without anything around it, what it costs to copy each block when it is complete.
+"""Measures, in a bare engine, the cost of copying each block when it is complete.
 
 Run: .venv/bin/python -m bench.micro.write_through [--model FILE.gguf] [--pairs 9]
 
@@ -44,7 +44,7 @@ def measure(model: Path, pairs: int) -> None:
         scheduler.add(Sequence(number, prompt, sampling, frozenset(), domain=Domain(), arrived_at=float(number)))
 
     def window(transfer_blocks: int) -> tuple[float, float, int]:
-        """Returns the seconds of some steps, those of them that went into copies, and the number of these."""
+        """Returns the seconds of some steps, the part of them spent on copies, and the number of copies."""
         began, copying_s, count = time.perf_counter(), 0.0, 0
         for _ in range(_STEPS):
             plan = scheduler.schedule(200, transfer_blocks)
@@ -61,7 +61,7 @@ def measure(model: Path, pairs: int) -> None:
     for pair in range(pairs):
         order = (0, 16) if pair % 2 else (16, 0)
         seen = {blocks: window(blocks) for blocks in order}
-        pool.cache._unsaved.clear()  # a window with copies never makes up for more than one without
+        pool.cache._unsaved.clear()  # a window with copies is compared with at most one without
         ratios.append(seen[16][0] / seen[0][0])
         seconds, copying_s, count = seconds + seen[16][0], copying_s + seen[16][1], count + seen[16][2]
     print(f"{model.name}, {_STREAMS} streams, {pairs} pairs of {_STEPS} steps")

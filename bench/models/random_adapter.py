@@ -34,7 +34,7 @@ def write(
     spread: float = 0.02,
     kind: str = "adapter",
 ) -> Path:
-    """Writes an adapter of that rank for these matrices, and returns its path."""
+    """Writes an adapter of the given rank for these matrices, and returns its path."""
     writer, rng = gguf.GGUFWriter(path, architecture), np.random.default_rng(seed)
     writer.add_type(kind)
     writer.add_string("adapter.type", "lora")

@@ -2,9 +2,8 @@
 
     python -m bench.models.random_encoder OUT.gguf --preset minilm
 
-Models of the architecture `qwen3` attend to what comes before a token, the others to the whole input. The vectors are
-noise.
-"""
+Models of the architecture `qwen3` attend to the tokens before each token, the others to the whole input. The vectors
+are noise."""
 
 import argparse
 import math
@@ -55,7 +54,7 @@ Weights = dict[str, np.ndarray]
 def write(path: Path, shape: EncoderShape, *, seed: int = 0, half: bool = False, labels: tuple[str, ...] = ()) -> None:
     """Writes the model. The same arguments give the same bytes. `half` stores matrices in 16 bits.
 
-    `labels` are the classes that a BERT with a classification head tells apart; without any it gives one score."""
+    `labels` are the classes of a BERT's classification head; without any it gives one score."""
     writer = gguf.GGUFWriter(path, shape.arch)
     writer.add_name("Tokenbus random encoder")
     _add_shape(writer, shape)

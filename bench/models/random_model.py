@@ -30,8 +30,8 @@ _SLAB = 1 << 20
 def write(
     path: Path, shape: Shape, quantized_to: str = "f16", *, seed: int = 0, threads: int = 1, pooling: str = ""
 ) -> None:
-    """Writes the model, completely or not at all. `threads` are for quantizing; 0 means all cores. With a `pooling`,
-    such as `last`, its file names that, and it is a model for embeddings.
+    """Writes the model, completely or not at all. `threads` are for quantizing; 0 means all cores. A `pooling`, such
+    as `last`, is named in the file and makes it a model for embeddings.
 
     The same arguments give the same bytes, and one seed gives the same weights in every quantization, except for
     rounding. Raises ImpossibleModelError, and OSError if the file can't be written."""

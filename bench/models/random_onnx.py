@@ -84,7 +84,7 @@ def _write_graph(
     folder: Path, drawn: dict[str, Array], sizes: onnx_graph.Shape, flavour: onnx_graph.Flavour, bits: int
 ) -> None:
     if bits != 32:
-        # The output is quantized and the embedding is not, as the builder of onnxruntime-genai has it.
+        # The output is quantized and the embedding is not, as onnxruntime-genai's builder does it.
         drawn = {"output.weight": drawn["token_embd.weight"]} | drawn
         sizes = sizes._replace(tied=False)
     with (folder / _WEIGHTS).open("wb") as file:

@@ -54,8 +54,8 @@ PRESETS = {
 def write(
     path: Path, kind: str, shape: StatefulShape, *, quantized: bool = False, tied: bool = True, seed: int = 0
 ) -> None:
-    """Writes a model of one of `KINDS`; the same arguments give the same bytes. Matrices are f32, or Q8_0. `tied` says
-    whether the embedding is the output matrix too."""
+    """Writes a model of one of `KINDS`; the same arguments give the same bytes. Matrices are f32, or Q8_0. With `tied`,
+    the embedding is also the output matrix."""
     writer = gguf.GGUFWriter(path, _ARCHITECTURES[kind])
     writer.add_name(f"Tokenbus random {kind}")
     _add_shape(writer, kind, shape)
@@ -163,7 +163,7 @@ def _time_step_rank(shape: StatefulShape) -> int:
 
 
 def _weights(name: str, size: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """Returns weights that keep activations near 1, as they are before any training."""
+    """Returns initial weights that keep activations near 1."""
     if name.endswith("ssm_a"):
         return np.tile(-np.arange(1, size[1] + 1, dtype=np.float32), (size[0], 1))
     if name.endswith(("norm.weight", "ssm_d")):

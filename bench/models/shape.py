@@ -30,11 +30,11 @@ class Shape(NamedTuple):
     context: int
     """Context length that the model claims to be trained for."""
     tied: bool = True
-    """Whether the embedding is the output matrix too."""
+    """Whether the embedding is also the output matrix."""
 
 
 PRESETS = {
-    # The narrowest whose rows are whole blocks of a K-quant, so that nothing falls back to another type.
+    # The narrowest shape whose rows are whole blocks of a K-quant, so that nothing falls back to another type.
     "tiny": Shape(layers=2, width=256, feed_forward=512, heads=4, kv_heads=2, vocab=384, context=1_024),
     "demo": Shape(layers=4, width=128, feed_forward=384, heads=4, kv_heads=2, vocab=512, context=2_048),
     # Qwen2-0.5B without its biases.
@@ -77,8 +77,8 @@ class Tensor(NamedTuple):
     def std(self) -> float:
         """Standard deviation that keeps activations near 1 in every layer.
 
-        A token's embedding is small next to what the layers add to it. Otherwise, with a tied embedding, every token
-        would be its own likeliest successor."""
+        A token's embedding is small compared with what the layers add to it. Otherwise, with a tied embedding, every
+        token would be its own likeliest successor."""
         return _EMBEDDING_STD if self.name == "token_embd.weight" else 1 / math.sqrt(self.shape[-1])
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks of the router: its index of prefixes, its choice of workers and what it costs in a whole system."""
+"""Benchmarks of the router: its index of prefixes, its choice of workers and its cost in a whole system."""

@@ -40,8 +40,8 @@ def some_tokens(count: int, rng: np.random.Generator) -> bytes:
 
 
 def prompts(told: Sequence[Conversation], tokens: int, count: int, rng: np.random.Generator) -> list[bytes]:
-    """Returns packed token ids. Each prompt starts with a conversation that some worker holds, for half its length at
-    most."""
+    """Returns packed token ids. Each prompt starts with a conversation that some worker holds, for at most half its
+    length."""
     found = []
     for _ in range(count):
         begun = told[int(rng.integers(len(told)))].token_ids[: 4 * tokens // 2]
@@ -103,7 +103,7 @@ def fleet(workers: int, max_blocks: int) -> Fleet:
 
 
 def fill(bed: Fleet, told: Sequence[Conversation], rng: np.random.Generator) -> None:
-    """Has each worker report the blocks it holds, and a random load."""
+    """Makes each worker report the blocks it holds, and a random load."""
     runs: dict[int, list[internal.BlockRun]] = {}
     for one in told:
         hashes = block_hash.block_hashes_of_bytes(one.token_ids, BLOCK, PARENT)

@@ -5,7 +5,7 @@ Run: .venv/bin/python -m bench.router.choice_dynamo [--pairs 9] [--tokens 1024 8
 A choice starts with a list of token ids and ends with a worker on which the prompt is booked: hash, match, cost, book.
 In Dynamo that is `await select_and_reserve(...)`, which has received the same blocks over ZMQ. Both sides get the same
 prompts, each of which continues a conversation that some worker holds. Bookings are taken back after each round,
-outside the measurement. A choice's time is the CPU time of all threads of this process, and, beside it, wall time."""
+outside the measurement. A choice is measured in CPU time of all threads of this process, and in wall time."""
 
 import asyncio
 import gc
@@ -176,7 +176,8 @@ def _cell(taken: Sequence[float]) -> str:
 
 
 def check(ours: TokenbusSide, theirs: DynamoSide, supply: Supply) -> float:
-    """Checks that both sides see the same overlap at every worker; returns the mean of the largest, in blocks."""
+    """Checks that both sides see the same overlap at every worker; returns the mean of the largest overlaps, in
+    blocks."""
     best = []
     for token_ids in supply.of_round(1 << 20)[:_SAMPLES]:
         seen, other = ours.overlap(token_ids), theirs.overlap(token_ids)
@@ -203,7 +204,7 @@ def main() -> None:
         gc.freeze()
         for tokens in options.tokens:
             supply, supply_many = Supply(told, tokens, options.count), Supply(told_many, tokens, options.count)
-            print(f"{tokens} tokens: both see the same overlap, {check(ours, theirs, supply):.1f} blocks in the mean")
+            print(f"{tokens} tokens: both see the same overlap, {check(ours, theirs, supply):.1f} blocks on average")
             name = f"{tokens} tokens, Dynamo/ours"
             lines += compare(name, theirs.round, ours.round, (supply, supply), options.pairs)
             name = f"{tokens} tokens, {options.workers}/{options.many}"

@@ -56,7 +56,7 @@ def fill(name: str, num_blocks: int) -> None:
 
 
 def growth(name: str, num_blocks: int, payloads: Sequence[ingest.Payload]) -> int:
-    """Returns by how many bytes a fresh process grows that applies all of the payloads."""
+    """Returns by how many bytes a fresh process grows when it applies all of the payloads."""
     command = [sys.executable, "-m", "bench.router.index_memory", "--fill", name, "--blocks", str(num_blocks)]
     given = b"".join(_FRAME.pack(worker, len(payload)) + payload for worker, payload in payloads)
     return int(subprocess.run(command, input=given, stdout=subprocess.PIPE, check=True).stdout)

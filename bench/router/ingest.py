@@ -65,7 +65,7 @@ class Side(Protocol):
     def take(self, payloads: Iterable[Payload]) -> None: ...
 
     def holds(self, run: Run) -> int:
-        """Returns how many blocks of a run, which starts a chain, it believes its worker to hold."""
+        """Returns how many blocks of a chain's first run it believes its worker to hold."""
         ...
 
 
@@ -115,7 +115,7 @@ class DynamoSide:
 
 
 def _events(change: Change) -> list[bytes]:
-    """Returns events as Dynamo's binding takes them. Both of its hashes of a block are ours."""
+    """Returns events as Dynamo's binding takes them. Our hash of a block serves as both of its hashes."""
     stored, removed = change
     named = [{"block_hash": name, "tokens_hash": name} for name in stored.hashes]
     found = [_json({"stored": {"parent_hash": stored.parent or None, "blocks": named}})]
@@ -141,7 +141,7 @@ def runs(workers: int, num_blocks: int, length: int) -> list[Run]:
 
 
 def exchange(new: Sequence[Run], old: Sequence[Run]) -> list[Change]:
-    """Has each worker store run after run, and remove an old one for each, the last of a chain first."""
+    """Makes each worker store run after run, and remove an old one for each, the last of a chain first."""
     leaving: dict[int, list[Run]] = {}
     for run in old:
         leaving.setdefault(run.worker, []).append(run)
@@ -152,7 +152,7 @@ def check(way: Side, there: Sequence[Run], gone: Sequence[Run] = ()) -> None:
     """Checks by the first run of each chain that everything was applied."""
     firsts = [run for run in there if not run.parent], [run for run in gone if not run.parent]
     if any(way.holds(run) != len(run.hashes) for run in firsts[0]) or any(way.holds(run) for run in firsts[1]):
-        sys.exit(f"{type(way).__name__} has not taken in what it was given")
+        sys.exit(f"{type(way).__name__} has not applied what it was given")
 
 
 def store(make: Callable[[], Side], held: Sequence[Run], rounds: int) -> tuple[list[Side], Callable[[], None]]:

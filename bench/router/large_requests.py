@@ -4,9 +4,9 @@ Run: .venv/bin/python -m bench.router.large_requests [--rounds 5] [--payload 1MB
 
 The first table has the CPU time of single steps in this process, on the demo model's tokenizer and template: the median
 of some rounds. The second one has a real broker and router and two simulated workers: a client sends such requests one
-after another, and 8 MB of which few tokens are left, while a neighbour's stream of about 300 tokens a second goes on:
-at the other worker, over the same connection or one of its own, or at the same worker. It shows each process's CPU time
-for one request, and the neighbour's gaps between two tokens, beside those without any request."""
+after another, and one of 8 MB with few tokens, while a neighbour's stream of about 300 tokens a second runs: at the
+other worker, over the same connection or one of its own, or at the same worker. It shows each process's CPU time for
+one request, and the gaps between the neighbour's tokens, next to those without any request."""
 
 import argparse
 import asyncio
@@ -38,7 +38,7 @@ _STORY = "Once upon a time there was a fox who lived by the river. 12 + 30 = 42.
 _BLOCK = 16
 _WORKERS = 8
 _NEIGHBOUR_TOKENS = 100_000
-"""More than come while anything is measured."""
+"""More tokens than arrive during a measurement."""
 _WORKER = ("--engine", "sim", "--sim-speedup", "10", "--context-length", "262144", "--kv-tokens", "600000")
 
 
@@ -72,7 +72,7 @@ def _cpu_ms(work: Callable[[], object], rounds: int) -> float:
 
 
 def _steps(size: int, rounds: int) -> Iterator[tuple[str, float]]:
-    """Yields the CPU time of each step of a request on its way, in their order."""
+    """Yields the CPU time of each step of a request's way, in order."""
     files = {path.name: path for path in ONNX_PATH.iterdir() if path.is_file()}
     builder = prompt.load_builder(tokenizer_bundle.unpack(OnnxTokenizer(files, None, "demo").bundle))
     text = _STORY * (1 + size // len(builder.from_text(_STORY, None)))
@@ -124,7 +124,7 @@ def _steps(size: int, rounds: int) -> Iterator[tuple[str, float]]:
 
 
 def _placement(hashes: list[int], size: int, rounds: int) -> Iterator[tuple[str, float]]:
-    """Yields the time to place a prompt among workers one of which has all of it cached."""
+    """Yields the time to place a prompt among workers, one of which has all of it cached."""
     fleet = Fleet(0.0)
     for number in range(_WORKERS):
         fleet.apply_card(_card(f"w{number}"), 0.0)
@@ -223,7 +223,7 @@ def _asks(client: Client) -> Iterator[tuple[str, Callable[[], Stream] | None]]:
 
 
 class Neighbour:
-    """A stream that somebody reads, and the longest time for which nothing of it came."""
+    """A stream with a reader, and the longest time in which nothing arrived."""
 
     def __init__(self, client: Client, model: str) -> None:
         self.gaps: list[float] = []

@@ -69,7 +69,7 @@ def _children(pid: int) -> list[str]:
 
 
 def prompts(count: int, rng: random.Random) -> list[list[int]]:
-    """Returns prompts of which each ten have a common prefix."""
+    """Returns prompts of which every ten share a prefix."""
     made: list[list[int]] = []
     while len(made) < count:
         shared = [rng.randrange(1, VOCAB_SIZE) for _ in range(_SHARED)]
@@ -89,7 +89,7 @@ async def ask(client: Client, prompt: list[int], ends: Counter[str], first_ms: l
 
 
 async def load(client: Client, bed: Testbed, rate: float, seconds: float) -> Result:
-    """Sends requests at a steady rate, whatever becomes of them."""
+    """Sends requests at a steady rate, regardless of their outcome."""
     asked = prompts(int(rate * seconds), random.Random(rate))
     ends, first_ms = Counter[str](), list[float]()
     before, began = bed.cpu(), time.monotonic()

@@ -1,11 +1,10 @@
-"""Measures what a next turn of a long conversation costs a router that remembers token ids, and one that does not.
+"""Measures the cost of a long conversation's next turn in a router that remembers token ids, and in one that does not.
 
 Run: .venv/bin/python -m bench.router.next_turn [--tokens 100000] [--pairs 9]
 
 Two systems with a real broker, router and worker run side by side. In each pair both get the first turn of a new
-conversation, and then its second one, each of which is cancelled once its worker computes. The CPU time of the router
-and of its renderer until then is shown as a ratio, for the first turn, of which nothing is remembered, and for the
-second one."""
+conversation and then the second one, and each is cancelled once its worker computes. The CPU time of the router and its
+renderer until then is shown as a ratio, for the first turn, of which nothing is remembered, and for the second."""
 
 import argparse
 import asyncio

@@ -2,7 +2,7 @@
 
 Run: .venv/bin/python -m bench.router.placement TRACE [--speeds 1 4 6] [--policies kv round_robin] [--plots docs/plots]
 
-It replays the trace like `tokenbus replay` in virtual time, on 8 workers of 3,000 blocks of 512 tokens with the timing
+Like `tokenbus replay`, it replays the trace in virtual time, on 8 workers of 3,000 blocks of 512 tokens with the timing
 model `dynamo`. The results depend on nothing but the trace and the code."""
 
 import argparse

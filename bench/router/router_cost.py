@@ -1,4 +1,4 @@
-"""Measures what a router costs: the CPU time that a request takes, and the latency that it adds.
+"""Measures a router's costs: the CPU time per request, and the added latency.
 
 Run: .venv/bin/python -m bench.router.router_cost [--requests 1000] [--at-once 16] [--rounds 7]
 
@@ -54,7 +54,7 @@ class Wire:
         self._nats = connection
 
     async def first_s(self, subject: str, payload: bytes) -> float:
-        """Returns the seconds to the first message, when the last one has arrived."""
+        """Returns, after the last message has arrived, the seconds to the first."""
         inbox, times, done = self._nats.new_inbox(), list[float](), asyncio.Event()
 
         async def take(message: Msg) -> None:
@@ -186,7 +186,7 @@ def _show(rows: list[tuple[float, ...]], idle: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--requests", type=int, default=1_000)
-    parser.add_argument("--at-once", type=int, default=16, help="requests under way while CPU time is measured")
+    parser.add_argument("--at-once", type=int, default=16, help="requests in flight while CPU time is measured")
     parser.add_argument("--rounds", type=int, default=7)
     asyncio.run(measure(parser.parse_args()))
 

@@ -1,4 +1,4 @@
-"""Measures what a router pays to be the guardian of streams: the CPU time of workers' entries that carry tokens.
+"""Measures the cost of guarding streams: a router's CPU time for workers' entries that carry tokens.
 
 Run: .venv/bin/python -m bench.router.token_entries [--rate 2000] [--streams 8] [--seconds 4] [--pairs 7]
 

@@ -1,8 +1,8 @@
-"""Compares fleets that compute, that fetch blocks from each other, and whose prompts are computed apart, on a trace.
+"""Compares fleets on a trace: workers that compute, that fetch blocks from each other, and with disaggregated prefill.
 
 Run: .venv/bin/python -m bench.router.transfers TRACE [--plots docs/plots]
 
-It replays the trace like `tokenbus replay` in virtual time, on 8 workers of 3,000 blocks of 512 tokens with the policy
+Like `tokenbus replay`, it replays the trace in virtual time, on 8 workers of 3,000 blocks of 512 tokens with the policy
 `kv`. The results depend on nothing but the trace and the code."""
 
 import argparse

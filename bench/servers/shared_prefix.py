@@ -3,7 +3,7 @@
 Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.servers.shared_prefix [--model FILE.gguf] [--pairs 7] [--threads 2]
 
 Compared with llama-server with eight slots, in interleaved pairs. Each round has its own prefix, so that neither side
-has it cached from the round before."""
+has it cached from an earlier round."""
 
 import asyncio
 import random

@@ -3,11 +3,11 @@
 Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.servers.structured_server [--model FILE.gguf] [--streams 8]
 [--tokens 48] [--threads 1] [--pairs 7]
 
-llama-server samples a token first, and applies the grammar to the whole vocabulary only if it does not allow that
-token. Random weights (the 0.5B shape without --model, with 151,936 tokens) sample from all of them alike: inside a
-string nearly every token is allowed, and of an array of integers hardly any. A form whose keys are most of the text is
-forced here, token by token; llama-server samples it. All take turns on both sides, in interleaved pairs. The time runs
-from the requests to the last tokens; each side has compiled the schemas before."""
+llama-server samples a token first, and applies the grammar to the whole vocabulary only if that token is not allowed.
+Random weights (the 0.5B shape without --model, with 151,936 tokens) sample nearly uniformly: inside a string almost
+every token is allowed, inside an array of integers hardly any. A form whose keys are most of the text is forced here,
+token by token; llama-server samples it. The schemas take turns on both sides, in interleaved pairs. The time runs from
+the requests to the last tokens; each side has compiled the schemas before."""
 
 import asyncio
 import statistics

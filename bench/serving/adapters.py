@@ -1,8 +1,8 @@
 """Four streams with two LoRA adapters, against two bare `llama_decode` calls of two rows each.
 
-`python -m bench.serving.adapters [--model FILE --preset SHAPE]` alternates both in short rounds, so that whatever else
-the machine does slows both alike. The engine runs in its own process and the streams come through its client: what is
-measured besides llama.cpp is scheduling, sampling and the way from the engine to a frontend."""
+`python -m bench.serving.adapters [--model FILE --preset SHAPE]` alternates both in short rounds, so that other load on
+the machine slows both alike. The engine runs in its own process and the streams go through its client: besides
+llama.cpp, this measures scheduling, sampling and the path from the engine to a frontend."""
 
 import asyncio
 import ctypes
@@ -35,7 +35,7 @@ class BareAdapters(BareLlama):
         self._adapters = [llama.llama_adapter_lora_init(self._model, str(one).encode()) for one in adapters]
 
     def decode_pairs(self, tokens: int) -> float:
-        """Returns the seconds of so many steps."""
+        """Returns the seconds that this many steps take."""
         llama.llama_memory_clear(self._memory, True)
         best: dict[int, list[int]] = {}
         for number in (0, 1):

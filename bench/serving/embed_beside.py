@@ -1,12 +1,12 @@
-"""Embeddings by a model that generates: what its streams feel of them, and how fast they are.
+"""Embeddings by a generative model: their effect on its streams, and their speed.
 
 Run: .venv/bin/python -m bench.serving.embed_beside [--preset SHAPE --pooling last --rounds 5]
 
 Gaps: a step loop serves four streams, alone, beside prompts, and beside inputs to embed with as many tokens, one after
 another in each round. The longest time between two tokens of a stream beside inputs is divided by that beside prompts,
 which are cut for the same target. Speed: the same inputs are embedded by the model that generates and by a file with
-the same weights that names its pooling, in turns. All times are CPU seconds of one thread, also those by which the
-step loop decides, so that it matters little what else the machine does."""
+the same weights that names its pooling, in turns. All times are CPU seconds of one thread, including those by which the
+step loop decides, so that other load on the machine matters little."""
 
 import itertools
 import queue
@@ -93,7 +93,7 @@ class Beside:
         return max(after - before for before, after in spans)
 
     def _add(self, inbox: loop.Inbox, beside: Load) -> set[int]:
-        """Puts the load into the inbox; returns the numbers of what has to end before it is over."""
+        """Puts the load into the inbox; returns the numbers of the requests that must end before it is over."""
         if beside == "prompts":
             numbers = range(_STREAMS, _STREAMS + _TEXTS)
             for number in numbers:

@@ -1,4 +1,4 @@
-"""Measures how much time the path over client, broker, router and worker adds to the first token.
+"""Measures how much time the path through client, broker, router and worker adds to the first token.
 
 Run: .venv/bin/python -m bench.serving.first_chunk [--pairs 101]
 

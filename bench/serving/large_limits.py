@@ -1,11 +1,11 @@
-"""Measures what requests cost that may use far more tokens than they do, and requests that use all they may.
+"""Measures the cost of requests that use far fewer tokens than their limit, and of requests that use all of it.
 
 Run: .venv/bin/python -m bench.serving.large_limits [--clients 16] [--limit 4096] [--kv-tokens 16384]
 
-Answers that end by themselves after 50 to 150 tokens: two workers take turns, one with requests whose `max_tokens` is
-200 and one with the large limit. Then answers that use the whole limit, on new workers in every round: one has yet to
-learn what to expect, the other expects everything (`--expected-tokens` above every limit), so that nothing is ever
-preempted."""
+First, answers that end by themselves after 50 to 150 tokens: two workers take turns, one with requests whose
+`max_tokens` is 200 and one with the large limit. Then answers that use the whole limit, on new workers in every round:
+one has yet to learn what to expect, the other expects everything (`--expected-tokens` above every limit), so that
+nothing is ever preempted."""
 
 import argparse
 import asyncio
@@ -105,7 +105,7 @@ async def in_full(client: Client, clients: int, limit: int) -> Full:
 
 
 async def measure_short(model: Path, worker_flags: tuple[str, ...], options: argparse.Namespace) -> None:
-    """Compares the large limit with the small one, where all answers are short."""
+    """Compares the large limit with the small one when all answers are short."""
     clients, limit = options.clients, options.limit
     async with system.running(model, *worker_flags) as small, system.running(model, *worker_flags) as large:
         sides = ((small, _SMALL_LIMIT), (large, limit))
@@ -127,9 +127,9 @@ async def measure_short(model: Path, worker_flags: tuple[str, ...], options: arg
 
 
 async def measure_full(model: Path, worker_flags: tuple[str, ...], options: argparse.Namespace) -> None:
-    """Compares learning with reserving everything, where all answers use the whole limit.
+    """Compares learning with reserving everything when all answers use the whole limit.
 
-    Each round has new workers, so that one always has yet to learn; `--known` asks it once before."""
+    Each round has new workers, so that one always has yet to learn; with `--known` it is asked once before."""
     clients, limit = options.clients, options.limit
     sides = {"whole": (*worker_flags, "--expected-tokens", str(_WHOLE)), "learned": worker_flags}
     shares, cpu_shares = [], []

@@ -2,9 +2,9 @@
 
 Run: .venv/bin/python -m bench.serving.memory_plan [--model FILE.gguf] [--begin 20000] [--turn 5000] [--end 60000]
 
-One worker without a setting for any size serves prompts that each begin with the one before, as those of a coding
-agent do. Run it in a control group of 8 GiB to see what is chosen there. Without --model, a 0.5B model with random
-weights that counts as trained for 131,072 tokens."""
+One worker without a setting for any size serves prompts that each begin with the one before, like those of a coding
+agent. Run it in a control group of 8 GiB to see what is chosen there. Without --model, it uses a 0.5B model with random
+weights that claims to be trained for 131,072 tokens."""
 
 import asyncio
 import contextlib
@@ -25,10 +25,10 @@ _ANSWER_TOKENS = 32
 
 
 class Peak(NamedTuple):
-    """The most that the engine process had at one time, in bytes."""
+    """The engine process's peak memory in bytes."""
 
     resident: int = 0
-    """Everything of it that is in memory, with the mapped weights."""
+    """All of its resident memory, mapped weights included."""
     copies: int = 0
     """Copies of blocks, which are in a file in memory."""
 

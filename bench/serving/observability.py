@@ -1,4 +1,4 @@
-"""Measures what metrics and logs cost at 64 streams.
+"""Measures the cost of metrics and logs at 64 streams.
 
 Run: .venv/bin/python -m bench.serving.observability [--streams 64] [--pairs 9]
 
@@ -98,7 +98,7 @@ async def measure(streams: int, pairs: int) -> None:
         seen: list[tuple[Cost, Cost]] = []
         for number in range(pairs + 1):
             pair = await first.round(streams), await second.round(streams)
-            if number:  # the first warms both up
+            if number:  # the first round warms both up
                 seen.append(pair)
     print(f"demo model, {streams} streams, requests of {_TOKENS} tokens, {pairs} pairs")
     for name, place in (("CPU time a token, us", 0), ("of router and frontend", 1), ("tokens a second", 2)):

@@ -1,8 +1,8 @@
-"""Measures models that are loaded when they are asked for.
+"""Measures models that are loaded on demand.
 
 Run: .venv/bin/python -m bench.serving.on_demand first|gaps|ten [--cold FILE.gguf] [--rounds 5] [--requests 200]
 
-`first`: the first token of a cold model, compared with a bare load of its engine and the same prompt when it is loaded.
+`first`: the first token of a cold model, compared with a bare load of its engine and the same prompt once it is loaded.
 `gaps`: the longest gap in streams of the demo model while the cold model loads, compared with the same time before.
 `ten`: the demo model under ten names, with room for three, asked at random by four clients at a time."""
 
@@ -33,7 +33,7 @@ _numbers = random.Random(5)
 
 
 async def ask(client: Client, model: str, max_tokens: int) -> list[float]:
-    """Sends a prompt that nobody has cached; returns when it was sent and when each token came."""
+    """Sends a prompt that no worker has cached; returns when it was sent and when each token arrived."""
     prompt = [_numbers.randrange(300, 600) for _ in range(_PROMPT_TOKENS)]
     request = messages.GenerateRequest(token_ids=prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True)
     times = [time.perf_counter()]
@@ -65,7 +65,7 @@ def need_mib(model: Path) -> int:
 
 @contextlib.asynccontextmanager
 async def running(models: dict[str, Path], room_mib: int, *worker: str) -> AsyncIterator[system.System]:
-    """Starts a system with the demo model pinned as `m`, and other models on demand in so much memory."""
+    """Starts a system with the demo model pinned as `m`, and other models on demand within a memory budget."""
     more = [flag for name, path in models.items() for flag in ("--model", str(path), "--served-name", name)]
     budget = str(need_mib(demo.MODEL_PATH) + room_mib + 1)
     arguments = (*more, "--pin", "m", "--memory-budget-mib", budget, "--threads", "1", *worker)
@@ -85,7 +85,7 @@ async def measure_first(cold: Path, rounds: int) -> None:
     over = []
     async with running({"cold": cold}, need_mib(cold), "--idle-unload-s", "1") as one:
         await until_unloaded(one.client, "cold")
-        await ask(one.client, "cold", 1)  # its file is in the page cache from now on
+        await ask(one.client, "cold", 1)  # its file is now in the page cache
         for number in range(rounds):
             await until_unloaded(one.client, "cold")
             bare = await bare_load_s(cold)
@@ -99,7 +99,7 @@ async def measure_first(cold: Path, rounds: int) -> None:
 
 
 async def longest_gap_s(client: Client, window_s: float) -> float:
-    """Returns the longest time between two tokens of a stream of the demo model, within so many seconds."""
+    """Returns the longest time between two tokens of a stream of the demo model, within the given seconds."""
     gap, end = 0.0, time.perf_counter() + window_s
     while time.perf_counter() < end:
         times = (await ask(client, "m", 400))[1:]

@@ -19,7 +19,7 @@ from tokenbus.protocol.wire import messages
 
 _SEQUENCES, _WAITING = 8, 8
 _HOST_CACHE_MIB = 32
-"""KV cache so small that it is full and evicts before memory is first measured."""
+"""A KV cache so small that it is full and evicting before memory is first measured."""
 _WARM_UP_S = 60.0
 _GROWTH = 1.1
 _REFUSALS = {"overloaded", "deadline_exceeded"}

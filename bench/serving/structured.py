@@ -3,9 +3,10 @@
 Run: .venv/bin/python -m bench.serving.structured [--model FILE.gguf] [--streams 1] [--tokens 128] [--threads 1]
 [--pairs 9]
 
-Three kinds of requests take turns: free ones, one long string of a schema, where nearly every token is sampled under a
-mask, and a schema whose keys are most of the text, which are forced. The time runs from the second step of all streams,
-when the keys before the first value are computed, to the last. Without --model, a random 0.5B model in Q8_0 is made."""
+Three kinds of requests take turns: unconstrained ones, a schema with one long string, where nearly every token is
+sampled under a mask, and a schema whose keys, which are forced, are most of the text. The time runs from the second
+step of all streams, when the keys before the first value are computed, to the last. Without --model, a random 0.5B
+model in Q8_0 is made."""
 
 import asyncio
 import statistics
@@ -60,7 +61,7 @@ async def tokens_per_s(client: Client, schema: dict[str, object] | None, streams
             if not chunk.tokens:
                 continue
             counts.append(chunk.tokens)
-            if len(counts) == 2:  # what was forced with the first token is computed
+            if len(counts) == 2:  # the tokens forced with the first one are computed
                 await everyone.wait()
                 starts.append(time.perf_counter())
         assert sum(counts) == tokens, (counts, tokens)

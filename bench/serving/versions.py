@@ -6,7 +6,7 @@ Run: .venv/bin/python -m bench.serving.versions ../other [--pairs 15] [--streams
 Each checkout has a broker, a router and a worker of its own, which serve the same file all the time; the client is this
 checkout's. The other checkout needs its own environment (`make .venv/.ready` there). Two costs are compared: generating
 tokens from the first to the last, and computing a prompt that no worker has cached. Above 1, this checkout is worse.
-The CPU time is that of the engine alone, which other programs on the machine disturb less than wall time. Without
+The CPU time is that of the engine alone, which other programs on the machine affect less than wall time. Without
 --model, a 0.5B model in Q8_0 with random weights is made."""
 
 import argparse

@@ -1,1 +1,1 @@
-"""Counts the recorded model outputs of the public suite `canitoolcall` that the parser reads right."""
+"""Counts the recorded model outputs of the public suite `canitoolcall` that the parser reads correctly."""

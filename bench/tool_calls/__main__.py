@@ -1,4 +1,4 @@
-"""`python -m bench.tool_calls`: prints how many recorded outputs are read right, by family, and every miss."""
+"""`python -m bench.tool_calls`: prints how many recorded outputs are read correctly, by family, and every miss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PUBLIC = {
     "Ollama": (224, 261),
     "transformers": (33, 48),
 }
-"""The suite's published results: how many of those that a system has a parser for it reads right."""
+"""The suite's published results: how many outputs each system reads correctly, of those it has a parser for."""
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """The suite's recorded outputs as the tokens a worker would have: each with its id and its text.
 
 The tokenizers are not needed. A special token is spelled out in the recorded text, and `tokens.json` has the ids of
-those that markers are made of, found by comparing texts with ids. What is between two special tokens is cut into as
-many pieces as there are ids; where it is cut does not matter to a parser that looks at ordinary tokens' texts only.
+those that markers are made of, found by comparing texts with ids. The text between two special tokens is cut into as
+many pieces as there are ids; the position of the cuts does not matter to a parser that reads ordinary tokens only as
+text.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def rules_of(fixture: Fixture, family: Family) -> Rules:
 
 
 def generation_prompt_of(fixture: Fixture, family: Family) -> str:
-    """Returns what the prompt says of the answer: as recorded, or what the model's template says by default."""
+    """Returns the prompt's beginning of the answer: as recorded, or the default of the model's template."""
     return fixture.generation_prompt or _reference(fixture, family).default_generation_prompt or ""
 
 
@@ -99,8 +100,8 @@ def tokens_of(fixture: Fixture) -> list[tuple[int, str]]:
 
 
 def _texts_between(text: str, specials: list[str], lengths: list[int]) -> list[str]:
-    """Returns the texts of the runs between special tokens. A text can spell a special token that none of the ids is:
-    of all ways to find the special tokens in it, this takes the one that gives runs their likeliest lengths."""
+    """Returns the texts of the runs between special tokens. A text can spell out a special token that is not among
+    the ids: of all ways to find the special tokens in it, this takes the one with the likeliest lengths of runs."""
     places = [[found.start() for found in re.finditer(f"(?={re.escape(one)})", text)] for one in specials]
     best: dict[int, tuple[float, list[str]]] = {0: (0.0, [])}
     for one, starts, length in zip(specials, places, lengths, strict=False):
@@ -121,7 +122,7 @@ def _texts_between(text: str, specials: list[str], lengths: list[int]) -> list[s
 
 
 def _cost(text: str, tokens: int) -> float | None:
-    """Returns how unlikely it is that a text has so many tokens, or None if it can't."""
+    """Returns how unlikely it is that a text has this many tokens, or None if it can't."""
     if bool(text) != bool(tokens) or len(text.encode()) < tokens:
         return None
     return abs(len(text) / CHARACTERS_PER_TOKEN - tokens)

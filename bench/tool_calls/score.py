@@ -1,4 +1,4 @@
-"""Scores what the parser reads by the suite's own checks."""
+"""Scores the parser's output by the suite's own checks."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def parser_for(fixture: Fixture, family: Family, *, hold_calls: bool) -> AnswerP
 
 
 def read(parser: AnswerParser, groups: Sequence[Sequence[Token]], *, cut_off: bool) -> list[deltas.Delta]:
-    """Returns all a parser says of tokens that arrive in groups."""
+    """Returns all of a parser's output for tokens that arrive in groups."""
     found = [delta for group in groups for delta in parser.feed_tokens(group)]
     return found + parser.finish(cut_off=cut_off)
 
 
 def whole(found: Sequence[deltas.Delta]) -> ParseResult:
-    """Returns an answer as one response: calls that are not complete are left out."""
+    """Returns an answer as one response, without incomplete calls."""
     complete = {one.index for one in found if isinstance(one, deltas.CallEnd)}
     kept = [
         one
@@ -59,7 +59,7 @@ def whole(found: Sequence[deltas.Delta]) -> ParseResult:
 
 
 def streamed(found: Sequence[deltas.Delta]) -> ParseResult:
-    """Returns an answer as a streaming client puts it together: it has what it was told."""
+    """Returns an answer as a streaming client assembles it from what it received."""
     together = StreamAccumulator()
     for one in found:
         match one:
@@ -93,7 +93,7 @@ def observe(fixture: Fixture, family: Family, *, hold_calls: bool) -> Observatio
 
 
 def check(fixture: Fixture, family: Family, *, hold_calls: bool) -> tuple[Status, list[CheckResult]]:
-    """Returns how a recorded output is judged, and what the checks that it does not pass say."""
+    """Returns the verdict on a recorded output, and the messages of the checks that it fails."""
     rows = checks.run_checks(fixture, family, observe(fixture, family, hold_calls=hold_calls))
     return checks.case_status(rows), [row for row in rows if row.status is not Status.PASS]
 

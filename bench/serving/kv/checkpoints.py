@@ -1,11 +1,11 @@
-"""Counts the prompt tokens that a conversation computes whose model has a state that can't be cut at a token.
+"""Counts the prompt tokens computed for a conversation if the model's state can't be cut at a token.
 
 Run: .venv/bin/python -m bench.serving.kv.checkpoints [--kind hybrid] [--preset tiny] [--turns 10] [--others 20]
 
 One worker serves a model with random weights (bench/models/random_stateful.py), and twenty other conversations with the
 same beginning come between any two turns. The result is an exact count that depends on no clock: the prompt tokens that
 the engine computed, relative to those that were new. `--rewritten` leaves the end of each prompt out of the next one,
-as templates do that write a finished answer otherwise than the one to come."""
+as templates do that write a finished answer differently from the current one."""
 
 import asyncio
 import random
@@ -32,7 +32,7 @@ class Conversation:
         self.new = self.computed = 0
 
     async def turn(self) -> None:
-        """Sends what there is and a new question, and appends the answer."""
+        """Sends the conversation with a new question, and appends the answer."""
         history = self._tokens + _draw(self._rng, _USER)
         prompt = [*history, *range(5, 5 + _GENERATION_PROMPT)]
         request = messages.GenerateRequest(

@@ -1,14 +1,14 @@
-"""Measures what streams and a long prompt cost each other, with prompts apart from streams and without.
+"""Measures what streams and a long prompt cost each other, with disaggregated prefill and without.
 
 Run: .venv/bin/python -m bench.serving.kv.disaggregation [--model FILE.gguf] [--tokens 1200] [--streams 4] [--prompts 2]
     [--pairs 1]
 
 Two workers with one thread, each on a core of its own, a router and a broker. In each pair, prompts arrive one after
 the other under running streams: first at two workers of the role `both`, then at one that computes prompts and one that
-decodes. Compared are the longest gap of the streams while a prompt is computed, and the time to its first token, the
+decodes. It compares the longest gap of the streams while a prompt is computed, and the time to its first token, the
 latter also with that of a lone worker without streams.
 
-Whatever else runs on the machine spoils this: above 10 % of the CPU time, the result is undecided."""
+Other load on the machine spoils this: if it takes more than 10 % of the CPU time, the result is undecided."""
 
 import argparse
 import asyncio
@@ -32,7 +32,7 @@ from tokenbus.protocol.wire import messages
 
 _MAX_FOREIGN_SHARE = 0.1
 _SETTLED = 8
-"""Tokens of each stream before the first prompt comes."""
+"""Tokens of each stream before the first prompt is sent."""
 _MAX_TOKENS = 1_000
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _serials = itertools.count()
@@ -42,16 +42,16 @@ class Seen(NamedTuple):
     """The results of one fleet."""
 
     gaps_s: list[float]
-    """The longest gap of all streams beside each prompt."""
+    """The longest gap of all streams during each prompt."""
     first_s: list[float]
     """The time to the first token of each prompt."""
     foreign_share: float
-    """The share of the machine's CPU time that others have used."""
+    """The share of the machine's CPU time that other processes used."""
 
 
 @asynccontextmanager
 async def _fleet(model: Path, roles: Sequence[str], more: Sequence[str]) -> AsyncIterator[tuple[Client, list[int]]]:
-    """Yields a client, and the processes whose time counts, without those that they start."""
+    """Yields a client, and the processes whose time counts, except for their children."""
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
         folder = Path(name)
         broker = await nats_server.start(0, folder / "nats.log")
@@ -85,7 +85,7 @@ async def _until_ready(client: Client, count: int) -> None:
 
 
 class _Stream:
-    """One stream, and when its tokens came."""
+    """One stream, and when its tokens arrived."""
 
     def __init__(self, client: Client) -> None:
         self.times: list[float] = []
@@ -108,7 +108,7 @@ async def _measure(
     model: Path, roles: Sequence[str], num_streams: int, tokens: int, prompts: int, more: Sequence[str]
 ) -> Seen:
     async with _fleet(model, roles, more) as (client, pids):
-        # what a worker computes first takes longer, and routers learn from it how fast workers are
+        # a worker's first prompts take longer, and routers learn workers' speeds from them
         await streams.complete(client, benchmark_model.prompt(next(_serials), tokens), 2)
         running = [_Stream(client) for _ in range(num_streams)]
         for one in running:
@@ -137,7 +137,7 @@ def _busy_s() -> float:
 
 
 def _own_s(pids: Sequence[int]) -> float:
-    """Returns those of some processes and of all that these have started."""
+    """Returns the CPU seconds of some processes and all of their children."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -183,7 +183,7 @@ async def measure(options: argparse.Namespace, model: Path, more: Sequence[str])
 
 
 def _ratio(ones: Sequence[float], others: Sequence[float]) -> Ratio:
-    """Compares the prompts of two fleets, in their order."""
+    """Compares the prompts of two fleets, in order."""
     return quartiles([one / other for one, other in zip(ones, others, strict=True)])
 
 

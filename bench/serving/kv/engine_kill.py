@@ -17,7 +17,7 @@ from bench import flags, streams, system
 from bench.models import benchmark_model
 
 _AFTER = 24
-"""The tokens of an answer that are still to come when the first stream begins to wait for the last one."""
+"""The tokens that an answer still lacks when the first stream begins to wait for the last one."""
 _serials = itertools.count()
 
 
@@ -42,7 +42,7 @@ async def longest_pause_s(model: Path, count: int, prompt_tokens: int, worker_fl
     async with system.running(model, *worker_flags) as client:
         engine = (await system.card(client)).pids.engine
         running = [_Stream() for _ in range(count)]
-        # Every stream must outlast the prompts of all others, or it would have ended by then.
+        # Every stream must outlast the prompts of all others.
         tasks = []
         for one in running:
             prompt = benchmark_model.prompt(next(_serials), prompt_tokens)

@@ -1,10 +1,10 @@
-"""Measures how much sooner the first token comes if a prompt's KV blocks are fetched from another worker.
+"""Measures how much sooner the first token arrives if a prompt's KV blocks are fetched from another worker.
 
 Run: .venv/bin/python -m bench.serving.kv.fetched_blocks [--model FILE.gguf] [--tokens 512] [--pairs 7] [--threads 2]
 
 Two workers over NATS on this machine. In each pair one computes a prompt of its own, and the other fetches it. With
 `--gaps`, four streams run at the second worker beside requests that follow each other, and the gaps between their
-tokens are compared: with prompts that are fetched, and with prompts that are cached already."""
+tokens are compared: with prompts that are fetched, and with prompts that are already cached."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ from tokenbus.protocol.wire import codec, internal, messages
 
 _STREAMS = 4
 _FIRST = 8
-"""Tokens of each stream that don't count: the prompts of the others are computed beside them."""
+"""Tokens of each stream that don't count, because other streams' prompts are being computed."""
 
 
 @asynccontextmanager
@@ -82,7 +82,7 @@ async def measure(model: Path, tokens: int, pairs: int, threads: int) -> None:
 
 
 async def measure_gaps(model: Path, tokens: int, pairs: int, threads: int) -> None:
-    """Streams of one worker, beside requests that follow each other: their blocks are fetched, or there already."""
+    """Streams of one worker, beside requests that follow each other, whose blocks are fetched or already there."""
     async with _workers(model, threads) as sender:
         prompt = _prompt(1_000, tokens)
         await sender.ask("a", prompt, max_tokens=1)

@@ -1,4 +1,4 @@
-"""Measures how much a cache full of unused prefixes slows decoding down.
+"""Measures how much a cache full of unused prefixes slows down decoding.
 
 Run: .venv/bin/python -m bench.serving.kv.idle_cache [--model FILE.gguf] [--streams 4] [--pairs 7] [-- worker flags]
 

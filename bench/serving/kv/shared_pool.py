@@ -2,11 +2,11 @@
 
 Run: .venv/bin/python -m bench.serving.kv.shared_pool [--lanes 16] [--rounds 9] [--graph gqa]
 
-Two demo models as ONNX share the memory of so many lanes in one process, as in a worker, with a step loop on a thread
-each. First each has a half of it for itself, then both borrow from one pool. In each round the busy model runs as many
+Two ONNX demo models share the memory of --lanes lanes in one process, as in a worker, each with a step loop on its own
+thread. First each has half of the memory, then both borrow from one pool. In each round the busy model runs as many
 sequences as it can, and then the other one gets a request. Counted are the steps of the busy model that end while the
-other one waits for a lane, and the steps of the other one until its first token, whose time is compared with that in a
-pool in which nobody else runs."""
+other one waits for a lane, and the steps of the other one until its first token, whose time is compared with that in an
+idle pool."""
 
 import argparse
 import queue
@@ -34,7 +34,7 @@ from tokenbus.worker.engine.process.loop import Inbox, LanesChanged, StepLoop
 _CONTEXT = 1_024
 _PROMPT_TOKENS = 32
 _LONG = 900
-"""Tokens of an answer that does not end before a round is over."""
+"""Tokens of an answer that outlasts a round."""
 _TIMEOUT_S = 120
 
 
@@ -47,7 +47,7 @@ class _Event(NamedTuple):
 
 
 class _RecordedShare:
-    """A share of a pool that notes when there is no lane and when some are given back."""
+    """A share of a pool that records when there is no lane and when some are given back."""
 
     def __init__(self, share: KvShare, name: str, events: "queue.SimpleQueue[_Event]") -> None:
         self._share, self._name, self._events = share, name, events
@@ -130,7 +130,7 @@ class _Model:
 
 
 class _Wake(NamedTuple):
-    """What happened from a request to an idle model to its first token."""
+    """The events from a request to an idle model until its first token."""
 
     busy_steps: int
     own_steps: int
@@ -138,7 +138,7 @@ class _Wake(NamedTuple):
 
 
 class _Pair:
-    """Two models over `lanes` lanes of memory, in one pool or with a half each."""
+    """Two models over `lanes` lanes of memory, in one pool or with half each."""
 
     def __init__(self, model: Path, lanes: int, *, shared: bool) -> None:
         row_bytes = _row_bytes(model)
@@ -155,12 +155,12 @@ class _Pair:
         self._lanes = lanes
 
     def fill(self) -> int:
-        """Gives the busy model work for all lanes; returns how many sequences it runs then."""
+        """Gives the busy model work for all lanes; returns how many sequences it then runs."""
         for _ in range(self._lanes):
             self.busy.ask(_LONG)
         most, deadline = 0, time.monotonic() + _TIMEOUT_S
         settled = 0
-        while settled < 8:  # steps without a further one
+        while settled < 8:  # steps without another one
             assert time.monotonic() < deadline
             if self.events.get(timeout=_TIMEOUT_S).what != "step":
                 continue
@@ -198,7 +198,7 @@ class _Pair:
 
 
 def _row_bytes(model: Path) -> int:
-    """Returns the memory of one lane, which an error says."""
+    """Returns the memory of one lane, read from an error."""
     try:
         settings = EngineSettings(model=str(model), engine="onnx", context_length=_CONTEXT, kv_limit_bytes=1)
         load(settings, lambda fraction: None, LoadedModels())

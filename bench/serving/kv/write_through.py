@@ -1,4 +1,4 @@
-"""Measures what it costs to copy every block to host memory as soon as it is complete.
+"""Measures the cost of copying every block to host memory as soon as it is complete.
 
 Run: .venv/bin/python -m bench.serving.kv.write_through [--model FILE.gguf] [--streams 8] [--pairs 7]
 
