@@ -1,6 +1,6 @@
 """`python -m tests.chaos run` plays rounds of faults under load; `report` writes docs/chaos.md from their results.
 
-Results are kept in build/chaos.jsonl: a run goes on where the last one stopped, and results add up."""
+Results are kept in build/chaos.jsonl: a run continues where the last one stopped, and results add up."""
 
 import argparse
 import asyncio

@@ -49,7 +49,7 @@ class Fault(msgspec.Struct, frozen=True):
     number: int
     """The number of the fault within its round; workers are killed in turn by this number."""
     after_s: float
-    """Time to wait after all streams have gone on since the previous fault."""
+    """Time to wait after all streams have continued since the previous fault."""
     target: int
     """A random number for the choice of a process."""
     pause_s: float

@@ -1,4 +1,4 @@
-"""Records a stream as its client reads it: what has come, whether it is right, and how long the client waited; pure."""
+"""Records a stream as its client reads it: what arrived, whether it is right, and how long the client waited; pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -46,7 +46,7 @@ class Expected(msgspec.Struct, frozen=True):
     ends: tuple[int, ...]
     """The byte at which each of its tokens ends."""
     near_ties: frozenset[int] = frozenset()
-    """The bytes of the text at which another batch, which rounds differently, may go on with another token."""
+    """The bytes of the text at which another batch, which rounds differently, may continue with another token."""
 
     @property
     def num_tokens(self) -> int:
@@ -76,7 +76,7 @@ def expected_of(tokens: Iterable[tuple[str, Sequence[float]]]) -> Expected:
 class Reading:
     """One stream as a client reads it that concatenates texts in the order of arrival.
 
-    A text that begins behind the end of what was read leaves a hole. One that begins before that end is a repetition,
+    A text that begins after the end of what was read leaves a hole. One that begins before that end is a repetition,
     and wrong."""
 
     def __init__(self, expected: Expected, now: float) -> None:
@@ -86,9 +86,9 @@ class Reading:
         """The first thing that is wrong with it."""
         self.has_hole = False
         self.has_parted = False
-        """Whether it went on with another token at a near tie, so that the rest of its text can't be checked."""
+        """Whether it continued with another token at a near tie, so that the rest of its text can't be checked."""
         self.gaps_s: list[float] = []
-        """The pauses in its text after which another attempt went on."""
+        """The pauses in its text after which another attempt continued."""
         self.longest_silence_s = 0.0
         self.last_message_at = now
         self._expected = expected

@@ -10,17 +10,17 @@ _HEAD = f"""# Streams under faults
 
 <!-- Written by `python -m tests.chaos report` from build/chaos.jsonl. -->
 
-This page shows what `make chaos` has seen. It runs real processes (one nats-server, two routers, and three workers with
-the simulated engine or two with the demo model) with 32 open streams at any time (16 of the library, 12 of plain
+This page shows the results of `make chaos`. It runs real processes (one nats-server, two routers, and three workers
+with the simulated engine or two with the demo model) with 32 open streams at any time (16 of the library, 12 of plain
 clients and 4 with `stream: false`), and causes one fault after another. Every text is compared byte by byte with that
 of an undisturbed stream. [guarantees.md](guarantees.md) says what is promised.
 
 - *Aim*: the number of faults after which a kind of fault counts as tried.
-- *Ended well*: streams that reached their full length, or that their own client cancelled.
+- *Completed*: streams that reached their full length, or that their own client cancelled.
 - *Wrong*: streams with a byte that differs from the undisturbed text, a repetition, a wrong `usage`, or a message after
   the terminal.
-- *Parted*: streams of the demo model that went on with another token than the undisturbed stream, at a place where two
-  tokens are so close that rounding decides.
+- *Diverged*: streams of the demo model that continued with a different token than the undisturbed stream, at a place
+  where two tokens are so close that rounding decides.
 - *Holes*: streams that lost a message, as the offsets show.
 - *Lost terminals*: streams that a worker had accepted, and that had no terminal when their client gave up.
 - *No answer*: requests that no worker had accepted, and that had no terminal when their client gave up.
@@ -38,7 +38,7 @@ def render(records: Sequence[Record]) -> str:
 
 
 def _overview(records: Sequence[Record], kinds: Iterable[str]) -> str:
-    rows = ["| faults | aim | rounds | streams | ended well | broken promises |", "|---|---|---|---|---|---|"]
+    rows = ["| faults | aim | rounds | streams | completed | broken promises |", "|---|---|---|---|---|---|"]
     for kind in kinds:
         chosen = [record for record in records if record.kind == kind]
         total = sum(sum_up(chosen).values(), Ends())
@@ -53,7 +53,7 @@ def _section(kind: str, records: Sequence[Record]) -> str:
     lines = [
         f"## {kind}",
         "",
-        "| client | streams | ended well | wrong | parted | holes | lost terminals | no answer | errors |",
+        "| client | streams | completed | wrong | diverged | holes | lost terminals | no answer | errors |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for client, ends in sum_up(records).items():

@@ -21,9 +21,9 @@ class Ends(msgspec.Struct):
     well: int = 0
     """Streams that reached their full length, or that their client has cancelled."""
     wrong: int = 0
-    """Streams with a byte that differs from the undisturbed text, or with anything else that must not come."""
+    """Streams with a byte that differs from the undisturbed text, or with anything else that must not arrive."""
     parted: int = 0
-    """Streams that went on with another token at a near tie."""
+    """Streams that continued with another token at a near tie."""
     holes: int = 0
     """Streams that lost a message."""
     lost: int = 0
@@ -122,7 +122,7 @@ def sum_up(records: Iterable[Record]) -> dict[str, Ends]:
 
 
 def violations(kind: str, ends: Mapping[str, Ends]) -> list[str]:
-    """Returns what the clients of rounds of this kind got and must not get."""
+    """Returns what clients got in rounds of this kind and must not get."""
     rules = KINDS[kind]
     found = []
     for client, one in ends.items():

@@ -224,7 +224,7 @@ class Streams:
             number += 1
 
     def _add(self, told: _Told, piece: Piece) -> None:
-        """Adds a message to what a client has read. It has patience with a stream that goes on, however slowly."""
+        """Adds a message to what a client has read. It is patient with a stream that makes progress, however slow."""
         now = asyncio.get_running_loop().time()
         told.reading.add(piece, now)
         if piece.text and told in self._open:

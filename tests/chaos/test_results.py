@@ -1,4 +1,4 @@
-"""Results add up over rounds and runs, and a run goes on where the last one stopped."""
+"""Results add up over rounds and runs, and a run continues where the last one stopped."""
 
 from pathlib import Path
 
