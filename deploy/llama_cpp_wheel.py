@@ -1,6 +1,6 @@
 """Puts a wheel of llama-cpp-python into a cache outside the clone, compiling it once, and prints its path.
 
-There is only source on PyPI. The parts that Tokenbus does not use are left out of the build (the multimodal tools, and
+PyPI has only the source. The parts that Tokenbus does not use are left out of the build (the multimodal tools, and
 llama.cpp's helper library for its own programs), so that it takes about three minutes on two cores instead of ten. A
 wheel is for one kind of processor, so the processor's features are part of its cache folder's name. llama.cpp's test
 vocabularies and its collection of chat templates are kept too: our tests use them, and only the source has them.

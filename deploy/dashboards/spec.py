@@ -17,9 +17,9 @@ class Panel(NamedTuple):
     """One graph, number or table."""
 
     title: str
-    """A noun phrase that says what is shown."""
+    """A noun phrase that names what is shown."""
     description: str
-    """The meaning of the panel, and what to do if it looks bad."""
+    """The meaning of the panel, and what to do about bad values."""
     unit: str
     """A unit of Grafana."""
     queries: tuple[Query, ...]
