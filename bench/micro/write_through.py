@@ -61,7 +61,7 @@ def measure(model: Path, pairs: int) -> None:
     for pair in range(pairs):
         order = (0, 16) if pair % 2 else (16, 0)
         seen = {blocks: window(blocks) for blocks in order}
-        pool.cache._unsaved.clear()  # a window with copies is compared with at most one without
+        pool.cache._unsaved.clear()  # a window with copies catches up on at most one without
         ratios.append(seen[16][0] / seen[0][0])
         seconds, copying_s, count = seconds + seen[16][0], copying_s + seen[16][1], count + seen[16][2]
     print(f"{model.name}, {_STREAMS} streams, {pairs} pairs of {_STEPS} steps")
