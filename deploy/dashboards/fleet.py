@@ -21,7 +21,7 @@ _NOW = (
     ),
     Panel(
         "Requests running now",
-        "Requests that have a lane in a worker. If the number stays at that of the lanes, workers are full: see how "
+        "Requests that have a lane in a worker. If the number stays at the number of lanes, workers are full: see how "
         "many requests wait.",
         "short",
         (Query(sum_of("tokenbus_worker_requests_running", WORKER_FILTER)),),
@@ -152,10 +152,10 @@ _FAULTS = (
 _HTTP = (
     Panel(
         "HTTP requests, by path and status",
-        "If there are 503s, gateways or the fleet are full: the code in the gateways' logs says which; 401 is a client "
-        "without a valid key; other 4xx are clients' mistakes. A client that is gone did not wait for the end; a slow "
-        "one read nothing for --write-deadline-s. Resubmitted are those that a gateway had continued or begun again, "
-        "because their worker was lost and no router did it.",
+        "If there are 503s, gateways or the fleet are full: the code in the gateways' logs says which; 401 is a "
+        "client without a valid key; other 4xx are clients' mistakes. A client that is gone did not wait for the end; "
+        "a slow one read nothing for --write-deadline-s. Resubmitted requests are those that a gateway continued or "
+        "restarted because their worker was lost and no router did so.",
         "reqps",
         (
             Query(rate(f"{_GATEWAY}_requests_total", "", "endpoint, status"), "{{endpoint}} {{status}}"),
@@ -190,8 +190,8 @@ _HTTP = (
     ),
     Panel(
         "HTTP connections, open and closed by gateways",
-        "Busy connections have a request, idle ones have none. If many are closed as `evicted` or `slow_head`, "
-        "somebody opens connections without using them: `connections_closed` in the log has an address. If they are "
+        "Busy connections have a request, idle ones have none. If many are closed as `evicted` or `slow_head`, a "
+        "client opens connections without using them: `connections_closed` in the log has an address. If they are "
         "closed as `too_many_per_address` and the address is that of your proxy, see --max-connections-per-address.",
         "short",
         (

@@ -20,7 +20,7 @@ def _quantiles(metric: str) -> tuple[Query, ...]:
 _FIRST = (
     Panel(
         "Time to the first token",
-        "Measured from the worker's accept; time in a router's queue (below) comes on top. If only p95 rises, some "
+        "Measured from the worker's accept, without the time in a router's queue (below). If only p95 rises, some "
         "prompts are long or not cached; if p50 rises too, workers are full.",
         "s",
         _quantiles(_TTFT),
@@ -41,7 +41,8 @@ _FIRST = (
     ),
     Panel(
         "First tokens within 1 s and within 5 s",
-        "The share of requests. If it falls below what you have promised, add workers, or find out what fills them.",
+        "The share of requests. If it falls below what you have promised, add workers, or find out what keeps them "
+        "busy.",
         "percentunit",
         (
             Query(share_below(_TTFT, "1.0", WORKER_FILTER, "model"), "{{model}} in 1 s"),
@@ -50,7 +51,7 @@ _FIRST = (
     ),
     Panel(
         "Tokens within 100 ms of the previous one",
-        "The share of tokens. If it falls, readers notice that streams are slow.",
+        "The share of tokens. If it falls, users notice that streams are slow.",
         "percentunit",
         (Query(share_below(_ITL, "0.1", WORKER_FILTER, "model"), "{{model}}"),),
     ),
@@ -65,7 +66,7 @@ _FIRST = (
 _SPREAD = (
     Panel(
         "Distribution of times to first token",
-        "If there are two bands, the upper one is of prompts that were not cached, or of requests that waited.",
+        "If there are two bands, the upper one is prompts that were not cached, or requests that waited.",
         "s",
         (Query(increase(f"{_TTFT}_bucket", WORKER_FILTER, "le"), "{{le}}"),),
         "heatmap",
@@ -94,7 +95,7 @@ _WHERE = (
     ),
     Panel(
         "Time in a router's queue, if queued",
-        "This time comes on top of the time to the first token. If there are values for long, add workers.",
+        "This time comes in addition to the time to the first token. If there are values for long, add workers.",
         "s",
         (
             Query(quantile(0.5, _WAIT, MODEL_FILTER, "model"), "{{model}} p50"),
@@ -121,7 +122,7 @@ _WHERE = (
     ),
     Panel(
         "Time to compute the prompt",
-        "If it rises, prompts are longer or less of them is cached; --step-target-ms trades it against smooth streams.",
+        "If it rises, prompts are longer or less of each is cached; --step-target-ms trades it against smooth streams.",
         "s",
         _quantiles(f"{_P}_prefill_time_seconds"),
     ),
@@ -138,5 +139,5 @@ DASHBOARD = Dashboard(
     "Tokenbus users' latency",
     "Latency as users see it, and where the time goes.",
     (MODEL, WORKER),
-    (Row("What users feel", _FIRST), Row("How it is spread", _SPREAD), Row("Where the time goes", _WHERE)),
+    (Row("What users feel", _FIRST), Row("Distributions", _SPREAD), Row("Where the time goes", _WHERE)),
 )

@@ -53,7 +53,7 @@ _PLACEMENT = (
     Panel(
         "Requests in parts, by outcome",
         "Requests too large for one message of the broker. If `expired` or `failed` grows, clients or their network "
-        "are slow, or somebody does not follow the wire.",
+        "are slow, or a client does not follow the wire.",
         "reqps",
         (Query(rate(f"{_P}_uploads_total", ROUTER_FILTER, "outcome"), "{{outcome}}"),),
         "stacked",
@@ -80,7 +80,7 @@ _PLACEMENT = (
     ),
     Panel(
         "Hints about sessions' caches",
-        "`keep`: a session's prefix is to be kept; `end`: it has ended. Those in requests are not counted. If there "
+        "`keep`: keep a session's prefix; `end`: the session has ended. Hints in requests are not counted. If there "
         "are many more than requests, a tenant needs a limit: --tenant-limit-for.",
         "reqps",
         (Query(rate(f"{_P}_cache_hints_total", ROUTER_FILTER, "kind"), "{{kind}}"),),
@@ -88,14 +88,14 @@ _PLACEMENT = (
     ),
     Panel(
         "Characters of conversations, by whether their token ids were cached",
-        "If few are in spite of long conversations, raise --tokenization-cache-mib.",
+        "If few are cached despite long conversations, raise --tokenization-cache-mib.",
         "short",
         (Query(rate(f"{_P}_tokenized_chars_total", ROUTER_FILTER, "source"), "{{source}}"),),
         "stacked",
     ),
     Panel(
         "Memory for token ids of conversations",
-        "If it stays at --tokenization-cache-mib, the tenant that has most of it loses the oldest texts.",
+        "If it stays at --tokenization-cache-mib, the tenant that uses the most loses its oldest texts.",
         "bytes",
         (Query(sum_of(f"{_P}_tokenization_cache_bytes", ROUTER_FILTER, "instance"), _NAME),),
     ),
@@ -118,7 +118,7 @@ _QUEUE = (
     ),
     Panel(
         "Waiting requests, and their limit",
-        "By model. If it nears the limit, add workers: beyond it the tenant with most waiting is refused.",
+        "By model. If it nears the limit, add workers: beyond it the tenant with the most waiting is refused.",
         "short",
         (
             Query(sum_of(f"{_P}_queue_depth", MODEL_ROUTER_FILTER, "instance, model"), f"{_NAME} {{{{model}}}}"),
@@ -192,7 +192,7 @@ _FLEET = (
     Panel(
         "How fast KV blocks move between workers",
         "Measured by fetches, 60 MB/s before the first. If it falls so low that computing is about as fast, routers "
-        "let workers compute instead, and have one fetch tried each minute.",
+        "let workers compute instead, and try one fetch each minute.",
         "MBs",
         (
             Query(
@@ -203,13 +203,14 @@ _FLEET = (
     ),
     Panel(
         "Blocks in the prefix index",
-        "Bounded by the capacity in the workers' cards. If it grows beyond that, report a bug.",
+        "Limited by the capacity in the workers' cards. If it grows beyond that, report a bug.",
         "short",
         (Query(sum_of(f"{_P}_index_blocks", MODEL_ROUTER_FILTER, "instance, model"), f"{_NAME} {{{{model}}}}"),),
     ),
     Panel(
         "Estimated memory of the prefix index",
-        "Follows from what the workers hold. If it nears the container's memory limit, raise that.",
+        "Follows from the number of blocks that workers hold. If it nears the container's memory limit, raise that "
+        "limit.",
         "bytes",
         (Query(sum_of(f"{_P}_index_bytes", MODEL_ROUTER_FILTER, "instance"), _NAME),),
     ),
@@ -224,8 +225,8 @@ _FLEET = (
     ),
     Panel(
         "Requests whose worker was lost or left",
-        "If `stale` grows, workers that live are taken for lost: look for a slow network or machines that stand still. "
-        "If `forgotten` does, prompts take more memory than routers have: add routers.",
+        "If `stale` grows, live workers are mistaken for lost: look for a slow network or frozen machines. If "
+        "`forgotten` does, prompts take more memory than routers have: add routers.",
         "short",
         (
             Query(
@@ -238,7 +239,7 @@ _FLEET = (
     ),
     Panel(
         "Requests taken over from other routers",
-        "Those of a router that has stopped or died. If there are some all the time, routers restart, or lose their "
+        "Requests of a router that has stopped or died. If this keeps happening, routers restart, or lose their "
         "connection to the broker.",
         "short",
         (
@@ -250,7 +251,7 @@ _FLEET = (
     ),
     Panel(
         "Messages with a forbidden reply subject",
-        "The reply subject is no inbox of the client's tenant. If there are any, a client is broken or malicious: "
+        "The reply subject is not an inbox of the client's tenant. If there are any, a client is broken or malicious: "
         "see `reply_subject_refused` in the log.",
         "suffix: /s",
         (Query(rate(f"{_P}_messages_dropped_total", ROUTER_FILTER, "instance"), _NAME),),

@@ -59,21 +59,22 @@ _REQUESTS = (
     ),
     Panel(
         "LoRA adapters of each worker",
-        "That requests may use. Workers of a model should have the same number. If one has fewer, its log says why "
-        "(`adapter_failed`).",
+        "Adapters that requests may use. Workers of a model should have the same number. If one has fewer, its log "
+        "says why (`adapter_failed`).",
         "short",
         (Query(sum_of(f"{_P}_adapters", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
         "Requests cancelled because their client was gone",
-        "Nobody listened to them any more. If there are many, the broker's log says whether it cuts off clients that "
-        "read too slowly (`Slow Consumer`); otherwise clients end, or lose their connection, without a cancel.",
+        "Their reply subjects had no listener any more. If there are many, the broker's log says whether it cuts off "
+        "clients that read too slowly (`Slow Consumer`); otherwise clients end, or lose their connection, without a "
+        "cancel.",
         "short",
         (Query(increase(f"{_P}_clients_gone_total", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
         "Inputs embedded per second",
-        "If the rate stays 0 though clients request embeddings, the router dashboard shows how those requests end.",
+        "If the rate stays 0 although clients request embeddings, the router dashboard shows how those requests end.",
         "suffix: /s",
         (Query(_rate("embeddings"), _NAME),),
     ),
@@ -86,7 +87,7 @@ _REQUESTS = (
     ),
     Panel(
         "Documents scored per second",
-        "If the rate stays 0 though clients rank documents, the router dashboard shows how those requests end.",
+        "If the rate stays 0 although clients rank documents, the router dashboard shows how those requests end.",
         "suffix: /s",
         (Query(_rate("scored_documents"), _NAME),),
     ),
@@ -95,7 +96,7 @@ _REQUESTS = (
 _STEPS = (
     Panel(
         "Duration of steps, by kind",
-        "Median and 95th percentile. If steps with prompts exceed --step-target-ms by far, streams stutter; if decode "
+        "Median and 95th percentile. If steps with prompts far exceed --step-target-ms, streams stutter; if decode "
         "steps grow, contexts grow too, or another program uses the cores.",
         "s",
         (
@@ -171,8 +172,8 @@ _MEMORY = (
     ),
     Panel(
         "KV memory that workers of one process share",
-        "What a worker holds now, its share if all want all they can get, and its cap; what it holds beyond the share "
-        "is borrowed. If all hold their shares and requests wait, raise --kv-budget.",
+        "The memory that a worker holds now, its share if all want as much as they can get, and its cap; memory "
+        "beyond the share is borrowed. If all hold their shares and requests wait, raise --kv-budget.",
         "bytes",
         (
             Query(
@@ -183,14 +184,14 @@ _MEMORY = (
     ),
     Panel(
         "KV memory reclaimed for other workers of the process",
-        "Bytes per second, of idle prefixes and of preempted sequences. If sequences are preempted all the time, the "
-        "models are busy at the same time: raise --kv-budget.",
+        "Bytes per second, of idle prefixes and of preempted sequences. If sequences keep being preempted, the models "
+        "are busy at the same time: raise --kv-budget.",
         "Bps",
         (Query(rate(f"{_P}_kv_reclaimed_bytes_total", WORKER_FILTER, "worker_id, kind"), f"{_NAME} {{{{kind}}}}"),),
     ),
     Panel(
         "Memory that engines were planned to take, by part",
-        "The log line `memory_planned` says of how much. If an engine takes more, as its process shows, lower "
+        "The log line `memory_planned` has the total. If an engine takes more, as its process shows, lower "
         "--kv-tokens or --host-cache-mib, and report it.",
         "bytes",
         (Query(sum_of(f"{_P}_memory_planned_bytes", WORKER_FILTER, "worker_id, part"), f"{_NAME} {{{{part}}}}"),),
@@ -198,7 +199,7 @@ _MEMORY = (
     ),
     Panel(
         "KV blocks fetched from other workers and given to them",
-        "Bytes per second. If blocks are fetched all the time, the routers spread requests that share prefixes: see "
+        "Bytes per second. If blocks are fetched constantly, the routers spread requests that share prefixes: see "
         "their dashboard for the policy.",
         "Bps",
         (
@@ -215,8 +216,8 @@ _MEMORY = (
     ),
     Panel(
         "Duration of fetches of KV blocks",
-        "The time until the last block has come, or until the worker has given up. If it nears 5 s, where fetches end, "
-        "prompts would be computed as soon.",
+        "The time until the last block has arrived, or until the worker has given up. If it nears 5 s, the limit of "
+        "fetches, computing the prompts would be as fast.",
         "s",
         (Query(quantile(0.95, f"{_P}_kv_fetch_seconds", WORKER_FILTER, "worker_id"), f"{_NAME} p95"),),
     ),
@@ -229,9 +230,9 @@ _MEMORY = (
     ),
     Panel(
         "Prompts computed for other workers",
-        "Per second, by what came of them: at workers that compute for others, and at those that wait for it. Most "
-        "should be `complete`. If many are `timeout`, the others are slower than routers expect; if they are `busy`, "
-        "there are too few; if they are `lost`, one does not answer.",
+        "Per second, by outcome: at workers that compute for others, and at those that wait for them. Most should be "
+        "`complete`. If many are `timeout`, the others are slower than routers expect; if they are `busy`, there are "
+        "too few; if they are `lost`, one does not answer.",
         "ops",
         (
             Query(rate(f"{_P}_legs_total", WORKER_FILTER, "outcome"), "computed: {{outcome}}"),
@@ -258,8 +259,8 @@ _MEMORY = (
     ),
     Panel(
         "Sequences preempted, by worker",
-        "Sequences that lost their KV blocks to others, which used more than was expected, and continue later. If it "
-        "happens all the time, raise --kv-tokens or add workers.",
+        "Sequences that lost their KV blocks to others, which used more than expected, and continue later. If it "
+        "keeps happening, raise --kv-tokens or add workers.",
         "short",
         (Query(increase(f"{_P}_preemptions_total", WORKER_FILTER, "worker_id"), _NAME),),
     ),
@@ -271,10 +272,10 @@ _MEMORY = (
         (Query(sum_of(f"{_P}_failures_in_a_row", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
-        "Shares of steps without numbers, by worker",
-        "The model computed NaN or infinity, and the shares are computed again. If one adapter or prompt causes it "
-        "(step_poisoned in the log names the requests), unload the adapter or check the model's files. An engine whose "
-        "memory keeps such numbers is replaced: if that happens more than once, check the device.",
+        "Parts of steps with non-finite numbers, by worker",
+        "The model computed NaN or infinity, and the parts are computed again. If one adapter or prompt causes it "
+        "(step_poisoned in the log names the requests), unload the adapter or check the model's files. An engine "
+        "whose memory keeps such numbers is replaced: if that happens more than once, check the device.",
         "short",
         (
             Query(increase(f"{_P}_poisoned_shares_total", WORKER_FILTER, "worker_id"), _NAME),
@@ -302,21 +303,21 @@ _MEMORY = (
     ),
     Panel(
         "Uptime of processes",
-        "0 for an engine that is not there. If it falls again and again, the log says why the process has ended.",
+        "0 if there is no engine. If it keeps falling, the log says why the process ended.",
         "s",
         (Query(max_of(f"{_P}_uptime_seconds", WORKER_FILTER, "worker_id, process"), f"{_NAME} {{{{process}}}}"),),
     ),
     Panel(
         "Logits: mean, smallest and largest",
-        "Each of one row, of which one in a second is looked at. What is usual depends on the model. If it changes and "
-        "the model did not, check its file, its adapters and the device.",
+        "Each of a single row; one row per second is checked. Usual values depend on the model. If it changes and the "
+        "model did not, check its file, its adapters and the device.",
         "short",
         (Query(max_of(f"{_P}_logits", WORKER_FILTER, "worker_id, stat"), f"{_NAME} {{{{stat}}}}"),),
     ),
     Panel(
-        "Logits that are no numbers, by kind",
-        "Most come together with shares of steps without numbers, and step_poisoned in the log counts them for each. "
-        "If there are some without such shares, the output matrix of the model's file is damaged.",
+        "Non-finite logits, by kind",
+        "Most come with parts of steps with non-finite numbers, and step_poisoned in the log counts them for each. If "
+        "some come without such parts, the output matrix of the model's file is damaged.",
         "short",
         (Query(increase(f"{_P}_non_finite_logits_total", WORKER_FILTER, "worker_id, kind"), f"{_NAME} {{{{kind}}}}"),),
     ),
@@ -336,7 +337,7 @@ _MEMORY = (
     ),
     Panel(
         "Tokens expected of the next answer",
-        "The mean of the last 64 answers; requests start when there is room for so many tokens. If it is far above "
+        "The mean of the last 64 answers; requests start when there is room for this many tokens. If it is far above "
         "what most answers have, a few clients ask for very long ones.",
         "suffix: tokens",
         (Query(sum_of(f"{_P}_expected_answer_tokens", WORKER_FILTER, "worker_id"), _NAME),),
@@ -350,8 +351,8 @@ _MEMORY = (
     ),
     Panel(
         "Blocks that clients have asked to keep",
-        "Blocks, or checkpoints, beside all others. If they stay at half of what the cache holds, they are "
-        "kept for less time than was asked for: raise --host-cache-mib, or lower --kept-share or --max-kept-s.",
+        "Blocks, or checkpoints, beside all others. If they stay at half of the cache, they are kept for less time "
+        "than requested: raise --host-cache-mib, or lower --kept-share or --max-kept-s.",
         "short",
         (Query(sum_of(f"{_P}_kept_blocks", WORKER_FILTER, "worker_id"), _NAME),),
     ),
@@ -370,8 +371,8 @@ _MEMORY = (
     ),
     Panel(
         "Fetched blocks that were refused",
-        "Keys or values of another worker were NaN or infinite, so that prompts are computed. If it goes on, drain the "
-        "worker that gave them: blocks_fetched in the log has its name.",
+        "Keys or values of another worker were NaN or infinite, so that prompts are computed. If it continues, drain "
+        "the worker that gave them: blocks_fetched in the log has its name.",
         "short",
         (Query(increase(f"{_P}_kv_refused_blocks_total", WORKER_FILTER, "worker_id"), _NAME),),
     ),
@@ -389,7 +390,7 @@ _MEMORY = (
         "stacked",
     ),
     Panel(
-        "Checkpoints, by what happened to them",
+        "Checkpoints, by event",
         "Of models with windows or recurrent layers: saved, restored for a request, evicted to make room. If many "
         "are evicted and few restored, raise --host-cache-mib.",
         "suffix: /s",
@@ -397,7 +398,7 @@ _MEMORY = (
     ),
     Panel(
         "Memory of checkpoints",
-        "Host memory that their copies take. If it stays far below --host-cache-mib, less would do.",
+        "Host memory of checkpoints. If it stays far below --host-cache-mib, less is enough.",
         "bytes",
         (Query(sum_of(f"{_P}_checkpoint_bytes", WORKER_FILTER, "worker_id"), _NAME),),
     ),
@@ -425,17 +426,17 @@ _CONSTRAINTS = (
     ),
     Panel(
         "Constraints that were refused",
-        "By reason. too_costly took more time or memory to compile than one may, given_up did during generation, and "
-        "neither costs anybody else anything. If a client keeps sending new ones, it is attacking, or needs a smaller "
+        "By reason. too_costly took more time or memory to compile than allowed, given_up did so during generation, "
+        "and neither affects other requests. If a client keeps sending new ones, it is attacking, or needs a smaller "
         "schema.",
         "reqps",
         (Query(_rate("constraint_refusals", "worker_id, reason"), f"{_NAME} {{{{reason}}}}"),),
         "stacked",
     ),
     Panel(
-        "Tokens that were forced",
-        "The share of tokens that constraints forced, so that no step sampled them. If it is near 0, what constraints "
-        "leave open is most of the text.",
+        "Share of forced tokens",
+        "The share of tokens that constraints forced, so that no step sampled them. If it is near 0, constraints "
+        "leave most of the text open.",
         "percentunit",
         (Query(f"{_rate('follower_tokens')} / {_rate('generation_tokens')}", _NAME),),
     ),
@@ -469,8 +470,8 @@ _ANSWERS = (
 _ON_DEMAND = (
     Panel(
         "Models, by state",
-        "Which are loaded, and which come and go. If two models take turns all the time, there is not enough memory "
-        "for both: raise --memory-budget-mib, or move one to another worker.",
+        "The models that are loaded, and those that come and go. If two models keep taking turns, there is not enough "
+        "memory for both: raise --memory-budget-mib, or move one to another worker.",
         "short",
         (Query(sum_of(f"{_P}_model_state", WORKER_FILTER, "model, worker_id, state"), "{{model}} {{state}}"),),
         "stacked",
@@ -503,7 +504,7 @@ _ON_DEMAND = (
     ),
     Panel(
         "Workers that load",
-        "1 while an engine is being started. If it stays, the engine's log says what it waits for.",
+        "1 while an engine is being started. If it stays 1, the engine's log says what it waits for.",
         "short",
         (Query(sum_of(f"{_P}_loading", WORKER_FILTER, "model, worker_id"), "{{model}} {{worker_id}}"),),
     ),
