@@ -210,7 +210,7 @@ class FleetWatch:
 
     def _snapshot_inbox(self, address: subjects.WorkerAddress) -> str:
         """The reply subject for one worker's snapshots. Its keyed hash proves that this router has asked that worker:
-        nobody else can guess it."""
+        no one else can guess it."""
         tokens = subjects.encode_worker(address)
         return f"{self._inbox}.{tokens}.{self._sign(tokens)}"
 

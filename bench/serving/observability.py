@@ -35,7 +35,7 @@ class Cost(NamedTuple):
     cpu_us: float
     """CPU time per token, in all processes of the system."""
     front_us: float
-    """CPU time per token of router and frontend, which count and log. The rest is mostly llama.cpp's."""
+    """CPU time per token of router and frontend, which count and log. Most of the rest is llama.cpp's."""
     tokens_per_s: float
 
 

@@ -322,7 +322,7 @@ class CancelReply(Message, frozen=True, kw_only=True):
     """Sent by the router or worker that carries out a cancel."""
 
     cancelled: bool
-    """Always true: nobody answers for an unknown id."""
+    """Always true: an unknown id gets no answer."""
 
 
 class ResyncRequest(Message, frozen=True, kw_only=True):
@@ -336,7 +336,7 @@ class ResyncReply(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Sent by the router or worker that holds the stream."""
 
     found: bool
-    """Always true: nobody answers for an unknown id."""
+    """Always true: an unknown id gets no answer."""
     error: errors.Error | None = None
     """Why nothing is published again, if the resync could not be read or its offset is no number of tokens."""
 

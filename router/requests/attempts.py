@@ -4,10 +4,10 @@ A request must never run on two workers at once. So when the reply to a `run` fa
 accepted it falls silent, the attempt is revoked with a `drop` before the request may be placed again. There are four
 outcomes:
 
-    the worker dropped it, or never had it      nobody holds the request
+    the worker dropped it, or never had it      no worker holds it
     the worker refuses to drop it               it has sent text or the terminal: the request stays there
-    the worker's epoch is over, or it is lost   nobody holds the request, but its client may have text of this attempt
-    the worker lives and never replies          nobody knows: the request ends in `worker_lost`
+    the worker's epoch is over, or it is lost   no worker holds it, but the client may have text of this attempt
+    the worker lives and never replies          unknown: the request ends in `worker_lost`
 
 A leaving worker is asked instead to give up a request that it has accepted, with all its tokens. It refuses only if the
 request has ended or another router is its guardian."""

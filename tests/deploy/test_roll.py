@@ -186,7 +186,7 @@ def test_a_container_that_has_stopped_is_not_started_again(engine: Engine) -> No
 def test_a_service_of_which_nothing_runs_is_said(engine: Engine) -> None:
     engine.hold("router-1")
     rolled = engine.roll("worker")
-    assert (rolled.returncode, rolled.stderr) == (1, "roll: worker: nothing runs that could be replaced\n")
+    assert (rolled.returncode, rolled.stderr) == (1, "roll: worker: nothing is running that could be replaced\n")
     assert engine.events == []
 
 
@@ -194,7 +194,7 @@ def test_the_gateway_is_recreated_for_two_cannot_have_its_port(engine: Engine) -
     engine.hold("gateway-1", looks=2)
     rolled = engine.roll("gateway")
     assert rolled.returncode == 0
-    assert "nobody listens on its port" in rolled.stdout
+    assert "its port is closed until" in rolled.stdout
     assert engine.events == ["gateway-1 stopped", "gateway-1 removed", "gateway-2 started", "gateway-2 ready"]
 
 
