@@ -24,8 +24,8 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/laws
 
-# Suites and clients that others wrote, unmodified, against a running system; some or all: ARGS="codex opencode". The first
-# time it brings them from PyPI and npm into a cache outside the clone. All counts go into docs/gateway.md.
+# Third-party test suites and clients, unmodified, against a running system; some or all: ARGS="codex opencode". The first
+# time it downloads them from PyPI and npm into a cache outside the clone. All counts go into docs/gateway.md.
 conformance: $(READY)
 	$(BIN)/python -m tests.third_party $(ARGS)
 
@@ -35,7 +35,7 @@ hostile: $(READY)
 	TOKENBUS_HOSTILE=long $(BIN)/pytest -q tests/hostile tests/worker/engine/constraints/test_hostile.py $(ARGS)
 
 # Faults of real processes under 32 streams: an hour of every kind, or KIND=kill_worker RUNS=3, or SEEDS="4 14", or
-# MINUTES=600. Results add up in build/chaos.jsonl, whatever ends a run, and are shown in docs/chaos.md.
+# MINUTES=600. Results add up in build/chaos.jsonl, however a run ends, and are shown in docs/chaos.md.
 chaos: $(READY)
 	$(BIN)/python -m tests.chaos run --minutes $(MINUTES) $(if $(KIND),--kind $(KIND)) $(if $(RUNS),--runs $(RUNS)) \
 	  $(if $(SEEDS),--seeds $(SEEDS)); status=$$?; $(BIN)/python -m tests.chaos report && exit $$status

@@ -1,4 +1,4 @@
 """The `tokenbus` command."""
 
 if __name__ != "tokenbus.cli":
-    raise ImportError("import tokenbus.cli: it is no package of its own")
+    raise ImportError("import tokenbus.cli: it is not a package of its own")

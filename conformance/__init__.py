@@ -4,4 +4,4 @@ It reads and writes raw JSON and MessagePack and uses none of the project's own 
 are found too."""
 
 if __name__ != "tokenbus.conformance":
-    raise ImportError("import tokenbus.conformance: it is no package of its own")
+    raise ImportError("import tokenbus.conformance: it is not a package of its own")

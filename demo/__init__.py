@@ -10,4 +10,4 @@ CORRECT_SUMS_UP_TO = 50
 """Both addends of every sum in the training data are below this."""
 
 if __name__ != "tokenbus.demo":
-    raise ImportError("import tokenbus.demo: it is no package of its own")
+    raise ImportError("import tokenbus.demo: it is not a package of its own")

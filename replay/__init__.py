@@ -2,4 +2,4 @@
 clock."""
 
 if __name__ != "tokenbus.replay":
-    raise ImportError("import tokenbus.replay: it is no package of its own")
+    raise ImportError("import tokenbus.replay: it is not a package of its own")

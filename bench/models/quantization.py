@@ -24,7 +24,7 @@ _UNWRITABLE = "nvfp4"
 # These give some tensor a type that llama.cpp quantizes with an importance matrix only: `tensor_requires_imatrix` in
 # src/llama-quant.cpp.
 _WANTS_IMPORTANCES = frozenset(("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq2_m", "iq3_xxs", "iq3_xs", "q2_k_s"))
-# A tensor whose rows are no whole blocks falls back to a type with smaller ones (`tensor_type_fallback` there), but
+# A tensor whose rows are not whole blocks falls back to a type with smaller ones (`tensor_type_fallback` there), but
 # for this one.
 _BLOCK_WITHOUT_FALLBACK = {"q1_0": 128}
 _BUFFER_BYTES = 64 << 20

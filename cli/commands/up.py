@@ -70,7 +70,7 @@ class LocalSystem:
     def __init__(
         self, options: argparse.Namespace, settings: nats.BusSettings, log_folder: Path, out: screen.Screen
     ) -> None:
-        """`settings` are those of the broker that the options name, if they do."""
+        """`settings` are those of the broker that the options name, if any."""
         self._options = options
         self._settings = settings
         self._log_folder = log_folder

@@ -88,7 +88,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_token_ids(data: bytes) -> list[int]:
-    """Reverses `pack_token_ids`. Raises ValueError for a length that is no multiple of four."""
+    """Reverses `pack_token_ids`. Raises ValueError for a length that is not a multiple of four."""
     ids = array("I")
     ids.frombytes(data)
     if _BIG_ENDIAN:

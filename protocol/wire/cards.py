@@ -42,7 +42,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     """Tokens of the prompts that it has served since it started."""
     cached_tokens: int = 0
-    """Those of these tokens that were cached and did not have to be computed."""
+    """The part of these that was cached and did not have to be computed."""
     step_age_ms: float = 0.0
     """Time since the step in progress began; 0 while idle."""
     max_running: int = 0

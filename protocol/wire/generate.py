@@ -161,7 +161,7 @@ class DetokenizeReply(Message, frozen=True, kw_only=True):
     model: str | UnsetType = UNSET
     """The model whose tokens they are."""
     text: str | UnsetType = UNSET
-    """The text of these tokens in a completion: special tokens have none, and bytes that are no whole character become
-    U+FFFD."""
+    """The text of these tokens in a completion: special tokens have none, and bytes that do not form a whole character
+    become U+FFFD."""
     error: errors.Error | UnsetType = UNSET
     """Why there is no text."""

@@ -172,7 +172,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     processed_tokens: int
     """Tokens done so far."""
     cached_tokens: int
-    """Those of them that were cached and did not have to be computed."""
+    """The part of these that was cached and did not have to be computed."""
 
 
 class TokenAlternative(msgspec.Struct, frozen=True, kw_only=True):
@@ -338,7 +338,7 @@ class ResyncReply(Message, frozen=True, kw_only=True, omit_defaults=True):
     found: bool
     """Always true: an unknown id gets no answer."""
     error: errors.Error | None = None
-    """Why nothing is published again, if the resync could not be read or its offset is no number of tokens."""
+    """Why nothing is published again, if the resync could not be read or its offset is not a number of tokens."""
 
 
 class UploadReply(Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -196,7 +196,7 @@ class Guardianship:
         flight.adapters = tuple(Adapter(one.digest, one.scale) for one in run.adapters)
         flight.params_bytes = validation.params_bytes(run.params)
         if len(run.token_ids) % 4:
-            raise errors.invalid_field("token_ids", "have a length that is no multiple of four")
+            raise errors.invalid_field("token_ids", "have a length that is not a multiple of four")
         flight.num_prompt_tokens = len(run.token_ids) // 4
         flight.attempt, flight.hash_scheme = run.attempt, guard.hash_scheme
         flight.keep_last_words(guard.last_words)

@@ -73,7 +73,7 @@ class Worker:
         self.expected_to_cache: set[str] = set()
         """Keys of running requests whose blocks it should report as stored before they end."""
         self.num_unreported = 0
-        """Those of them that have ended since it last reported a stored block."""
+        """Keys of those that have ended since it last reported a stored block."""
         self.last_seq: int | None = None
         """The last entry of its event log that can still arrive, if its successor has named it."""
         self.settled_at = 0.0

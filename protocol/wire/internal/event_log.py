@@ -99,7 +99,7 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     finished: list[str] = []
     """Keys of requests that have ended, sent after their terminal."""
     failed: list[str] = []
-    """Those of them that have ended in an error that another worker may not have."""
+    """Keys of those that ended in an error that another worker may not have."""
     taken: list[str] = []
     """Keys of requests that a router has taken from here, to continue them elsewhere."""
     stranded: list[str] = []
@@ -139,7 +139,7 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_tokens: int = 0
     """The number of its sampled tokens."""
     token_ids: bytes = b""
-    """Those of its tokens that are not known yet, if they are wanted, as unsigned 32-bit little-endian integers."""
+    """Its tokens that are not known yet, if they are wanted, as unsigned 32-bit little-endian integers."""
     logprobs: bytes = b""
     """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
     first_token: FirstToken | None = None

@@ -181,7 +181,7 @@ class TakeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     num_tokens: int = 0
     """The number of the stream's sampled tokens."""
     token_ids: bytes = b""
-    """Those of its tokens that the router does not know, as unsigned 32-bit little-endian integers."""
+    """Its tokens that the router does not know, as unsigned 32-bit little-endian integers."""
     logprobs: bytes = b""
     """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
     first_token: FirstToken | None = None

@@ -9,7 +9,7 @@ from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.wire import limits, subjects
 
 _TIMEOUT_S = 1.0
-"""After two parts of a run not answered within this time, the router turns to another worker."""
+"""A worker that twice fails to answer a part of a run within this time is given up for another one."""
 
 
 class InternalParts:
