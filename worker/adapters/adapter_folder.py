@@ -1,5 +1,5 @@
-"""Watches a folder of LoRA adapters: each file NAME.gguf in it, and each folder NAME as PEFT writes it, is loaded as
-NAME, again when it is replaced, and unloaded when it is gone."""
+"""Watches a folder of LoRA adapters: each file NAME.gguf, and each PEFT folder NAME, is loaded as NAME, reloaded when
+it is replaced, and unloaded when it is gone."""
 
 import asyncio
 from pathlib import Path
@@ -17,28 +17,28 @@ _PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
 class Stamp(NamedTuple):
-    """The properties of an adapter's file that tell one version of it from another."""
+    """The properties of an adapter's file that distinguish its versions."""
 
     path: Path
-    """The file, or the folder of PEFT with it."""
+    """The file, or the PEFT folder that holds it."""
     modified_ns: int
     size: int
     inode: int
 
 
 class AdapterFolder:
-    """The adapters of one replica that come from a folder, which only these `tenants` may use; None for all."""
+    """The adapters of one replica that come from a folder; only `tenants` may use them, or all if None."""
 
     def __init__(self, path: Path, tenants: tuple[str, ...] | None, adapters: Adapters) -> None:
         self._path = path
         self._tenants = tenants
         self._adapters = adapters
         self._seen: dict[str, Stamp] = {}
-        """The files of the last look."""
+        """The files found by the last scan."""
         self._tried: dict[str, Stamp] = {}
         """The files that were loaded or refused, so that none is tried twice."""
         self._own: dict[str, AdapterSettings] = {}
-        """The adapters that were loaded from here, by name. An operator may have unloaded or replaced them since."""
+        """The adapters loaded from here, by name. An operator may have unloaded or replaced them since."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -49,13 +49,13 @@ class AdapterFolder:
         while True:
             try:
                 await self.look()
-            except Exception:  # outermost frame of a look: a folder must not end a worker, and there is another look
+            except Exception:  # outermost frame of a scan: a folder must not end a worker; the next scan tries again
                 self._log.exception("folder_not_read", path=str(self._path))
             await asyncio.sleep(_INTERVAL_S)
 
     async def look(self) -> None:
-        """Brings the adapters up to date with the folder. A file is loaded once two looks in a row find it the same,
-        since one that is still being written is no adapter yet."""
+        """Brings the adapters up to date with the folder. A file is loaded once two scans in a row find it unchanged,
+        since it may still be being written."""
         files = await asyncio.to_thread(_stamps, self._path)
         for name in [name for name in self._tried if name not in files]:
             del self._tried[name]
@@ -73,7 +73,7 @@ class AdapterFolder:
         except ValueError as error:
             self._log.error("adapter_failed", adapter=name, error=str(error))
         except errors.RequestError as error:
-            if error.error.retryable:  # there is no engine just now
+            if error.error.retryable:  # there is currently no engine
                 return
             self._log.error("adapter_failed", adapter=name, error=error.error.message)
         else:
@@ -86,7 +86,7 @@ class AdapterFolder:
 
 
 def _stamps(folder: Path) -> dict[str, Stamp]:
-    """Returns the adapters of a folder by their names without the ending; none if it can't be read."""
+    """Returns the adapters of a folder by name, without the extension; none if it can't be read."""
     found = {}
     try:
         for path in sorted(folder.iterdir()):
@@ -95,6 +95,6 @@ def _stamps(folder: Path) -> dict[str, Stamp]:
                 status = weights.stat()
                 name = path.name.removesuffix(_SUFFIX)
                 found[name] = Stamp(path, status.st_mtime_ns, status.st_size, status.st_ino)
-    except OSError:  # a file may go while the folder is read: the next look will tell
+    except OSError:  # a file may vanish while the folder is read: the next scan will tell
         return found
     return found

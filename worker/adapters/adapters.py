@@ -14,7 +14,7 @@ from tokenbus.worker.engine_client.engine_process import EngineDiedError
 from tokenbus.worker.settings.adapter_settings import AdapterSettings
 
 MAX_LOADED = 256
-"""Adapters of one replica. All of them are in its card."""
+"""The most adapters of one replica, all of which are in its card."""
 
 
 class _Loaded(NamedTuple):
@@ -24,16 +24,17 @@ class _Loaded(NamedTuple):
 
 
 class Adapters:
-    """Has adapters loaded and unloaded, one at a time. `on_changed` is called when others can be used than before."""
+    """Loads and unloads adapters, one at a time. `on_changed` is called when the usable adapters have changed."""
 
     def __init__(self, on_changed: Callable[[], None] = lambda: None) -> None:
         self._on_changed = on_changed
         self.in_use: Callable[[], set[str]] = set
         """Returns the digests of the adapters that open streams use."""
         self._retired: dict[str, KeptAdapter] = {}
-        """Adapters that are withdrawn and were in use then, by digest: the next engine gets them for these streams."""
+        """Adapters that were in use when they were withdrawn, by digest: the next engine gets them for those
+        streams."""
         self._lent: frozenset[str] = frozenset()
-        """The digests of those that the present engine got."""
+        """The digests of those that the current engine got."""
         self._wanted: dict[str, AdapterSettings] = {}
         self._loaded: dict[str, _Loaded] = {}
         self._engine: contract.Engine | None = None
@@ -54,10 +55,10 @@ class Adapters:
         self._wanted = {one.name: one for one in adapters}
 
     async def load_all(self, engine: contract.Engine) -> None:
-        """Gives a new engine the adapters that are wanted.
+        """Gives a new engine the wanted adapters.
 
-        Raises EngineStartError if the first engine can't have one of them, and EngineDiedError if it dies meanwhile. A
-        later engine starts without those that are no longer there."""
+        Raises EngineStartError if the first engine can't load one of them, and EngineDiedError if it dies meanwhile. A
+        later engine starts without those that no longer exist."""
         async with self._changing:
             is_first, self._engine = self._engine is None, engine
             before, self._lent = self._loaded, frozenset()
@@ -78,17 +79,17 @@ class Adapters:
             await self._lend(engine)
 
     async def load(self, settings: AdapterSettings) -> None:
-        """Loads an adapter, in place of one that has the same name. Raises RequestError, and nothing has changed."""
+        """Loads an adapter, replacing one with the same name. Changes nothing if it raises RequestError."""
         async with self._changing:
             await self._load(settings)
 
     async def load_own(self, settings: AdapterSettings, before: AdapterSettings | None) -> None:
-        """Does the same for an owner who may only replace what it has loaded itself, which is `before`.
+        """Does the same for an owner that may replace only what it has loaded itself, which is `before`.
 
-        Raises ValueError if the name is somebody else's."""
+        Raises ValueError if the name belongs to another owner."""
         async with self._changing:
             if (known := self._wanted.get(settings.name)) is not None and known is not before:
-                raise ValueError("an adapter of that name was loaded otherwise")
+                raise ValueError("an adapter of that name was loaded by other means")
             await self._load(settings)
 
     async def _load(self, settings: AdapterSettings) -> None:
@@ -116,7 +117,8 @@ class Adapters:
             self._unload(name)
 
     async def unload_own(self, settings: AdapterSettings) -> None:
-        """Withdraws what was loaded with these settings, unless the name is somebody else's by now, or nobody's."""
+        """Withdraws what was loaded with these settings, unless the name has since been unloaded or taken by another
+        owner."""
         async with self._changing:
             if settings.name in self._loaded and self._wanted.get(settings.name) is settings:
                 self._unload(settings.name)
@@ -130,7 +132,7 @@ class Adapters:
         self._on_changed()
 
     def _retire(self, withdrawn: Iterable[_Loaded]) -> None:
-        """Keeps those that streams use, until they no longer do."""
+        """Keeps withdrawn adapters until no stream uses them any more."""
         in_use = self.in_use()
         for one in withdrawn:
             if one.digest in in_use and one.digest not in self._retired:
@@ -141,7 +143,7 @@ class Adapters:
             self._retired.pop(digest).close()
 
     async def _lend(self, engine: contract.Engine) -> None:
-        """Gives a new engine what was withdrawn, for the streams that it is about to continue, and for no others."""
+        """Gives a new engine the withdrawn adapters, only for the streams that it is about to continue."""
         lent: list[str] = []
         for digest, kept in self._retired.items():
             try:
@@ -153,24 +155,24 @@ class Adapters:
                 continue
             if found == digest:
                 lent.append(digest)
-            else:  # the file was written over
+            else:  # the file was overwritten
                 engine.unload_adapter(found)
         self._lent = frozenset(lent)
         # once the engine has the streams, which it gets before the event loop's next turn
         asyncio.get_running_loop().call_soon(_unload_all, engine, lent)
 
     def has_all(self, run: internal.Run) -> bool:
-        """Whether the present engine got what it needs to continue a stream."""
+        """Whether the current engine got the adapters that it needs to continue a stream."""
         available = self._lent | {one.digest for one in self._loaded.values()}
         return available.issuperset(one.digest for one in run.adapters)
 
     def close(self) -> None:
-        """Lets go of all files."""
+        """Closes all files."""
         for kept in (*self._retired.values(), *(one.kept for one in self._loaded.values())):
             kept.close()
 
     async def carry_out(self, control: internal.Control) -> internal.ControlReply:
-        """Loads or unloads an adapter as an operator commands."""
+        """Loads or unloads an adapter at an operator's command."""
         assert control.adapter is not None
         try:
             if control.op == "unload_adapter":
@@ -188,7 +190,7 @@ class Adapters:
         return internal.ControlReply(ok=True)
 
     def cards(self) -> list[messages.CardAdapter]:
-        """Returns what the replica's card says of its adapters."""
+        """Returns the replica's adapters as its card lists them."""
         return [
             messages.CardAdapter(
                 name=name, digest=digest, tenants=None if settings.tenants is None else list(settings.tenants)
@@ -199,7 +201,7 @@ class Adapters:
     def of_run(self, run: internal.Run) -> tuple[Adapter, ...]:
         """Returns the adapters of a run. Raises RequestError unless all of them are loaded for its tenant.
 
-        The router may not know yet that an adapter was replaced, so that another worker may take the run."""
+        The router may not yet know that an adapter was replaced, so another worker may take the run."""
         found = tuple(Adapter(one.digest, one.scale) for one in run.adapters)
         if bool(found) is not any(one.scale for one in run.params.lora or []):
             raise errors.invalid_field("adapters", "must be those of lora")

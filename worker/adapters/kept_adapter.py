@@ -1,4 +1,4 @@
-"""An adapter's file that stays readable for as long as streams use it, even if it is deleted."""
+"""An adapter's file that stays readable as long as streams use it, even if it is deleted."""
 
 import os
 import resource
@@ -9,11 +9,10 @@ _GGUF = b"GGUF"
 
 
 class KeptAdapter:
-    """Holds an adapter's file or folder open. From its `path`, this process and its engine can read it.
+    """Holds an adapter's file or folder open. This process and its engine can read it from its `path`.
 
-    The files in a folder of PEFT are not held: they can be read for as long as they are in it. A file that is written
-    over holds other contents; the digest tells. Where too many files are open, or on other systems than Linux, the path
-    is the one that was given."""
+    The files in a PEFT folder are not held: they can be read only as long as they are in it. The digest shows if a file
+    was overwritten. If too many files are open, or on systems other than Linux, the path is the one that was given."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -27,15 +26,15 @@ class KeptAdapter:
         return f"<KeptAdapter {self.path}>"
 
     def close(self) -> None:
-        """Lets go of the file. Safe to call again."""
+        """Closes the file. Safe to call again."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
 def _open(path: str) -> int | None:
-    """Opens a folder, or a file in GGUF: the names of others matter. Returns None for any other file, and if that can't
-    be done or takes the second half of the descriptors that this process may have."""
+    """Opens a folder or a GGUF file; any other file needs its name. Returns None for those, and if opening fails or
+    more than half of this process's descriptors would be in use."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

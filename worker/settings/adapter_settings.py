@@ -6,7 +6,7 @@ from tokenbus.protocol.wire import subjects
 
 
 class AdapterSettings(NamedTuple):
-    """An adapter that a replica is to have."""
+    """An adapter for a replica to load."""
 
     name: str
     path: str
@@ -18,7 +18,7 @@ class AdapterSettings(NamedTuple):
         return f"{self.name}={self.path}{tenants}"
 
     def check(self) -> None:
-        """Raises ValueError for a name that can't be asked for."""
+        """Raises ValueError for a name that can't be requested."""
         subjects.encode_name(self.name)
         if ":" in self.name:
             raise ValueError(f"an adapter's name must have no colon, got {self.name!r}")

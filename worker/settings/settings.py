@@ -18,17 +18,18 @@ class FrontendSettings:
     """Settings of one frontend."""
 
     inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES
-    """Prefixes that a client's reply subject may have."""
+    """The allowed prefixes of a client's reply subject."""
     max_prompt_tokens: int = 0
-    """The most tokens of a prompt; 0: what the context leaves. Streams that others have begun go on in any case."""
+    """The most tokens of a prompt; 0: what the context allows. Streams that other workers began continue in any
+    case."""
     max_new_tokens: int = 1_024
-    """Longest completion of a request without `max_tokens`, in tokens."""
+    """The longest completion of a request without `max_tokens`, in tokens."""
     reasoning_budget_message: str = ""
-    """A text that is written at the end of reasoning that is closed because its tokens are spent; none if empty."""
+    """A text written at the end of reasoning that is closed because its budget is spent; may be empty."""
     role: messages.WorkerRole = messages.WorkerRole.BOTH
-    """The share of the work that routers give it."""
+    """Its relative share of the work that routers hand out."""
     slow_wait_s: float = backoff.FIRST_S
-    """A stream that waits this long for its first token is logged, and again each time the wait has doubled."""
+    """A stream that waits this long for its first token is logged, and again each time the wait doubles."""
     debug: bool = False
     """Check every stream against the engine contract."""
 
@@ -42,11 +43,11 @@ class ModelToServe:
     engine: EngineSettings
     replicas: int = 1
     adapters: tuple[AdapterSettings, ...] = ()
-    """LoRA adapters that are loaded from the start."""
+    """LoRA adapters loaded from the start."""
     on_demand: bool = False
-    """Whether it is loaded only when it is asked for, and unloaded to make room for others."""
+    """Whether it is loaded only when requested, and unloaded to make room for others."""
     adapter_folder: str = ""
-    """A folder whose adapters are loaded as they come, as `PATH[@TENANT,...]`; none if empty."""
+    """A folder whose adapters are loaded as they appear, as `PATH[@TENANT,...]`; none if empty."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,8 @@ class WorkerSettings:
     broker: nats.BusSettings = dataclasses.field(default_factory=nats.BusSettings)
     prefix: str = subjects.DEFAULT_PREFIX
     worker_id: str = ""
-    """Name of the only replica, or the prefix of the names of several. By default made of host name and process id."""
+    """Name of the only replica, or the prefix of the names of several. By default made from host name and process
+    id."""
     frontend: FrontendSettings = dataclasses.field(default_factory=FrontendSettings)
     status_page: status.StatusSettings = dataclasses.field(default_factory=status.StatusSettings)
     log: logs.LogSettings = logs.DEFAULTS
@@ -67,19 +69,18 @@ class WorkerSettings:
     vllm_metrics: bool = False
     """Export metrics under vLLM's names too."""
     hub_cache: str = ""
-    """The folder for models from the Hub; the variables of the Hub's library say where if it is empty."""
+    """The folder for models from the Hub; if empty, the Hub library's environment variables decide."""
     kv_budget_bytes: int = 0
     """KV memory that all replicas together may take; 0 leaves it to each replica's own settings."""
     memory_budget_bytes: int = 0
-    """Memory that all models together may take where some are loaded on demand; 0 leaves the limit to the memory that
-    is free."""
+    """Memory that all models together may take if some are loaded on demand; 0 makes free memory the only limit."""
     idle_unload_s: float = 0.0
-    """A model that is loaded on demand is unloaded when it has had no request for so long; 0 unloads only for room."""
+    """An on-demand model is unloaded after this long without a request; 0 unloads only to make room."""
     max_waiting: int = 64
-    """Accepted requests that may wait for a lane of a replica; more are refused with `overloaded`."""
+    """Accepted requests that may wait for a replica's lane; further ones are refused with `overloaded`."""
     grace_s: float = 30.0
     """Running streams may finish this long after SIGTERM; then routers take them to other workers."""
     handover_s: float = 15.0
-    """Time that routers have to take the remaining streams; what is left afterwards ends in an error."""
+    """Time that routers have to take the remaining streams; any left after that end with an error."""
     step_timeout_s: float = 30.0
     """An engine whose step takes longer than this, and ten times longer than any before, is killed and restarted."""
