@@ -18,7 +18,7 @@ _LABELS = ("model", "worker_id")
 FETCH_OUTCOMES = (
     "complete", "partial", "timeout", "failed", "nothing", "busy", "lost", "evicted", "corrupt", "refused"
 )  # fmt: skip
-"""The ways in which a fetch of blocks can end: with all blocks, with some, or with none for a reason."""
+"""The outcomes of a fetch of blocks: all blocks, some, or none for a reason."""
 
 
 class WorkerMetrics(MetricFamilies):
@@ -42,79 +42,77 @@ class WorkerMetrics(MetricFamilies):
             "source",
         )
         self.ready = gauge("ready", "1 while the worker accepts requests.")
-        self.running = gauge("requests_running", "Requests that are running, each in a lane of the engine.")
+        self.running = gauge("requests_running", "Running requests, each in a lane of the engine.")
         self.waiting = gauge("requests_waiting", "Accepted requests that wait for a lane.")
-        self.max_running = gauge("max_num_seqs", "Requests that can run at the same time.")
-        self.queued_prefill = gauge("queued_prefill_tokens", "Prompt tokens that are not computed yet.")
+        self.max_running = gauge("max_num_seqs", "Requests that can run at once.")
+        self.queued_prefill = gauge("queued_prefill_tokens", "Prompt tokens that are not yet computed.")
         self.kv_blocks = gauge(
             "kv_blocks", "Blocks on the device, by state: used, cached (used by no request) or free.", "state"
         )
         self.logits = gauge(
             "logits",
-            "Mean, smallest and largest logit of a row, of which about one in a second is looked at.",
+            "Mean, smallest and largest logit of a row; about one row a second is examined.",
             "stat",
         )
         self.non_finite_logits = counter(
             "non_finite_logits",
-            "Logits that were seen to be nan, inf or, in rows with such ones, -inf, by kind.",
+            "Logits found to be nan, inf or, in rows with any of these, -inf, by kind.",
             "kind",
         )
         self.kv_expected = gauge(
             "kv_expected_ratio",
-            "Share of the KV blocks that all requests use or are expected to use, also those that wait.",
+            "Share of the KV blocks that all requests, including waiting ones, use or are expected to use.",
         )
-        self.expected_tokens = gauge("expected_answer_tokens", "Tokens that the next completion is expected to have.")
+        self.expected_tokens = gauge("expected_answer_tokens", "Expected tokens of the next completion.")
         self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks that running requests use, from 0 to 1.")
         self.kv_bytes = gauge("kv_bytes", "Device memory for keys and values, in bytes; 0 if unknown.")
         self.kv_used_bytes = gauge("kv_used_bytes", "The part of it that running requests use, in bytes.")
         self.kv_total_blocks = gauge("kv_total_blocks", "Blocks of the device's KV memory.")
         self.device_memory = gauge(
             "device_memory_bytes",
-            "Memory of a device, used or free, in bytes. `host` is the machine, within what its container may take.",
+            "Memory of a device, used or free, in bytes. `host` is the machine, within its container's limit.",
             "device",
             "state",
         )
         self.resident = gauge(
             "resident_bytes", "Resident memory of the worker's processes, `front` and `engine`, in bytes.", "process"
         )
-        self.uptime = gauge("uptime_seconds", "Time since a process has started; 0 for an engine not there.", "process")
+        self.uptime = gauge("uptime_seconds", "Time since a process started; 0 if there is no engine.", "process")
         self.kv_pool = gauge(
-            "kv_pool_bytes", "KV memory that workers of a process share: held, share, cap, and budget of all.", "part"
+            "kv_pool_bytes", "KV memory that a process's workers share: held, share, cap, and budget of all.", "part"
         )
         self.kv_reclaimed = counter(
             "kv_reclaimed_bytes", "KV memory given up for other workers: idle or of preempted sequences.", "kind"
         )
-        self.memory_planned = gauge("memory_planned_bytes", "Memory that the engine was planned to take.", "part")
+        self.memory_planned = gauge("memory_planned_bytes", "Memory that the engine is planned to take.", "part")
         self.step_age = gauge("step_age_seconds", "Time since the step in progress began; 0 while idle.")
-        self.cache_queries = counter("prefix_cache_queries_tokens", "Prompt tokens that were looked up in the cache.")
-        self.cache_hits = counter("prefix_cache_hits_tokens", "Prompt tokens that were found in the cache.")
+        self.cache_queries = counter("prefix_cache_queries_tokens", "Prompt tokens looked up in the cache.")
+        self.cache_hits = counter("prefix_cache_hits_tokens", "Prompt tokens found in the cache.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that have ended.")
-        self.generation_tokens = counter("generation_tokens", "Tokens that were sampled.")
-        self.computed_tokens = counter(
-            "computed_tokens", "Tokens that steps have computed, of prompts and completions."
-        )
-        self.preemptions = counter("preemptions", "Running sequences that were preempted for lack of KV memory.")
+        self.generation_tokens = counter("generation_tokens", "Sampled tokens.")
+        self.computed_tokens = counter("computed_tokens", "Tokens computed by steps, of prompts and completions.")
+        self.preemptions = counter("preemptions", "Running sequences preempted for lack of KV memory.")
         self.preempted_tokens = counter(
             "preempted_tokens",
-            "Tokens that preempted sequences have got back, by kind: restored from the cache, or recomputed.",
+            "Tokens that preempted sequences regained, by kind: restored from the cache, or recomputed.",
             "kind",
         )
         self.transferred = counter(
             "kv_transferred_bytes",
-            "Keys and values that were copied between device and host memory, by direction: offload or onload.",
+            "Keys and values copied between device and host memory, by direction: offload or onload.",
             "direction",
         )
         self.checkpoints = counter(
             "checkpoints",
-            "Checkpoints of models whose state can't be cut at a token, by what happened: saved, restored or evicted.",
+            "Checkpoints of models whose state can't be cut at a token, by event: saved, restored or evicted.",
             "event",
         )
         self.checkpoint_bytes = gauge("checkpoint_bytes", "Host memory that checkpoints take, in bytes.")
-        self.evicted = counter("evicted_blocks", "Cached blocks that were evicted from the device.")
+        self.evicted = counter("evicted_blocks", "Cached blocks evicted from the device.")
         self.host_blocks = gauge("host_cache_blocks", "Copies of blocks in host memory.")
         self.kept_blocks = gauge("kept_blocks", "Blocks, or checkpoints, that clients have asked to keep.")
         self.recovered_blocks = counter(
-            "host_cache_recovered_blocks", "Blocks of which a new engine found the copy that an earlier one had made."
+            "host_cache_recovered_blocks", "Blocks whose copies a new engine found from an earlier one."
         )
         self.recovered_bytes = counter("host_cache_recovered_bytes", "Bytes of these copies.")
         self.discarded_slots = counter(
@@ -124,15 +122,13 @@ class WorkerMetrics(MetricFamilies):
         )
         self.poisoned = counter(
             "poisoned_shares",
-            "Shares of sequences in steps of which nothing was kept, because their numbers were NaN or infinite.",
+            "Sequences' parts of steps discarded because their numbers were NaN or infinite.",
         )
         self.poisoned_engines = counter(
-            "poisoned_engines", "Engines that ended because non-finite numbers stayed in their memory."
+            "poisoned_engines", "Engines that ended because non-finite numbers remained in their memory."
         )
         self.restarts = counter("engine_restarts", "Engine starts after the first.")
-        self.unguarded = gauge(
-            "streams_unguarded", "Open streams that no router guards, which end together with the worker."
-        )
+        self.unguarded = gauge("streams_unguarded", "Open streams without a guardian, which end with the worker.")
         self.adapters = gauge("adapters", "LoRA adapters that requests may use.")
         self.finished = counter(
             "requests",
@@ -140,22 +136,22 @@ class WorkerMetrics(MetricFamilies):
             "finish_reason",
         )
         self.failures = gauge(
-            "failures_in_a_row", "Requests since the last success that ended in an error that others may not have."
+            "failures_in_a_row", "Requests since the last success that ended in an error that need not recur elsewhere."
         )
-        self.clients_gone = counter("clients_gone", "Requests that were cancelled because nobody listened any more.")
-        self.refused = counter("refusals", "Runs that were refused, by error code.", "code")
+        self.clients_gone = counter("clients_gone", "Requests cancelled because their client was gone.")
+        self.refused = counter("refusals", "Refused runs, by error code.", "code")
         self.constrained = counter(
-            "constrained_requests", "Requests whose output was constrained, by the language of the constraint.", "kind"
+            "constrained_requests", "Requests with constrained output, by the language of the constraint.", "kind"
         )
         self.compile = histogram("constraint_compile_seconds", "Time to compile a request's constraint.", TTFT_BUCKETS)
         self.constraint_refusals = counter(
             "constraint_refusals",
-            "Constraints that were refused: invalid ones, those that take too much time or memory (too_costly), and "
-            "those that did during generation (given_up).",
+            "Refused constraints: invalid, taking too much time or memory to compile (too_costly), or "
+            "during generation (given_up).",
             "reason",
         )
         self.follower_tokens = counter(
-            "follower_tokens", "Tokens that followed from sampled ones for certain, so that no step sampled them."
+            "follower_tokens", "Tokens that followed with certainty from sampled ones and were not sampled."
         )
         self.tool_calls = counter("tool_calls", "Tool calls in answers, by whether they were complete.", "complete")
         self.reasoning_tokens = counter("reasoning_tokens", "Tokens of completions that belong to the reasoning.")
@@ -164,42 +160,42 @@ class WorkerMetrics(MetricFamilies):
         )
         self.kv_fetches = counter("kv_fetches", "Fetches of KV blocks from other workers, by outcome.", "outcome")
         self.kv_refused_blocks = counter(
-            "kv_refused_blocks", "Fetched blocks that were not cached, since one of them holds no usable numbers."
+            "kv_refused_blocks", "Fetched blocks that were not cached because one of them holds unusable numbers."
         )
-        self.kv_fetched_bytes = counter("kv_fetched_bytes", "Bytes of KV blocks that were fetched from other workers.")
-        self.kv_given_bytes = counter("kv_given_bytes", "Bytes of KV blocks that other workers have read.")
+        self.kv_fetched_bytes = counter("kv_fetched_bytes", "Bytes of KV blocks fetched from other workers.")
+        self.kv_given_bytes = counter("kv_given_bytes", "Bytes of KV blocks read by other workers.")
         self.kv_fetch = histogram("kv_fetch_seconds", "Duration of fetches of KV blocks.", TTFT_BUCKETS)
         self.legs = counter(
             "legs",
-            "Prompts that were computed for other workers, by outcome: complete, cancelled or failed.",
+            "Prompts computed for other workers, by outcome: complete, cancelled or failed.",
             "outcome",
         )
         self.legs_awaited = counter(
-            "legs_awaited", "Prompts that another worker was to compute for this one, by outcome.", "outcome"
+            "legs_awaited", "Prompts that another worker should compute for this one, by outcome.", "outcome"
         )
         self.loading = gauge("loading", "1 while an engine is being started.")
         self.model_loads = counter("model_loads", "Loads of models on demand, by outcome: ok or failed.", "outcome")
         self.model_unloads = counter(
-            "model_unloads", "Models that were unloaded, by reason: idle, or room for another.", "reason"
+            "model_unloads", "Unloaded models, by reason: idle, or room for another.", "reason"
         )
         self.model_load_seconds = histogram(
             "model_load_seconds", "From the decision to load a model on demand until it serves.", REQUEST_BUCKETS
         )
         self.model_state = gauge(
             "model_state",
-            "1 for the state of a model that is loaded on demand: unloaded, loading, loaded or unloading.",
+            "1 for the state of an on-demand model: unloaded, loading, loaded or unloading.",
             "state",
         )
         self.memory_budget = gauge(
-            "memory_budget_bytes", "Memory that all models on demand of the process may take together; 0: what is free."
+            "memory_budget_bytes", "Memory that all on-demand models of the process may take together; 0: what is free."
         )
         self.memory_reserved = gauge(
-            "memory_reserved_bytes", "Memory that a model on demand is expected to take; 0 while it is not loaded."
+            "memory_reserved_bytes", "Memory that an on-demand model is expected to take; 0 while it is not loaded."
         )
         self.kv_leases = gauge("kv_leases", "Workers that are reading KV blocks here.")
-        self.embeddings = counter("embeddings", "Inputs that were embedded.")
-        self.embedded_tokens = counter("embedded_tokens", "Tokens of inputs that were embedded.")
-        self.scored_documents = counter("scored_documents", "Documents that were scored.")
+        self.embeddings = counter("embeddings", "Embedded inputs.")
+        self.embedded_tokens = counter("embedded_tokens", "Tokens of embedded inputs.")
+        self.scored_documents = counter("scored_documents", "Scored documents.")
         self.steps = histogram(
             "step_seconds", "Duration of steps, by kind: prefill, decode or mixed.", ITL_BUCKETS, "kind"
         )
@@ -210,7 +206,7 @@ class WorkerMetrics(MetricFamilies):
         self.ttft = histogram("time_to_first_token_seconds", "From the accept to the first token.", TTFT_BUCKETS)
         self.itl = histogram(
             "inter_token_latency_seconds",
-            "From one token of a request to its next; those of one step count once.",
+            "From one token of a request to the next; tokens of one step count once.",
             ITL_BUCKETS,
         )
         self.queue = histogram("queue_time_seconds", "From the accept to the first step.", REQUEST_BUCKETS)
@@ -254,7 +250,7 @@ class ReplicaMetrics:
         self._non_finite_logits = [metrics.non_finite_logits.labels(*own, kind) for kind in ("nan", "inf", "-inf")]
         self._last_load = messages.Load()
         self.failures_in_a_row = 0
-        """The requests that have failed here since the last one that did not."""
+        """The requests that have failed here since the last success."""
         self._load_counters = [
             (metrics.generation_tokens.labels(*own), "generated_tokens"),
             (metrics.computed_tokens.labels(*own), "computed_tokens"),
@@ -299,7 +295,7 @@ class ReplicaMetrics:
         return f"<ReplicaMetrics of {self._own_labels[1]}>"
 
     def observe_step(self, stats: ipc.StepStats) -> None:
-        """A step was computed."""
+        """Observes a computed step."""
         self._steps[stats.kind].observe(stats.seconds)
         self._inference.inc(stats.seconds)
         self._gap.inc(stats.gap_s)
@@ -315,32 +311,32 @@ class ReplicaMetrics:
                 child.inc(count)
 
     def kv_pool_changed(self, stats: ipc.KvPoolStats) -> None:
-        """Sets what an engine holds of a KV pool, and counts what it has given up."""
+        """Sets an engine's part of a KV pool, and counts what it has given up."""
         for part in ("held", "share", "cap", "budget"):
             self._metrics.kv_pool.labels(*self._own_labels, part).set(getattr(stats, part))
         for kind, count in (("idle", stats.reclaimed_idle), ("preempted", stats.reclaimed_used)):
             self._metrics.kv_reclaimed.labels(*self._own_labels, kind).inc(count)
 
     def blocks_refused(self, count: int) -> None:
-        """So many fetched blocks were not cached."""
+        """Counts fetched blocks that were not cached."""
         self._metrics.kv_refused_blocks.labels(*self._own_labels).inc(count)
 
     def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
-        """A request's constraint was compiled, or could not be."""
+        """Observes a constraint that was compiled, or could not be."""
         self._compile.observe(compiled.seconds)
         if compiled.problem is not None:
             reason = "too_costly" if compiled.is_too_costly else "invalid"
             self._metrics.constraint_refusals.labels(*self._own_labels, reason).inc()
 
     def constraint_given_up(self) -> None:
-        """A request ended because its constraint became too costly to follow."""
+        """Counts a request that ended because its constraint became too costly to follow."""
         self._metrics.constraint_refusals.labels(*self._own_labels, "given_up").inc()
 
     def answer_parsed(
         self, reasoning_tokens: int, tool_calls: int, *, has_incomplete_call: bool, has_spent_budget: bool
     ) -> None:
-        """An answer has ended that was parsed. The last of its tool calls may be incomplete; its reasoning may have
-        spent its budget."""
+        """Counts a parsed answer that has ended. Its last tool call may be incomplete; its reasoning may have spent its
+        budget."""
         own = self._own_labels
         self._metrics.reasoning_tokens.labels(*own).inc(reasoning_tokens)
         self._metrics.reasoning_budgets_spent.labels(*own).inc(has_spent_budget)
@@ -348,18 +344,18 @@ class ReplicaMetrics:
         self._metrics.tool_calls.labels(*own, "false").inc(has_incomplete_call)
 
     def request_constrained(self, kind: engine_request.ConstraintKind) -> None:
-        """A request is accepted whose output is constrained."""
+        """Counts an accepted request that has a constraint."""
         self._metrics.constrained.labels(*self._own_labels, kind).inc()
 
     def observe_token_interval(self, seconds: float, count: int) -> None:
-        """`count` requests got a token, each `seconds` after its previous one."""
+        """Observes that `count` requests got a token, each `seconds` after its previous one."""
         self._itl.observe_many(seconds, count)
 
     def count_load(self, load: messages.Load) -> None:
-        """Adds what an engine has counted since the last call; a new engine counts from 0."""
+        """Adds an engine's counts since the last call; a new engine counts from 0."""
         for child, name in self._load_counters:
             now, before = getattr(load, name), getattr(self._last_load, name)
-            if now != before:  # smaller than before: a new engine has counted from 0
+            if now != before:  # smaller than before: a new engine counts from 0
                 child.inc(now - before if now > before else now)
         self._last_load = load
 
@@ -405,7 +401,7 @@ class ReplicaMetrics:
         self._metrics.loading.labels(*self._own_labels).set(is_loading)
 
     def engine_unloaded(self) -> None:
-        """Says that there is no engine; counters of the next one start at 0."""
+        """Notes that there is no engine; the next one's counters start at 0."""
         self._last_load = messages.Load()
         self._metrics.ready.labels(*self._own_labels).set(0)
 
@@ -422,8 +418,8 @@ class ReplicaMetrics:
         *,
         has_failed: bool = False,
     ) -> None:
-        """A request has ended; durations after its start are observed only if it got a token. `has_failed`: in a way in
-        which it may not fail elsewhere."""
+        """Observes the end of a request; durations after its start only if it got a token. `has_failed`: in a way that
+        need not recur elsewhere."""
         self._metrics.finished.labels(*self._own_labels, reason).inc()
         self.failures_in_a_row = self.failures_in_a_row + 1 if has_failed else 0
         self._metrics.failures.labels(*self._own_labels).set(self.failures_in_a_row)
@@ -438,11 +434,11 @@ class ReplicaMetrics:
             self._decode.observe(timings.decode_ms / 1e3)
 
     def client_gone(self) -> None:
-        """A request is cancelled because nobody listens to its stream any more."""
+        """Counts a request that is cancelled because its client is gone."""
         self._metrics.clients_gone.labels(*self._own_labels).inc()
 
     def blocks_fetched(self, outcome: str, num_bytes: int, seconds: float, *, was_leg: bool) -> None:
-        """A fetch of KV blocks has ended, which the other worker had to compute first in a leg."""
+        """Observes a finished fetch of KV blocks. `was_leg`: the other worker had to compute them first."""
         metrics, own = self._metrics, self._own_labels
         metrics.kv_fetched_bytes.labels(*own).inc(num_bytes)
         if was_leg:
@@ -452,37 +448,37 @@ class ReplicaMetrics:
         metrics.kv_fetch.labels(*own).observe(seconds)
 
     def leg_ended(self, outcome: str) -> None:
-        """A prompt was computed for another worker, or was to be."""
+        """Counts a prompt computation for another worker by its outcome."""
         self._metrics.legs.labels(*self._own_labels, outcome).inc()
 
     def blocks_given(self, num_bytes: int) -> None:
-        """Other workers have read so many bytes of KV blocks."""
+        """Counts bytes of KV blocks that other workers have read."""
         self._metrics.kv_given_bytes.labels(*self._own_labels).inc(num_bytes)
 
     def request_refused(self, code: str) -> None:
-        """A run was refused."""
+        """Counts a refused run."""
         self._metrics.refused.labels(*self._own_labels, code).inc()
 
     def copies_recovered(self, recovery: RecoveredCopies) -> None:
-        """A new engine has found copies of an earlier one."""
+        """Counts the copies of an earlier engine that a new one has found."""
         self._metrics.recovered_blocks.labels(*self._own_labels).inc(recovery.blocks)
         self._metrics.recovered_bytes.labels(*self._own_labels).inc(recovery.num_bytes)
         for reason, count in recovery.discarded.items():
             self._metrics.discarded_slots.labels(*self._own_labels, reason).inc(count)
 
     def engine_restarted(self) -> None:
-        """An engine serves that is not the first."""
+        """Counts an engine that serves and is not the first."""
         self._metrics.restarts.labels(*self._own_labels).inc()
 
     def memory_poisoned(self) -> None:
-        """An engine ends because non-finite numbers stay in its memory."""
+        """Counts an engine that ends because non-finite numbers remain in its memory."""
         self._metrics.poisoned_engines.labels(*self._own_labels).inc()
 
     def inputs_embedded(self, count: int, num_tokens: int) -> None:
-        """`count` inputs were embedded, which have so many tokens together."""
+        """Counts embedded inputs and their tokens."""
         self._metrics.embeddings.labels(*self._own_labels).inc(count)
         self._metrics.embedded_tokens.labels(*self._own_labels).inc(num_tokens)
 
     def documents_scored(self, count: int) -> None:
-        """`count` documents were scored."""
+        """Counts scored documents."""
         self._metrics.scored_documents.labels(*self._own_labels).inc(count)

@@ -10,7 +10,7 @@ from tokenbus.protocol.wire.messages import FinishReason
 from tokenbus.worker.telemetry.metrics import WorkerMetrics
 
 _LABELS = {"model": "model_name", "worker_id": "engine"}
-"""vLLM's names of our labels. Its `engine` numbers the engines of a process; here it is the worker's id."""
+"""vLLM's names for our labels. Its `engine` numbers the engines of a process; here it is the worker's id."""
 _REASONS: dict[str, str] = {
     FinishReason.STOP: "stop",
     FinishReason.TOOL_CALLS: "stop",
@@ -38,7 +38,7 @@ class _Alias(Collector):
 
 
 class _RequestSuccess(Collector):
-    """Shows how many requests ended for each of vLLM's finish reasons, which are fewer than ours."""
+    """Shows how many requests ended with each of vLLM's finish reasons, which are fewer than ours."""
 
     def __init__(self, finished: Counter) -> None:
         self._finished = finished
