@@ -1,1 +1,1 @@
-"""Models that a worker loads when they are asked for, and unloads to make room for others."""
+"""Models that a worker loads when a request names them, and unloads to make room for others."""

@@ -4,10 +4,10 @@
         ^                 |                   |
         +-----failed------+------failed-------+
 
-A model is wanted while somebody asks for it again and again. The wanted models are loaded in the order in which they
-were asked for, one at a time. The first one gets room from models that have been idle, the least recently used one
-first. A model with running requests is never unloaded. But if the first one waits for long, a busy model takes no new
-requests, and is unloaded as soon as those that run have ended: otherwise busy models could keep all others out."""
+A model is wanted while it is requested repeatedly. Wanted models are loaded in the order in which they were requested,
+one at a time. Idle models, the least recently used first, make room for the first in that order. A model with running
+requests is never unloaded. But if the first one waits for long, a busy model accepts no new requests, and is unloaded
+as soon as the running ones have ended: otherwise busy models could keep out all others."""
 
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
@@ -17,32 +17,32 @@ from tokenbus.worker.engine.memory.need import MemoryNeed, mib
 from tokenbus.worker.on_demand.planned_model import LINGER_S, LoadState, PlannedModel
 
 _WANT_TTL_S = 3.0
-"""A model that nobody has asked for since this time is not loaded any more; routers ask twice a second."""
+"""A model that has not been requested for this long is no longer wanted; routers ask twice a second."""
 _FAILURE_TTL_S = 10.0
-"""A model that could not be loaded is not tried again for this time."""
+"""A model that could not be loaded is not retried for this long."""
 _PATIENCE_S = 5.0
-"""The first model in the order waits this long before a busy one has to finish its requests."""
+"""The first model in the order waits this long before a busy one is drained."""
 
 
 class LoadStep(NamedTuple):
-    """A model is to be loaded; its state is LOADING already."""
+    """The action to load a model, whose state is already LOADING."""
 
     name: str
 
 
 class Unload(NamedTuple):
-    """A model takes no new requests, and is to be unloaded once those that run have ended; its state is UNLOADING."""
+    """The action to drain and unload a model, whose state is already UNLOADING."""
 
     name: str
     reason: Literal["idle", "room"]
-    """Nobody has used it for long, or another model needs its memory."""
+    """Whether it was idle for long, or another model needs its memory."""
 
 
 class LoadPlan:
-    """The models of one worker that are loaded on demand."""
+    """The on-demand models of one worker."""
 
     def __init__(self, names: Iterable[str], budget_bytes: int, idle_unload_s: float = 0.0) -> None:
-        """A budget of 0 leaves the limit to the memory that is free, and `idle_unload_s` 0 unloads only for room."""
+        """A budget of 0 makes free memory the only limit, and an `idle_unload_s` of 0 unloads only to make room."""
         self._models = {name: PlannedModel() for name in names}
         self.budget_bytes = budget_bytes
         self._idle_unload_s = idle_unload_s
@@ -54,7 +54,7 @@ class LoadPlan:
         return self._models[name].state
 
     def need_of(self, name: str) -> MemoryNeed | None:
-        """Returns the memory that a model takes, once that is known."""
+        """Returns the memory that a model takes, once known."""
         return self._models[name].need
 
     @property
@@ -63,8 +63,8 @@ class LoadPlan:
         return sum(one.num_bytes for one in self._models.values() if one.state is not LoadState.UNLOADED)
 
     def take(self, num_bytes: int) -> bool:
-        """Takes memory for a model that is loaded beside these out of the budget; returns whether there was enough."""
-        # a budget of 0 would be none
+        """Takes memory out of the budget for a model loaded alongside these; returns whether there was enough."""
+        # a budget of 0 would mean no limit
         if 0 < self.budget_bytes <= self.reserved_bytes + num_bytes:
             return False
         if self.budget_bytes:
@@ -79,11 +79,11 @@ class LoadPlan:
     def set_need(self, name: str, need: MemoryNeed) -> None:
         """Notes the memory that a model takes. It is not loaded before this is known."""
         model = self._models[name]
-        if model.state is LoadState.UNLOADED:  # what is loaded keeps what it was loaded with
+        if model.state is LoadState.UNLOADED:  # a loaded model keeps the need that it was loaded with
             model.need = need
 
     def want(self, name: str, now: float) -> errors.Error | None:
-        """Notes that somebody asks for a model; returns why it can't be had, if it can't."""
+        """Notes a request for a model; returns the error if it cannot be loaded."""
         model = self._models[name]
         if model.state in (LoadState.LOADING, LoadState.LOADED):
             return None
@@ -98,13 +98,13 @@ class LoadPlan:
         return None
 
     def loaded(self, name: str, now: float) -> None:
-        """A model that was LOADING serves."""
+        """Notes that a model that was LOADING is serving."""
         model = self._models[name]
         assert model.state is LoadState.LOADING, self
         model.state, model.idle_since, model.was_used = LoadState.LOADED, now, False
 
     def failed(self, name: str, reason: str, now: float, code: errors.Code = errors.Code.NO_WORKER) -> None:
-        """A model could not be loaded, or it was lost and can't be loaded again. It takes no memory now."""
+        """Notes that a model could not be loaded, or was lost and can't be reloaded. It now takes no memory."""
         model = self._models[name]
         model.state, model.wanted_since = LoadState.UNLOADED, None
         text = f"the model {name} can't be loaded: {reason}"
@@ -112,13 +112,13 @@ class LoadPlan:
         model.failed_at = now
 
     def unloaded(self, name: str) -> None:
-        """A model that was UNLOADING takes no memory any more."""
+        """Notes that a model that was UNLOADING no longer takes any memory."""
         model = self._models[name]
         assert model.state is LoadState.UNLOADING, self
         model.state = LoadState.UNLOADED
 
     def remove(self, name: str) -> None:
-        """Forgets a model that is not served any more."""
+        """Forgets a model that is no longer served."""
         del self._models[name]
 
     def used(self, name: str, *, idle_since: float | None) -> None:
@@ -130,9 +130,9 @@ class LoadPlan:
             model.was_used, model.idle_since = True, idle_since
 
     def next_action(self, now: float, free_bytes: int) -> LoadStep | Unload | None:
-        """Returns what is to be done now, and assumes that it is done. `free_bytes` of memory are free on the machine.
+        """Returns the next action, and assumes that it is carried out. The machine has `free_bytes` of free memory.
 
-        It is to be called again after each action, after each change, and several times a second."""
+        Call it again after each action, after each change, and several times a second."""
         if overdue := self._overdue(now):
             return self._unload(overdue, "idle")
         name = self._first_wanted(now)
@@ -156,14 +156,14 @@ class LoadPlan:
             ), self
 
     def _overdue(self, now: float) -> str:
-        """Returns a model that nobody has used for too long, if there is one."""
+        """Returns a model that has been unused for too long, if any."""
         if not self._idle_unload_s:
             return ""
         limit_s = max(self._idle_unload_s, LINGER_S)
         return next((name for name, one in self._models.items() if one.idle_s(now) >= limit_s), "")
 
     def _first_wanted(self, now: float) -> str | None:
-        """Returns the model that has been wanted for the longest time, and forgets those that nobody wants any more."""
+        """Returns the model that has been wanted for the longest time, and forgets those that are no longer wanted."""
         waiting: list[tuple[float, str]] = []
         for name, model in self._models.items():
             if model.wanted_since is not None and now - model.wanted_at > _WANT_TTL_S:
@@ -173,19 +173,19 @@ class LoadPlan:
         return min(waiting)[1] if waiting else None
 
     def _missing_bytes(self, need: MemoryNeed, free_bytes: int) -> int:
-        """Returns how much memory has to be given back before a model may be loaded."""
+        """Returns how much memory must be freed before a model may be loaded."""
         over = self.reserved_bytes + need.total_bytes - self.budget_bytes if self.budget_bytes else 0
         return max(over, need.total_bytes - free_bytes)
 
     def _make_room(self, name: str, now: float, free_bytes: int) -> Unload | None:
-        """Has another model unloaded, one at a time."""
+        """Unloads another model, one at a time."""
         model = self._models[name]
         assert model.need is not None
         assert model.wanted_since is not None
         loaded = [one for one in self._models if self._models[one].state is LoadState.LOADED]
         if any(one.state is LoadState.UNLOADING for one in self._models.values()):
             return None
-        if not loaded:  # the machine's own memory is missing, or what was taken out of the budget meanwhile
+        if not loaded:  # the machine lacks memory, or some was taken out of the budget meanwhile
             free_bytes = min(free_bytes, self.budget_bytes or free_bytes)
             self.failed(name, _shortage(model.need, free_bytes), now, errors.Code.INSUFFICIENT_MEMORY)
             return None
@@ -193,7 +193,7 @@ class LoadPlan:
         missing = self._missing_bytes(model.need, free_bytes)
         is_enough = sum(self._models[one].num_bytes for one in idle) >= missing
         if not idle or not is_enough:
-            # what is idle now would be unloaded for nothing, unless a busy one follows
+            # unloading idle models would be in vain, unless a busy one follows
             if now - model.wanted_since < _PATIENCE_S:
                 return None
             idle = idle or loaded

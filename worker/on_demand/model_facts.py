@@ -1,4 +1,4 @@
-"""Reads from a model's files what its memory can be estimated from. Nothing of the weights is read."""
+"""Reads from a model's files the facts from which its memory is estimated, but no weights."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,13 +15,13 @@ from tokenbus.worker.models.find import find
 _F16_BYTES, _F32_BYTES = 2, 4
 _ONNX_CONTEXT = 4_096
 _TYPE_BITS = {"f32": 32.0, "q8": 8.5, "q6": 6.6, "q5": 5.7, "q4": 4.9, "iq4": 4.5, "q3": 4.0, "q2": 3.0}
-"""Bits of a weight by how the type of a conversion begins, a little more than usual; 16 for all others."""
+"""Bits per weight by the prefix of a conversion's type, a little more than usual; 16 for all others."""
 
 
 def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFacts:
-    """Returns the facts of a model, which is downloaded if it is on the Hub only; `progress` gets the share of that.
+    """Returns a model's facts, downloading it if it is only on the Hub; `progress` gets the fraction downloaded.
 
-    Raises ModelError, saying what to do, if it can't be had."""
+    Raises ModelError, saying what to do, if it can't be found or read."""
     engine = registry.engine_of(settings.model) if settings.engine == "auto" else settings.engine
     if engine == "sim":
         return ModelFacts(0, 0, 0, 0, 0, 0)
@@ -44,8 +44,8 @@ def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFa
 
 
 def weight_bytes(settings: EngineSettings) -> int:
-    """Returns the size of a model's weights; 0 for one on the Hub, of which nothing is fetched for that, and for one
-    that can't be found, which is said when it is loaded."""
+    """Returns the size of a model's weights; 0 for one on the Hub, from which nothing is fetched, and for one that
+    can't be found, which is reported when it is loaded."""
     if is_hub_name(settings.model):
         return 0
     layouts = registry.layouts(registry.engine_of(settings.model) if settings.engine == "auto" else settings.engine)
@@ -67,7 +67,7 @@ def _of_config(config: config_json.ModelSizes, weight_bytes: int, value_bytes: i
 
 
 def _size(files: ModelFiles, layouts: Sequence[Layout]) -> int:
-    """Returns the size of all files with weights."""
+    """Returns the size of all weight files."""
     folder, name = files.weights.parent, files.weights.name
     layout = next((one for one in layouts if one.is_weights(name)), layouts[0])
     parts = layout.parts_of(name, [path.name for path in folder.iterdir()])

@@ -1,4 +1,4 @@
-"""The models of one worker process that are loaded on demand: carries out what the load plan decides."""
+"""The on-demand models of one worker process: carries out what the load plan decides."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ _TICK_S = 0.1
 
 
 class OnDemandModels:
-    """Loads models that routers ask for, and unloads others to make room. It learns from replicas what became of it."""
+    """Loads models that routers request, and unloads others to make room. Replicas report the outcomes."""
 
     def __init__(self, settings: WorkerSettings, metrics: WorkerMetrics, worker_id: str) -> None:
         self._settings = settings
@@ -33,20 +33,20 @@ class OnDemandModels:
         self._worker_id = worker_id
         self._plan = LoadPlan((), 0)
         self._beside: dict[str, MemoryNeed] = {}
-        """The memory of models that are loaded beside these."""
+        """The memory of models loaded alongside these."""
         self._replicas: dict[str, OnDemandReplica] = {}
         self._measuring: dict[str, asyncio.Task[None]] = {}
         self._changing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._began_at: dict[str, float] = {}
-        """When the present load of each model began."""
+        """When the current load of each model began."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
         return f"<OnDemandModels {self._plan!r}>"
 
     async def prepare(self) -> None:
-        """Sets the models' budget: what is left of the whole one when the other models are loaded.
+        """Sets the models' budget: what the other models leave of the whole one.
 
         Raises EngineStartError if they alone take more."""
         others = [model for model in self._settings.models if not model.on_demand]
@@ -63,9 +63,9 @@ class OnDemandModels:
         self._plan = LoadPlan(self._models, budget, self._settings.idle_unload_s)
 
     async def take(self, model: ModelToServe) -> int:
-        """Takes the memory of a replica that is loaded beside these models out of their budget; returns its bytes.
+        """Takes the memory of a replica loaded alongside these models out of their budget; returns its bytes.
 
-        Raises EngineStartError if there is not so much left."""
+        Raises EngineStartError if too little is left."""
         if not self._plan.budget_bytes:
             return 0
         need = self._beside[model.served_name] = await self._need_to_start(model)
@@ -78,7 +78,7 @@ class OnDemandModels:
         return need.total_bytes
 
     def sized(self, model: ModelToServe) -> EngineSettings:
-        """Returns the settings of a model that is loaded beside these, with the sizes for which it was counted."""
+        """Returns the settings of a model loaded alongside these, with the sizes that `take` counted."""
         need = self._beside.get(model.served_name)
         return model.engine if need is None else sizes.sized(model.engine, need)
 
@@ -88,7 +88,7 @@ class OnDemandModels:
         self._changed.set()
 
     def add(self, replica: OnDemandReplica) -> None:
-        """Takes over a replica before it runs."""
+        """Adds a replica before it runs."""
         name = replica.served_name
         self._replicas[name] = replica
         replica.listener = self
@@ -146,7 +146,7 @@ class OnDemandModels:
         self._plan.failed(name, reason, time.monotonic(), code)
         self._metrics.model_loads.labels(name, replica.worker_id, "failed").inc()
         self._log.error("model_not_loaded", worker_id=replica.worker_id, model=name, error=reason)
-        self._start_measuring(name)  # its file may be another one now
+        self._start_measuring(name)  # its file may have been replaced
         self._changed.set()
 
     def model_unloaded(self, name: str) -> None:
@@ -156,7 +156,7 @@ class OnDemandModels:
         self._changed.set()
 
     def _want(self, name: str) -> internal.ControlReply:
-        """Has a model loaded; returns how far that is."""
+        """Requests that a model be loaded; returns the progress."""
         error = self._plan.want(name, time.monotonic())
         if error is not None:
             return internal.ControlReply(ok=False, error=error)
@@ -184,7 +184,7 @@ class OnDemandModels:
                     self._start_unloading(replica)
 
     def _start_unloading(self, replica: OnDemandReplica) -> None:
-        # the plan hears of the end of its engine, however that comes
+        # the plan is told when its engine ends, however that happens
         task = tasks.background("unload", replica.unload(), lambda _: replica.kill_engine())
         self._changing.add(task)
         task.add_done_callback(self._changing.discard)
@@ -196,7 +196,7 @@ class OnDemandModels:
             measuring.add_done_callback(lambda _: self._measuring.pop(name, None))
 
     async def _measure(self, name: str) -> None:
-        """Finds out how much memory a model needs, which may begin with a download."""
+        """Finds out how much memory a model needs, which may require a download."""
         try:
             need = await self._measure_files(self._models[name])
         except (ModelError, OSError) as error:
@@ -208,8 +208,8 @@ class OnDemandModels:
             self._changed.set()
 
     def _not_measured(self, name: str, error: Exception) -> None:
-        """Refuses a model of which nothing is known. One that was loaded before is tried again: the load says why it
-        fails."""
+        """Refuses a model of which nothing is known. A model that was loaded before is retried: the load then reports
+        why it fails."""
         if name in self._replicas and self._plan.need_of(name) is None:
             worker_id = self._replicas[name].worker_id
             self._plan.failed(name, str(error) or type(error).__name__, time.monotonic())

@@ -1,4 +1,4 @@
-"""One model of a load plan: its state, who wants it, and how it was used; pure."""
+"""One model of a load plan: its state, demand and use; pure."""
 
 import enum
 
@@ -6,9 +6,9 @@ from tokenbus.protocol.wire import errors
 from tokenbus.worker.engine.memory.need import MemoryNeed
 
 LINGER_S = 0.2
-"""A model that has been idle for less than this is not unloaded: its clients may be about to ask again."""
+"""A model that has been idle for less than this is not unloaded: its clients may be about to send more requests."""
 _FIRST_USE_S = 2.0
-"""The same for one that has been loaded and not used yet: the requests that it was loaded for are on their way."""
+"""The same for a model that was loaded and not yet used: the requests that it was loaded for are on their way."""
 
 
 class LoadState(enum.StrEnum):
@@ -21,14 +21,14 @@ class LoadState(enum.StrEnum):
 
 
 class PlannedModel:
-    """One model: its state, who wants it, and how it was used."""
+    """One model: its state, demand and use."""
 
     def __init__(self) -> None:
         self.state = LoadState.UNLOADED
         self.need: MemoryNeed | None = None
         self.wanted_since: float | None = None
         self.wanted_at = 0.0
-        """When somebody asked for it last."""
+        """When it was last requested."""
         self.idle_since: float | None = None
         """When its last request ended; None while there are any."""
         self.was_used = False
@@ -37,7 +37,7 @@ class PlannedModel:
         self.failed_at = 0.0
 
     def idle_s(self, now: float) -> float:
-        """Returns for how long nobody has used it."""
+        """Returns how long it has been unused."""
         return now - self.idle_since if self.state is LoadState.LOADED and self.idle_since is not None else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""A replica whose engine comes and goes: the frontend stays on the bus, and says that its model is loadable."""
+"""A replica whose engine comes and goes: the frontend stays on the bus, and announces that its model is loadable."""
 
 import asyncio
 import os
@@ -24,24 +24,24 @@ _POLL_S = 0.05
 
 
 class LoadListener(Protocol):
-    """Learns what becomes of a replica's model."""
+    """Learns the state of a replica's model."""
 
     def model_loaded(self, name: str) -> None:
-        """It serves, after `load` or after its engine was restarted."""
+        """The model serves, after `load` or after its engine was restarted."""
         ...
 
     def model_failed(self, name: str, error: contract.EngineStartError) -> None:
-        """It could not be loaded, or its engine died and it can't be loaded again."""
+        """The model could not be loaded, or its engine died and it can't be reloaded."""
         ...
 
     def model_unloaded(self, name: str) -> None:
-        """It takes no memory any more."""
+        """The model no longer takes any memory."""
         ...
 
 
 class OnDemandReplica(Replica):
-    """Serves a model from each `load` to the next `unload`. Its engine has a process of its own, so that all of its
-    memory is given back, and a load disturbs no other model."""
+    """Serves a model from each `load` to the next `unload`. Its engine has its own process, so that all of its memory
+    is given back, and loading disturbs no other model."""
 
     _is_patient: ClassVar[bool] = False
 
@@ -62,13 +62,13 @@ class OnDemandReplica(Replica):
         self._load_requested = asyncio.Event()
 
     def set_context_length(self, tokens: int) -> None:
-        """Announces how long a sequence is expected to be, as long as the model was never loaded."""
+        """Announces the expected context length, until the model is first loaded."""
         self._listing = _listing(self._engine, tokens)
         if self.started.done() and not self._load_requested.is_set():
             self._announce_loadable()
 
     def load(self, need: MemoryNeed) -> None:
-        """Starts an engine that takes no more than that. The listener is told whether it serves."""
+        """Starts an engine that takes no more than `need`. The listener is told whether it serves."""
         assert self.frontend is not None, "only a started replica is wanted"
         self.load_progress = 0.0
         self._engine = sizes.sized(self._model.engine, need)
@@ -76,8 +76,8 @@ class OnDemandReplica(Replica):
         self._load_requested.set()
 
     async def unload(self) -> None:
-        """Takes no new requests, waits until those that run have ended, and ends the engine. If anything fails, the
-        engine ends at once, since its memory counts as free afterwards."""
+        """Accepts no new requests, waits until the running ones have ended, and ends the engine. If anything fails, the
+        engine ends at once, since its memory then counts as free."""
         supervisor = self._supervisor
         assert supervisor is not None
         try:
@@ -88,11 +88,11 @@ class OnDemandReplica(Replica):
                 await supervisor.cleanup()
 
     def kill_engine(self) -> None:
-        """Ends the engine at once, which has to end and does not. No other is started."""
+        """Kills an engine that should end and does not. No other is started."""
         self._process.kill()
 
     async def _wait_idle(self, supervisor: EngineSupervisor) -> None:
-        """Returns when the engine has no request, or when there is no engine any more."""
+        """Returns when the engine has no request, or when there is no engine."""
         while supervisor.engine is not None and supervisor is self._supervisor:
             await supervisor.engine.drain()
             if self.idle_since is not None:
@@ -101,14 +101,14 @@ class OnDemandReplica(Replica):
 
     @property
     def idle_since(self) -> float | None:
-        """When the engine's last request ended; None while there is any, or no engine."""
+        """When the engine's last request ended; None while it has one, or without an engine."""
         engine = self._supervisor.engine if self._supervisor is not None else None
         is_busy = engine is None or (self.frontend is not None and self.frontend.has_streams)
         return None if is_busy or engine is None else engine.idle_since
 
     @property
     def unready_reason(self) -> str:
-        """A model that is not loaded takes requests all the same: routers hold them."""
+        """A model that is not loaded still takes requests: routers hold them."""
         return "" if self.started.done() else f"{self.worker_id} is not ready"
 
     @property
@@ -144,7 +144,7 @@ class OnDemandReplica(Replica):
                 self.listener.model_unloaded(self.served_name)
 
     def _forget_engine(self) -> None:
-        """Prepares for the next load: another file may have taken the place of the one that was loaded."""
+        """Prepares for the next load: the loaded file may have been replaced."""
         self._engine, self._config = self._model.engine, None
         self._metrics.engine_unloaded()
         if self._memory_fd is not None:
@@ -159,7 +159,7 @@ class OnDemandReplica(Replica):
 
 
 def _listing(settings: EngineSettings, context_length: int) -> contract.EngineConfig:
-    """Stands for the configuration of an engine that was never started."""
+    """Returns a stand-in for the configuration of an engine that was never started."""
     return contract.EngineConfig(
         engine=registry.engine_of(settings.model) if settings.engine == "auto" else settings.engine,
         engine_version="",

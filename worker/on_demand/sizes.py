@@ -1,7 +1,7 @@
 """Chooses the sizes of a model that takes turns with others.
 
-A model that took what there is would have the others unloaded each time. So it has a context that is long enough for
-most, and if that takes more than half of the budget, a short one (decision 0064)."""
+A model that took all available memory would force the others out each time. So it gets a context that is long enough
+for most uses, or a short one if that would take more than half of the budget (decision 0064)."""
 
 import msgspec
 
@@ -14,11 +14,11 @@ _LONG_CONTEXT = 32_768
 _SHORT_CONTEXT = 8_192
 _CONTEXTS = 4
 _MAX_SHARED_TOKENS = 16_384
-"""Without a setting there is KV memory for so many contexts, up to so many tokens, or for one that is longer."""
+"""By default there is KV memory for this many contexts, up to this many tokens, or for one longer context."""
 
 
 def choose(facts: ModelFacts, settings: EngineSettings, budget_bytes: int) -> MemoryNeed:
-    """Returns what a model takes within a budget for all; 0 is the memory of the machine."""
+    """Returns a model's memory need within a budget for all; 0 means the machine's memory."""
     longest = min(facts.trained_context or _SHORT_CONTEXT, _LONG_CONTEXT)
     need = _need(facts, settings, longest)
     if need.total_bytes > _budget(budget_bytes) // 2:
@@ -27,7 +27,7 @@ def choose(facts: ModelFacts, settings: EngineSettings, budget_bytes: int) -> Me
 
 
 def sized(settings: EngineSettings, need: MemoryNeed) -> EngineSettings:
-    """Returns the settings with which an engine takes no more than it was planned to. A simulator takes nothing."""
+    """Returns the settings with which an engine takes no more than planned. A simulator takes nothing."""
     if not need.weight_bytes:
         return settings
     return msgspec.structs.replace(
@@ -40,7 +40,7 @@ def _need(facts: ModelFacts, settings: EngineSettings, longest: int) -> MemoryNe
     shared = max(length, min(_CONTEXTS * length, _MAX_SHARED_TOKENS))
     kv_tokens = settings.kv_tokens or facts.kv_tokens or (length if facts.pools else shared)
     has_prefixes = not facts.pools and (facts.kv_bytes_per_token or facts.state_bytes)
-    # the system takes back the memory in which it holds files
+    # the system reclaims the memory of cached files
     cached = sizing.budget_bytes(settings) if has_prefixes and not settings.keep_cache else 0
     return estimate(facts, settings, Sizes(min(length, kv_tokens), kv_tokens, cached))
 
