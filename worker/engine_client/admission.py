@@ -1,4 +1,4 @@
-"""Decides which requests an engine can serve, and how many at a time; pure."""
+"""Decides which requests an engine can serve, and how many at once; pure."""
 
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.contract import contract, engine_request
@@ -9,14 +9,14 @@ class CapacityLimit:
 
     def __init__(self, max_waiting: int) -> None:
         self.max_waiting = max_waiting
-        """Requests that may be held beyond those that run."""
+        """Requests that may be held beyond the running ones."""
         self._duration_s = 1.0
 
     def __repr__(self) -> str:
         return f"<CapacityLimit of {self.max_waiting} that wait, {self._duration_s:.2f} s each>"
 
     def request_ended(self, duration_s: float) -> None:
-        """A request ran to its end in `duration_s`."""
+        """Notes that a request ran to its end in `duration_s`."""
         # a moving average over about the last five requests
         self._duration_s += 0.2 * (duration_s - self._duration_s)
 
@@ -40,7 +40,7 @@ def check(request: engine_request.EngineRequest, config: contract.EngineConfig) 
         if token_id >= config.vocab_size:
             raise errors.request_error(
                 errors.Code.INVALID_REQUEST,
-                f"logit_bias: {token_id} is no token id, the vocabulary has {config.vocab_size} tokens",
+                f"logit_bias: {token_id} is not a token id: the vocabulary has {config.vocab_size} tokens",
                 param="logit_bias",
             )
     if len(request.token_ids) + request.sampling.max_tokens > config.context_length:

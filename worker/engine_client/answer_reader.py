@@ -40,25 +40,25 @@ class AnswerReader:
         return bool(self._reasoning or self._calls)
 
     def is_marker(self, token_id: int) -> bool:
-        """Whether a token is a marker, or part of one: text that was held back must be read before it."""
+        """Whether a token is a marker, or part of one: held-back text must be read before it."""
         return self._rules.is_marker(token_id)
 
     def read(self, token_id: int, text: str) -> str:
         """Takes a token and the text that may be published now; returns the part that is the answer's text."""
         self.reasoning_tokens += self._parser.is_reasoning
         found = self._parser.feed(token_id, text)
-        if len(found) == 1 and isinstance(found[0], deltas.Content):  # as for most tokens
+        if len(found) == 1 and isinstance(found[0], deltas.Content):  # the usual case
             return found[0].text
         return self._take(found)
 
     def read_text(self, text: str) -> str:
-        """Takes text that was held back; returns the part that is the answer's text."""
+        """Takes held-back text; returns the part that is the answer's text."""
         if not text:
             return ""
         return self._take(self._parser.feed_text(text))
 
     def finish(self, *, cut_off: bool) -> str:
-        """Returns the held-back text at the end of the answer. `cut_off`: the model was not done."""
+        """Returns the held-back text at the end of the answer. `cut_off`: the model had not finished."""
         return self._take(self._parser.finish(cut_off=cut_off))
 
     def take_parts(self) -> engine_output.AnswerParts:

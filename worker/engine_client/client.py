@@ -1,8 +1,8 @@
 """The engine contract (worker/contract/contract.py) over a step loop in another process.
 
 The client writes commands to a socket and reads reports from it, both as ipc messages. It owns the connection and its
-end; `OpenSequences` owns what the engine works on, `StepWatchdog` decides whether a step hangs, and `PendingCalls`
-waits for the replies to calls beside the streams. When the engine dies, open streams stay open: the next client takes
+lifetime; `OpenSequences` owns what the engine works on, `StepWatchdog` decides whether a step hangs, and `PendingCalls`
+waits for the replies to calls other than streams. When the engine dies, open streams stay open: the next client takes
 them over, or `fail_streams` ends them."""
 
 import asyncio
@@ -42,7 +42,7 @@ class EngineClient(asyncio.Protocol):
     """An `Engine` at the other end of a socket."""
 
     def __init__(self, launch: Callable[[], Awaitable[EngineLink]], max_waiting: int) -> None:
-        """`launch` starts the other side; up to `max_waiting` requests may be held beyond those that run."""
+        """`launch` starts the other side; up to `max_waiting` requests may be held beyond the running ones."""
         self._launch = launch
         self.listener = EngineListener()
         self.capacity = CapacityLimit(max_waiting)
@@ -57,7 +57,7 @@ class EngineClient(asyncio.Protocol):
             lambda number: self._send(ipc.Abort(number)), lambda *seen: self.listener.prompt_progress(*seen)
         )
         self._ending: set[Generation] = set()
-        """Generations that the tokens of their requests complete, until their sinks are told."""
+        """Generations that are complete with their requests' resumed tokens, until their sinks are told."""
         self._tokenizing: PendingCalls[list[int]] = PendingCalls()
         self._pooling = PoolingCalls()
         self._adapters = EngineAdapters(self._send, lambda: self._sequences.held_adapters)
@@ -65,7 +65,7 @@ class EngineClient(asyncio.Protocol):
         self._prefill_speed = PrefillSpeed()
         self._load = messages.Load()
         self.device_memory: list[DeviceMemory] = []
-        """The memory of its devices besides the host, as it was when it was last read."""
+        """The memory of its devices other than the host, as last read."""
         self._recovered: list[tuple[int, int]] = []
         self._watchdog = StepWatchdog(time.monotonic())
         self._idle = Idle()
@@ -130,7 +130,7 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def idle_since(self) -> float | None:
-        """When the last request or call ended; None while there is any."""
+        """When the last request or call ended; None while there are any."""
         return self._idle.since
 
     def put_blocks(self, prefix: contract.CachedPrefix, first: int, blocks: list[bytes]) -> None:
@@ -141,13 +141,13 @@ class EngineClient(asyncio.Protocol):
         return self._prefill_speed.tokens_per_s
 
     def report_recovered(self) -> None:
-        """Reports the blocks that are cached from the start; call it once `on_kv_events` is set."""
+        """Reports the blocks cached from the start; call it once `on_kv_events` is set."""
         recovered, self._recovered = self._recovered, []
         if recovered:
             self.on_kv_events([], recovered)
 
     def take_over(self, dead: "EngineClient") -> None:
-        """Continues the streams that another engine has left open."""
+        """Continues the streams that another engine left open."""
         generations = dead._sequences.take_all()
         self._pooling, dead._pooling = dead._pooling, self._pooling
         dead._update_idle()
@@ -157,7 +157,7 @@ class EngineClient(asyncio.Protocol):
         for generation in generations:
             if self._adapters.has_all(generation.request):
                 self._open(generation)
-            else:  # one was unloaded while the request used it, and this engine has never had it
+            else:  # one was unloaded while the request used it, and this engine never had it
                 generation.fail(errors.Code.WORKER_LOST, time.monotonic())
         if generations:
             self._log.warning("streams_taken_over", count=len(generations))
@@ -189,12 +189,12 @@ class EngineClient(asyncio.Protocol):
         return await self._pooling.rerank(request)
 
     def _admit_call(self) -> None:
-        """Raises RequestError if the engine may have no further call."""
+        """Raises RequestError if the engine may not get another call."""
         self._pooling.check()
         self._expect_calls()
 
     def _expect_calls(self) -> None:
-        """An idle engine, whose last step is long ago, is about to get calls."""
+        """Restarts an idle engine's step watchdog, since it is about to get calls."""
         if self._idle.is_set():
             self._watchdog.restart(time.monotonic())
         self._idle.clear()
@@ -207,7 +207,7 @@ class EngineClient(asyncio.Protocol):
         self._adapters.unload(digest)
 
     def read_memory(self) -> None:
-        """Has `device_memory` brought up to date."""
+        """Asks the engine to update `device_memory`."""
         self._send_if_alive(ipc.ReadMemory())
 
     def clear_cache(self) -> None:
@@ -231,7 +231,7 @@ class EngineClient(asyncio.Protocol):
     def check_step(self, now: float, gap_s: float, timeout_s: float) -> None:
         """Kills the engine if its step will never end; call it a few times a second, `gap_s` after the last call.
 
-        A frontend that stood still may have missed the engine's reports, so the step's age proves nothing."""
+        A frontend that was frozen may have missed the engine's reports, so the step's age proves nothing."""
         if gap_s > _STALL_S:
             self._watchdog.restart(now)
         is_busy = self._sequences.num_computing or self._pooling
@@ -246,7 +246,7 @@ class EngineClient(asyncio.Protocol):
 
     async def died(self) -> str:
         assert self._death is not None, "start comes first"
-        # shielded, or a caller that is cancelled would cancel the future for all others
+        # shielded, or a cancelled caller would cancel the future for all others
         return await asyncio.shield(self._death)
 
     async def drain(self) -> None:
@@ -280,10 +280,10 @@ class EngineClient(asyncio.Protocol):
         return self._config
 
     def _open(self, generation: Generation, *, is_held: bool = False) -> None:
-        """Opens a sequence that continues a generation, which may have tokens from an engine that died. The engine gets
-        it now, or once it is released."""
+        """Opens a sequence that continues a generation, which may have tokens from a dead engine. The engine gets it
+        now, or once it is released."""
         number = self._sequences.next_number()
-        command = sequences.add_command(number, generation)  # may raise, so nothing is opened before
+        command = sequences.add_command(number, generation)  # may raise, so it comes before anything is opened
         self._sequences.add(number, generation, command if is_held else None)
         self._idle.clear()
         if not is_held:
@@ -297,7 +297,7 @@ class EngineClient(asyncio.Protocol):
         self._transport.write(command)
 
     def _end_soon(self, generation: Generation) -> None:
-        """Ends a generation that needs no engine in the next turn of the event loop, since `generate` is to return
+        """Ends a generation that needs no engine in the next turn of the event loop, since `generate` must return
         before the terminal."""
         self._ending.add(generation)
         self._idle.clear()
@@ -384,7 +384,7 @@ class EngineClient(asyncio.Protocol):
             self.on_kv_events(report.removed, report.stored)
         self._sequences.start(report.started, now)
         self._sequences.report_progress(report.progress)
-        # before any sink runs: whatever a sink does, these survived the step
+        # before any sink runs: regardless of what a sink does, these survived the step
         for output in report.outputs:
             attribution.step_succeeded(self, output.seq_no)
             if output.finish_reason is EngineFinishReason.CONSTRAINT_FAILED:
@@ -436,7 +436,7 @@ class EngineClient(asyncio.Protocol):
         self._nothing_follows()
 
     def _nothing_follows(self) -> None:
-        """Fails the pending calls, and says that sinks have received all that they will for now."""
+        """Fails the pending calls, and signals that sinks have received all that they will for now."""
         self._tokenizing.fail_all()
         self._exporting.fail_all()
         self._adapters.lose_engine()

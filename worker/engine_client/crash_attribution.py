@@ -1,13 +1,13 @@
 """Decides what may have caused an engine process to die: sequences, or calls for embeddings and scores; pure.
 
-Every sequence that was in a step is suspect, and every call that was in a batch, whichever replica it belongs to, since
-the replicas share the process. After a crash the suspects are tried one at a time: if the process dies again, only the
-one that was tried is to blame (decision 0023)."""
+Every sequence that was in a step is suspect, and every call that was in a batch, of any replica, since replicas share
+the process. After a crash the suspects are tried one at a time: if the process dies again, only the one that was tried
+is to blame (decision 0023)."""
 
 from collections.abc import Iterable
 
 MAX_CRASHES = 2
-"""A request that may have ended so many engines gets no other."""
+"""A request that may have ended this many engines gets no other."""
 
 
 class CrashAttribution:
@@ -18,28 +18,29 @@ class CrashAttribution:
         self._stuck: object | None = None
         self._poisoned: tuple[object, frozenset[int]] | None = None
         self._pooled: dict[object, frozenset[int]] = {}
-        """The calls in the batch that each replica computes now."""
+        """The calls in the batch that each replica is computing."""
         self._on_probation: object | None = None
-        """The replica whose batch has a call that was in a batch of a process which died."""
+        """The replica whose batch has a call that was in a dead process's batch."""
 
     def __repr__(self) -> str:
         return f"<CrashAttribution isolated {self._isolated} stuck {self._stuck} pooled {self._pooled}>"
 
     def step_isolated(self, replica: object, number: int) -> None:
-        """From now on no other sequence of any replica is in a step."""
+        """Notes that from now on steps contain no other sequence of any replica."""
         self._isolated = (replica, number)
 
     def step_succeeded(self, replica: object, number: int) -> None:
-        """A sequence survived a step, which ends its isolation."""
+        """Notes that a sequence survived a step, which ends its isolation."""
         if self._isolated == (replica, number):
             self._isolated = None
 
     def memory_poisoned(self, replica: object, numbers: Iterable[int]) -> None:
-        """The process ends because one of these sequences has left non-finite numbers that stay."""
+        """Notes that the process ends because one of these sequences has left non-finite numbers that remain."""
         self._poisoned = (replica, frozenset(numbers))
 
     def batch_changed(self, replica: object, call_ids: Iterable[int], *, on_probation: bool) -> None:
-        """A replica computes a batch of inputs of these calls, and no step; without any, the batch has ended."""
+        """Notes that a replica computes a batch of these calls' inputs, and no step; without calls, the batch has
+        ended."""
         calls = frozenset(call_ids)
         self._pooled[replica] = calls
         if calls and on_probation:
@@ -48,7 +49,7 @@ class CrashAttribution:
             self._on_probation = None
 
     def step_stuck(self, replica: object) -> None:
-        """The process is killed because a step of this replica never ends."""
+        """Notes that the process is killed because a step of this replica never ends."""
         self._stuck = replica
 
     def may_be_caused_by(self, replica: object, number: int) -> bool:

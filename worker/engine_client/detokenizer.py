@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tokenbus.worker.engine_client.stop_automaton import StopAutomaton
 
 _REMEMBERED_STEPS = 16_384
-"""Texts that are remembered with the states before and after them: about as many as a few MiB hold."""
+"""Texts remembered with the states before and after them: about as many as fit in a few MiB."""
 
 
 class Text(NamedTuple):
@@ -19,7 +19,7 @@ class Text(NamedTuple):
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first in a stream of text, and holds back what could be the start of one.
+    """Finds the stop string that is completed first in a stream of text, and holds back what could be the start of one.
 
     If several end at the same character, the longest wins. How the text is split into pieces makes no difference."""
 
@@ -27,7 +27,7 @@ class StopMatcher:
         self._automaton = StopAutomaton(stops) if stops else None
         self._state = 0
         self._held = ""
-        """The start of a stop string, as long as the state says."""
+        """The possible start of a stop string; the state gives its length."""
 
     def push(self, text: str) -> Text:
         """Takes more text and returns what can no longer be part of a stop string."""
@@ -43,7 +43,7 @@ class StopMatcher:
         """Takes texts and returns what may be published with each, up to the first that completes a stop string."""
         if self._automaton is None:
             return texts
-        # tokens repeat: if each of 100,000 tokens with 256 characters were looked through, that would take seconds
+        # tokens repeat: scanning each of 100,000 tokens of 256 characters would take seconds
         advance = functools.lru_cache(_REMEMBERED_STEPS)(self._automaton.advance)
         published = []
         for text in texts:
@@ -54,7 +54,7 @@ class StopMatcher:
         return published
 
     def flush(self) -> str:
-        """Returns the text that is held back, when no more will come."""
+        """Returns the held-back text, when no more will come."""
         held, self._held, self._state = self._held, "", 0
         return held
 
@@ -106,7 +106,7 @@ class Detokenizer:
         return self._matcher.flush() + rest
 
     def _decode(self, data: bytes) -> str:
-        # half as long as with `codecs.getincrementaldecoder`, which does the same in Python
+        # takes half as long as `codecs.getincrementaldecoder`, which does the same in Python
         data = self._partial + data
         text, used = codecs.utf_8_decode(data, "replace")
         self._partial = data[used:]

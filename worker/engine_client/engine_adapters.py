@@ -10,17 +10,17 @@ from tokenbus.worker.engine_client.pending_calls import PendingCalls
 
 
 class EngineAdapters:
-    """Loads and unloads adapters. `send` gives the engine a command, and `held` returns the digests of the adapters of
-    sequences that are held back, which the engine can't know of: they are unloaded only later."""
+    """Loads and unloads adapters. `send` gives the engine a command. `held` returns the digests of adapters that
+    held-back sequences use; the engine does not know about these, so they are unloaded later."""
 
     def __init__(self, send: Callable[[ipc.Command], None], held: Callable[[], set[str]]) -> None:
         self._send = send
         self._held = held
         self._loading: PendingCalls[str] = PendingCalls()
         self._loaded: Counter[str] = Counter()
-        """The number of times that each was loaded, by digest."""
+        """The number of times each was loaded, by digest."""
         self._unloading: list[str] = []
-        """Those that are to be unloaded once no sequence that is held back needs them."""
+        """Those to be unloaded once no held-back sequence needs them."""
 
     def __repr__(self) -> str:
         return f"<EngineAdapters of {len(self._loaded)} files, {len(self._unloading)} to unload>"
@@ -32,15 +32,15 @@ class EngineAdapters:
         return digest
 
     def unload(self, digest: str) -> None:
-        """Reverses one `load`. New requests can't use the adapter any more if it was the last one."""
+        """Reverses one `load`. After the last one, new requests can no longer use the adapter."""
         if self._loaded[digest]:
             self._loaded[digest] -= 1
-            self._loaded = +self._loaded  # without those that are loaded no more
+            self._loaded = +self._loaded  # drops counts of zero
             self._unloading.append(digest)
             self.send_unloads()
 
     def send_unloads(self) -> None:
-        """Has the engine unload what is to be unloaded. Call it whenever a sequence is no longer held back."""
+        """Makes the engine unload what is due. Call it whenever a sequence is no longer held back."""
         if self._unloading:
             held = self._held()
             for digest in [one for one in self._unloading if one not in held]:
@@ -48,7 +48,7 @@ class EngineAdapters:
                 self._send(ipc.UnloadAdapter(digest))
 
     def has_all(self, request: engine_request.EngineRequest) -> bool:
-        """Whether those of a request are loaded."""
+        """Whether a request's adapters are loaded."""
         return all(self._loaded[one.digest] for one in request.adapters)
 
     def check(self, request: engine_request.EngineRequest) -> None:
@@ -61,7 +61,7 @@ class EngineAdapters:
         self._loading.end(result.call_id, result.digest, result.error)
 
     def lose_engine(self) -> None:
-        """Forgets all adapters, and fails every `load` that goes on."""
+        """Forgets all adapters, and fails every `load` in progress."""
         self._loaded.clear()
         self._unloading.clear()
         self._loading.fail_all()

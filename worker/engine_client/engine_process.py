@@ -60,7 +60,7 @@ class EngineProcess:
             self._running.kill()
 
     async def open(self, settings: EngineSettings, memory_fd: int | None = None) -> "ReplicaLink":
-        """Has a replica loaded, in a new process if none runs. `memory_fd` is a file for its copies of blocks.
+        """Loads a replica, in a new process if none is running. `memory_fd` is a file for its copies of blocks.
 
         Raises EngineDiedError."""
         async with self._starting:

@@ -1,8 +1,8 @@
 """The engine client's side of one accepted request: turns sampled tokens into outputs and exactly one terminal.
 
-It outlives an engine: when one dies, the next is given the prompt and the tokens sampled so far, and continues. A
-completion that another worker has begun continues in the same way: its tokens are turned into text again, so that all
-that depends on them, such as text that is held back, is as if they had been sampled here."""
+It outlives an engine: when one dies, the next gets the prompt and the tokens sampled so far, and continues. A
+completion that another worker began continues in the same way: its tokens are turned into text again, so that all that
+depends on them, such as held-back text, is as if they had been sampled here."""
 
 import asyncio
 from array import array
@@ -50,7 +50,7 @@ class Generation:
         accepted_at: float,
         reader: AnswerReader | None = None,
     ) -> None:
-        """`reader` tells reasoning and tool calls apart from the text; without one, all is text."""
+        """`reader` separates reasoning and tool calls from the text; without one, all is text."""
         self.request = request
         self._sink = sink
         self._detokenizer = Detokenizer(token_bytes, request.stop, request.sampling.min_tokens)
@@ -64,12 +64,12 @@ class Generation:
         self.sampled = array("I")
         """The tokens that another engine needs after the prompt to continue."""
         self.crashes = 0
-        """Engines that died in a step with this request since its last token."""
+        """The number of engines that died in a step with this request since its last token."""
         self.has_ended = False
-        """Its sink has been given the terminal."""
+        """Whether its sink has received the terminal."""
         self._ending: _Ending | None = None
         self._is_constraint_ready = False
-        """Its sink knows that the constraint is compiled; another engine compiles it again."""
+        """Whether its sink knows that the constraint is compiled; another engine compiles it again."""
         self._sink_failed = False
         self._processed_tokens = -1
 
@@ -82,10 +82,10 @@ class Generation:
         return self._ending is not None
 
     def resume(self, end_token_ids: Sequence[int]) -> None:
-        """Takes up the completion that the request continues: hands out its tokens, with their text.
+        """Resumes the completion that the request continues: hands out its tokens, with their text.
 
         Raises RequestError, and hands out nothing, if the completion ends before the last of them. If it ends with the
-        last one, it is complete: `end_resumed` has to follow, and no engine."""
+        last one, it is complete: call `end_resumed`, and give it to no engine."""
         resumed = self.request.resumed
         if resumed is None:
             return
@@ -111,18 +111,18 @@ class Generation:
         self._sink(whole)
 
     def end_resumed(self, now: float) -> None:
-        """Ends a generation that was complete with the last token that the request gave."""
+        """Ends a generation that was complete with the request's last resumed token."""
         self._complete(engine_output.Output(token_ids=[], text=""), now)
 
     def begin(self, now: float) -> None:
-        """An engine has started to compute it; the first start counts as the end of its queue time."""
+        """Notes that an engine has started to compute it; the first start ends its queue time."""
         if self.started_at is None:
             self.started_at = now
 
     def progress(self, processed_tokens: int, cached_tokens: int) -> bool:
-        """Hands out how far the prompt is computed, if that has changed and its client wants to know; returns whether
-        the sink failed."""
-        # steps may report the same progress again, which is no news
+        """Hands out the prompt's progress, if it has changed and the client wants it; returns whether the sink
+        failed."""
+        # steps may report the same progress again
         if processed_tokens == self._processed_tokens or not self.request.return_progress:
             return False
         self._processed_tokens = processed_tokens
@@ -133,7 +133,7 @@ class Generation:
         return self._sink_failed
 
     def constraint_ready(self) -> bool:
-        """Says that the constraint is compiled, unless that is old news; returns whether the sink failed."""
+        """Reports that the constraint is compiled, unless it has been reported; returns whether the sink failed."""
         if not self._is_constraint_ready:
             self._is_constraint_ready = True
             self._hand_out(engine_output.Output(token_ids=[], text="", is_constraint_ready=True))
@@ -183,7 +183,7 @@ class Generation:
         """Counts the given tokens and returns the text that came with each. Only the last of them may complete the
         generation; otherwise raises RequestError.
 
-        All is done at once while the worker stands still, so the work for each token matters: there may be 100,000."""
+        All of it blocks the worker's event loop, so the work per token matters: there may be 100,000."""
         *before, last = token_ids
         texts = self._detokenizer.push_all(before)
         finishing = (place for place, token_id in enumerate(before) if rule.finish_reason(token_id, place + 1))
@@ -196,7 +196,7 @@ class Generation:
     def _read_resumed(
         self, token_ids: list[int], rule: FinishRule
     ) -> tuple[list[str], dict[int, engine_output.AnswerParts]]:
-        """Does the same for an answer that is parsed; returns also what else came with tokens."""
+        """Does the same for a parsed answer; also returns what else came with tokens."""
         assert self._reader is not None
         texts: list[str] = []
         parts: dict[int, engine_output.AnswerParts] = {}
@@ -210,8 +210,8 @@ class Generation:
         return texts, parts
 
     def _add_texts(self, token_ids: list[int], finish_reason: EngineFinishReason | None) -> tuple[str, int]:
-        """Counts tokens up to the one that completes the generation; returns their text and how many they are."""
-        if len(token_ids) == 1:  # as nearly always
+        """Counts tokens up to the one that completes the generation; returns their text and number."""
+        if len(token_ids) == 1:  # nearly always
             text, self._ending = self._add_text(token_ids[0], finish_reason)
             return text, 1
         text, last = "", len(token_ids) - 1
@@ -230,7 +230,7 @@ class Generation:
         if self._reader is None:
             text, stop = self._detokenizer.push(token_id)
         elif self._reader.is_marker(token_id):
-            # text that was held back stands before the marker, and no stop string contains one
+            # held-back text precedes the marker, and no stop string contains one
             text, stop = self._reader.read_text(self._detokenizer.flush()) + self._reader.read(token_id, ""), None
             self._detokenizer.count_hidden_token()
         else:
@@ -252,13 +252,13 @@ class Generation:
         self._finish(codec.replace(last, text=text, finish_reason=reason, stop_match=stop_match), now)
 
     def _rest(self, held: str, *, cut_off: bool) -> str:
-        """Returns the text of the answer that was held back. `cut_off`: the model was not done."""
+        """Returns the answer's held-back text. `cut_off`: the model had not finished."""
         if self._reader is None:
             return held
         return self._reader.read_text(held) + self._reader.finish(cut_off=cut_off)
 
     def _with_parts(self, output: engine_output.Output) -> engine_output.Output:
-        """Returns an output with the reasoning and the tool calls that were read since the last one."""
+        """Returns an output with the reasoning and tool calls read since the last one."""
         if self._reader is None or not self._reader.has_parts:
             return output
         reasoning, tool_calls = self._reader.take_parts()
@@ -285,7 +285,7 @@ class Generation:
     def _hand_out(self, output: engine_output.Output) -> None:
         try:
             self._sink(output)
-        except Exception as error:  # a bug in one sink ends its own stream, and never the step of its neighbours
+        except Exception as error:  # a bug in one sink ends its own stream, never its neighbours' step
             self._sink_failed = True
             context = {"message": f"the sink of {self.request.key} failed", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
@@ -301,7 +301,7 @@ class Generation:
         )
 
     def _account(self, now: float, cached_tokens: int = 0) -> engine_output.FirstTokenStats:
-        """Says how it came to its first token, if that came now."""
+        """Returns the account of how it reached its first token, if that came now."""
         started = now if self.started_at is None else self.started_at
         return engine_output.FirstTokenStats(
             cached_tokens=cached_tokens, queue_ms=_ms(started - self.accepted_at), prefill_ms=_ms(now - started)

@@ -1,11 +1,11 @@
-"""Whether an engine has any work, and since when it has none."""
+"""Tracks whether an engine has any work, and since when it has none."""
 
 import asyncio
 import time
 
 
 class Idle(asyncio.Event):
-    """Is set while there is no work."""
+    """An event that is set while there is no work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -14,12 +14,12 @@ class Idle(asyncio.Event):
         self.set()
 
     def set(self) -> None:
-        """There is no work from now on, if there was any."""
+        """Marks the engine idle."""
         if not self.is_set():
             self.since = time.monotonic()
         super().set()
 
     def clear(self) -> None:
-        """There is work from now on."""
+        """Marks the engine busy."""
         self.since = None
         super().clear()

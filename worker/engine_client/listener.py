@@ -6,7 +6,7 @@ from tokenbus.worker.engine.process import ipc
 
 
 class EngineListener:
-    """Receives what happens to an engine. Every method does nothing; subclasses override those that they need."""
+    """Receives an engine's events. Every method does nothing; subclasses override those that they need."""
 
     def loading(self, fraction: float) -> None:
         """The engine has loaded this much of its model, from 0 to 1."""
@@ -15,10 +15,10 @@ class EngineListener:
         """An engine serves; it continues the streams that the previous one left open."""
 
     def copies_recovered(self, recovery: RecoveredCopies) -> None:
-        """The engine has found these copies of blocks when it started."""
+        """The engine found these copies of blocks when it started."""
 
     def memory_poisoned(self) -> None:
-        """Non-finite numbers stay in the engine's memory, and it is about to end."""
+        """Non-finite numbers remain in the engine's memory, and it is about to end."""
 
     def engine_died(self) -> None:
         """There is no engine. Called before any stream is told, and possibly more than once."""
@@ -27,7 +27,7 @@ class EngineListener:
         """A step computed something."""
 
     def kv_pool_changed(self, stats: ipc.KvPoolStats) -> None:
-        """The engine has this part of a KV pool now."""
+        """The engine now has this part of a KV pool."""
 
     def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
         """A constraint was compiled, or could not be."""
@@ -36,10 +36,10 @@ class EngineListener:
         """A request ended because its constraint became too costly to follow."""
 
     def blocks_refused(self, count: int) -> None:
-        """So many fetched blocks were not cached, because one of them can't be used."""
+        """This many fetched blocks were not cached, because one of them can't be used."""
 
     def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
-        """The engine has computed so much of a request's prompt, of which some was cached."""
+        """The engine has computed this much of a request's prompt, part of which was cached."""
 
     def token_interval(self, seconds: float, count: int) -> None:
         """`count` requests got a token, each `seconds` after its previous one."""

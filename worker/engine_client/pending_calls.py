@@ -1,4 +1,4 @@
-"""Calls to an engine, beside its streams, that wait for a reply."""
+"""Calls to an engine, apart from its streams, that wait for a reply."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class PendingCalls(Generic[ResultT]):
         return len(self._open)
 
     async def call(self, send: Callable[[int], None], abort: Callable[[int], None] | None = None) -> ResultT:
-        """Has `send` send the call under a new id, and waits for its result. Raises the RequestError that it is
+        """Sends a call under a new id with `send`, and waits for its result. Raises the RequestError that it is
         rejected with. `abort` takes the call back if the caller is cancelled."""
         self._last_call_id += 1
         call_id = self._last_call_id

@@ -1,4 +1,4 @@
-"""Embeddings and scores from an engine, beside its streams."""
+"""Embeddings and scores from an engine, apart from its streams."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from tokenbus.worker.engine_client.crash_attribution import MAX_CRASHES
 
 _MAX_PENDING = 64
 _GRACE_S = 1.0
-"""An engine ends a call at its deadline itself, with the answer to what it has just computed."""
+"""An engine itself ends a call at its deadline, with the answer to what it has just computed."""
 
 
 class _Call:
@@ -25,9 +25,9 @@ class _Call:
         self.result: asyncio.Future[ipc.PoolResult] = asyncio.get_running_loop().create_future()
         self.is_sent = False
         self.has_begun = False
-        """Whether the engine has computed any of it, or does so now."""
+        """Whether the engine has computed any of it, or is doing so."""
         self.crashes = 0
-        """The engines that died with inputs of this call in their batch."""
+        """The number of engines that died with inputs of this call in their batch."""
 
     def fail(self, error: errors.Error) -> None:
         if not self.result.done():
@@ -42,10 +42,10 @@ class _Call:
 
 
 class PoolingCalls:
-    """Calls that have an engine make embeddings or scores.
+    """Calls that ask an engine for embeddings or scores.
 
-    Those that may have killed an engine are tried once more by the next one, each by itself: it has no other call until
-    they are through. Whichever kills that one too is refused for good."""
+    Calls that may have killed an engine are retried once by the next one, each alone: it gets no other call until they
+    are done. A call that kills that engine too is refused for good."""
 
     def __init__(self) -> None:
         self._send: Callable[[ipc.Command], None] | None = None
@@ -62,12 +62,11 @@ class PoolingCalls:
 
     @property
     def are_on_probation(self) -> bool:
-        """Whether one may have killed an engine, and no other is given to this one meanwhile."""
+        """Whether any call may have killed an engine, so that this engine gets no others meanwhile."""
         return any(call.crashes for call in self._calls.values())
 
     def use(self, send: Callable[[ipc.Command], None], ended: Callable[[], None]) -> None:
-        """Gives an engine the calls that are pending. `send` takes a command, and `ended` is called when a call is
-        over."""
+        """Gives an engine the pending calls. `send` takes a command, and `ended` is called when a call is over."""
         self._send, self._ended = send, ended
         self._send_next()
 
@@ -93,7 +92,7 @@ class PoolingCalls:
         try:
             async with asyncio.timeout(request.remaining_ms / 1e3 + _GRACE_S):
                 return await call.result
-        except TimeoutError as error:  # there is no engine, or it hangs: else it would have said so
+        except TimeoutError as error:  # there is no engine, or it hangs: else it would have answered
             self._take_back(call)
             raise errors.request_error(errors.Code.DEADLINE_EXCEEDED) from error
         except asyncio.CancelledError:
@@ -109,7 +108,7 @@ class PoolingCalls:
             self._send(ipc.AbortPooling(call.call_id))
 
     def _send_next(self) -> None:
-        """Gives the engine what it may have now."""
+        """Gives the engine the calls that it may have now."""
         if self._send is None:
             return
         for call in [one for one in self._calls.values() if not one.is_sent and time.monotonic() > one.deadline]:
@@ -140,7 +139,7 @@ class PoolingCalls:
 
     def lose_engine(self, suspects: Set[int], *, may_be_unbegun: bool) -> None:
         """Keeps the suspects for the next engine, and fails all others, which another worker may serve sooner. Without
-        any, the engine may have died of the texts of a call that it had not begun to compute."""
+        suspects, the texts of a call that the engine had not begun to compute may have killed it."""
         self._send = None
         if not suspects and may_be_unbegun:
             suspects = {one.call_id for one in self._calls.values() if one.is_sent and not one.has_begun}

@@ -1,4 +1,4 @@
-"""The sequences that an engine works on: those with an open stream, and those that it has yet to give back.
+"""The sequences that an engine works on: those with an open stream, and those that it has yet to release.
 
 A sequence is open until its stream ends. If the engine ended it, it is gone. If the stream ended first, because of a
 stop string or a cancel, the client aborts the sequence: it is then being released until the engine reports its end.
@@ -13,11 +13,11 @@ from tokenbus.worker.engine_client.crash_attribution import MAX_CRASHES, CrashAt
 from tokenbus.worker.engine_client.generation import Generation
 
 _LONG_PROMPT_TOKENS = 1_024
-"""The engine tells how far such a prompt is, also if its client does not want to know."""
+"""The engine reports the progress of a prompt this long even if its client does not want it."""
 
 
 def add_command(number: int, generation: Generation) -> bytes:
-    """Returns the command that gives an engine a generation, which may have tokens of an engine that died."""
+    """Returns the command that gives an engine a generation, which may have tokens from a dead engine."""
     request = generation.request
     return ipc.encode(
         ipc.Add(
@@ -41,7 +41,7 @@ def add_command(number: int, generation: Generation) -> bytes:
 
 class OpenSequences:
     """Generations by sequence number. Numbers are never reused. `abort` tells the engine to end a sequence, and
-    `on_progress` gets a request's key and how many tokens of its prompt are computed and were cached."""
+    `on_progress` gets a request's key and how many of its prompt's tokens are computed and were cached."""
 
     def __init__(
         self,
@@ -53,9 +53,10 @@ class OpenSequences:
         self._generations: dict[int, Generation] = {}
         self._key_to_number: dict[str, int] = {}
         self._held: dict[int, bytes] = {}
-        """Open sequences that the engine has not been given yet, and the command that gives each to it."""
+        """Open sequences not yet given to the engine, with the command that does so."""
         self._compiling: dict[int, bool] = {}
-        """Sequences of the engine whose constraints are not compiled yet; whether the engine itself is at it now."""
+        """The engine's sequences whose constraints are not yet compiled, and whether the engine itself is compiling
+        each."""
         self._releasing: set[int] = set()
         self._started: set[int] = set()
         """Open sequences that this engine has started to compute: one of them may be why it died."""
@@ -80,22 +81,22 @@ class OpenSequences:
 
     @property
     def num_computing(self) -> int:
-        """The number of sequences that keep the engine busy, which those do not that wait for their constraints."""
+        """The number of sequences that keep the engine busy; those waiting for their constraints do not."""
         return self.num_given - sum(not is_at_it for is_at_it in self._compiling.values())
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of prompts that are held back, without those that another worker computes."""
+        """Tokens of held-back prompts, except those that another worker computes."""
         held = [self._generations[number] for number in self._held]
         return sum(len(one.request.token_ids) + len(one.sampled) for one in held if not one.request.has_leg)
 
     @property
     def held_adapters(self) -> set[str]:
-        """The digests of the adapters of those that the engine does not have yet."""
+        """The digests of the adapters of sequences that the engine does not have yet."""
         return {one.digest for number in self._held for one in self._generations[number].request.adapters}
 
     def add(self, number: int, generation: Generation, held: bytes | None = None) -> None:
-        """Opens a sequence for a generation; `held` is the command that is not to be sent before `release_held`."""
+        """Opens a sequence for a generation; `held` is the command to be sent at `release_held`."""
         assert generation.request.key not in self._key_to_number, generation
         if held is not None:
             self._held[number] = held
@@ -105,16 +106,16 @@ class OpenSequences:
         self._key_to_number[generation.request.key] = number
 
     def abort(self, key: str) -> Generation | None:
-        """Has the engine end a sequence whose stream is open; returns its generation, which is no longer open."""
+        """Makes the engine end a sequence whose stream is open; returns its generation, which is no longer open."""
         number = self._key_to_number.get(key)
-        if number is None or self._generations[number].has_ended:  # then its sink is taking the terminal just now
+        if number is None or self._generations[number].has_ended:  # then its sink is just receiving the terminal
             return None
         generation = self._generations[number]
         self._release(number)
         return generation
 
     def release_held(self, key: str) -> bytes | None:
-        """Returns the command that gives the engine a sequence that was held back; None for any other."""
+        """Returns the command that gives the engine a held-back sequence; None for any other."""
         number = self._key_to_number.get(key, -1)
         command = self._held.pop(number, None)
         if command is not None and self._generations[number].request.constraint is not None:
@@ -129,7 +130,7 @@ class OpenSequences:
                 generation.begin(now)
 
     def constraint_started(self, number: int) -> None:
-        """Notes that the engine itself compiles a constraint."""
+        """Notes that the engine itself is compiling a constraint."""
         if number in self._compiling:  # else it was aborted meanwhile
             self._compiling[number] = True
 
@@ -147,7 +148,7 @@ class OpenSequences:
             self._release(number)  # else its sink has aborted it
 
     def report_progress(self, progress: list[ipc.PromptProgress]) -> None:
-        """Hands out how far prompts are computed."""
+        """Hands out the progress of prompts."""
         for one in progress:
             generation = self._generations.get(one.seq_no)
             if generation is None:
@@ -160,8 +161,8 @@ class OpenSequences:
     def advance(self, outputs: list[ipc.SequenceOutput], now: float) -> tuple[list[Generation], Mapping[float, int]]:
         """Hands a step's outputs to their generations.
 
-        Returns those that ended, and how many requests got a token by the time in seconds since their previous one.
-        Requests that step together got their previous token together too, so that there is mostly one such time."""
+        Returns those that ended, and how many requests got a token, by the seconds since their previous one. Requests
+        that step together mostly got their previous token together too, so there is usually one such time."""
         ended: list[Generation] = []
         last_token_counts: Counter[float] = Counter()
         for output in outputs:
@@ -185,8 +186,8 @@ class OpenSequences:
         """Counts the engine's death against every open sequence that may have caused it.
 
         Returns the generations that have now ended too many engines; the others stay open for the next engine. If the
-        engine had started none of them, it died of one that nobody has started yet. Those that wait for a constraint
-        are innocent, unless the engine itself was compiling it."""
+        engine had started none of them, one that was never started killed it. Those waiting for a constraint are
+        innocent, unless the engine itself was compiling it."""
         self._is_engine_lost = True
         waiting = set(self._held) | {number for number, is_at_it in self._compiling.items() if not is_at_it}
         compiling = (set(self._compiling) - waiting) & set(self._generations)
@@ -194,7 +195,7 @@ class OpenSequences:
         self._held.clear()
         self._compiling.clear()
         new = {number for number, generation in self._generations.items() if generation.started_at is None} - waiting
-        # `_started` is about this engine; `started_at` may be of an earlier one
+        # `_started` is about this engine; `started_at` may be from an earlier one
         for number in (self._started | compiling) or new:
             self._generations[number].crashes += attribution.may_be_caused_by(replica, number)
         culprits = {n: one for n, one in self._generations.items() if one.crashes >= MAX_CRASHES}

@@ -1,16 +1,16 @@
 """Finds any of several stop strings in a text by looking at each character once or twice; pure.
 
-This is the automaton of Aho and Corasick. Its nodes are the beginnings of the stop strings. The state after a text is
-the longest beginning that the text ends with. If no stop string goes on with the next character, the next state is
-looked for at the longest beginning that the state itself ends with, its fallback:
+This is the Aho-Corasick automaton. Its nodes are the prefixes of the stop strings. The state after a text is the
+longest prefix that the text ends with. If no stop string continues with the next character, the next state is looked up
+at the longest prefix that the state itself ends with, its fallback:
 
     of "abd" and "bca"     node        0    1    2    3    4    5    6
                            beginning   ""   a    ab   abd  b    bc   bca
                            fallback         0    4    0    0    0    1
 
-The cost must not depend on the strings, since requests choose them: all the text of a completion that continues comes
-at once, and a worker that computes for too long takes itself for cut off. A table of all next states would be faster,
-but its size is the number of nodes times that of different characters."""
+The cost must not depend on the strings, since requests choose them: all the text of a continued completion comes at
+once, and a worker that computes for too long fences itself. A table of all next states would be faster, but its size is
+the number of nodes times that of distinct characters."""
 
 import itertools
 import operator
@@ -19,18 +19,19 @@ from collections.abc import Iterable
 
 
 class StopAutomaton:
-    """Finds the stop string that is complete first; of those that are complete at the same place, the longest.
+    """Finds the stop string that is completed first; of those completed at the same place, the longest.
 
-    Each of its nodes takes some 16 bytes beside its character."""
+    Each of its nodes takes some 16 bytes besides its character."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._chars = [""]
         """The character that leads from each node to the next one by number; empty if there is none."""
         self._forks: dict[int, dict[str, int]] = {0: {}}
-        """The other nodes to which a character leads, one for each stop string: it shares the nodes up to the fork."""
+        """The other nodes to which a character leads, at most one per stop string, which shares the nodes up to the
+        fork."""
         self._depths = array("I", [0])
         self._stops: dict[int, str] = {}
-        """The longest stop string that is complete at a node, if one is."""
+        """The longest stop string that is complete at a node, if any."""
         self._add_nodes(sorted(set(stops)))
         self._starts = self._forks[0]
         self._start_chars = frozenset(self._starts)
@@ -41,9 +42,9 @@ class StopAutomaton:
         return f"<StopAutomaton of {len(self._chars)} nodes>"
 
     def advance(self, state: int, text: str) -> tuple[int, int | None]:
-        """Returns the state after `text`, or if a stop string is complete in it, the state there and the place.
+        """Returns the state after `text`, or, if a stop string is completed in it, the state and the place of that.
 
-        The first state is 0; none follows one at which a stop string is complete."""
+        The initial state is 0; a state at which a stop string is complete has no successor."""
         if not state and self._start_chars.isdisjoint(text):
             return 0, None
         chars, forks, fallbacks, stops = self._chars, self._forks, self._fallbacks, self._stops
@@ -64,7 +65,7 @@ class StopAutomaton:
         return state, None
 
     def stop_at(self, state: int) -> str:
-        """Returns the longest stop string that is complete at a state where one is."""
+        """Returns the longest stop string that is complete at a state; there must be one."""
         return self._stops[state]
 
     def num_matched(self, state: int) -> int:
@@ -72,7 +73,7 @@ class StopAutomaton:
         return self._depths[state]
 
     def _add_nodes(self, stops: list[str]) -> None:
-        """Adds stop strings in their alphabetical order, in which each shares its first nodes with the one before."""
+        """Adds stop strings in alphabetical order, in which each shares its first nodes with the previous one."""
         previous, path = "", [0]
         for stop in stops:
             shared = sum(itertools.takewhile(bool, map(operator.eq, previous, stop)))
@@ -84,7 +85,7 @@ class StopAutomaton:
             self._stops[path[-1]] = stop
 
     def _add_fallbacks(self) -> None:
-        """Sets the fallbacks by depth, since each depends on those of shorter beginnings."""
+        """Sets the fallbacks by depth, since each depends on those of shorter prefixes."""
         chars, forks, fallbacks, stops, advance = self._chars, self._forks, self._fallbacks, self._stops, self.advance
         nodes = list(self._starts.values())
         for node in nodes:

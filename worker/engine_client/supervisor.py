@@ -19,10 +19,10 @@ MAX_BACKOFF_S = 15.0
 HEALTHY_AFTER_S = 30.0
 """An engine that lived this long is restarted after the initial pause."""
 TAKEOVER_TIMEOUT_S = 60.0
-"""Open streams wait this long for the next engine; then they end in `worker_lost`."""
+"""Open streams wait this long for the next engine; then they end with `worker_lost`."""
 
 MAX_START_FAILURES = 3
-"""After so many engines died before any has served, another start won't help."""
+"""After this many engines have died before any served, another start won't help."""
 
 
 def next_backoff(backoff_s: float, uptime_s: float) -> float:
@@ -43,8 +43,8 @@ class EngineSupervisor:
         *,
         is_patient: bool = True,
     ) -> None:
-        """`prepare` makes a started engine ready to serve, and may raise what its start may raise. `is_patient`: when a
-        model that has served can't be loaded any more, it is tried again and again."""
+        """`prepare` makes a started engine ready to serve, and may raise what its start may raise. `is_patient`:
+        loading a model that has served is retried indefinitely when it can no longer be loaded."""
         self._make_engine = make_engine
         self._worker_id = worker_id
         self._listener = listener
@@ -52,7 +52,7 @@ class EngineSupervisor:
         self._prepare = prepare
         self._is_patient = is_patient
         self.engine: EngineClient | None = None
-        """The engine that starts or serves now, or the last one that did."""
+        """The engine that is starting or serving, or the last one that did."""
         self._dead: EngineClient | None = None
         """The last engine that served: it holds the open streams until the next one takes them over."""
         self._died_at = 0.0
@@ -66,7 +66,7 @@ class EngineSupervisor:
 
     async def run(self) -> None:
         """Runs until cancelled or cleaned up. Raises EngineStartError if the model can't be loaded, unless it has
-        served and this is patient, and if `MAX_START_FAILURES` engines have died before one has served."""
+        served and this is patient, and if `MAX_START_FAILURES` engines have died before one served."""
         backoff_s = INITIAL_BACKOFF_S
         while not self._is_closed:
             began = time.monotonic()
@@ -88,7 +88,7 @@ class EngineSupervisor:
         if self.engine is None:
             return
         if self._dead is not None and self._dead.has_died:
-            # the next engine may fail to start again and again: count from the first death
+            # the next engine may fail to start repeatedly: count from the first death
             self._died_at = self._died_at or now
             if now - self._died_at > TAKEOVER_TIMEOUT_S:
                 self._dead.fail_streams()
@@ -121,7 +121,7 @@ class EngineSupervisor:
         except EngineDiedError:
             pass
         except contract.EngineStartError as error:
-            # a model that has never served can't be loaded; one that has served may be again
+            # a model that has never served can't be loaded; one that has served may load again
             if not self._has_served or not self._is_patient:
                 raise
             reason = str(error)

@@ -1,8 +1,8 @@
 """Decides whether an engine's step will never end; pure.
 
-An engine reports every step once it is computed. While it has work and reports nothing, the step in progress grows
-older. A fixed limit alone would kill large models on slow devices, so a step counts as stuck only when it is older than
-the limit and also ten times older than the longest step so far."""
+An engine reports every step once it is computed. While it has work and reports nothing, the step in progress ages. A
+fixed limit alone would kill large models on slow devices, so a step counts as stuck only when it is older than the
+limit and also ten times older than the longest step so far."""
 
 _STUCK_FACTOR = 10
 
@@ -18,7 +18,7 @@ class StepWatchdog:
         return f"<StepWatchdog longest {self.longest_step_s:.3f} s>"
 
     def restart(self, now: float) -> None:
-        """Measures from now on: work came to an idle engine, or the frontend itself stood still and missed reports."""
+        """Restarts measuring: an idle engine got work, or the frontend itself was frozen and missed reports."""
         self._step_started_at = now
 
     def step_reported(self, now: float, *, has_outputs: bool) -> None:
