@@ -1,13 +1,13 @@
 """Draws: which token comes next when the sampling parameters leave several.
 
-The tokens of a row, sorted by falling probability, are laid out from 0 to 1; a uniform number picks the one it falls
-on:
+The tokens of a row, sorted by falling probability, are laid out from 0 to 1; a uniform number picks the token that it
+falls on:
 
     0                                    0.8      u      1
     |------ likeliest ------|-- second --|-- third --|- ..    top_k, top_p and min_p cut the row on the right first
 
-Sorting 150,000 logits takes far longer than a look at each. So a small top_k is found by groups (`top_k_ids`), and from
-a row without one a token is drawn by adding probabilities up in bins of similar logits (`_token_at`).
+Sorting 150,000 logits takes far longer than one pass over them. So a small top_k is found by groups (`top_k_ids`), and
+without top_k a token is drawn by summing probabilities in bins of similar logits (`_token_at`).
 """
 
 from collections.abc import Sequence as Listing
@@ -25,27 +25,27 @@ Weights = np.ndarray[tuple[int], np.dtype[np.float64]]
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 MAX_BATCHED_TOP_K = 256
-"""Rows with at most this top_k are drawn together."""
+"""Rows with a top_k of at most this are drawn together."""
 _GROUP_LOGITS = 64
-"""The logits that are compared as one group while the largest are sought."""
+"""The number of logits compared as one group in the search for the largest."""
 _NUM_BINS = 1_024
 _MAX_SORTED = 2_048
-"""So many tokens are sorted rather than put into bins."""
+"""Up to this many tokens are sorted rather than put into bins."""
 _FAR = 1e30
-"""Logits that are smaller than the largest by this much share a bin: they are as good as ruled out."""
+"""Logits smaller than the largest by at least this much share a bin: they are practically ruled out."""
 _ROUNDING = 1e-9
-"""A bound for the relative error of a sum of a million numbers, which depends on the order in which they are added."""
+"""A bound on the relative error of a sum of a million numbers, which depends on the order of addition."""
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number from 0 up to 1 for one token of a request: always the same for the same seed and position."""
+    """Returns a number in [0, 1) for one token of a request: always the same for the same seed and position."""
     return xxhash.xxh3_64_intdigest(position.to_bytes(8, "little"), seed) / 2.0**64
 
 
 def draw_from_top_k(logits: Matrix, samplings: Listing[engine_request.Sampling], us: Listing[float]) -> Indices:
     """Draws a token from each row, for rows that have the same `top_k`, from 1 to the width of a row.
 
-    `top_k` decides which of several equally likely tokens stay, so it must not depend on the other rows."""
+    `top_k` decides which of several equally likely tokens are kept, so it must not depend on the other rows."""
     ids = top_k_ids(logits, samplings[0].top_k)
     found = np.take_along_axis(logits, ids, axis=1).astype(np.float64)
     chosen = draw_from_sorted(found, samplings, np.array(us)[:, None])
@@ -53,7 +53,7 @@ def draw_from_top_k(logits: Matrix, samplings: Listing[engine_request.Sampling],
 
 
 def draw_from_all(row: Row, sampling: engine_request.Sampling, u: float) -> int:
-    """Draws from a row in which many tokens may come next: the token of `draw_sorted`, mostly without sorting."""
+    """Draws from a row with many candidates: the same token as `draw_sorted`, usually without sorting."""
     found = _draw_unsorted(row, sampling, u)
     return draw_sorted(row, sampling, u) if found is None else found
 
@@ -71,27 +71,27 @@ def draw_from_sorted(
     samplings: Listing[engine_request.Sampling],
     us: "np.ndarray[tuple[int, int], np.dtype[np.float64]]",
 ) -> Indices:
-    """Draws an index from each row of logits, which are sorted, the largest first."""
+    """Draws an index from each row of logits, sorted in descending order."""
     top_p = np.array([sampling.top_p for sampling in samplings])[:, None]
     min_p = np.array([sampling.min_p for sampling in samplings])[:, None]
     temperature = np.array([sampling.temperature for sampling in samplings])[:, None]
     shifted = logits - logits[:, :1]
     weights = np.exp(shifted)
     before = np.cumsum(weights, axis=1) - weights
-    # top_p looks at what comes before a token: the token with which the sum reaches it is kept.
+    # top_p is compared with the sum before a token, so the token that reaches it is kept.
     allowed = (before < top_p * weights.sum(axis=1, keepdims=True)) & (weights >= min_p)
     allowed[:, 0] = True
     # A token that is ruled out has no weight, and rounding must not let it in.
     allowed &= weights > 0
     sums = np.cumsum(np.where(allowed, np.exp(shifted / temperature), 0.0), axis=1)
     last = allowed.shape[1] - 1 - np.argmax(allowed[:, ::-1], axis=1)
-    # Rounding may put u behind the last sum: the last allowed token is drawn then.
+    # Rounding may put u beyond the last sum; then the last allowed token is drawn.
     chosen: Indices = np.minimum((sums <= us * sums[:, -1:]).sum(axis=1), last)
     return chosen
 
 
 def top_k_ids(logits: Matrix, count: int) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
-    """The ids of the `count` largest logits of each row, the largest first.
+    """Returns the ids of the `count` largest logits of each row, the largest first.
 
     They all lie within the `count` groups with the largest maxima, so few logits have to be compared."""
     rows, width = logits.shape
@@ -103,17 +103,17 @@ def top_k_ids(logits: Matrix, count: int) -> "np.ndarray[tuple[int, int], np.dty
         maxima = grouped.reshape(rows, groups, _GROUP_LOGITS).max(axis=2)
         picked = np.argpartition(maxima, groups - count, axis=1)[:, groups - count :]
         candidates = (picked[:, :, None] * _GROUP_LOGITS + np.arange(_GROUP_LOGITS)).reshape(rows, -1)
-        rest = np.arange(groups * _GROUP_LOGITS, width)  # logits behind the last whole group
+        rest = np.arange(groups * _GROUP_LOGITS, width)  # logits after the last whole group
         candidates = np.concatenate([candidates, np.broadcast_to(rest, (rows, len(rest)))], axis=1)
     order = np.argsort(-np.take_along_axis(logits, candidates, axis=1), axis=1, kind="stable")[:, :count]
     return np.take_along_axis(candidates, order, axis=1)
 
 
 def _draw_unsorted(row: Row, sampling: engine_request.Sampling, u: float) -> int | None:
-    """Draws without sorting; None where the last bits of a sum decide, or equally likely tokens at a cut."""
+    """Draws without sorting; None if the last bits of a sum decide, or equally likely tokens at a cut."""
     if 0 < sampling.top_k < len(row):
         least = np.partition(row, -sampling.top_k)[-sampling.top_k]
-        # With fewer tokens than top_k that are not ruled out, those are all.
+        # If fewer than top_k tokens are not ruled out, these are all.
         ids = np.flatnonzero(row >= least if np.isfinite(least) else np.isfinite(row))
         if len(ids) > sampling.top_k:
             return None
@@ -128,24 +128,24 @@ def _draw_unsorted(row: Row, sampling: engine_request.Sampling, u: float) -> int
         if last is None:
             return None
         kept &= row >= row[last]
-        kept[:last] &= row[:last] != row[last]  # equally likely ones with smaller ids come behind it
+        kept[:last] &= row[:last] != row[last]  # equally likely ones with smaller ids come after it
     ids = np.flatnonzero(kept)
     found = _token_at(row[ids], _weights(row[ids], sampling.temperature), u)
     return None if found is None else int(ids[found])
 
 
 def _weights(row: Row, temperature: float) -> Weights:
-    """The probability of each token, relative to the likeliest one's."""
+    """Returns each token's probability, relative to the likeliest one's."""
     weights: Weights = np.subtract(row, row.max(), dtype=np.float64)
     weights /= temperature
     return np.exp(weights, out=weights)
 
 
 def _token_at(logits: Row, weights: Weights, share: float) -> int | None:
-    """The index of the token with which the sum of weights, by falling logits, passes a share of the whole.
+    """Returns the index of the token at which the sum of weights, by descending logits, passes a share of the total.
 
-    Returns None where the last bits decide. Weights are added up in bins of similar logits, and only the bin in which
-    the sum passes is looked into, by the same means until its tokens are few enough to sort:
+    Returns None if the last bits decide. Weights are summed in bins of similar logits, and only the bin in which the
+    sum passes is searched, in the same way, until its tokens are few enough to sort:
 
         bins      | 0 | 1 |   2   |  3 | ...      `before` is the sum of bins 0 and 1
         target              ^ share * whole
@@ -170,7 +170,7 @@ def _token_at(logits: Row, weights: Weights, share: float) -> int | None:
 
 
 def _to_bins(logits: Row) -> Any:
-    """The bin of each logit, never a smaller one for a smaller logit; None where all are as good as equal."""
+    """Returns the bin of each logit, in descending order of logits; None if all are practically equal."""
     most = logits.max()
     least = logits.min(where=logits > most - _FAR, initial=most)
     if least == most:

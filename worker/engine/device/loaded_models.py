@@ -6,10 +6,10 @@ from typing import Generic, Protocol, TypeVar
 
 
 class LoadedModel(Protocol):
-    """A model's weights and what belongs to them."""
+    """A model's weights and everything that belongs to them."""
 
     def close(self) -> None:
-        """Frees its memory, when nobody uses it any more."""
+        """Frees its memory, once it has no users."""
         ...
 
 
@@ -17,7 +17,8 @@ ModelT = TypeVar("ModelT", bound=LoadedModel)
 
 
 class LoadedModels(Generic[ModelT]):
-    """Counts the users of each model, by a key that is equal for users of the same one. Safe to use from any thread."""
+    """Counts the users of each model, by a key that is equal for users of the same model. Safe to use from any
+    thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,7 +37,7 @@ class LoadedModels(Generic[ModelT]):
             return self._models[key]
 
     def release(self, model: ModelT) -> None:
-        """Notes that a user has gone; when the last one goes, the model is closed."""
+        """Notes that a user is gone; when the last one goes, the model is closed."""
         with self._lock:
             key = next(key for key, known in self._models.items() if known is model)
             self._users[key] -= 1
@@ -48,14 +49,14 @@ class LoadedModels(Generic[ModelT]):
 class ReplicaModels(Generic[ModelT]):
     """The models that one replica uses, with the number of times that it has loaded each.
 
-    `load` may be called from any thread, everything else only from the thread that steps. `shared` has the models of
+    `load` may be called from any thread, everything else only from the thread that steps. `shared` holds the models of
     all replicas."""
 
     def __init__(self, shared: LoadedModels[ModelT]) -> None:
         self._shared = shared
         self._lock = threading.Lock()
         self._loaded: dict[str, list[ModelT]] = {}
-        """The same model as many times as it was loaded."""
+        """Each model as many times as it was loaded."""
 
     def __repr__(self) -> str:
         return f"<ReplicaModels {sorted(self._loaded)}>"

@@ -1,6 +1,6 @@
-"""Looks at logits: at a row about once a second, and at each that is not finite.
+"""Examines logits: a row about once a second, and each row that is not finite.
 
-A row is summed up in a fraction of a millisecond, so steps do not notice it."""
+Summarizing a row takes a fraction of a millisecond, which is negligible for a step."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 
 _INTERVAL_S = 1.0
 _MAX_POISONED = 8
-"""Rows that are not finite and summed up, of one step; there may be as many as sequences."""
+"""The most non-finite rows summarized per step; there may be as many as sequences."""
 
 
 class LogitsHealth:
@@ -32,7 +32,7 @@ class LogitsHealth:
         return f"<LogitsHealth {self._sampled}, {len(self._poisoned)} poisoned>"
 
     def look(self, batch: Listing[ScheduledTokens], rows: Matrix, poisoned: Listing[bool]) -> None:
-        """Looks at the logits after each share of a batch before anything is changed in them."""
+        """Examines the logits after each share of a batch, before anything changes them."""
         if any(poisoned):
             for part, row, is_poisoned in zip(batch, rows, poisoned, strict=True):
                 if is_poisoned and len(self._poisoned) < _MAX_POISONED:
@@ -44,8 +44,8 @@ class LogitsHealth:
             self._log.debug("logits_sampled", seq_no=batch[number].sequence.seq_no, logits=self._sampled.to_log())
 
     def take(self) -> SeenLogits:
-        """Returns what was seen since the last time."""
-        if self._sampled is None and not self._poisoned:  # as after most steps
+        """Returns what was seen since the last call."""
+        if self._sampled is None and not self._poisoned:  # the usual case
             return _NOTHING
         seen = SeenLogits(self._sampled, self._poisoned)
         self._sampled, self._poisoned = None, {}
@@ -56,7 +56,7 @@ _NOTHING = SeenLogits()
 
 
 def summarize(row: Row) -> LogitsSummary:
-    """Sums a row up."""
+    """Summarizes a row."""
     numbers = row[np.isfinite(row)]
     nan, pos_inf = int(np.isnan(row).sum()), int(np.isposinf(row).sum())
     neg_inf = len(row) - len(numbers) - nan - pos_inf

@@ -1,4 +1,4 @@
-"""Tells the shares of a batch that are not finite from the others, and samples from the latter (decision 0066)."""
+"""Separates the non-finite shares of a batch from the others, and samples from the latter (decision 0066)."""
 
 from collections.abc import Sequence as Listing
 
@@ -10,15 +10,15 @@ from tokenbus.worker.engine.device.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, Undone
 
 _STRIDE = 1_024
-"""One logit of so many is looked at. Each is a product with the whole last state, of which no number is finite if one
-is, since they were divided by its length. All logits of 64 rows would take a few milliseconds."""
+"""One logit in this many is checked. Each is a product with the whole last state, which is non-finite throughout if any
+of its numbers is, since normalization divides by its length. All logits of 64 rows would take a few milliseconds."""
 
 
 def sort_out(
     batch: Listing[ScheduledTokens], rows: Matrix, sampler: Sampler, health: LogitsHealth
 ) -> dict[int, Outcome]:
-    """Returns the outcome of each share, by its lane. `rows` are the logits after the last token of each share, which
-    are written into."""
+    """Returns the outcome of each share, by its lane. `rows` are the logits after the last token of each share; they
+    are overwritten."""
     poisoned = are_poisoned(rows)
     health.look(batch, rows, poisoned)
     outcomes: dict[int, Outcome] = {
@@ -26,7 +26,7 @@ def sort_out(
     }
     sampled = [n for n, part in enumerate(batch) if part.samples and not poisoned[n]]
     if sampled:
-        # Those that sample come first, as long as all is well; then nothing is copied.
+        # As long as all is well, the shares that sample come first; then nothing is copied.
         wanted = rows[: len(sampled)] if sampled[-1] == len(sampled) - 1 else rows[sampled]
         results = sampler.sample(wanted, [batch[n].sequence for n in sampled])
         outcomes |= {batch[n].lane: one for n, one in zip(sampled, results, strict=True)}
@@ -34,6 +34,6 @@ def sort_out(
 
 
 def are_poisoned(rows: Matrix) -> list[bool]:
-    """Says for each row whether its logits are not finite. Minus infinity is allowed: it rules tokens out."""
+    """Returns for each row whether it has non-finite logits. Minus infinity is allowed: it rules tokens out."""
     seen = rows[:, ::_STRIDE]
     return [not bool((row < np.inf).all()) for row in seen]

@@ -1,4 +1,4 @@
-"""Inputs that become one row of numbers each, beside generations: the step loop computes a batch between two steps."""
+"""Inputs that each become one row of numbers: the step loop computes a batch between two steps of generation."""
 
 import time
 from collections import deque
@@ -19,7 +19,7 @@ _MIN_NORM = 1e-12
 
 
 class PoolingJob:
-    """The inputs of one request, and the rows that are computed."""
+    """The inputs of one request, and the rows computed so far."""
 
     __slots__ = ("alone", "call_id", "deadline", "finish", "inputs", "pending", "pooler", "rows", "tenant")
 
@@ -32,7 +32,7 @@ class PoolingJob:
         now: float,
         finish: Callable[[Matrix], Matrix],
     ) -> None:
-        """`finish` turns the rows that the pooler has computed into those of the answer."""
+        """`finish` turns the pooler's rows into those of the answer."""
         self.call_id = call_id
         self.tenant = request.tenant
         self.inputs = inputs
@@ -42,7 +42,7 @@ class PoolingJob:
         self.pending = sorted(range(len(inputs)), key=lambda index: len(inputs[index]))
         """The indices of inputs still to be computed, the longest last: a batch holds inputs of similar length."""
         self.alone: set[int] = set()
-        """Those of them that have no other input beside them: their rows were no numbers when they had."""
+        """Those of them that are computed alone, because their rows were not finite in a batch with others."""
         self.rows: dict[int, Any] = {}
 
     @property
@@ -95,7 +95,7 @@ def rerank_job(call_id: int, request: internal.Rerank, reranker: Reranker | None
 
 
 def _check_input(param: str, token_ids: list[int], pooler: Pooler, beside: str = "") -> None:
-    """Raises RequestError for an input that can't be computed; `beside` says what it has besides its own tokens."""
+    """Raises RequestError for an input that can't be computed; `beside` names what else it contains."""
     if not 0 < len(token_ids) <= pooler.max_input_tokens:
         raise errors.request_error(
             errors.Code.PROMPT_TOO_LONG,
@@ -111,10 +111,10 @@ def _check_input(param: str, token_ids: list[int], pooler: Pooler, beside: str =
 
 
 class PoolingQueue:
-    """The jobs of one replica. Tenants take turns, a batch each, and so do the jobs of a tenant; a batch has room for
+    """The jobs of one replica. Tenants take turns, a batch each, and so do the jobs of a tenant; a batch may hold
     inputs of several jobs.
 
-    A batch is computed piece by piece where the pooler can cut it, so that streams need not wait for all of it. `began`
+    A batch is computed piece by piece if the pooler can split it, so that streams need not wait for all of it. `began`
     is called with the call ids of the batch before each piece is computed, and with none when that is done; `report`
     with the call id and the result of each job. `budget` learns how fast pieces are computed."""
 
@@ -129,10 +129,10 @@ class PoolingQueue:
         self._budget = budget
         self._jobs: deque[PoolingJob] = deque()
         self._batch: list[tuple[PoolingJob, int]] = []
-        """The inputs that are being computed, each as the index in its job."""
+        """The inputs being computed, each as an index into its job."""
         self._pass: PoolingPass | None = None
         self._uncomputed = 0
-        """The tokens of the batch that are still to be computed."""
+        """The number of tokens of the batch still to be computed."""
 
     def __repr__(self) -> str:
         return f"<PoolingQueue, {len(self._jobs)} jobs>"
@@ -153,7 +153,7 @@ class PoolingQueue:
         """Computes as much of a batch as the time is likely to allow, and reports the jobs that it completes. Raises
         DeviceError.
 
-        Unless the jobs are alone, a batch is as small as a piece, since not every pooler can cut one."""
+        Unless the jobs are alone, a batch is as small as a piece, since not every pooler can split one."""
         self._end_late(time.monotonic())
         if not self._jobs:
             return
@@ -161,7 +161,7 @@ class PoolingQueue:
         self._batch = self._batch or self._next_batch(None if is_alone else max_tokens)
         self._began(sorted({job.call_id for job, _ in self._batch}))
         self._compute(max_tokens)
-        self._began([])  # not after an error, which is that of the batch
+        self._began([])  # not after an error, which belongs to the batch
 
     def _compute(self, max_tokens: int) -> None:
         try:
@@ -181,7 +181,7 @@ class PoolingQueue:
             self._take(rows)
 
     def _take(self, rows: Matrix) -> None:
-        """Gives the rows of the batch to their jobs, and ends those that have all of theirs."""
+        """Gives the rows of the batch to their jobs, and ends the jobs that are complete."""
         batch, self._batch, self._pass = self._batch, [], None
         for (job, index), row in zip(batch, rows, strict=True):
             if len(batch) > 1 and not np.isfinite(row).all():  # another input's numbers may be the cause
@@ -195,12 +195,12 @@ class PoolingQueue:
                 self._end(job, _result(job))
 
     def _end_turn(self, job: PoolingJob) -> None:
-        """Lets the jobs of other tenants go before those of this job's tenant, and these before the job itself: a job
-        of thousands of inputs, or a thousand jobs, make other tenants wait for one batch at a time."""
+        """Puts the jobs of other tenants before those of this job's tenant, and these before the job itself: even a job
+        of thousands of inputs, or a thousand jobs, make other tenants wait for only one batch at a time."""
         self._jobs = deque(sorted(self._jobs, key=lambda one: (one.tenant == job.tenant) + (one is job)))
 
     def _jobs_of(self, batch: list[tuple[PoolingJob, int]]) -> list[PoolingJob]:
-        """Returns the jobs that have inputs in a batch, and have not been dropped since it was begun."""
+        """Returns the jobs that have inputs in a batch and have not been dropped since it began."""
         return [job for job in dict.fromkeys(job for job, _ in batch) if job in self._jobs]
 
     def _end_late(self, now: float) -> None:
@@ -208,7 +208,7 @@ class PoolingQueue:
             self._end(job, PoolingResult(error=errors.make_error(errors.Code.DEADLINE_EXCEEDED)))
 
     def _next_batch(self, max_tokens: int | None) -> list[tuple[PoolingJob, int]]:
-        """Takes inputs of the job whose turn it is, and then of those after it, as long as there is room."""
+        """Takes inputs of the job whose turn it is, then of the following ones, while there is room."""
         pooler = self._jobs[0].pooler
         limits = pooler.batch_limits
         if max_tokens is not None:
@@ -231,7 +231,7 @@ class PoolingQueue:
         self._report(job.call_id, result)
 
     def _drop(self, job: PoolingJob) -> None:
-        """Forgets a job, and the batch if it has inputs of no other."""
+        """Forgets a job, and the batch if it has no other job's inputs."""
         self._jobs.remove(job)
         if not any(one in self._jobs for one, _ in self._batch):
             self._batch, self._pass = [], None

@@ -1,4 +1,4 @@
-"""Serves a model that makes one row of numbers of an input, such as an embedding, and generates nothing."""
+"""Serves a model that turns an input into one row of numbers, such as an embedding, and generates nothing."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
@@ -14,7 +14,7 @@ from tokenbus.worker.files.device_memory import DeviceMemory
 
 
 class PoolingRunner:
-    """One replica of such a model. The frontend refuses requests to generate, by its features."""
+    """One replica of such a model. The frontend refuses requests to generate, since it lacks the feature."""
 
     def __init__(
         self,

@@ -20,16 +20,16 @@ if TYPE_CHECKING:  # a frontend imports this module, and numpy would cost it a t
 
 
 class BatchLimits(NamedTuple):
-    """The most that a pooler computes at once."""
+    """The limits of a pooler's batch."""
 
     max_tokens: int
-    """The most tokens of several inputs; one that has more is computed alone."""
+    """The most tokens of several inputs; an input with more is computed alone."""
     max_inputs: int
     is_padded: bool
-    """Whether each input takes as long as the longest one beside it."""
+    """Whether each input takes as long as the longest one in the batch."""
 
     def allow(self, count: int, total: int, longest: int) -> bool:
-        """Whether so many inputs may share a batch, which have `total` tokens together."""
+        """Whether `count` inputs with `total` tokens together may share a batch."""
         num_tokens = count * longest if self.is_padded else total
         return count == 1 or (count <= self.max_inputs and num_tokens <= self.max_tokens)
 
@@ -38,13 +38,13 @@ class PoolingPass(Protocol):
     """The computation of the rows of a batch of inputs."""
 
     def advance(self, max_tokens: int) -> "Matrix | None":
-        """Computes up to `max_tokens` more tokens, or all of them where inputs can't be cut. Returns the rows,
-        (inputs, width), once they are complete. Raises InsufficientMemoryError and DeviceError."""
+        """Computes up to `max_tokens` more tokens, or all of them if inputs can't be split. Returns the rows, (inputs,
+        width), once they are complete. Raises InsufficientMemoryError and DeviceError."""
         ...
 
 
 class WholePass:
-    """A pass over inputs that can't be cut."""
+    """A pass over inputs that can't be split."""
 
     def __init__(self, pool: "Callable[[Listing[Listing[int]]], Matrix]", inputs: Listing[Listing[int]]) -> None:
         self._pool = pool
@@ -54,22 +54,22 @@ class WholePass:
         return f"<WholePass over {len(self._inputs)} inputs>"
 
     def advance(self, max_tokens: int) -> "Matrix":
-        """Computes all rows, whatever `max_tokens` is."""
+        """Computes all rows, ignoring `max_tokens`."""
         return self._pool(self._inputs)
 
 
 class Pooler(Protocol):
-    """Makes one row of numbers of each input."""
+    """Turns each input into one row of numbers."""
 
     width: int
-    """The numbers of a row."""
+    """The number of values in a row."""
     max_input_tokens: int
     """The most tokens that one input may have."""
     vocab_size: int
     batch_limits: BatchLimits
 
     def begin(self, inputs: Listing[Listing[int]]) -> PoolingPass:
-        """Starts a pass over inputs, which gives up the one before. Raises InsufficientMemoryError."""
+        """Starts a pass over inputs, abandoning the previous one. Raises InsufficientMemoryError."""
         ...
 
 
@@ -81,7 +81,7 @@ class Embedder(Pooler, Protocol):
         ...
 
     def tokenize(self, text: str) -> list[int]:
-        """Returns the token ids of a text, with the special tokens that the model wants around it."""
+        """Returns the token ids of a text, with the special tokens that the model expects around it."""
         ...
 
 
@@ -89,7 +89,7 @@ class Reranker(Pooler, Protocol):
     """Scores documents: the first number of an input's row is the score. `pair` may be called from other threads."""
 
     def pair(self, query: str, documents: Listing[str]) -> list[list[int]]:
-        """Returns an input for each document: its token ids and those of the query, as the model wants them."""
+        """Returns an input for each document: its token ids and those of the query, as the model expects them."""
         ...
 
 
@@ -99,11 +99,11 @@ class RunnerAdapters(Protocol):
     def __contains__(self, digest: str) -> bool: ...
 
     def load(self, path: Path) -> str:
-        """Loads an adapter while steps go on; returns its digest. Raises ModelError, and nothing has changed."""
+        """Loads an adapter while steps continue; returns its digest. Changes nothing if it raises ModelError."""
         ...
 
     def unload(self, digest: str) -> None:
-        """Reverses one `load`. If it was the last one of this adapter, no sequence uses the adapter."""
+        """Reverses one `load`. Before the last one is reversed, no sequence may use the adapter."""
         ...
 
 
@@ -111,29 +111,29 @@ class Copies(Protocol):
     """Copies of blocks in host memory, which the runner's KV ops make and use (host_cache/slot_store.py)."""
 
     recovered: list[tuple[int, BlockLabel]]
-    """The copies of an earlier engine that were found, by id, the oldest first."""
+    """The copies found from an earlier engine, by id, the oldest first."""
 
     @property
     def recovery(self) -> RecoveredCopies:
-        """The number of those that are kept, and of what was thrown away."""
+        """The number of those that are kept, and of those discarded."""
         ...
 
     @property
     def last_number(self) -> int:
-        """The number of the last copy that was sealed."""
+        """The number of the last sealed copy."""
         ...
 
     def discard_after(self, number: int) -> None:
-        """Lets no later engine find the copies that were sealed after this one. Raises DeviceError."""
+        """Hides the copies that were sealed after this one from later engines. Raises DeviceError."""
         ...
 
     def find_problem(self, data: memoryview, start: int, count: int, /) -> str:
-        """Says in a word why data can't be the copy of `count` tokens from `start` on; empty if they may be."""
+        """Says in a word why data can't be the copy of `count` tokens from `start` on; empty if it may be."""
         ...
 
     @property
     def header(self) -> bytes:
-        """The beginning of the file in which the copies are: it says whose they are."""
+        """The header of the copies' file, which identifies their owner."""
         ...
 
     @property
@@ -153,11 +153,11 @@ class Copies(Protocol):
         ...
 
     def write(self, copy_id: int, data: bytes) -> None:
-        """Makes a copy with data from elsewhere, before any op names it. Raises DeviceError."""
+        """Makes a copy from outside data, before any op names it. Raises DeviceError."""
         ...
 
     def seal(self, labels: Iterable[tuple[int, BlockLabel]]) -> None:
-        """Lets a later engine find copies that were made. Raises DeviceError."""
+        """Makes finished copies visible to later engines. Raises DeviceError."""
         ...
 
     def reject(self, reasons: dict[int, str]) -> None:
@@ -165,7 +165,7 @@ class Copies(Protocol):
         ...
 
     def zero(self) -> None:
-        """Overwrites all that was discarded. Raises DeviceError."""
+        """Overwrites all discarded copies. Raises DeviceError."""
         ...
 
     def close(self) -> None: ...
@@ -176,7 +176,7 @@ class LaneLender(Protocol):
     """A runner whose lanes can be lent to other replicas, if its configuration has a `kv_lane_bytes`."""
 
     def release_lanes(self) -> None:
-        """Gives the memory of lanes that hold nothing back to the system."""
+        """Returns the memory of empty lanes to the system."""
         ...
 
 
@@ -189,27 +189,27 @@ class Runner(Protocol):
     """The bytes of each token's text, by token id; empty for control tokens."""
     bundle: bytes | None
     embedder: Embedder | None
-    """None where the model makes no embeddings."""
+    """None if the model makes no embeddings."""
     reranker: Reranker | None
-    """None where the model scores no documents."""
+    """None if the model scores no documents."""
     adapters: RunnerAdapters | None
-    """None where the engine can't use any."""
+    """None if the engine supports none."""
     canary: Listing[int]
-    """Tokens for which its numbers were finite when it was loaded; none if that is not known. As few as possible: what
-    they are computed in is overwritten by it."""
+    """Tokens for which its numbers were finite when it was loaded; none if unknown. As few as possible: computing them
+    overwrites the memory that they use."""
     reasoning_closer: ReasoningCloser | None
-    """None where the reasoning of answers can't be closed."""
+    """None if the reasoning of answers can't be closed."""
     num_lanes: int
     """The number of lanes that running and cached sequences share."""
 
     @property
     def logits(self) -> "LogitsHealth | None":
-        """Sums up some of the rows that steps compute; None where they compute none."""
+        """Summarizes some of the rows that steps compute; None if they compute none."""
         ...
 
     @property
     def copies(self) -> Copies | None:
-        """Copies of blocks in host memory, to be opened before the first step; None where there can't be any."""
+        """Copies of blocks in host memory, to be opened before the first step; None if there can't be any."""
         ...
 
     def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
@@ -227,9 +227,8 @@ class Runner(Protocol):
     def step(self, plan: StepPlan) -> list[Outcome]:
         """Computes a plan batch by batch; returns the outcome of each share, in the order of the plan.
 
-        A share is done only if the row after its last token is finite, or, where none is sampled from, all its keys and
-        values are.
-        What a share has written that is not done is overwritten before anything else is computed. Raises
+        A share is done only if the row after its last token is finite, or, if it is not sampled from, all its keys and
+        values are. What a share that is not done has written is overwritten before anything else is computed. Raises
         DeviceError."""
         ...
 
@@ -238,11 +237,11 @@ class Runner(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a part of an output. Only an engine that keeps to constraints needs it."""
+        """Returns the token ids of a part of an output. Only an engine that supports constraints needs it."""
         ...
 
     def device_memory(self) -> list[DeviceMemory]:
-        """Returns the memory of its devices besides the host. May be called from other threads."""
+        """Returns the memory of its devices other than the host. May be called from other threads."""
         ...
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""The sampler chooses the next tokens of a step from the model's logits, of all its rows together where it can.
+"""The sampler chooses the next tokens of a step from the model's logits, all rows together where possible.
 
 The order is the one that users of llama.cpp know: biases and penalties, then top_k, top_p, min_p, temperature, and a
-draw. A draw is a hash of the request's seed and the token's position, so there is no state to keep or to hand over when
-another engine goes on with a sequence. Where a constraint leaves one token, that one is taken, together with all that
-must follow it. So are the tokens that close reasoning whose budget is spent, as far as the constraint allows them.
+draw. A draw is a hash of the request's seed and the token's position, so there is no state to keep, or to hand over
+when another engine continues a sequence. If a constraint allows only one token, that one is taken, together with all
+that must follow it. So are the tokens that close reasoning whose budget is spent, as far as the constraint allows them.
 
 Decision 0022 says why there is one sampler for all engines.
 """
@@ -24,11 +24,11 @@ from tokenbus.worker.engine.scheduling.plan import SampledToken
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 _MAX_FOLLOWERS = 32
-"""Tokens that are computed together with a sampled one, at most, so that no step gets long."""
+"""The most tokens computed together with a sampled one, so that no step gets long."""
 
 
 class _Rules:
-    """The rules that hold for one sequence from its first token to its last."""
+    """The rules that hold for one sequence throughout."""
 
     __slots__ = ("bias_ids", "biases", "never", "not_yet", "sampling")
 
@@ -38,7 +38,7 @@ class _Rules:
         self.never = _known_ids(end_token_ids if sampling.ignore_eos else (), vocab_size)
         """Tokens that are never sampled."""
         self.not_yet = _known_ids({*sampling.stop_token_ids, *end_token_ids}, vocab_size)
-        """Tokens that are not sampled before `min_tokens` are there."""
+        """Tokens that are not sampled before `min_tokens` are reached."""
         biases = [(token_id, bias) for token_id, bias in sampling.logit_bias if 0 <= token_id < vocab_size]
         self.bias_ids = np.array([token_id for token_id, _ in biases], np.int64)
         self.biases = np.array([bias for _, bias in biases], np.float32)
@@ -68,7 +68,7 @@ class _Rules:
 
 
 class _RowLogprobs:
-    """The log probabilities of a row as the model gave it: made before anything is changed in it."""
+    """The log probabilities of a row as the model computed it, taken before anything changes it."""
 
     __slots__ = ("_log_sum", "_logits", "_top")
 
@@ -104,8 +104,8 @@ class Sampler:
         self._rules.pop(seq_no, None)
 
     def sample(self, logits: Matrix, sequences: Listing[Sequence]) -> list[SampledToken | EngineFinishReason]:
-        """Returns a token for each row, or the reason why there is none: BAD_LOGITS where the model computed no
-        numbers, or CONSTRAINT_FAILED. Writes into `logits`."""
+        """Returns a token for each row, or the reason why there is none: BAD_LOGITS if the logits are not finite, or
+        CONSTRAINT_FAILED. Writes into `logits`."""
         rules = [self._rules[sequence.seq_no] for sequence in sequences]
         logprobs: list[_RowLogprobs | None] = []
         failed: set[int] = set()
@@ -131,7 +131,7 @@ class Sampler:
             else:
                 self._log.error("bad_logits", seq_no=sequences[n].seq_no, logits=summarize(logits[n]).to_log())
                 sampled.append(EngineFinishReason.BAD_LOGITS)
-        # behind the loop: some matchers are in processes of their own, which compute beside each other meanwhile
+        # after the loop: some matchers are in their own processes, which meanwhile compute in parallel
         return [self._follow(*pair) for pair in zip(sequences, sampled, strict=True)]
 
     def _accept(self, sequence: Sequence, sampled: SampledToken) -> SampledToken | EngineFinishReason:
@@ -152,7 +152,7 @@ class Sampler:
     def _follow(
         self, sequence: Sequence, sampled: SampledToken | EngineFinishReason
     ) -> SampledToken | EngineFinishReason:
-        """Adds the tokens that must follow a sampled one. Where log probabilities are wanted, each needs a row."""
+        """Adds the tokens that must follow a sampled one. If log probabilities are requested, each needs a row."""
         matcher, budget = sequence.matcher, sequence.reasoning_budget
         if isinstance(sampled, EngineFinishReason) or sampled.token_id in self._end_token_ids:
             return sampled
@@ -182,7 +182,7 @@ class Sampler:
         finite: Listing[bool],
         tokens: Indices,
     ) -> None:
-        """Replaces the likeliest token by a drawn one, for every row with a temperature."""
+        """Replaces the likeliest token with a drawn one, for every row with a temperature."""
         rows_by_top_k: dict[int, list[int]] = {}
         us: dict[int, float] = {}
         for n, rule in enumerate(rules):
@@ -205,8 +205,8 @@ def _leave_only(row: Row, token_id: int) -> None:
 
 
 def _constrain(row: Row, matcher: SequenceMatcher, forbidden: Indices, wanted: int | None = None) -> None:
-    """Leaves the tokens that a constraint allows: of these `wanted` alone, if it is one of them, and those that are
-    forbidden only where there are no others."""
+    """Keeps the tokens that a constraint allows: only `wanted` if it is among them, and forbidden ones only if there
+    are no others."""
     forced = matcher.forced()
     if forced is not None:
         _leave_only(row, forced)
