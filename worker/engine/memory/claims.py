@@ -1,9 +1,9 @@
-"""Shares the memory of a machine among engine processes: what each has planned to take counts as taken at once.
+"""Shares a machine's memory among engine processes: what each plans to take counts as taken at once.
 
-The memory that is free says nothing of what another engine, which is still loading, is about to take, or of a cache
-that fills only later. So each engine process writes what it has planned into a file of its own in the runtime directory
-of its user, and holds a lock on it as long as it lives. A file that nobody locks is of a process that has ended; it is
-removed. Plans are made one at a time, under another lock."""
+Free memory says nothing about what another engine that is still loading will take, or about a cache that fills later.
+So each engine process writes its plan into its own file in its user's runtime directory, and holds a lock on it as long
+as it lives. An unlocked file belongs to a process that has ended, and is removed. Plans are made one at a time, under
+another lock."""
 
 import contextlib
 import fcntl
@@ -23,9 +23,9 @@ from tokenbus.worker.files import device_memory
 from tokenbus.worker.files.device_memory import HOST, DeviceMemory, HostLimit
 
 HOST_CACHE = "host cache"
-"""The name among devices of what copies of blocks may take of the host's memory."""
+"""The device name under which host memory for copies of blocks is claimed."""
 COPIES_NAME = "tokenbus-host-cache"
-"""The name of files in memory for copies of blocks (worker/replica/host_memory.py)."""
+"""The name of in-memory files for copies of blocks (worker/replica/host_memory.py)."""
 _BLOCK_BYTES = 512
 _LOCK = "lock"
 _LOCK_TIMEOUT_S = 10.0
@@ -39,13 +39,13 @@ class _Record(msgspec.Struct, frozen=True):
 
     pid: int
     claims: dict[str, dict[str, int]]
-    """Bytes by device, of each part of the process that has claimed some."""
+    """Bytes by device, for each part of the process that has claimed some."""
     taken: list[str] = []
-    """The parts that have taken their memory on devices other than the host."""
+    """The parts that have already taken their memory on devices other than the host."""
 
 
 class MemoryClaims:
-    """The claims of this process, beside those of others. Without a directory there are no others."""
+    """The claims of this process, alongside those of others. Without a directory there are no others."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -59,7 +59,7 @@ class MemoryClaims:
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
-        """Keeps other processes from planning meanwhile. One that stands still while it plans is not waited for."""
+        """Keeps other processes from planning meanwhile. Does not wait for a process that freezes while planning."""
         if self._folder is None:
             yield
             return
@@ -72,8 +72,8 @@ class MemoryClaims:
             os.close(fd)
 
     def host_room(self, limits: Iterable[HostLimit], part: str, share: float) -> Room:
-        """Returns the memory of the host that a part of this process may claim: that of the tightest limit, under each
-        of which only those processes count that are in its control group."""
+        """Returns the host memory that a part of this process may claim, by the tightest limit. Under each limit only
+        the processes in its control group count."""
         elsewhere = self._elsewhere((HOST, HOST_CACHE), part)
         taken = resident_bytes(self._record.pid) + copies_bytes(self._record.pid)
         others = list(self._others_on_host(part))
@@ -101,20 +101,20 @@ class MemoryClaims:
         return sum(sizes.get(device, 0) for sizes in others for device in devices)
 
     def claim(self, part: str, sizes: dict[str, int]) -> None:
-        """Notes what a part of this process is going to take of each device, in place of what it has claimed before.
-        To be called while `planning`."""
+        """Notes what a part of this process will take of each device, replacing its earlier claim. Call it while
+        `planning`."""
         with self._lock:
             taken = [name for name in self._record.taken if name != part]
             self._write(_Record(self._record.pid, self._record.claims | {part: sizes}, taken))
 
     def took(self, part: str) -> None:
-        """Notes that a part has its memory: what is free on a GPU shows that from now on."""
+        """Notes that a part has its memory, so that a GPU's free memory now reflects it."""
         with self._lock:
             if part in self._record.claims and part not in self._record.taken:
                 self._write(msgspec.structs.replace(self._record, taken=[*self._record.taken, part]))
 
     def release(self, part: str) -> None:
-        """Notes that a part takes nothing any more."""
+        """Notes that a part no longer takes anything."""
         with self._lock:
             if part in self._record.claims:
                 claims = {name: sizes for name, sizes in self._record.claims.items() if name != part}
@@ -123,7 +123,7 @@ class MemoryClaims:
     def _others_on_host(self, part: str) -> Iterator[tuple[list[str], OtherClaim]]:
         """Yields what each other living process has claimed of the host's memory, and the control groups that it is in.
 
-        A part with the path of a file as its name is the weights in it, which are there once for all."""
+        A part named by a file's path stands for the weights in it, which all processes share."""
         shared = {name for name in (*self._record.claims, part) if name.startswith("/")}
         for record in self._records():
             parts = [sizes for name, sizes in record.claims.items() if name not in shared]
@@ -156,13 +156,13 @@ class MemoryClaims:
             # ids may be equal in two containers that share the directory
             path = self._folder / f"{self._record.pid}-{secrets.token_hex(4)}{_SUFFIX}"
             self._path, self._file = path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            fcntl.flock(self._file, fcntl.LOCK_EX)  # until this process ends; nobody else looks for files meanwhile
-        # in one piece: whoever reads it meanwhile finds what was there before, or all of this
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # until this process ends; none looks for files meanwhile
+        # in one piece: a concurrent reader finds the old content, or all of the new
         os.pwrite(self._file, msgspec.json.encode(record).ljust(os.fstat(self._file).st_size), 0)
 
 
 def _lock(fd: int, deadline: float) -> bool:
-    """Locks a file; returns whether nobody else has it locked until the deadline."""
+    """Locks a file; returns whether that succeeded before the deadline."""
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,7 +175,7 @@ def _lock(fd: int, deadline: float) -> bool:
 
 
 def _is_in(group: str, groups: Iterable[str]) -> bool:
-    """Whether a process with these control groups is in one of them, or below it; all are on the machine."""
+    """Whether a process in these control groups is in `group` or below it; all are in the machine's."""
     below = group.rstrip("/") + "/"
     return not group or any(f"/{one}/".startswith(below) for one in groups)
 
@@ -200,7 +200,7 @@ def _read(path: Path) -> _Record | None:
 
 
 def resident_bytes(pid: int) -> int:
-    """Returns the memory of a process that is no part of a file on a disk, so that it does not count as free."""
+    """Returns a process's memory that is not backed by a file on disk, and so does not count as free."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -209,7 +209,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def copies_bytes(pid: int) -> int:
-    """Returns the memory of a process's files in memory for copies of blocks."""
+    """Returns the size of a process's in-memory files for copies of blocks."""
     found = 0
     with contextlib.suppress(OSError):  # the process has ended
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -220,14 +220,14 @@ def copies_bytes(pid: int) -> int:
 
 
 def runtime_directory() -> Path | None:
-    """Returns this user's directory for claims, and makes it; None if there can be none that is only theirs."""
+    """Returns this user's directory for claims, creating it; None if no private directory is possible."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
     path = Path(given, "tokenbus") if given else Path(tempfile.gettempdir(), f"tokenbus-{os.geteuid()}")
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()
         if path.is_symlink() or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise OSError(f"{path} belongs to somebody else, or others may write there")
+            raise OSError(f"{path} belongs to another user, or others may write there")
     except OSError as error:
         structlog.get_logger().warning("memory_not_shared", error=str(error))
         return None

@@ -1,8 +1,8 @@
-"""Chooses the sizes of a replica that fit into the memory there is; pure.
+"""Chooses the sizes of a replica that fit into memory; pure.
 
-What a setting says is taken as it is. The rest is the model's own context, a KV cache for several of these, and a
-cache in host memory; if that is too much, the host cache becomes smaller first, then the KV cache, and then the
-context (decision 0064)."""
+Explicit settings are taken as they are. The defaults are the model's own context, a KV cache for several of these, and
+a cache in host memory; if that is too much, the host cache shrinks first, then the KV cache, and then the context
+(decision 0064)."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,24 +16,24 @@ from tokenbus.worker.engine.memory.need import DevicePlacement, MemoryNeed, Mode
 from tokenbus.worker.engine.memory.room import Room
 
 _UNKNOWN_CONTEXT = 8_192
-"""The tokens for which a model counts as trained if its files don't say."""
+"""The context for which a model counts as trained if its files don't say."""
 _MAX_CONTEXT = 262_144
 """The longest context that is chosen without a setting."""
 _MAX_POOLED_INPUT = 8_192
-"""The longest input that a model pools without a setting: attention takes its tokens squared."""
+"""The longest input that a model pools without a setting: attention memory grows with its square."""
 _CONTEXTS = 4
 _MAX_SHARED_TOKENS = 65_536
-"""Without a setting there is KV memory for so many contexts, up to so many tokens, or for one that is longer."""
+"""By default there is KV memory for this many contexts, up to this many tokens, or for one longer context."""
 _LEAST_CONTEXT = 2_048
-"""A context below this is not chosen: most chats would not fit."""
+"""No shorter context is chosen: most chats would not fit."""
 _OFFLOADED_CONTEXT = 8_192
-"""Layers are put on GPUs as long as there is room for so many tokens beside them."""
+"""Layers are put on GPUs as long as this many tokens still fit beside them."""
 _HOST_CACHE_SHARE = 8
-"""Where the KV cache has to be smaller, the host cache gets one in so many bytes of what both have."""
+"""If the KV cache has to shrink, the host cache gets one in this many bytes of what both have."""
 
 
 class Rooms(NamedTuple):
-    """The memory that a replica may take, of the host and of all its GPUs together, and what of it is on the GPUs."""
+    """The memory that a replica may take, of the host and of all its GPUs together, and the part of it on GPUs."""
 
     host: Room
     gpu: Room | None = None
@@ -45,14 +45,14 @@ class Rooms(NamedTuple):
         return fits_host and (self.gpu is None or need.gpu_bytes(self.placement) <= bytes_of(self.gpu))
 
     def choose(self, need: MemoryNeed) -> bool:
-        """Whether a need fits into what sizes are chosen for."""
+        """Whether a need fits into the memory for which sizes are chosen."""
         return self.allow(need, lambda room: room.chosen_bytes)
 
 
 def default_kv_tokens(length: int, settings: EngineSettings, placement: DevicePlacement) -> int:
-    """Returns the tokens of KV memory for all sequences of that length together, if no setting says how many.
+    """Returns the default tokens of KV memory for all sequences of that length together.
 
-    A GPU has no other use for its memory, and clears it in no time."""
+    A GPU has no other use for its memory, and clears it quickly."""
     if placement.layer_share >= 1:
         return length * max(settings.max_num_seqs, _CONTEXTS)
     return max(length, min(_CONTEXTS * length, _MAX_SHARED_TOKENS))
@@ -72,9 +72,10 @@ def wished(facts: ModelFacts, settings: EngineSettings, rooms: Rooms) -> Sizes:
 
 
 def fit(facts: ModelFacts, settings: EngineSettings, rooms: Rooms) -> MemoryNeed:
-    """Returns what a replica takes with the largest sizes that fit.
+    """Returns a replica's memory need with the largest sizes that fit.
 
-    Raises ModelTooLargeError, saying what would fit, if not even a short context does, or what the settings ask for."""
+    Raises ModelTooLargeError, saying what would fit, if not even a short context does, or not what the settings ask
+    for."""
     wish = wished(facts, settings, rooms)
     if rooms.choose(need := estimate(facts, settings, wish)):
         return need
@@ -109,9 +110,9 @@ def place(
     num_gpus: int,
 ) -> DevicePlacement:
     """Returns which of a model's layers go to GPUs: those that the settings ask for, or the most that fit there, with
-    keys and values of a context that is not too short. `layers` has the size of the weights of each.
+    keys and values of a reasonable context. `layers` has the size of each one's weights.
 
-    They are split between several GPUs layer by layer, so that each of these may have a layer less than would fit."""
+    Several GPUs get whole layers each, so each may have one layer less than would fit."""
     length = settings.context_length or min(facts.trained_context or _UNKNOWN_CONTEXT, _OFFLOADED_CONTEXT)
     need = estimate(facts, settings, Sizes(length, max(length, settings.kv_tokens), 0))
     lost = max(layers, default=0) * (num_gpus - 1)
@@ -127,7 +128,7 @@ def place(
 
 
 def _least(facts: ModelFacts, settings: EngineSettings, wish: Sizes) -> Sizes:
-    """Returns the smallest sizes that settings allow, and that are of any use."""
+    """Returns the smallest useful sizes that the settings allow."""
     length = settings.context_length or min(wish.context_length, _LEAST_CONTEXT)
     kv_tokens = settings.kv_tokens or facts.kv_tokens or length
     return Sizes(length, kv_tokens, 0 if settings.host_cache_mib < 0 else wish.host_cache_bytes)

@@ -1,6 +1,6 @@
-"""Estimates the memory that a model will take before it is loaded, from what its files say; pure.
+"""Estimates from a model's files the memory that it will take, before it is loaded; pure.
 
-The parts were compared with what engines really take (decision 0064)."""
+The parts were checked against what engines really take (decision 0064)."""
 
 from typing import NamedTuple
 
@@ -10,44 +10,44 @@ _MIB = 1 << 20
 _PROCESS_BYTES = 96 * _MIB
 """An engine process with its libraries, before it has a model."""
 _VOCABULARY_BYTES = 600
-"""The bytes that a token of the vocabulary takes in tables: texts, merges, the tokenizer that routers get."""
+"""The bytes per vocabulary token in tables: texts, merges, the tokenizer that routers get."""
 _STATES = 8
-"""Hidden states of a whole batch that a step keeps at the same time."""
+"""The number of hidden states of a whole batch that a step keeps at once."""
 _LOGITS_COPIES = 2
-"""Where a step computes its logits, and where they can be read."""
+"""The buffers in which a step computes its logits, and from which they are read."""
 _F32_BYTES = 4
 _MASK_BYTES = 2
-"""A place of the attention mask, for each token of a batch and each of the KV cache, with flash attention."""
+"""Bytes of the attention mask for each pair of a batch's token and a KV cache's, with flash attention."""
 _TOKEN_BYTES = 64
-"""The bytes that prefix tree, scheduler and streams keep for each token of the KV cache."""
+"""The bytes that prefix tree, scheduler and streams keep per token of the KV cache."""
 
 
 class ModelFacts(NamedTuple):
-    """The sizes of a model, as its files say them."""
+    """The sizes of a model, as stated by its files."""
 
     weight_bytes: int
-    """The size of the files with weights, of the type in which they are loaded."""
+    """The size of the weights, in the type in which they are loaded."""
     kv_bytes_per_token: int
-    """Keys and values of one token, in all layers that attend to everything. 0 for a model that keeps none."""
+    """Bytes of one token's keys and values, in all layers that attend to everything. 0 for a model without any."""
     trained_context: int
-    """The tokens for which the model was trained; 0 if its files don't say."""
+    """The context length for which the model was trained; 0 if its files don't say."""
     width: int
-    """The numbers of a token's hidden state."""
+    """The width of a token's hidden state."""
     vocab_size: int
     rows: int
-    """The sequences whose logits are kept at the same time."""
+    """The number of sequences whose logits are kept at once."""
     state_bytes: int = 0
-    """Recurrent states of all lanes."""
+    """Bytes of all lanes' recurrent states."""
     kv_tokens: int = 0
-    """The tokens of KV memory, where an engine has its own rule for that."""
+    """The tokens of KV memory, if an engine has its own rule for that."""
     heads: int = 0
-    """Attention heads of a layer."""
+    """The number of a layer's attention heads."""
     window_bytes_per_token: int = 0
-    """Keys and values of one token in the layers that attend to a window."""
+    """Bytes of one token's keys and values in the layers that attend to a window."""
     window_tokens: int = 0
-    """The tokens in all windows together."""
+    """The number of tokens in all windows together."""
     embed_tokens: int = 0
-    """The longest input that a model which generates embeds beside that, in KV memory and buffers of its own."""
+    """The longest input that a generating model can also embed, in separate KV memory and buffers."""
     pools: bool = False
     """Whether the model generates nothing: a whole input is computed at once, and no prefix is kept."""
 
@@ -56,7 +56,7 @@ class DevicePlacement(NamedTuple):
     """The part of a model that is on GPUs."""
 
     gpu_layers: int = 0
-    """One more than the model has if its output is there too."""
+    """One more than the model has if the output layer is there too."""
     weight_bytes: int = 0
     layer_share: float = 0.0
     """The share of the layers that are there, with their keys and values."""
@@ -64,7 +64,7 @@ class DevicePlacement(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a replica that are chosen by the memory there is."""
+    """The sizes of a replica that depend on available memory."""
 
     context_length: int
     """The most tokens of one sequence."""
@@ -82,13 +82,13 @@ class MemoryNeed(NamedTuple):
     compute_bytes: int
     """Buffers of a step, and the engine process itself."""
     step_bytes: int = 0
-    """The part of the above that every device needs that computes."""
+    """The part of the above that every computing device needs."""
     host_cache_bytes: int = 0
     """Room for prefixes that no sequence uses."""
     context_length: int = 1
-    """The tokens of one sequence for which this is enough."""
+    """The most tokens of one sequence that this suffices for."""
     kv_tokens: int = 0
-    """The tokens of all sequences for which this is enough."""
+    """The most tokens of all sequences that this suffices for."""
 
     @property
     def total_bytes(self) -> int:
@@ -100,7 +100,7 @@ class MemoryNeed(NamedTuple):
         return there + self.step_bytes * placement.num_gpus
 
     def host_bytes(self, placement: DevicePlacement) -> int:
-        """Returns the part of it that is in the host's memory, which prepares each step for the GPUs too."""
+        """Returns the part of it in host memory, where each step is prepared for the GPUs too."""
         return (
             self.total_bytes
             - min(placement.weight_bytes, self.weight_bytes)
@@ -139,8 +139,8 @@ def estimate(facts: ModelFacts, settings: EngineSettings, sizes: Sizes) -> Memor
 
 
 def _mask_bytes(facts: ModelFacts, settings: EngineSettings) -> int:
-    """Returns what attention between one token and another takes while a layer is computed."""
-    if settings.flash_attention == "off":  # the scores of all heads are there at the same time
+    """Returns the memory for attention between tokens while a layer is computed."""
+    if settings.flash_attention == "off":  # the scores of all heads exist at the same time
         return (facts.heads + 2) * _F32_BYTES
     return _MASK_BYTES
 

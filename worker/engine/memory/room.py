@@ -16,28 +16,28 @@ class OtherClaim(NamedTuple):
 
     claimed_bytes: int
     taken_bytes: int
-    """The part that it has taken already, so that it is not free any more."""
+    """The part that it has already taken, so that it is no longer free."""
     later_bytes: int = 0
-    """The memory that it may take besides, bit by bit, for copies of prefixes."""
+    """The additional memory that it may take gradually, for copies of prefixes."""
 
 
 class Room(NamedTuple):
-    """The memory of a device that a replica may take, with what its process has taken for it already."""
+    """The memory of a device that a replica may take, including what its process has already taken for it."""
 
     total_bytes: int
-    """The memory that the device has."""
+    """The device's total memory."""
     free_bytes: int
-    """The part that nobody else has taken, or is about to take; others may need some of it later."""
+    """The part that no other process has taken, or is about to take; others may need some of it later."""
     chosen_bytes: int
     """The part for which sizes are chosen: a share of the memory, without a reserve."""
 
 
 UNLIMITED = Room(1 << 62, 1 << 62, 1 << 62)
-"""The room where nothing is known about it."""
+"""The room if nothing is known about it."""
 
 
 def reserve_bytes(total_bytes: int) -> int:
-    """Returns the memory of a device that is left for others, and for what no estimate knows."""
+    """Returns the memory of a device that is left for others, and for what no estimate covers."""
     usual = max(_LEAST_RESERVE, min(_MOST_RESERVE, total_bytes // _RESERVE_SHARE))
     return min(usual, total_bytes // _MAX_RESERVE_SHARE)
 
@@ -46,8 +46,8 @@ def room_of(
     device: DeviceMemory, taken_bytes: int, elsewhere_bytes: int, others: Iterable[OtherClaim], share: float
 ) -> Room:
     """Returns the room for a part of a process, which has taken `taken_bytes` of the device and claimed
-    `elsewhere_bytes` for its other parts. All workers together may have what is free and what they have: of that the
-    process gets a share."""
+    `elsewhere_bytes` for its other parts. All workers together may have what is free and what they already have; the
+    process gets a share of that."""
     listed = list(others)
     own = device.free_bytes + taken_bytes - sum(one.claimed_bytes - one.taken_bytes for one in listed)
     of_all = device.free_bytes + taken_bytes + sum(one.taken_bytes for one in listed)
