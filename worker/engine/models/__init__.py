@@ -1,1 +1,1 @@
-"""Finds the files of a model and reads what they say about how the model wants to be used."""
+"""Finds the files of a model and reads from them how the model is meant to be used."""

@@ -1,4 +1,4 @@
-"""Finds out how a loaded model writes its answers, by its chat template."""
+"""Finds out from its chat template how a loaded model writes its answers."""
 
 import time
 from typing import Any
@@ -17,11 +17,11 @@ from tokenbus.worker.contract.chat_format import ChatFormat
 from tokenbus.worker.engine.models import features
 
 _CPU_S = 2.0
-"""CPU time that all renderings together may take, the start of their process included: a worker that starts is delayed
-by no more. Templates of real models need a quarter of a second. Wall-clock time would make a model's features depend on
+"""CPU time that all renderings together may take, including the start of their process; a starting worker is delayed by
+no more. Templates of real models need a quarter of a second. Wall-clock time would make a model's features depend on
 what else its machine is doing."""
 _MIN_CPU_S = 0.2
-"""With less than this left no other process is started: its start alone would take it."""
+"""With less than this left, no further process is started: its start alone would use it up."""
 _QUESTION = ChatMessage(role="user", content="What is the weather in Oslo?")
 _CALL: dict[str, Any] = {"function": {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}}
 _TOOL: dict[str, Any] = {
@@ -43,7 +43,7 @@ _TOOL: dict[str, Any] = {
 def infer(rules: tokenizer_bundle.PromptRules) -> ChatFormat | None:
     """Returns the chat format of a model, or None if its template shows neither reasoning nor tool calls.
 
-    Renders in a process of its own, so that a template can neither take long nor do harm."""
+    Renders in a separate process, so that a template can neither take long nor do harm."""
     source = rules.chat_template
     if not source:
         return None
@@ -66,7 +66,7 @@ def infer(rules: tokenizer_bundle.PromptRules) -> ChatFormat | None:
 
 
 def _bounded(renderer: Renderer) -> Render:
-    """Returns what renders until its CPU time is spent, and raises from then on."""
+    """Returns a renderer that raises once its CPU time is spent."""
 
     def render(
         conversation: list[ChatMessage], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
@@ -88,7 +88,7 @@ def _is_spent(renderer: Renderer) -> bool:
 
 
 def example(rules: tokenizer_bundle.PromptRules) -> str:
-    """Returns a call of a tool as the model with these rules would write it, up to the end of its turn."""
+    """Returns a tool call as the model with these rules would write it, up to the end of its turn."""
     renderer = Renderer(prompt.renderer_setup(rules, rules.chat_template or ""))
     texts = {token: text for text, token in rules.special_tokens.items()}
     answer = ChatMessage(role="assistant", tool_calls=[_CALL])

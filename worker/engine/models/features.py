@@ -42,7 +42,7 @@ def with_sampler(
 
 
 def of_format(chat_format: ChatFormat | None) -> tuple[str, ...]:
-    """Returns the features that a model has because it is known how it writes its answers."""
+    """Returns the features that follow from knowing a model's chat format."""
     if chat_format is None:
         return ()
     return (*(("tools",) if chat_format.calls is not None else ()), *(("reasoning",) if chat_format.reasons else ()))

@@ -7,7 +7,7 @@ from tokenbus.protocol.wire import internal
 
 
 class ModelTokenizer:
-    """Makes the token ids of prompts by a model's own rules. Safe to use from several threads."""
+    """Makes the token ids of prompts by the model's own rules. Safe to use from several threads."""
 
     def __init__(self, rules: tokenizer_bundle.PromptRules, encode: Callable[[str], list[int]]) -> None:
         self.rules = rules
@@ -24,7 +24,7 @@ class ModelTokenizer:
 
     @property
     def supports_chat(self) -> bool:
-        """Whether the model has a chat template that works."""
+        """Whether the model has a working chat template."""
         return self._builder.supports_chat
 
     @property

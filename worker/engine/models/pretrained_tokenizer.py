@@ -1,4 +1,4 @@
-"""Reads the `tokenizer.json` that a model is published with, in the format of the `tokenizers` library."""
+"""Reads the `tokenizer.json` published with a model, in the format of the `tokenizers` library."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def without_special_tokens(tokenizer_json: bytes) -> str | None:
 def _with_ids(model: Any, added: list[dict[str, Any]]) -> Any:
     """Returns the model with the added tokens in its vocabulary.
 
-    The library numbers those that it does not find there from the vocabulary's end on, whatever their ids are."""
+    The library renumbers those that it does not find there from the vocabulary's end on, ignoring their ids."""
     match model:
         case {"vocab": dict(vocab)}:
             ids = {token["content"]: token["id"] for token in added}

@@ -1,4 +1,4 @@
-"""Finds out whether the reasoning of a loaded model can be closed, by its chat format and its tokenizer."""
+"""Finds out from its chat format and tokenizer whether a loaded model's reasoning can be closed."""
 
 from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
 from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
@@ -7,7 +7,7 @@ from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens, 
 
 
 def closer_of(chat_format: ChatFormat | None, model: ModelTokens, missing: dict[str, str]) -> ReasoningCloser | None:
-    """Returns what closes the reasoning of a model's answers, or None where nothing does.
+    """Returns what closes the reasoning of a model's answers, or None if nothing does.
 
     Then `missing` says why, if the model reasons."""
     if chat_format is None or not chat_format.reasons:

@@ -13,7 +13,7 @@ from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.files.generation_config import GenerationConfig
 
 AUTO = -1
-"""The value of a setting that is left to the engine, where 0 has a meaning of its own."""
+"""The value of a setting that is left to the engine, where 0 has its own meaning."""
 _DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_NUM_SEQS = 16
 
@@ -25,11 +25,11 @@ class SettingRule(NamedTuple):
     value: object
     holds: bool
     allowed: str
-    """The values that are allowed, in the words of the error message."""
+    """The allowed values, as worded in the error message."""
 
 
 def require(rules: Iterable[SettingRule]) -> None:
-    """Raises ModelError for the first rule that does not hold, naming the setting and what it may be."""
+    """Raises ModelError for the first rule that does not hold, naming the setting and its allowed values."""
     for rule in rules:
         if not rule.holds:
             raise ModelError(f"{rule.flag} must be {rule.allowed}, got {rule.value}")
@@ -54,7 +54,7 @@ def resolve(settings: EngineSettings, generation_config: GenerationConfig, *, ma
 
 
 def common_rules(settings: EngineSettings, *, max_num_seqs: int) -> Iterator[SettingRule]:
-    """Returns the rules for settings that every engine has, before or after `resolve`."""
+    """Yields the rules for settings that every engine has, before or after `resolve`."""
     num_seqs, block_size = settings.max_num_seqs, settings.kv_block_size
     batched, least = settings.max_num_batched_tokens, max(num_seqs, 1)
     scheduler = settings.scheduler

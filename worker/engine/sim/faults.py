@@ -12,21 +12,21 @@ _KINDS = ("crash", "hang", "slow", "lose", "poison", "stain")
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """The faults of one replica. Counts are of the tokens that it has sampled; 0 means never, or no token."""
+    """The faults of one replica. Counts are sampled tokens; 0 means never, or no token."""
 
     crash: int = 0
-    """The engine process dies after so many tokens."""
+    """The engine process dies after this many tokens."""
     hang: int = 0
-    """The step after so many tokens never ends."""
+    """The step after this many tokens never ends."""
     slow: int = 0
-    """The step after so many tokens takes `slow_ms` longer."""
+    """The step after this many tokens takes `slow_ms` longer."""
     slow_ms: float = 0.0
     lose: int = 0
-    """Every n-th entry of the event log is lost on its way."""
+    """Every n-th entry of the event log is lost in transit."""
     poison: int = 0
-    """The id of a token after which the numbers of its sequence are not finite."""
+    """The id of a token after which its sequence's numbers are not finite."""
     stain: int = 0
-    """The id of a token after which no numbers are finite any more, of any sequence."""
+    """The id of a token after which no sequence's numbers are finite any more."""
 
 
 def parse(text: str) -> Faults:
@@ -57,8 +57,8 @@ def _milliseconds(text: str) -> float:
 
 
 def lose_events(bus: Bus, events_subject: str, settings: EngineSettings) -> None:
-    """Has `bus` lose every n-th message to `events_subject`, if the settings are of a simulator that asks
-    for it. A malformed script does nothing here: the engine refuses it."""
+    """Makes `bus` lose every n-th message to `events_subject`, if the settings are for a simulator and ask for it. A
+    malformed script does nothing here: the engine refuses it."""
     try:
         every = parse(settings.sim_faults).lose if settings.engine == "sim" else 0
     except ValueError:

@@ -1,4 +1,4 @@
-"""Executes step plans by waiting as long as a device would take. Every token of text says that it is simulated."""
+"""Executes step plans by waiting as long as a device would take. The generated text says that it is simulated."""
 
 import os
 import struct
@@ -24,10 +24,10 @@ from tokenbus.worker.engine.sim import faults, timing
 from tokenbus.worker.files.device_memory import DeviceMemory
 
 VOCAB_SIZE = 1_024
-"""Small, because a process may have hundreds of replicas, each with a list of its own."""
+"""Small, because a process may have hundreds of replicas, each with its own list."""
 _END = 0
 _FIRST_WORD = 257
-"""Id 0 ends a text, ids 1 to 256 are the bytes of prompts, and the others are the words that are generated."""
+"""Id 0 ends a text, ids 1 to 256 are the bytes of prompts, and the others are the generated words."""
 _NUM_WORDS = VOCAB_SIZE - _FIRST_WORD
 _FEATURES = ("generate", "chat", "stop", "seed", "return_token_ids", "progress", "cache_control")
 _DEFAULT_CONTEXT = 131_072
@@ -83,7 +83,7 @@ class SimRunner:
         self._samplings.pop(seq_no, None)
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
-        """Keeps copies, which say only where their tokens are: lanes have no content."""
+        """Keeps copies, which record only token positions: lanes have no content."""
         for op in kv_ops:
             match op:
                 case Offload(number, _, start, end):
@@ -134,7 +134,7 @@ class SimRunner:
         if before < script.slow <= now:
             time.sleep(script.slow_ms / 1e3)
         if before < script.hang <= now:
-            threading.Event().wait()  # for ever: the frontend has to notice
+            threading.Event().wait()  # forever: the frontend has to notice
         if before < script.crash <= now:
             os.abort()
 
@@ -148,7 +148,7 @@ class SimRunner:
     def _sample(self, part: ScheduledTokens) -> SampledToken:
         """Returns a word that follows from the seed, the last token and its position.
 
-        A token at which the sequence would stop is passed over while the sequence must not stop yet."""
+        A token at which the sequence would stop is skipped while it must not stop yet."""
         sequence, sampling = part.sequence, self._samplings[part.sequence.seq_no]
         seed = sampling.seed if sampling.temperature > 0 else 0  # greedy answers are the same for every seed
         word = xxhash.xxh3_64_intdigest(f"{seed} {sequence.token_ids[-1]} {sequence.num_tokens}".encode())

@@ -17,7 +17,7 @@ class Polynomial(NamedTuple):
 
 
 class TimingModel(NamedTuple):
-    """A step takes the time of its prompt tokens, if it has any, and that of its decodes, if it has any."""
+    """A step takes the time of its prompt tokens, if any, plus that of its decodes, if any."""
 
     prefill: Polynomial
     """A function of the prompt tokens in the step."""
@@ -26,7 +26,7 @@ class TimingModel(NamedTuple):
     per_decode_ms: float = 0.0
     """The time that each decode adds."""
     least_ms: float = 0.0
-    """The time that a step takes at least."""
+    """The minimum time of a step."""
 
     def step_ms(self, prompt_tokens: int, decodes: int, kv_usage: float) -> float:
         prefill_ms = self.prefill(prompt_tokens) if prompt_tokens else 0.0
@@ -51,7 +51,7 @@ Q8_0 on 2 threads of an x86-64 server, as measured in bench/README.md. `steps-of
 
 
 def plan_ms(plan: StepPlan, timing: TimingModel, capacity_tokens: int) -> float:
-    """Returns the milliseconds that a step takes on a device with so many tokens of KV memory."""
+    """Returns the milliseconds that a step takes on a device with `capacity_tokens` of KV memory."""
     prompt_tokens = decodes = used = 0
     for part in plan.scheduled:
         used += part.start + part.num_tokens
