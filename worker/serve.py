@@ -45,8 +45,8 @@ _NOT_LOADABLE = {"model", "files", "engine", "scheduler", "onnx"} | {
 
 
 async def serve(settings: WorkerSettings, read_settings: Callable[[], WorkerSettings]) -> None:
-    """Runs a worker process until SIGTERM or SIGINT, or until all of its replicas are drained; `read_settings` reads
-    its settings again at SIGHUP.
+    """Runs a worker process until SIGTERM or SIGINT, or until all of its replicas are drained; `read_settings` rereads
+    its settings on SIGHUP.
 
     Raises EngineStartError if a model can't be served, ReplacedError if another worker takes a name, and
     ConnectionError if there is no broker."""
@@ -62,7 +62,7 @@ class WorkerProcess:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._kv_budget_bytes = settings.kv_budget_bytes
-        """That of the engine process: another setting does not change it any more."""
+        """The engine process's budget, which later settings do not change."""
         self._process = EngineProcess(settings.log.variables())
         self._metrics = WorkerMetrics()
         self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
@@ -71,10 +71,10 @@ class WorkerProcess:
         self._on_demand = OnDemandModels(settings, self._metrics, self._name)
         self._replicas: dict[Replica, asyncio.Task[None]] = {}
         self._ended: asyncio.Queue[Replica | None] = asyncio.Queue()
-        """Replicas that have ended; None if the task that loads models on demand has."""
+        """Replicas that have ended; None stands for the task that loads models on demand."""
         self._loads: set[asyncio.Task[None]] = set()
         self._taken_bytes: dict[Replica, int] = {}
-        """The bytes of the memory budget that each replica has taken which was loaded beside the first ones."""
+        """The bytes of the memory budget taken by each replica loaded after the start."""
         self._starting = asyncio.Lock()
         self._last_number = 0
         self._is_draining = False
@@ -129,7 +129,7 @@ class WorkerProcess:
         return next(filter(None, (replica.unready_reason for replica in self._replicas)), "")
 
     def _describe(self) -> dict[str, Any]:
-        """Returns what the status page says of the replicas."""
+        """Returns what the status page shows of the replicas."""
         return {"workers": [replica.describe() for replica in self._replicas]}
 
     def drain(self) -> None:
@@ -139,13 +139,13 @@ class WorkerProcess:
             replica.drain()
 
     def apply_settings(self, settings: WorkerSettings) -> None:
-        """Applies those settings that may change while serving, to every replica and to those loaded later."""
+        """Applies the settings that may change while serving, to every replica and to those loaded later."""
         self._settings = settings
         for replica in self._replicas:
             replica.apply_settings(settings)
 
     def load(self, control: internal.Control, on_progress: OnProgress) -> None:
-        """Loads a model beside the others and reports progress until it serves."""
+        """Loads a model alongside the others and reports progress until it serves."""
         try:
             model = self._requested_model(control)
         except errors.RequestError as error:
@@ -161,7 +161,7 @@ class WorkerProcess:
         task.add_done_callback(self._loads.discard)
 
     def _requested_model(self, control: internal.Control) -> ModelToServe:
-        """Returns the model that a `load` message asks for. Raises RequestError if it is invalid."""
+        """Returns the model that a `load` message requests. Raises RequestError if it is invalid."""
         assert control.model is not None
         taken = len(self._replicas) + len(self._loads)
         if not 1 <= control.replicas <= _MAX_REPLICAS - taken:
@@ -175,11 +175,11 @@ class WorkerProcess:
 
     async def _start_first(self) -> None:
         await self._on_demand.prepare()
-        # what is pinned is loaded before anything can be asked for
+        # pinned models are loaded before anything can be requested
         models = sorted(self._settings.models, key=lambda model: model.on_demand)
         coming = sum(model.replicas for model in models)
         weights = await self._weights_of(models)
-        # one at a time: each gets a share of the KV memory that those before it have left
+        # one at a time: each gets a share of the KV memory that the earlier ones left
         async with self._starting:
             for model in models:
                 weights.pop(model.engine.model, None)
@@ -188,7 +188,8 @@ class WorkerProcess:
                     coming -= 1
 
     async def _weights_of(self, models: list[ModelToServe]) -> dict[str, int]:
-        """Returns the size of each model that is loaded from the start, so that the first leave room for the others."""
+        """Returns the size of each model that is loaded from the start, so that the first ones leave room for the
+        others."""
         engines = {model.engine.model: model.engine for model in models if not model.on_demand}
         if len(engines) < 2:
             return {}
@@ -211,14 +212,14 @@ class WorkerProcess:
                 on_progress(internal.ControlReply(ok=False, error=refusal))
                 return
         if any(replica.is_draining for replica in added):
-            gone = errors.make_error(errors.Code.NO_WORKER, f"{model.served_name} was drained while it was loaded")
+            gone = errors.make_error(errors.Code.NO_WORKER, f"{model.served_name} was drained while it was loading")
             on_progress(internal.ControlReply(ok=False, error=gone))
             return
         on_progress(internal.ControlReply(ok=True, progress=1.0, worker_ids=[replica.worker_id for replica in added]))
 
     def _add_replica(self, model: ModelToServe, coming: int, coming_weights: int = 0) -> Replica:
-        """Starts a replica with an equal share of the memory that it and the other `coming` - 1 may still take, without
-        that of the weights of models that come later."""
+        """Starts a replica with an equal share of the memory that it and the other `coming` - 1 may still take, minus
+        the weights of later models."""
         self._last_number += 1
         # only a single replica keeps the plain name; loaded ones get numbers from 2 on
         alone = self._is_single and self._last_number == 1
@@ -250,9 +251,9 @@ class WorkerProcess:
         return replica
 
     def _kv_share_bytes(self, coming: int) -> int:
-        """Returns the bytes of KV memory for the next replica if it can't lend any; 0 is no limit.
+        """Returns the bytes of KV memory for the next replica if it can't lend any; 0 means no limit.
 
-        Those that lend theirs have an equal share too, and keep a lane in any case."""
+        Replicas that lend theirs have an equal share too, and always keep a lane."""
         if not self._kv_budget_bytes:
             return 0
         configs = [replica.started.result() for replica in self._replicas if replica.started.done()]
@@ -306,6 +307,6 @@ def _engine_settings(own: EngineSettings, control: internal.Control) -> EngineSe
 
 
 def _report(on_progress: OnProgress, done: int, replicas: int, fraction: float) -> None:
-    """Reports the progress of a load of `replicas`, of which `done` serve and the next one is loaded to `fraction`."""
+    """Reports the progress of loading `replicas`, of which `done` serve and the next is loaded to `fraction`."""
     progress = min((done + fraction) / replicas, 0.99)
     on_progress(internal.ControlReply(ok=True, progress=round(progress, 3)))

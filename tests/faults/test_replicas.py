@@ -118,7 +118,7 @@ async def test_a_load_whose_replica_was_drained_meanwhile_does_not_say_that_it_s
     last = (await loading)[-1]
     assert not last["ok"], last
     assert last["error"]["code"] == "no_worker"
-    assert "other was drained while it was loaded" in last["error"]["message"]
+    assert "other was drained while it was loading" in last["error"]["message"]
 
 
 async def test_a_load_takes_its_memory_out_of_the_budget_until_it_is_unloaded(system: System) -> None:

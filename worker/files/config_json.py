@@ -1,6 +1,6 @@
-"""The one declaration of the sizes in `config.json`, which Hugging Face transformers writes beside a model.
+"""The one declaration of the sizes in `config.json`, which Hugging Face transformers writes next to a model.
 
-Conversion, the ONNX engine and the estimate of what a model takes before it is loaded all read them here."""
+Conversion, the ONNX engine and the memory estimate before loading all read them here."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -41,17 +41,17 @@ class ModelSizes(msgspec.Struct, frozen=True):
 
     @property
     def trained_context(self) -> int:
-        """The tokens for which the model was trained."""
+        """The context length for which the model was trained."""
         return self.max_position_embeddings or self.n_positions
 
     @property
     def window(self) -> int | None:
-        """The tokens that a token attends to at most; None for all."""
+        """The most tokens that a token attends to; None for all."""
         return self.sliding_window if self.use_sliding_window else None
 
     @property
     def weight_bits(self) -> float:
-        """The bits of a weight as published."""
+        """The bits per weight as published."""
         return 32.0 if (self.dtype or self.torch_dtype) in _WIDE else 16.0
 
 
@@ -63,13 +63,13 @@ class _Fields(msgspec.Struct, frozen=True):
 
 
 def read(path: Path | None, kind: type[SizesT]) -> SizesT:
-    """Returns the defaults if there is no file. A field that is null counts as one that is not there, as it does for
-    transformers. Raises ModelError naming a file that is malformed."""
+    """Returns the defaults if there is no file. A null field counts as missing, as it does for transformers. Raises
+    ModelError naming a file that is malformed."""
     if path is None:
         return kind()
     read_json(path, _Fields)
     fields = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-    if isinstance(text := fields.get("text_config"), dict):  # of a model that reads images too
+    if isinstance(text := fields.get("text_config"), dict):  # of a model that also reads images
         fields |= {name: one for name, one in text.items() if one is not None and name != "architectures"}
     try:
         return msgspec.convert({name: one for name, one in fields.items() if one is not None}, kind, strict=False)

@@ -1,7 +1,7 @@
 """Reads how much memory a device has, and how much of it is free. Needs no engine's library.
 
-The host's memory is what the machine has within the limits of the control groups of this process. The memory of GPUs is
-read where the library that uses them is loaded: `gguf/devices.py` and `onnx/device.py`."""
+The host's memory is the machine's, within the limits of this process's control groups. GPU memory is read where the
+library that uses it is loaded: `gguf/devices.py` and `onnx/device.py`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,8 @@ _GROUP_FILES = (
         ("total_inactive_file", "total_active_file"),
     ),
 )
-"""Folder, limit and use of a control group, and what of its use are cached files, in version 2 and 1."""
+"""The folder, limit and usage of a control group, and the part of the usage that is cached files, in versions 2 and
+1."""
 
 
 class DeviceMemory(NamedTuple):
@@ -30,7 +31,7 @@ class DeviceMemory(NamedTuple):
     """The engine's name for it, such as `CUDA0` or `cuda:0`, or `HOST`."""
     total_bytes: int
     free_bytes: int
-    """The bytes that could be allocated now, with those of cached files."""
+    """The bytes that could be allocated now, including those of cached files."""
 
     @property
     def used_bytes(self) -> int:
@@ -38,7 +39,7 @@ class DeviceMemory(NamedTuple):
 
 
 class HostLimit(NamedTuple):
-    """The host's memory as the machine or one of the control groups of this process limits it."""
+    """The host's memory as limited by the machine or one of this process's control groups."""
 
     group: str
     """The path of the group; empty for the machine."""
@@ -47,7 +48,7 @@ class HostLimit(NamedTuple):
 
 
 def host(root: Path = _ROOT) -> DeviceMemory | None:
-    """Returns the host's memory; None where the system doesn't say. `root` is where `proc` and `sys` are."""
+    """Returns the host's memory; None if the system doesn't say. `root` is where `proc` and `sys` are."""
     limits = host_limits(root)
     if not limits:
         return None
@@ -66,7 +67,7 @@ def groups_of(process: str, root: Path = _ROOT) -> list[str]:
 
 
 def free_host_bytes() -> int:
-    """Returns the free bytes of the host; a huge number where nothing is known."""
+    """Returns the free bytes of the host; a huge number if unknown."""
     found = host()
     return found.free_bytes if found is not None else _UNKNOWN
 
@@ -92,7 +93,7 @@ def _groups(root: Path) -> Iterator[HostLimit]:
 
 
 def _groups_of(path: Path) -> Iterator[str]:
-    """Yields the paths of a process's groups that may limit memory, below where their kind is mounted."""
+    """Yields the paths of a process's groups that may limit memory, relative to their mount points."""
     for line in _text(path).splitlines():
         _, controllers, group = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
@@ -100,7 +101,8 @@ def _groups_of(path: Path) -> Iterator[str]:
 
 
 def _up_to(top: Path, path: Path) -> Iterator[Path]:
-    """Yields a folder and those above it. In a container the path may be one of the host's, which is not there."""
+    """Yields a folder and those above it. In a container the path may be one of the host's, which does not exist
+    there."""
     yield from (one for one in (path, *path.parents) if one.is_relative_to(top))
 
 
@@ -110,7 +112,7 @@ def _number(path: Path) -> int | None:
 
 
 def _fields(path: Path, separator: str = " ") -> Iterator[tuple[str, str]]:
-    """Yields name and value of each line."""
+    """Yields the name and value of each line."""
     for line in _text(path).splitlines():
         name, found, rest = line.partition(separator)
         if found:

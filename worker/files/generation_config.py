@@ -1,7 +1,7 @@
 """Reads what a model's files recommend: sampling defaults, end tokens, and sizes for the engine.
 
-Sampling defaults come from `generation_config.json`, as Hugging Face transformers writes it, and otherwise from the
-weights themselves. Sizes come from `metadata.json`."""
+Sampling defaults come from Hugging Face transformers' `generation_config.json`, or else from the weights themselves.
+Sizes come from `metadata.json`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,7 +28,7 @@ class _KvCache(msgspec.Struct, frozen=True):
 class _Llm(msgspec.Struct, frozen=True):
     max_sequence_length: int | None = None
     max_seq_len: int | None = None
-    """Another name of the same."""
+    """Another name for the same."""
     scheduler: _Scheduler = _Scheduler()
     kv_cache: _KvCache = _KvCache()
 
@@ -54,7 +54,7 @@ class _GenerationFile(msgspec.Struct, frozen=True):
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     max_length: int | None = None
-    """The tokens of prompt and completion together."""
+    """The most tokens of prompt and completion together."""
     eos_token_id: int | list[int] | None = None
     eos_token_ids: int | list[int] | None = None
     bos_token_id: int | list[int] | None = None
@@ -66,7 +66,8 @@ class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
     defaults: SamplingParams = SamplingParams()
     end_token_ids: frozenset[int] = frozenset()
     bos_token_ids: frozenset[int] = frozenset()
-    """Tokens with which texts begin. Whoever samples one has begun another text, if it is no ordinary token."""
+    """Tokens with which texts begin. A model that samples one has begun another text, unless it is an ordinary
+    token."""
     context_length: int | None = None
     max_num_seqs: int | None = None
     kv_block_size: int | None = None
@@ -106,8 +107,8 @@ def read(sidecars: dict[str, Path], in_weights: dict[str, float]) -> GenerationC
 
 
 def end_token_ids(config: GenerationConfig, special: Iterable[int]) -> frozenset[int]:
-    """Returns the tokens that end a completion by the model's files. `special` are those of the vocabulary that stand
-    for no text: some files name an ordinary token as the one with which texts begin."""
+    """Returns the tokens that end a completion according to the model's files. `special` are the vocabulary's tokens
+    without text: some files name an ordinary token as the one with which texts begin."""
     return config.end_token_ids | config.bos_token_ids & frozenset(special)
 
 
@@ -118,6 +119,6 @@ def to_token_ids(eos_token_id: int | list[int] | None) -> frozenset[int]:
 
 
 def _clamped(name: str, value: float) -> float | int:
-    """Moves a value into its range: some files have 0 for top_p, and -1 for top_k."""
+    """Clamps a value to its range: some files have 0 for top_p, and -1 for top_k."""
     bounded = ranges_of(SamplingParams)[name].clamp(value)
     return int(bounded) if name == "top_k" else float(bounded)

@@ -49,6 +49,6 @@ class GgufLayout(Layout):
 
 
 def stem_of(name: str) -> str:
-    """Returns a file's name without its ending and its part number."""
+    """Returns a file's name without its extension and part number."""
     part = _PART.fullmatch(name)
     return part[1] if part else name.removesuffix(".gguf")

@@ -43,9 +43,9 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
     """The lengths of its dimensions, the innermost first: (inputs, outputs) for a matrix."""
     type: int
-    """GGUF's number for the type of its values."""
+    """GGUF's number for its data type."""
     start: int = 0
-    """Where its values begin in the file."""
+    """The offset of its values in the file."""
 
 
 class Metadata(NamedTuple):
@@ -92,7 +92,7 @@ class Metadata(NamedTuple):
 
 
 def read(path: Path) -> Metadata:
-    """Raises ModelError, saying what to do, for a file that is missing, truncated or no GGUF."""
+    """Raises ModelError, saying what to do, for a file that is missing, truncated or not GGUF."""
     return _read(path, lambda reader: reader.metadata())
 
 
@@ -160,7 +160,7 @@ class _Reader:
                 raise _CorruptError(f"a tensor of {num_dimensions} dimensions")
             shape = tuple(self._unpack(_U64) for _ in range(num_dimensions))
             found[name] = TensorInfo(shape, self._unpack(_U32), self._unpack(_U64))
-        # The table has places behind it, from the next multiple of the alignment on.
+        # The offsets in the table count from its end, rounded up to the alignment.
         alignment = metadata.number("general.alignment") or _DEFAULT_ALIGNMENT
         begin = -(-self._at // alignment) * alignment
         return {name: one._replace(start=begin + one.start) for name, one in found.items()}
@@ -188,7 +188,7 @@ class _Reader:
             raise _CorruptError(f"version {version} is not one of {_VERSIONS}")
 
     def _fingerprint(self) -> str:
-        """Hashes 64 samples of tensor table and weights, which takes a few ms whatever the file's size."""
+        """Hashes 64 samples of tensor table and weights, which takes a few ms regardless of the file's size."""
         size = len(self._data)
         digest = xxhash.xxh3_64(_U64.pack(size))
         digest.update(self._data[: self._at])
@@ -219,7 +219,7 @@ class _Reader:
 
     def _array(self) -> Value:
         kind, count = self._unpack(_U32), self._unpack(_U64)
-        if count > len(self._data):  # every value takes a byte at least
+        if count > len(self._data):  # every value takes at least a byte
             raise _CorruptError(f"an array of {count} values")
         if kind == _STRING:
             return self._strings(count)

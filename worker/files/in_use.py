@@ -15,7 +15,7 @@ def hold(weights: Path) -> BinaryIO:
 
 
 def is_held(weights: Path) -> bool:
-    """Whether a worker uses the weights; False where that can't be detected."""
+    """Whether a worker is using the weights; False if that can't be detected."""
     with weights.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

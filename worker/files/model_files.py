@@ -18,11 +18,11 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _WEIGHTS_SUFFIXES = (".gguf", ".onnx")
 _WEIGHTS_KEY = "weights"
 SIDECARS = ("generation_config.json", "config.json", "metadata.json", "tokenizer.json")
-"""Small files beside the weights that say how the model wants to be used."""
+"""Small files next to the weights that say how the model is meant to be used."""
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether the name can only refer to a repository on the Hub: no such path exists, and it has the right form."""
+    """Whether the name can only refer to a repository on the Hub: it has the right form, and no such path exists."""
     has_form = _HUB_NAME.fullmatch(model) is not None and not model.lower().endswith(_WEIGHTS_SUFFIXES)
     return has_form and not Path(model).exists()
 
@@ -36,7 +36,7 @@ class ModelFiles(NamedTuple):
     """The files of one model on this machine."""
 
     weights: Path
-    """The file to load; the first part of weights that are split."""
+    """The file to load; the first part of split weights."""
     sidecars: dict[str, Path]
     """The sidecars that exist, by name."""
 
@@ -57,14 +57,14 @@ class ModelFiles(NamedTuple):
 class Layout(ABC):
     """The rules by which one engine recognises its model in a folder or repository.
 
-    A model may come in several variants (quantizations, precisions), each in files of its own."""
+    A model may come in several variants (quantizations, precisions), each in its own files."""
 
     kind: ClassVar[str]
     """The file format, for messages."""
     sidecars: ClassVar[tuple[str, ...]] = SIDECARS
     """The sidecars that this engine reads."""
     preferred: tuple[str, ...]
-    """The variants to take, in this order, if there are several and none was asked for."""
+    """The preferred variants, in order, if there are several and none was requested."""
 
     @abstractmethod
     def is_weights(self, name: str) -> bool:
@@ -93,8 +93,8 @@ class Layout(ABC):
     def choose(self, names: Iterable[str], variant: str, where: str, sizes: Mapping[str, int] | None = None) -> str:
         """Returns the weights to load out of the files of a folder or repository. `sizes` are for the messages.
 
-        Raises ModelError if there are none, none of the variant that was asked for, or several with no rule to decide
-        between them."""
+        Raises ModelError if there are none, none of the requested variant, or several with no rule to decide between
+        them."""
         weights = sorted(filter(self.is_weights, names))
         if not weights:
             raise ModelError(f"{where}: there is no {self.kind} file; pass --model a file or a folder with one")
@@ -126,7 +126,7 @@ class Layout(ABC):
         return ", ".join(f"{variant} ({transfer.size(size_of[name])})" for variant, name in known.items())
 
     def select(self, sizes: Mapping[str, int], variant: str, where: str) -> list[str]:
-        """Returns the files of a repository to download, the one to load first, out of their sizes by name.
+        """Returns the files of a repository to download, the one to load first, given their sizes by name.
 
         Raises ModelError as `choose` does."""
         return self.parts_of(self.choose(sizes, variant, where, sizes), sizes)

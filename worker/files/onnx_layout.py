@@ -1,7 +1,7 @@
 """The layouts of ONNX models, of which there are three:
 
 model.onnx                      Optimum
-onnx/model_q4f16.onnx           onnx-community, beside onnx/model.onnx and other precisions
+onnx/model_q4f16.onnx           onnx-community, next to onnx/model.onnx and other precisions
 genai_config.json + its file    the model builder of onnxruntime-genai
 """
 
@@ -15,7 +15,7 @@ from tokenbus.worker.files.model_files import SIDECARS, Layout
 _CPU_PREFERENCE = ("q4", "int4", "q8", "", "bnb4", "fp16", "q4f16", "int8", "uint8", "quantized")
 _GPU_PREFERENCE = ("q4f16", "fp16", "q4", "int4", "", "bnb4", "q8", "int8", "uint8", "quantized")
 """Dynamically quantized precisions (int8, uint8) come last: they scale a batch as a whole, so that requests in it
-disturb each other, and the engine refuses them for that."""
+affect each other, and the engine refuses them for that."""
 _AUXILIARY = ("encoder_model", "decoder_with_past", "vision_", "embed_tokens", "audio_")
 """Name prefixes of graphs that are not models of their own: halves of encoder-decoders, parts of multimodal models."""
 
@@ -41,12 +41,12 @@ class OnnxLayout(Layout):
         return name.endswith(".onnx") and not base.startswith(_AUXILIARY) and base != "decoder_model.onnx"
 
     def variant_of(self, name: str) -> str:
-        """Returns the precision that a file's name states, in small letters."""
+        """Returns the precision that a file's name states, in lower case."""
         stem = Path(name).name.removesuffix(".onnx").lower()
         return stem.rpartition("model")[2].removeprefix("_merged").removeprefix("_")
 
     def parts_of(self, name: str, names: Iterable[str]) -> list[str]:
-        """Returns the graph and the files of external data beside it."""
+        """Returns the graph and the external data files next to it."""
         return [name, *(other for other in names if other.startswith((f"{name}_data", f"{name}.data")))]
 
     def in_folder(self, folder: Path) -> str:
@@ -63,7 +63,7 @@ class OnnxLayout(Layout):
 
 
 def is_onnx_model(model: str) -> bool:
-    """Whether a path leads to an ONNX model: to such a file, or to a folder that holds one and no GGUF."""
+    """Whether a path leads to an ONNX model: an ONNX file, or a folder that holds one and no GGUF."""
     path = Path(model)
     if path.suffix == ".onnx":
         return True

@@ -1,4 +1,4 @@
-"""Reads the files beside a graph: the sizes of the model, and how its hidden states become embeddings.
+"""Reads the files next to a graph: the sizes of the model, and how its hidden states become embeddings.
 
 `config.json` is written by Hugging Face transformers, and `1_Pooling/config.json` by sentence-transformers. The model
 builder of onnxruntime-genai writes `genai_config.json`, which says more about the graph."""
@@ -55,10 +55,10 @@ class OnnxModelConfig(NamedTuple):
     context_length: int | None
     """The number of tokens that the model was trained for."""
     sliding_window: int | None
-    """The number of tokens that a token attends to at most."""
+    """The most tokens that a token attends to."""
     head_sizes: HeadSizes
     architecture: str = ""
-    """The name of its class in transformers without the task, in small letters, such as `llama`; empty if unknown."""
+    """The name of its transformers class without the task, in lower case, such as `llama`; empty if unknown."""
 
 
 def read(sidecars: dict[str, Path]) -> OnnxModelConfig:
@@ -84,7 +84,7 @@ def read_genai(sidecars: dict[str, Path]) -> GenaiModel:
 
 
 def pooling_mode(asked: str, sidecars: dict[str, Path], *, generates: bool) -> str:
-    """Returns the mode that was asked for, or for `auto` the one that suits the model. Raises ModelError."""
+    """Returns the requested mode, or for `auto` the one that suits the model. Raises ModelError."""
     if asked != "auto":
         return asked
     found = read_json(sidecars.get(POOLING_CONFIG), _Pooling)

@@ -1,4 +1,4 @@
-"""The layout of models in safetensors: one file or numbered shards, beside a configuration and a tokenizer."""
+"""The layout of models in safetensors: one file or numbered shards, next to a configuration and a tokenizer."""
 
 import re
 from collections.abc import Iterable
@@ -10,11 +10,11 @@ from tokenbus.worker.files.model_files import SIDECARS, Layout
 SUFFIX = ".safetensors"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _NO_MODELS = ("consolidated", "adapter_", "training_", "optimizer")
-"""Name prefixes of files that hold the same weights in another layout, or not a whole model."""
+"""Name prefixes of files that hold the same weights in another layout, or only part of a model."""
 
 
 class SafetensorsLayout(Layout):
-    """There is one variant; `--quantize` makes others from it."""
+    """The only variant; `--quantize` makes others from it."""
 
     kind = "safetensors"
     preferred = ("",)

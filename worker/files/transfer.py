@@ -21,7 +21,7 @@ class DownloadRate:
         return f"<DownloadRate of {len(self._readings)} readings>"
 
     def update(self, done_bytes: int, now: float) -> float:
-        """Returns the bytes per second. If a transfer goes back because it restarted, so does the measurement."""
+        """Returns the bytes per second. If a transfer restarts, so does the measurement."""
         if self._readings and done_bytes < self._readings[-1][1]:
             self._readings.clear()
         if not self._readings or now - self._readings[-1][0] >= _INTERVAL_S:
@@ -33,7 +33,7 @@ class DownloadRate:
 
 
 def seconds_left(done_bytes: int, total_bytes: int, bytes_per_s: float) -> float | None:
-    """Returns the time that the rest will take at this rate; None if nothing moves."""
+    """Returns the time that the rest will take at this rate; None if nothing is moving."""
     return (total_bytes - done_bytes) / bytes_per_s if bytes_per_s > 0 else None
 
 
