@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=PATH[@TENANT,...]",
         help="load this LoRA adapter into the worker's own model, and no other model",
     )
-    parser.add_argument("--served-name", metavar="NAME", help="name that clients ask for (the file's name)")
+    parser.add_argument("--served-name", metavar="NAME", help="name that clients request (the file's name)")
     parser.add_argument(
         "--replicas", type=arguments.at_least(1), default=1, help="replicas sharing its weights (%(default)s)"
     )

@@ -114,7 +114,7 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
 _MODEL_HELP = (
     "a GGUF or ONNX file, a directory with one or with safetensors, org/repo[:quant] on the Hugging Face Hub, or demo"
 )
-_NAME_HELP = "name that clients ask for (the file's name)"
+_NAME_HELP = "name that clients request (the file's name)"
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +181,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="DIR",
         help="keep cached prefixes across restarts, in files in DIR that only this user can read "
-        f"(without DIR: {_state_folder()}); they hold what users have written",
+        f"(without DIR: {_state_folder()}); they contain users' text",
     )
     parser.add_argument(
         "--keep-cache-mib",
@@ -221,7 +221,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--role",
         choices=tuple(messages.WorkerRole),
         default=FrontendSettings.role.value,
-        help="both, prefill (computes prompts for others) or decode (leaves long ones to these) (%(default)s)",
+        help="both, prefill (computes prompts for others) or decode (leaves long prompts to those) (%(default)s)",
     )
     parser.add_argument("--worker-id", default="", help="stable name of this worker; replicas add -1, -2, ...")
     for name, default, text in _FLAGS:

@@ -53,7 +53,7 @@ UPLOAD_PART_BYTES = 256 * 1024
 """Size of one part of a large message, if the broker allows that much: other messages of
 # the connection wait for no longer than one part takes."""
 UPLOAD_IDLE_S = 10.0
-"""A large message of which no part arrives for this long is given up."""
+"""A large message that receives no part for this long is given up."""
 UPLOAD_TTL_S = 120.0
 """Time for all parts of a large message."""
 MAX_TENANT_UPLOADS = 64
