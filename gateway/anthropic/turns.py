@@ -22,11 +22,12 @@ class CacheBreakpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Says that the prompt up to this point is worth keeping."""
 
     type: Literal["ephemeral"] = "ephemeral"
-    ttl: Literal["5m", "1h"] = "5m"
+    ttl: Literal["5m", "1h"] | None = None
+    """None means five minutes."""
 
     @property
     def ttl_ms(self) -> float:
-        return 300_000.0 if self.ttl == "5m" else 3_600_000.0
+        return 3_600_000.0 if self.ttl == "1h" else 300_000.0
 
 
 class ContentBlock(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[bytes, str, str | None]] = {
     "token id outside the vocabulary": (b'{"token_ids": [1, 640]}', INVALID, "token_ids[1]"),
     "token id outside 32 bits": (b'{"token_ids": [4294967296]}', INVALID, "token_ids[0]"),
     "failing template": (b'{"messages": [{"role": "pirate", "content": "x"}]}', INVALID, "messages"),
-    "max_tokens 0": (b'{"prompt": "x", "max_tokens": 0}', INVALID, "max_tokens"),
+    "max_tokens -1": (b'{"prompt": "x", "max_tokens": -1}', INVALID, "max_tokens"),
     "temperature below": (b'{"prompt": "x", "temperature": -0.1}', INVALID, "temperature"),
     "top_p 0": (b'{"prompt": "x", "top_p": 0}', INVALID, "top_p"),
     "seed beyond": (b'{"prompt": "x", "seed": 4294967296}', INVALID, "seed"),

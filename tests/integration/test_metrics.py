@@ -72,7 +72,7 @@ async def test_what_was_served_is_what_is_counted(system: System) -> None:
     assert (await get(worker, "/readyz"))[0] == (await get(router, "/readyz"))[0] == 200
     asked = {"prompt": "Once upon a time there was a little fox", "max_tokens": 5, "ignore_eos": True}
     answers = [await bare.ask(asked) for _ in range(6)]
-    await bare.ask({"prompt": "x", "max_tokens": 0})
+    await bare.ask({"prompt": "x", "max_tokens": -1})
     await bare.ask({"prompt": "x"}, subject="tokenbus.v1.generate.nobody")
     usages = [answer.messages[-1]["usage"] for answer in answers]
     seen = await samples(worker)
