@@ -68,6 +68,8 @@ class Policy(Protocol):
 _MAX_REQUEST_SHARE = 0.2
 """Another request counts for at most this share of the prompt; otherwise short prompts would never return to their
 prefix."""
+_MAX_UTILIZATION_SHARE = 0.25
+"""The same for full utilization, which a worker reaches with its first prompt, since that is the most it has done."""
 
 
 class KvAware:
@@ -112,7 +114,7 @@ class KvAware:
         request_tokens = min(self._request_tokens, _MAX_REQUEST_SHARE * view.prompt_tokens)
         costs += request_tokens * view.requests * view.decode_slowdown
         costs += self._waiting_tokens * (view.waiting_requests + (to_compute > view.free_tokens))
-        costs += self._utilization_tokens * view.utilization
+        costs += min(self._utilization_tokens, _MAX_UTILIZATION_SHARE * view.prompt_tokens) * view.utilization
         if view.session is not None:
             costs -= self._session_tokens * view.session
         return costs

@@ -189,8 +189,9 @@ async def test_load_is_spread_over_both_workers(bare: RawClient, policy: str) ->
     assert 4 <= by_worker.count("worker-1") <= 8
 
 
-async def test_embed_answers_with_an_error_while_nothing_makes_embeddings(bare: RawClient) -> None:
-    reply = await bare.nats.request(f"{PREFIX}.embed.demo", b'{"id": "e1", "input": "text"}', timeout=60)
+async def test_rerank_answers_with_an_error_while_nothing_scores_documents(bare: RawClient) -> None:
+    asked = b'{"id": "e1", "query": "who?", "documents": ["text"]}'
+    reply = await bare.nats.request(f"{PREFIX}.rerank.demo", asked, timeout=60)
     answer = json.loads(reply.data)
     assert answer["id"] == "e1"
     assert answer["error"]["code"] == "unsupported"

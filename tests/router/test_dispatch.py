@@ -217,7 +217,7 @@ async def test_a_stream_is_taken_from_a_worker_that_leaves_and_goes_on_though_it
     await testbed.dispatcher.redispatch(testbed.flight, worker, is_certain=False)
     assert testbed.attempts.takes == [is_leaving]
     assert testbed.attempts.continued == [[5]]
-    assert repr(testbed.flight.completion) == "<Completion 1 tokens, 0 losses>"
+    assert repr(testbed.flight.completion) == "<PartialCompletion 1 tokens, 0 losses>"
 
 
 async def test_a_router_that_stops_dispatches_nothing_more() -> None:

@@ -288,7 +288,18 @@ def test_what_a_worker_did_before_the_router_heard_it_is_not_its_most_work() -> 
     for number, tokens in enumerate([1_000, 0]):
         load = messages.Load(computed_tokens=10**9 + tokens)
         fleet.apply_events("demo", events(f"w{number}", seq=1, load=load), 60.0)
-    assert chosen(fleet, now=60.0).worker.card.worker_id == "w1"
+    other = [*PROMPT[:2], *range(5_000, 5_000 + len(PROMPT) - 2)]
+    assert chosen(fleet, other, now=60.0).worker.card.worker_id == "w1"
+
+
+@pytest.mark.parametrize("held", [6, 8, 10])
+def test_a_conversation_returns_to_the_worker_that_has_just_computed_most_of_it(held: int) -> None:
+    """That worker has done more than ever before, and the other one nothing."""
+    fleet = fleet_with_blocks(held, 0)
+    for number, tokens in enumerate([16 * held, 0]):
+        load = messages.Load(computed_tokens=tokens)
+        fleet.apply_events("demo", events(f"w{number}", seq=1, load=load), 0.1)
+    assert chosen(fleet, now=0.2).worker.card.worker_id == "w0"
 
 
 def test_removed_blocks_and_those_of_a_dead_engine_are_no_longer_held() -> None:
@@ -395,7 +406,7 @@ def test_a_session_returns_to_its_worker_unless_that_costs_much_more() -> None:
 def test_a_worker_that_is_four_times_slower_gets_fewer_requests() -> None:
     """The router learns it from the events: the same work between them takes four times as long."""
     fleet = Fleet(began_at=0.0)
-    slow_s = {"w0": 0.1, "w1": 0.4}
+    slow_s = {"w0": 0.1, "w1": 0.41}
     for name, step_s in slow_s.items():
         fleet.apply_card(card(name, context_length=1 << 20, max_num_seqs=64), 0.0)
         for seq in range(60):

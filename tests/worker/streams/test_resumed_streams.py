@@ -163,7 +163,7 @@ async def test_a_bug_at_a_given_token_refuses_the_run(worker: Worker, monkeypatc
     def fail(stream: object, output: engine_output.Output) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("tokenbus.worker.streams.stream.Stream.resume", fail)
+    monkeypatch.setattr("tokenbus.worker.streams.stream.WorkerStream.resume", fail)
     reply = worker.accept("one", 5)
     assert reply.error is not None
     assert (reply.accepted, reply.error.code) == (False, "internal")
