@@ -1,5 +1,8 @@
 """Rules about guardians, the routers that continue streams whose worker is lost or leaves."""
 
+import asyncio
+import time
+
 import msgspec
 
 from tokenbus.conformance.probing import acting_router, field_types, internal_schemas, stream_checks
@@ -42,7 +45,13 @@ async def silent(probe: Probe) -> None:
     await checks.first("a check")
     answer = msgspec.msgpack.encode({"router_id": router_id, "request_ids": []})
     await probe.publish(probe.names.unguarded(model, worker_id, router_id), answer)
-    await offers.until(lambda: bool(_about(key, offers)), "an offer", 6 * _MAX_CHECK_S)
+    deadline = time.monotonic() + 6 * _MAX_CHECK_S
+    while not _about(key, offers):
+        expect(time.monotonic() < deadline, f"the stream was not offered within {6 * _MAX_CHECK_S:g} s")
+        if stream.messages[-1].get("finish_reason") is not None:  # a fast engine is done with one within two seconds
+            key = subjects.request_key(probe.tenant, probe.new_id())
+            stream = await _place(probe, key, router_id)
+        await asyncio.sleep(0.02)
     await _cancel(probe, key, stream)
     stream_checks.check_order(stream.messages)
 
