@@ -67,4 +67,4 @@ async def test_a_worker_that_can_not_convert_a_model_says_why_and_ends(
 
 async def test_a_gguf_that_is_to_be_quantized_is_refused(system: System) -> None:
     refused = refusal(system, "--model", "demo", "--quantize", "q8_0")
-    assert "is a GGUF file already; leave --quantize out" in refused
+    assert "is already a GGUF file; leave --quantize out" in refused

@@ -1,7 +1,7 @@
 """Checks a LoRA adapter against the model that it is for.
 
-llama.cpp checks less and aborts the process in the first step with an adapter that it can't compute, so whatever could
-end there is refused here: matrices of another shape, number of dimensions or type than its graphs expect."""
+llama.cpp checks less, and aborts the process in the first step with an adapter that it can't compute. So anything that
+could cause that is refused here: matrices whose shape, number of dimensions or type its graphs do not expect."""
 
 import hashlib
 import math
@@ -16,20 +16,20 @@ from tokenbus.worker.files.gguf_metadata import Metadata, TensorInfo
 
 _A, _B = ".lora_a", ".lora_b"
 _TYPES = {0: finite.F32, 1: finite.F16, 8: finite.Q8_0, 30: finite.BF16}
-"""The types in which adapters are written, by GGUF's numbers."""
+"""The data types of adapters, by GGUF's numbers."""
 _EMBEDDING = "token_embd.weight"
 _MAX_RANK = 1_024
 
 
 class _Pair(NamedTuple):
-    """The two matrices that are added to one of the model: `b @ a`."""
+    """The two matrices whose product `b @ a` is added to one of the model's."""
 
     a: TensorInfo
     b: TensorInfo
 
 
 class GgufAdapterFile(NamedTuple):
-    """The contents of a file that is an adapter of the model."""
+    """The contents of a file that is an adapter for the model."""
 
     digest: str
     """The name by which the adapter is known everywhere."""
@@ -37,8 +37,8 @@ class GgufAdapterFile(NamedTuple):
 
 
 def read(path: Path, architecture: str, base: Mapping[str, TensorInfo]) -> GgufAdapterFile:
-    """Reads a file once, since it may be replaced at any time. Raises ModelError, naming what is wrong, unless it is a
-    LoRA adapter of the model with these tensors."""
+    """Reads a file once, since it may be replaced at any time. Raises ModelError, naming the problem, unless it is a
+    LoRA adapter for the model with these tensors."""
     if path.is_dir():
         raise ModelError(f"{path}: is a folder, as PEFT writes it; convert it with convert_lora_to_gguf")
     try:
@@ -50,7 +50,7 @@ def read(path: Path, architecture: str, base: Mapping[str, TensorInfo]) -> GgufA
 
 
 def check(path: Path, data: bytes, architecture: str, base: Mapping[str, TensorInfo]) -> None:
-    """Raises ModelError unless a file's contents are an adapter of the model."""
+    """Raises ModelError unless a file's contents are an adapter for the model."""
     _check_kind(path, gguf_metadata.parse(path, data), architecture)
     try:
         for name, pair in _pairs(gguf_metadata.parse_tensors(path, data)).items():
@@ -65,7 +65,7 @@ def _check_kind(path: Path, found: Metadata, architecture: str) -> None:
     kind, own = found.text("general.type"), found.text("general.architecture")
     if kind != "adapter" or found.text("adapter.type") != "lora":
         raise ModelError(
-            f"{path}: is no LoRA adapter (general.type is {kind!r}); convert one with convert_lora_to_gguf"
+            f"{path}: is not a LoRA adapter (general.type is {kind!r}); convert one with convert_lora_to_gguf"
         )
     if own != architecture:
         raise ModelError(f"{path}: is an adapter for the architecture {own!r}, and the model is a {architecture!r}")
@@ -73,7 +73,7 @@ def _check_kind(path: Path, found: Metadata, architecture: str) -> None:
     if isinstance(alpha, float) and not math.isfinite(alpha):
         raise ModelError(f"{path}: adapter.lora.alpha is {alpha}; it must be finite")
     if "adapter.alora.invocation_tokens" in found.values:
-        raise ModelError(f"{path}: is an adapter that acts behind its invocation tokens only, which is not served")
+        raise ModelError(f"{path}: is an adapter that acts only after its invocation tokens, which is not supported")
 
 
 def _pairs(tensors: Mapping[str, TensorInfo]) -> Mapping[str, _Pair]:
@@ -93,17 +93,17 @@ def _pairs(tensors: Mapping[str, TensorInfo]) -> Mapping[str, _Pair]:
 def _check_pair(name: str, pair: _Pair, base: Mapping[str, TensorInfo]) -> None:
     """Raises ValueError for matrices that can't be added to the model's. Shapes are (inputs, outputs), as in files."""
     if name not in base or name == _EMBEDDING:
-        problem = "can't be changed by an adapter" if name in base else "is no tensor of the model"
-        raise ValueError(f"{name} {problem}: is it an adapter of another base?")
+        problem = "can't be changed by an adapter" if name in base else "is not a tensor of the model"
+        raise ValueError(f"{name} {problem}: is it an adapter for another base?")
     shape, (a, b) = base[name].shape, pair
     if len(shape) < 2:
-        raise ValueError(f"{name} is no matrix")
+        raise ValueError(f"{name} is not a matrix")
     rank = a.shape[1] if len(a.shape) > 1 else 0
     if not 1 <= rank <= _MAX_RANK:
         raise ValueError(f"{name} has the rank {rank}; it must be 1 to {_MAX_RANK}")
     if _padded(a.shape) != _padded((shape[0], rank, *shape[2:])) or _padded(b.shape) != _padded((rank, *shape[1:])):
         problem = f"{name} has matrices of {a.shape} and {b.shape} for one of {shape}"
-        raise ValueError(f"{problem}: the ranks differ, or it is an adapter of another base")
+        raise ValueError(f"{problem}: the ranks differ, or it is an adapter for another base")
     for tensor in pair:
         if tensor.type not in _TYPES:
             allowed = ", ".join(kind.name.upper() for kind in _TYPES.values())
@@ -111,7 +111,7 @@ def _check_pair(name: str, pair: _Pair, base: Mapping[str, TensorInfo]) -> None:
 
 
 def _check_numbers(name: str, tensor: TensorInfo, data: bytes) -> None:
-    """Raises ValueError for a matrix that is cut short or has NaN or infinity among its values."""
+    """Raises ValueError for a matrix that is truncated or contains NaN or infinity."""
     kind = _TYPES[tensor.type]
     values = memoryview(data)[tensor.start : tensor.start + kind.num_bytes(math.prod(tensor.shape))]
     if len(values) < kind.num_bytes(math.prod(tensor.shape)):
@@ -121,7 +121,7 @@ def _check_numbers(name: str, tensor: TensorInfo, data: bytes) -> None:
 
 
 def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns a shape without the ones at its end, which change nothing."""
+    """Returns a shape without trailing ones, which change nothing."""
     while len(shape) > 1 and shape[-1] == 1:
         shape = shape[:-1]
     return shape

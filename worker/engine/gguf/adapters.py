@@ -1,6 +1,6 @@
-"""The LoRA adapters of one context: loaded beside the model, and set for one decode after another (decision 0059).
+"""The LoRA adapters of one context: loaded alongside the model, and set for each decode (decision 0059).
 
-llama.cpp sets adapters for a whole context and not for a sequence, so a step is decoded once for each set of adapters
+llama.cpp sets adapters for a whole context, not for a sequence, so a step takes one decode for each set of adapters
 that its sequences have."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
@@ -36,14 +36,14 @@ class LlamaAdapter:
         return f"<LlamaAdapter {self._path}>"
 
     def close(self) -> None:
-        """Frees its memory. No context may have it set any more."""
+        """Frees its memory. No context may still have it set."""
         llama.llama_adapter_lora_free(self.handle)
 
 
 class ContextAdapters:
     """The adapters of one replica by digest, with the number of times that each was loaded.
 
-    `load` may be called from any thread; everything else belongs to the thread that steps. `shared` has the adapters
+    `load` may be called from any thread; everything else belongs to the thread that steps. `shared` holds the adapters
     of all replicas of the model."""
 
     def __init__(
@@ -60,7 +60,7 @@ class ContextAdapters:
         self._loaded = ReplicaModels(shared)
         self._context = context
         self._active: tuple[Adapter, ...] = ()
-        """Those that the context has set."""
+        """Those that are set in the context."""
 
     def __repr__(self) -> str:
         return f"<ContextAdapters {self._loaded!r}>"
@@ -69,14 +69,14 @@ class ContextAdapters:
         return digest in self._loaded
 
     def load(self, path: Path) -> str:
-        """Loads an adapter beside those that there are, and returns its digest. Raises ModelError, and nothing has
-        changed."""
+        """Loads an adapter in addition to the existing ones, and returns its digest. Changes nothing if it raises
+        ModelError."""
         digest, data = adapter_file.read(path, self._architecture, self._tensors)
         self._loaded.load(digest, lambda: LlamaAdapter(self._model, path, data))
         return digest
 
     def unload(self, digest: str) -> None:
-        """Reverses one `load`. No sequence may use the adapter if that was the last one."""
+        """Reverses one `load`. If that was the last one, no sequence may use the adapter."""
         if self._loaded.is_last(digest) and any(one.digest == digest for one in self._active):
             self.activate(())
         self._loaded.unload(digest)
@@ -93,6 +93,6 @@ class ContextAdapters:
         self._active = adapters
 
     def close(self) -> None:
-        """Frees every adapter that no other replica has. The context must not be used any more."""
+        """Frees every adapter that no other replica has. The context must no longer be used."""
         self.activate(())
         self._loaded.close()

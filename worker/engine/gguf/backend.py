@@ -12,7 +12,7 @@ from llama_cpp import llama_cpp as llama
 _ERROR, _WARNING = 4, 3
 _MAX_ERRORS = 8
 _BUILD_FOLDER = re.compile(r"^/\S*/")
-"""The folder in which llama.cpp was built, with which the text of a failed assertion begins."""
+"""The folder in which llama.cpp was built; the text of a failed assertion begins with it."""
 _lock = threading.Lock()
 _last_errors: list[str] = []
 _abort_listeners: list[Callable[[str], None]] = []
@@ -30,7 +30,7 @@ def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
 
 
 def _aborted(text: bytes) -> None:
-    """Runs when an assertion of ggml has failed; the process ends when it returns."""
+    """Runs when one of ggml's assertions has failed; the process ends when it returns."""
     words = _BUILD_FOLDER.sub("", text.decode(errors="replace"))
     structlog.get_logger().error("llama_cpp", text=words)
     for listener in _abort_listeners:
@@ -43,7 +43,7 @@ _abort_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_aborted)
 
 
 def init() -> None:
-    """Initialises llama.cpp; does no harm when called again."""
+    """Initialises llama.cpp; safe to call again."""
     llama.llama_log_set(_log_callback, ctypes.c_void_p(0))
     _ggml.libggml.ggml_set_abort_callback(_abort_callback)
     llama.llama_backend_init()

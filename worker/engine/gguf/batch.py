@@ -1,7 +1,7 @@
 """The arrays that carry a step into llama.cpp, filled through numpy instead of token by token.
 
-`llama_batch_init` is not used: it allocates the sequence ids of each token separately, so that they would have to be
-filled one by one. Here `seq_id[i]` points into one array (8 us instead of 4.9 ms for 2,048 tokens)."""
+`llama_batch_init` is not used: it allocates each token's sequence ids separately, so they would have to be filled one
+by one. Here `seq_id[i]` points into one array (8 us instead of 4.9 ms for 2,048 tokens)."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
@@ -37,7 +37,7 @@ class LlamaBatch:
         # Every token belongs to exactly one sequence.
         self._num_seq_ids = np.ones(capacity, np.int32)
         self._wants_logits = np.zeros(capacity, np.int8)
-        # llama.cpp wants a pointer to the sequence ids of each token: element i of one array for token i.
+        # llama.cpp expects a pointer to each token's sequence ids: for token i, element i of one array.
         addresses = self._seq_ids.ctypes.data + np.arange(capacity, dtype=np.uintp) * self._seq_ids.itemsize
         self._seq_id_pointers = addresses.astype(np.uintp)
         self.struct = llama.llama_batch(
@@ -54,7 +54,7 @@ class LlamaBatch:
         return f"<LlamaBatch of {self.struct.n_tokens}>"
 
     def fill(self, scheduled: Listing[ScheduledTokens], *, has_rows: bool = True) -> None:
-        """Lays the tokens of all sequences out one after another. `has_rows` says whether each part has a row of
+        """Lays out the tokens of all sequences one after another. `has_rows` says whether each part has a row of
         logits, after its last token."""
         at = 0
         for part in scheduled:
@@ -68,7 +68,7 @@ class LlamaBatch:
         self.struct.n_tokens = at
 
     def fill_parts(self, parts: Iterable[BatchPart], *, has_outputs: bool) -> None:
-        """Lays the tokens of all parts out one after another; either all of them have outputs or none."""
+        """Lays out the tokens of all parts one after another; either all of them have outputs or none."""
         at = 0
         for number, start, token_ids in parts:
             end = at + len(token_ids)
@@ -80,7 +80,7 @@ class LlamaBatch:
         self.struct.n_tokens = at
 
     def want_logits_of_last(self, parts: Iterable[BatchPart]) -> None:
-        """Asks for the logits after each of the parts that the batch was filled with."""
+        """Requests the logits after each of the parts that the batch was filled with."""
         at = 0
         for part in parts:
             at += len(part.token_ids)

@@ -1,12 +1,12 @@
-"""Makes embeddings with a model that generates, in a context of its own beside that of the streams.
+"""Makes embeddings with a model that generates, in a context separate from that of the streams.
 
-One context could do both: whether a decode has embeddings may change from one to the next. But inputs would then lie
-in the same cells, over all of which attention runs, so that streams would become slower and round differently. In a
-context of its own nothing that is embedded reaches a stream or the prefix cache (decision 0030).
+One context could do both: embeddings can be turned on and off between decodes. But inputs would then lie in the same
+cells, and attention runs over all of them, so streams would become slower and round differently. In a separate context,
+nothing that is embedded affects a stream or the prefix cache (decision 0030).
 
-Of a causal model a token's state does not depend on what follows, so inputs can be cut anywhere: a pass computes as
+In a causal model a token's state does not depend on what follows, so inputs can be split anywhere: a pass computes as
 many tokens as it is told to, and streams take a step in between. llama.cpp computes the logits of every token whose
-state it returns. `last` needs one state of an input, and `mean` all of them."""
+state it returns. `last` needs one state per input, and `mean` all of them."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
@@ -31,9 +31,9 @@ from tokenbus.worker.engine.gguf.pooling_context import PoolingContext, PoolingS
 
 
 class CausalEmbedder:
-    """`settings` are those of the streams' context, resolved, and `context_length` its tokens of one sequence.
+    """`settings` are the resolved ones of the streams' context, and `context_length` is its tokens per sequence.
 
-    Its own context is made for the first input; at once, if the settings name the pooling. Raises ModelError for
+    Its own context is made for the first input, or at once if the settings name the pooling. Raises ModelError for
     settings that the model can't meet."""
 
     def __init__(self, model: GgufModel, settings: EngineSettings, context_length: int) -> None:
@@ -61,7 +61,7 @@ class CausalEmbedder:
         self._settings = settings
         self._context: PoolingContext | None = None
         self._is_dirty = False
-        """Whether cells may hold what is no number."""
+        """Whether cells may hold NaN or infinity."""
         if settings.pooling != "auto":
             self._context = self._open()
 
@@ -80,7 +80,7 @@ class CausalEmbedder:
         if self._context is None:
             self._context = self._open_late()
         self._context.clear(overwrites=self._is_dirty)
-        self._is_dirty = True  # until the pass has ended with numbers
+        self._is_dirty = True  # until the pass has ended with finite rows
         return CausalPass(self, inputs)
 
     def decode(self, parts: list[BatchPart], *, has_outputs: bool) -> Matrix | None:
@@ -94,8 +94,8 @@ class CausalEmbedder:
         return self._size.outputs if has_outputs else self._size.ubatch_tokens
 
     def end(self, rows: Matrix) -> None:
-        """Notes that a pass has ended with these rows. A window can lie behind what is no number, and rows that depend
-        on its end only be numbers all the same."""
+        """Notes that a pass has ended with these rows. Rows that depend only on the last window may be finite even if
+        earlier cells are not."""
         has_window = llama.llama_model_n_swa(self._model.handle) > 0
         self._is_dirty = has_window or not np.isfinite(rows).all()
 
@@ -105,7 +105,7 @@ class CausalEmbedder:
             self._context = None
 
     def _open_late(self) -> PoolingContext:
-        """Raises InsufficientMemoryError if there is not enough memory by now; there may be later."""
+        """Raises InsufficientMemoryError if there is not enough memory now; there may be later."""
         log, began = structlog.get_logger(), time.monotonic()
         try:
             context = self._open()
@@ -159,13 +159,13 @@ class CausalPass:
         at = 0
         for part in piece:
             end = at + len(part.token_ids)
-            with np.errstate(invalid="ignore"):  # what is no number is found in the rows
+            with np.errstate(invalid="ignore"):  # NaN and infinity are found in the rows
                 self._sums[part.number] += states[at:end].sum(axis=0, dtype=np.float64)
             at = end
 
 
 def _take(parts: deque[BatchPart], count: int) -> list[BatchPart]:
-    """Removes the first `count` tokens from parts, of which the last one may be cut."""
+    """Removes the first `count` tokens from parts, splitting the last one if necessary."""
     taken: list[BatchPart] = []
     while parts and count > 0:
         number, start, token_ids = parts.popleft()

@@ -1,6 +1,6 @@
-"""Creates the llama.cpp context that the settings ask for, and says how its sequences are used.
+"""Creates the llama.cpp context that the settings ask for, and defines how its sequences are used.
 
-Every lane is one of llama.cpp's sequences. If lanes can share tokens, there are more lanes than sequences may run, for
+Every lane is one of llama.cpp's sequences. If lanes can share tokens, there are more lanes than running sequences, for
 the ends of cached prefixes. The sequence id before the first lane is reserved for copies (lanes.py), unless sequences
 are kept apart."""
 
@@ -20,11 +20,11 @@ _CELLS = 256
 
 
 class ContextTooLargeError(ModelTooLargeError):
-    """There was no memory for a context, or llama.cpp can't make one for another reason."""
+    """There was no memory for a context, or llama.cpp couldn't create one for another reason."""
 
 
 def _kv_tokens(model: llama.llama_model_p, settings: EngineSettings) -> int:
-    """Returns the tokens that all sequences may have. If none of them takes any memory, each may have its context."""
+    """Returns the tokens that all sequences may have together. If tokens take no memory, each may have its context."""
     length = settings.context_length or int(llama.llama_model_n_ctx_train(model))
     if llama.llama_model_is_recurrent(model):
         return settings.max_num_seqs * length
@@ -39,14 +39,14 @@ def has_partial_state(model: llama.llama_model_p) -> bool:
 
 
 def _keeps_windows(model: llama.llama_model_p) -> bool:
-    """Returns whether a model that names a window attends to one; of some, all layers attend to all tokens anyway.
+    """Returns whether a model that names a window attends to one; in some, all layers attend to all tokens anyway.
 
-    Only the memory of a context shows that: what llama.cpp saves of an empty sequence has a part for windows."""
+    Only a context's memory shows that: the saved state of an empty sequence has a part for windows."""
     params: llama.llama_context_params = llama.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = _CELLS
     context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
     if context is None:
-        backend.last_error()  # whoever makes the real one gets its own
+        backend.last_error()  # creating the real one reports its own errors
         return True
     whole, partial = (
         llama.llama_state_seq_get_size_ext(context, 0, flags) for flags in (0, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
@@ -56,7 +56,7 @@ def _keeps_windows(model: llama.llama_model_p) -> bool:
 
 
 def keeps_sequences_apart(settings: EngineSettings) -> bool:
-    """Returns whether tokens of one sequence can never become those of another."""
+    """Returns whether sequences can never share tokens."""
     return settings.kv_layout == "per-stream"
 
 
@@ -68,14 +68,14 @@ def first_seq_id(settings: EngineSettings) -> int:
 def num_lanes(settings: EngineSettings, *, partial_state: bool) -> int:
     """Returns the number of lanes for running sequences, and for cached prefixes if lanes can share tokens.
 
-    A lane with a partial state costs a recurrent state or a window of its own, even if it is idle."""
+    A lane with a partial state costs its own recurrent state or window, even if it is idle."""
     if keeps_sequences_apart(settings) or partial_state:
         return settings.max_num_seqs
     return min(settings.max_num_seqs + IDLE_LANES, int(llama.llama_max_parallel_sequences()) - 1)
 
 
 def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_state: bool) -> llama.llama_context_p:
-    """`partial_state` is what `has_partial_state` says of the model. Raises ModelError if memory is too small."""
+    """`partial_state` is the model's `has_partial_state`. Raises ModelError if there is too little memory."""
     params = common_params(settings)
     params.n_ctx = -(-_kv_tokens(model, settings) // _CELLS) * _CELLS
     params.n_batch = settings.max_num_batched_tokens
@@ -84,7 +84,7 @@ def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_stat
     # At most one token of each sequence has logits in a step.
     params.n_outputs_max = params.n_seq_max
     params.kv_unified = not keeps_sequences_apart(settings)
-    params.swa_full = False  # no lane goes back to where its window was
+    params.swa_full = False  # no lane goes back to an earlier window
     context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
     if context is None:
         reason = backend.last_error()
@@ -101,7 +101,7 @@ def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_stat
 
 
 def common_params(settings: EngineSettings) -> llama.llama_context_params:
-    """Returns the parameters that every context has in common."""
+    """Returns the parameters common to all contexts."""
     threads = settings.threads or len(os.sched_getaffinity(0))
     params: llama.llama_context_params = llama.llama_context_default_params()
     params.n_threads = threads

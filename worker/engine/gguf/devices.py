@@ -1,4 +1,4 @@
-"""The devices on which llama.cpp can compute besides the CPU, by the names that it gives them, such as `CUDA0`."""
+"""The devices, besides the CPU, on which llama.cpp can compute, by its names for them, such as `CUDA0`."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.files.device_memory import HOST, DeviceMemory
 
 NONE = "none"
-"""Stands for no device: all is computed on the CPU."""
+"""Stands for no device: everything is computed on the CPU."""
 _CPU = 0
 """GGML_BACKEND_DEVICE_TYPE_CPU in ggml-backend.h, and the next two."""
 _GPU = 1
@@ -33,8 +33,8 @@ _ggml.libggml.ggml_backend_dev_memory.restype = None
 
 
 def select(names: Sequence[str], there: dict[str, int]) -> list[int]:
-    """Returns the addresses of devices, given those of all that are there. Raises ModelError naming what may be asked
-    for."""
+    """Returns the addresses of devices, given those of all available ones. Raises ModelError naming the allowed
+    values."""
     if list(names) == [NONE]:
         return []
     for name in names:
@@ -47,14 +47,14 @@ def select(names: Sequence[str], there: dict[str, int]) -> list[int]:
 
 
 def all_devices() -> dict[str, int]:
-    """Returns the addresses of all devices besides the CPU by their names. llama.cpp has to be initialised."""
+    """Returns the addresses of all devices besides the CPU, by name. llama.cpp must be initialised."""
     lib = _ggml.libggml
     found = [lib.ggml_backend_dev_get(number) for number in range(lib.ggml_backend_dev_count())]
     return {lib.ggml_backend_dev_name(one).decode(): one for one in found if lib.ggml_backend_dev_type(one) != _CPU}
 
 
 def gpus() -> dict[str, int]:
-    """Returns the addresses of the GPUs by their names: llama.cpp uses integrated ones where there are no others."""
+    """Returns the addresses of the GPUs by name: llama.cpp uses integrated ones only if there are no others."""
     lib = _ggml.libggml
     there = all_devices()
     discrete, integrated = (
@@ -65,7 +65,7 @@ def gpus() -> dict[str, int]:
 
 
 def computing(there: dict[str, int], settings: EngineSettings, gpu_layers: int) -> dict[str, int]:
-    """Returns those of the GPUs that compute so many of a model's layers."""
+    """Returns the GPUs that compute `gpu_layers` of a model's layers."""
     chosen = {name: there[name] for name in (settings.devices or there) if name in there}
     if not gpu_layers or not chosen:
         return {}
@@ -76,14 +76,14 @@ def computing(there: dict[str, int], settings: EngineSettings, gpu_layers: int) 
 
 
 def description(address: int) -> str:
-    """Returns the words of a device's driver for it."""
+    """Returns the driver's description of a device."""
     words: bytes = _ggml.libggml.ggml_backend_dev_description(address)
     return words.decode(errors="replace")
 
 
 def describe(computing: Mapping[str, str], num_layers: int, gpu_layers: int) -> tuple[EngineDevice, ...]:
     """Returns all devices that compute a model, given the descriptions of its GPUs by name. The output is the first of
-    the `gpu_layers`; which of several GPUs has how many of the others is not known."""
+    the `gpu_layers`; how several GPUs divide the others is unknown."""
     on_gpus = min(max(0, gpu_layers - 1), num_layers) if computing else 0
     host = EngineDevice(name=HOST, kind="cpu", layers=num_layers - on_gpus)
     layers = on_gpus if len(computing) == 1 else None
@@ -94,7 +94,7 @@ def describe(computing: Mapping[str, str], num_layers: int, gpu_layers: int) -> 
 
 
 def memory(there: dict[str, int]) -> list[DeviceMemory]:
-    """Returns the memory of devices, given their addresses by name. A device that has none of its own says 0."""
+    """Returns the memory of devices, given their addresses by name. A device without its own memory reports 0."""
     found = []
     for name, address in there.items():
         free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
@@ -104,5 +104,5 @@ def memory(there: dict[str, int]) -> list[DeviceMemory]:
 
 
 def as_array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
-    """Returns addresses as llama.cpp takes them, with a null behind the last."""
+    """Returns addresses as llama.cpp takes them, with a null after the last."""
     return (ctypes.c_void_p * (len(addresses) + 1))(*addresses)

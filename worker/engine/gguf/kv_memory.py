@@ -1,4 +1,4 @@
-"""The device memory that keys, values and recurrent states take, and how it is kept within a budget. It needs no
+"""The device memory that keys, values and recurrent states take, and how it is kept within a budget. Needs no
 library."""
 
 import msgspec
@@ -10,10 +10,11 @@ from tokenbus.worker.files.gguf_metadata import Metadata
 EMBEDDED_INPUTS = 16
 """The most inputs that a model which generates embeds in one batch; each costs a row of logits."""
 MEAN_OUTPUTS = 64
-"""The most tokens whose states are returned at once, where an embedding is the mean of all; each costs as much."""
+"""The most tokens whose states are returned at once if an embedding is the mean of all; each costs a row of logits
+too."""
 _MAX_DEFAULT_EMBED_TOKENS = 2_048
 _MAX_POOLED_INPUT = 8_192
-"""The longest input without a setting: attention takes its tokens squared."""
+"""The default longest input: attention memory grows with its square."""
 _BLOCK_BYTES = {
     "f32": (1, 4),
     "f16": (1, 2),
@@ -24,7 +25,7 @@ _BLOCK_BYTES = {
     "q4_1": (32, 20),
     "q4_0": (32, 18),
 }
-"""For each cache type the values in one of ggml's blocks, and the bytes that such a block takes."""
+"""For each cache type, the values and the bytes of one of ggml's blocks."""
 _F32_BYTES = 4
 _WINDOW_PATTERNS = {
     "afmoe": 4,
@@ -38,18 +39,18 @@ _WINDOW_PATTERNS = {
     "olmo2": 4,
     "smallthinker": 4,
 }
-"""Architectures with windows whose files need not say in which layers: all but one of so many. Files of others may name
-a window all the same, to which llama.cpp does not keep."""
+"""Architectures whose files need not say which layers have windows: all but one in this many. Files of others may name
+a window too, which llama.cpp ignores."""
 _RECURRENT_ARCHITECTURES = ("arwkv7", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7")
-"""Those of which no layer attends, whatever heads their files name."""
+"""Those in which no layer attends, even if their files name heads."""
 _INTERVAL_ARCHITECTURES = ("qwen3next", "qwen35", "qwen35moe")
-"""Those of which one layer in so many attends, and the others have a recurrent state."""
+"""Those in which one layer in this many attends, and the others have a recurrent state."""
 
 
 def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:
     """Returns the size of one token's keys and values, if all layers attend to all tokens; others take less.
 
-    Raises ModelError for a cache type that there is not."""
+    Raises ModelError for an unknown cache type."""
     arch = metadata.text("general.architecture") or ""
     layers = metadata.number(f"{arch}.block_count")
     heads = num_heads(metadata)
@@ -66,14 +67,14 @@ def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:
 
 
 def num_heads(metadata: Metadata) -> int:
-    """Returns the attention heads of a layer, or of that which has the most."""
+    """Returns the attention heads of a layer, or of the one with the most."""
     arch = metadata.text("general.architecture") or ""
     heads = metadata.number(f"{arch}.attention.head_count")
     return heads or max(metadata.ints(f"{arch}.attention.head_count"), default=0)
 
 
 def windowed_share(metadata: Metadata) -> float:
-    """Returns the share of the layers that attend to a window of tokens and keep no others."""
+    """Returns the share of layers that attend to a window of tokens and keep no others."""
     arch = metadata.text("general.architecture") or ""
     if not metadata.number(f"{arch}.attention.sliding_window"):
         return 0.0
@@ -88,13 +89,13 @@ def windowed_share(metadata: Metadata) -> float:
 
 
 def window_tokens(metadata: Metadata, settings: EngineSettings, num_seqs: int) -> int:
-    """Returns the tokens that layers with windows keep of so many lanes, and of the one for copies."""
+    """Returns the tokens that layers with windows keep for `num_seqs` lanes and the one for copies."""
     arch = metadata.text("general.architecture") or ""
     return metadata.number(f"{arch}.attention.sliding_window") * (num_seqs + 1) + settings.ubatch_tokens
 
 
 def state_bytes(metadata: Metadata) -> int:
-    """Returns the size of the recurrent states that a model keeps of each lane, in all layers; 0 for most models."""
+    """Returns the size of the recurrent states that a model keeps per lane, in all layers; 0 for most models."""
     arch = metadata.text("general.architecture") or ""
     width = metadata.number(f"{arch}.embedding_length")
     inner, state = metadata.number(f"{arch}.ssm.inner_size"), metadata.number(f"{arch}.ssm.state_size")
@@ -119,7 +120,7 @@ def _recurrent_layers(metadata: Metadata, arch: str) -> int:
 
 
 def states_bytes(metadata: Metadata, num_seqs: int) -> int:
-    """Returns the size of the recurrent states of so many lanes, and of the one for copies."""
+    """Returns the size of the recurrent states of `num_seqs` lanes and the one for copies."""
     return (num_seqs + 1) * state_bytes(metadata)
 
 
@@ -134,13 +135,13 @@ def embed_outputs(settings: EngineSettings) -> int:
 
 
 def embed_tokens(settings: EngineSettings, context_length: int) -> int:
-    """Returns the most tokens of an input that a model which generates embeds."""
+    """Returns the most tokens of an input that a generating model embeds."""
     return settings.max_embed_tokens or min(context_length, _MAX_DEFAULT_EMBED_TOKENS)
 
 
 def fit_to_budget(settings: EngineSettings, metadata: Metadata, length: int) -> EngineSettings:
-    """Lowers the KV memory that the settings ask for to `kv_limit_bytes`, if that is less, and the context, if
-    `length` was chosen and not asked for.
+    """Lowers the KV memory in the settings to `kv_limit_bytes`, if that is less, and the context, if `length` is a
+    default.
 
     Raises ModelError if not even one request of the context length would fit."""
     each, states = bytes_per_token(metadata, settings), states_bytes(metadata, settings.max_num_seqs)

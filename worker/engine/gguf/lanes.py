@@ -3,9 +3,9 @@
 llama.cpp saves and restores whole sequences only. To save part of a lane, that part is first shared with the scratch
 sequence, which costs nothing, and the scratch sequence is saved. Restoring goes the same way back.
 
-If a lane has a partial state (windows, recurrent layers), llama.cpp writes it behind the KV of the other layers. It is
-cut off there, and copied by itself: sharing any part of a lane shares the partial state that the lane has now, so that
-of the receiver is always restored last.
+If a lane has a partial state (windows, recurrent layers), llama.cpp writes it after the KV of the other layers. It is
+cut off there and copied separately: sharing any part of a lane also shares its current partial state, so the receiver's
+is always restored last.
 
     whole      | header | KV of the scratch sequence | its partial state |
     KV copy    | header | KV                         |
@@ -31,20 +31,20 @@ SCRATCH = 0
 
 
 _HEADER_BYTES = 8
-"""The bytes with which everything begins that llama.cpp writes of a sequence: a magic number and the sequence's id."""
+"""The prefix of every sequence that llama.cpp saves: a magic number and the sequence's id."""
 _MAGIC_BYTES = 4
 _WHOLE, _PARTIAL_STATE = 0, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 class StateBlob(NamedTuple):
-    """The KV of a few tokens as llama.cpp writes it; only the same model, cache types and build can read it."""
+    """The KV of some tokens as llama.cpp writes it; only the same model, cache types and build can read it."""
 
     fingerprint: str
     data: ctypes.Array[ctypes.c_uint8]
 
 
 class ForeignStateError(ValueError):
-    """A state blob is of another model, other cache types or another build."""
+    """A state blob comes from another model, other cache types or another build."""
 
 
 class Lanes:
@@ -58,9 +58,9 @@ class Lanes:
         self._fingerprint = fingerprint
         self._first = first_seq_id
         self.copies: SlotStore | None = None
-        """The copies in host memory; None where there can't be any."""
+        """The copies in host memory; None if there can't be any."""
         self._magic: bytes | None = None
-        """The bytes with which every partial state begins."""
+        """The prefix of every partial state."""
         self._empty_state: bytes | None = None
         """The partial state of an empty sequence, if lanes have any."""
         if has_partial_state:
@@ -96,12 +96,12 @@ class Lanes:
                     self.wipe()
 
     def share(self, lane: int, to: int, start: int, end: int) -> None:
-        """Has lane `to` hold the tokens `start` to `end` of another lane too."""
+        """Makes lane `to` hold the tokens `start` to `end` of another lane too."""
         llama.llama_memory_seq_cp(self._memory, self._first + lane, self._first + to, start, end)
 
     def truncate(self, lane: int, start: int, end: int | None = None) -> bool:
         """Removes the tokens `start` to `end` from a lane; all from `start` on if there is no end. Returns whether
-        llama.cpp can do that: a window may have lost what it needs, although the library says that it can."""
+        llama.cpp can do that: a window may have lost what it needs, even if the library reports success."""
         if self._empty_state is not None and (start or end is not None):
             return False
         return bool(llama.llama_memory_seq_rm(self._memory, self._first + lane, start, -1 if end is None else end))
@@ -137,7 +137,7 @@ class Lanes:
         self._set(self._first + lane, data, _PARTIAL_STATE)
 
     def state_problem(self, data: memoryview) -> str:
-        """Says in a word why data can't be a partial state; empty if they may be. Wrong numbers can't be told."""
+        """Says in a word why data can't be a partial state; empty if it may be. Wrong numbers can't be detected."""
         assert self._magic is not None
         return "" if data[: len(self._magic)] == self._magic and len(data) > _HEADER_BYTES else "framing"
 
@@ -146,14 +146,15 @@ class Lanes:
         llama.llama_memory_clear(self._memory, False)
 
     def take_back(self, lane: int, start: int) -> bool:
-        """Removes the tokens of a lane from `start` on, or all if it can't be cut; returns whether it could."""
+        """Removes the tokens of a lane from `start` on, or all if it can't be truncated there; returns whether it
+        could."""
         return self.truncate(lane, start) or not self.truncate(lane, 0)
 
     def wipe(self) -> None:
         """Overwrites all memory that no lane uses: attention may multiply what is there by 0, and 0 x NaN is NaN.
 
-        llama.cpp has no call for that. It zeroes its memory before it restores the sequences of a whole context, so
-        they are copied and restored, at the speed of memory. Raises DeviceError."""
+        llama.cpp has no call for that, but it zeroes its memory before it restores a whole context's sequences. So they
+        are copied and restored, at memory speed. Raises DeviceError."""
         try:
             data = np.empty(llama.llama_state_get_size(self._context), np.uint8)
         except MemoryError as error:

@@ -23,21 +23,21 @@ from tokenbus.worker.files.device_memory import HOST, DeviceMemory
 from tokenbus.worker.files.gguf_metadata import Metadata
 
 _FIRST_REPLICA = "first replica"
-"""The name of what is claimed for the first replica of a model while that is loaded. One is loaded at a time."""
+"""The name of the claim for a model's first replica while the model is loading. One is loaded at a time."""
 _part_numbers = itertools.count(1)
 
 
 class PlannedContext(NamedTuple):
-    """The settings of a replica with all sizes filled in, and the sums behind them."""
+    """The settings of a replica with all sizes filled in, and the totals behind them."""
 
     settings: EngineSettings
     memory: MemoryPlan
     part: str
-    """The name of what it has claimed."""
+    """The name of its claim."""
 
 
 class MemoryPlanner:
-    """Plans for one engine process, beside those of others on this machine."""
+    """Plans for one engine process, alongside others on this machine."""
 
     def __init__(self, claims: MemoryClaims | None = None) -> None:
         self._claims = claims or MemoryClaims(None)
@@ -70,7 +70,7 @@ class MemoryPlanner:
     ) -> PlannedContext:
         """Chooses the sizes of a replica of a loaded model, and claims its memory.
 
-        Raises ModelError if what the settings ask for does not fit any more."""
+        Raises ModelError if what the settings ask for no longer fits."""
         part, size = f"replica {os.getpid()}.{next(_part_numbers)}", model_facts.weight_bytes(weights)
         own = placement._replace(weight_bytes=0)  # the model has claimed them
         with self._claims.planning():
@@ -111,11 +111,11 @@ class MemoryPlanner:
         self._claims.took(part)
 
     def release(self, part: str) -> None:
-        """Notes that a part takes nothing any more."""
+        """Notes that a part no longer takes anything."""
         self._claims.release(part)
 
     def release_weights(self, weights: Path) -> None:
-        """Notes that a model takes nothing any more, which may not have been loaded at all."""
+        """Notes that a model, which may never have been loaded, no longer takes anything."""
         self._claims.release(_part_of(weights))
         self._claims.release(_FIRST_REPLICA)
 
@@ -151,12 +151,12 @@ class MemoryPlanner:
 
 
 def _part_of(weights: Path) -> str:
-    """Returns the name of what the weights in a file take, which is the same in every process."""
+    """Returns the claim name of a weights file, which is the same in every process."""
     return str(weights.resolve())
 
 
 def _need(facts: ModelFacts, settings: EngineSettings, rooms: Rooms) -> MemoryNeed:
-    """Returns what a replica takes. One whose sizes another engine has found has these, whatever is free."""
+    """Returns what a replica takes. If another engine chose its sizes, it has these regardless of free memory."""
     if settings.memory_share:
         return fit.fit(facts, settings, rooms)
     return estimate(facts, settings, fit.wished(facts, settings, rooms))

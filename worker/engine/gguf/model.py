@@ -53,9 +53,9 @@ def model_key(files: ModelFiles, settings: EngineSettings) -> GgufModelKey:
 
 
 class GgufModel:
-    """A loaded model. `progress` gets the share that is loaded, from 0 to 1.
+    """A loaded model. `progress` gets the fraction loaded, from 0 to 1.
 
-    Raises ModelError, before anything is loaded if there is too little memory for it."""
+    Raises ModelError; if there is too little memory, before anything is loaded."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class GgufModel:
         if not self.metadata.num_tensors and self.metadata.number("split.count") <= 1:
             raise ModelError(f"{files.weights}: holds a vocabulary and no weights; pass --model the whole model")
         self.generation_config = generation_config.read(files.sidecars, self.metadata.sampling_defaults())
-        # Routers tokenize prompts, and nobody prompts a model that generates nothing.
+        # Routers tokenize prompts, and a model that generates nothing gets none.
         self.pooling = pooling_type.of_model(self.metadata)
         generates = self.pooling is None
         self.placement = self._planner.plan_weights(files.weights, self.metadata, settings)
@@ -140,7 +140,7 @@ class GgufModel:
         return ContextAdapters(self.handle, architecture, tensors, self._adapters, context)
 
     def close(self) -> None:
-        """Frees the model's memory. No context may use the model any more."""
+        """Frees the model's memory. No context may still use the model."""
         self._held.close()
         llama.llama_model_free(self.handle)
         self._planner.release_weights(self.files.weights)
@@ -153,7 +153,7 @@ def _load(
     params.n_gpu_layers = gpu_layers
     params.split_mode = settings_resolution.SPLIT_MODES[settings.split_mode]
     params.main_gpu = settings.main_gpu
-    # Read while the model is loaded, so it has to live as long as this function.
+    # Read while the model is loading, so it has to live as long as this function.
     there = devices.all_devices()
     selected = devices.select(settings.devices, there)
     settings_resolution.check_tensor_split(settings, len(selected) if settings.devices else len(there))
@@ -166,7 +166,7 @@ def _load(
     def report(fraction: float, _: ctypes.c_void_p) -> bool:
         try:
             progress(fraction)
-        except ConnectionError:  # the frontend is gone; False has llama.cpp stop loading
+        except ConnectionError:  # the frontend is gone; False makes llama.cpp stop loading
             return False
         return True
 
@@ -179,8 +179,8 @@ def _load(
 
 
 def _unsupported_kind(model: llama.llama_model_p, *, generates: bool) -> str:
-    """Says why a model is of a kind that is not served; empty if it is served. llama.cpp ends the process where such a
-    model is used like others."""
+    """Says why a model's kind is not supported; empty if it is. llama.cpp ends the process if such a model is used like
+    others."""
     if llama.llama_model_is_diffusion(model):
         return "is a diffusion model, which does not generate token after token; such models are not supported"
     if llama.llama_model_has_encoder(model) and llama.llama_model_has_decoder(model):
@@ -191,7 +191,7 @@ def _unsupported_kind(model: llama.llama_model_p, *, generates: bool) -> str:
 
 
 def _load_error(complaint: str) -> str:
-    """Returns llama.cpp's reason for not loading a file, and what may help."""
+    """Returns llama.cpp's reason for not loading a file, with a possible remedy."""
     reason = complaint.rpartition("error loading model: ")[2]
     if "unknown model architecture" in reason:
         return f"{reason}; llama-cpp-python {llama_cpp.__version__} can't run it, a later version may"

@@ -1,4 +1,4 @@
-"""Reads from a GGUF's metadata what the memory of its model can be estimated from. Needs no library."""
+"""Reads from a GGUF's metadata the facts from which its model's memory is estimated. Needs no library."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ OTHER_ROWS = IDLE_LANES + 1
 
 
 def read(found: Metadata, weight_bytes: int, settings: EngineSettings, num_seqs: int) -> ModelFacts:
-    """Returns the facts of a model whose files take `weight_bytes`, for so many running sequences."""
+    """Returns the facts of a model whose files take `weight_bytes`, for `num_seqs` running sequences."""
     architecture = found.text("general.architecture") or ""
     windowed = kv_memory.windowed_share(found)
     each = kv_memory.bytes_per_token(found, settings)
@@ -57,7 +57,7 @@ def layer_bytes(weights: Path) -> tuple[list[int], int]:
             else:
                 outside[name] = size
     output = sum(size for name, size in outside.items() if name.startswith("output"))
-    if "output.weight" not in outside:  # the embedding serves as the output matrix too
+    if "output.weight" not in outside:  # the embedding also serves as the output matrix
         output += outside.get("token_embd.weight", 0)
     return [layers[number] for number in sorted(layers)], output
 

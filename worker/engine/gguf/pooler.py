@@ -1,9 +1,9 @@
-"""Computes one row of numbers of each input, with a llama.cpp context of its own for embeddings.
+"""Computes one row of numbers per input, with a separate llama.cpp context for embeddings.
 
-Every input of a batch is one of llama.cpp's sequences. Most poolings read all states of an input, so that it has to be
-computed at once (one ubatch, which attention between all its tokens needs too). Where only the state of the last token
-of a causal model is read, the tokens before it need no output, and go through in ubatches of any size: llama.cpp would
-compute the logits of every output, which is a third of the work for a small model with a large vocabulary."""
+Every input of a batch is one of llama.cpp's sequences. Most poolings read all states of an input, so it has to be
+computed in one ubatch, as attention between all its tokens requires too. If only the last token's state of a causal
+model is read, the tokens before it need no output and go through in ubatches of any size: llama.cpp would compute the
+logits of every output, a third of the work for a small model with a large vocabulary."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
@@ -36,7 +36,8 @@ class GgufPooler:
     def __init__(self, model: GgufModel, settings: EngineSettings) -> None:
         self.vocab_size = model.tokenizer.size
         self.max_input_tokens = _longest_input(model, settings)
-        # Attention takes a batch's tokens squared, though an input sees only itself, so larger batches are slower.
+        # Attention cost grows with the square of a batch's tokens, though an input sees only itself, so larger batches
+        # are slower.
         most = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
         capacity = max(self.max_input_tokens, most)
         self.batch_limits = BatchLimits(most, POOLED_INPUTS, is_padded=False)
@@ -58,7 +59,7 @@ class GgufPooler:
             capacity,
             POOLED_INPUTS,
             outputs=capacity if outputs_all else POOLED_INPUTS,
-            # What reads all states of an input, and attention between all of them, needs the input in one ubatch.
+            # Reading all states of an input, and attention between all of them, need the input in one ubatch.
             ubatch_tokens=capacity if outputs_all else settings.ubatch_tokens,
         )
         return PoolingContext(model.handle, settings, self._pooling.value, size, "--context-length")
@@ -68,7 +69,7 @@ class GgufPooler:
 
     def pool(self, inputs: Listing[Listing[int]]) -> Matrix:
         """Returns a row for each input, (inputs, width)."""
-        self._context.clear(overwrites=False)  # what the cells held is finite
+        self._context.clear(overwrites=False)  # the cells' old contents are finite
         if self._outputs_all:
             self._context.decode((BatchPart(number, 0, one) for number, one in enumerate(inputs)), has_outputs=True)
         else:
@@ -85,7 +86,7 @@ class GgufPooler:
         self._context.close()
 
     def _try(self, where: str) -> None:
-        """Computes two inputs alone and together, which has to be the same."""
+        """Checks that two inputs give the same rows alone and together."""
         lengths = [min(length, self.max_input_tokens) for length in (7, 4)]
         inputs = [[1 + place % (self.vocab_size - 1) for place in range(length)] for length in lengths]
         try:
@@ -121,9 +122,9 @@ class GgufReranker(GgufPooler):
     def __init__(self, model: GgufModel, settings: EngineSettings) -> None:
         self._prompt = _rerank_prompt(model)
         labels = int(llama.llama_model_n_cls_out(model.handle))
-        # A file with two labels has "yes" first, and llama.cpp makes probabilities of them.
+        # A file with two labels has "yes" first, and llama.cpp turns them into probabilities.
         if labels > 2 or (labels == 2 and not (model.metadata.text("general.architecture") or "").startswith("qwen3")):
-            raise ModelError(f"{model.files.weights}: sorts texts into {labels} classes, of which none is a score")
+            raise ModelError(f"{model.files.weights}: sorts texts into {labels} classes, none of which is a score")
         super().__init__(model, settings)
 
     def pair(self, query: str, documents: Listing[str]) -> list[list[int]]:
@@ -161,7 +162,7 @@ def _close(pooler: GgufPooler, release: Callable[[], None]) -> Callable[[], None
 
 
 def _longest_input(model: GgufModel, settings: EngineSettings) -> int:
-    """Returns the tokens that one input may have: never more than the model has positions for."""
+    """Returns the tokens that one input may have: never more than the model's positions."""
     trained = llama.llama_model_n_ctx_train(model.handle)
     if settings.context_length > trained:
         raise ModelError(f"--context-length {settings.context_length} is above what the model was made for, {trained}")

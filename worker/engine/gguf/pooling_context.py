@@ -27,7 +27,7 @@ class PoolingSize(NamedTuple):
     """The tokens of all inputs of a batch."""
     inputs: int
     outputs: int
-    """The tokens that may have outputs in one decode; each costs a row of logits if the model has them."""
+    """The most tokens with outputs in one decode; each costs a row of logits if the model has them."""
     ubatch_tokens: int
 
 
@@ -40,12 +40,12 @@ class PoolingContext:
         params = context.common_params(settings)
         params.embeddings = True
         params.pooling_type = pooling
-        # llama.cpp aborts where its largest ubatch has not the same number of tokens for each of its sequences.
+        # llama.cpp aborts if its largest ubatch does not have the same number of tokens for each sequence.
         params.n_ctx = params.n_batch = -(-size.tokens // _CELLS) * _CELLS
         params.n_ubatch = params.n_batch if size.ubatch_tokens >= size.tokens else size.ubatch_tokens
         params.n_outputs_max = params.n_batch if size.outputs >= size.tokens else size.outputs
         params.n_seq_max = size.inputs
-        # With a memory for each sequence, llama.cpp would split a batch into ubatches of equal lengths.
+        # With separate memory per sequence, llama.cpp would split a batch into ubatches of equal lengths.
         params.kv_unified = True
         made: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
         if made is None:
@@ -62,8 +62,8 @@ class PoolingContext:
         return f"<PoolingContext, causal {self.is_causal}>"
 
     def clear(self, *, overwrites: bool) -> None:
-        """Empties the context for a new batch. `overwrites` says whether what its cells held is overwritten too:
-        attention multiplies that by 0, and 0 x NaN is NaN."""
+        """Empties the context for a new batch. `overwrites` says whether the cells' contents are overwritten too:
+        attention multiplies them by 0, and 0 x NaN is NaN."""
         if self._memory is not None:
             llama.llama_memory_clear(self._memory, overwrites)
 
@@ -81,15 +81,15 @@ class PoolingContext:
             raise DeviceError(f"llama_decode returned {status}: {backend.last_error()}")
 
     def states(self, count: int, width: int) -> Matrix:
-        """Returns the hidden state of each token of the last decode, where llama.cpp pools nothing. They are valid
-        until the next one."""
+        """Returns the hidden state of each token of the last decode, if llama.cpp pools nothing; valid until the next
+        decode."""
         pointer = llama.llama_get_embeddings(self._context)
         if not pointer:
             raise DeviceError("llama.cpp has no hidden states of tokens that it has computed")
         return np.ctypeslib.as_array(pointer, (count, width))
 
     def row(self, number: int, width: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        """Returns a copy of what llama.cpp has pooled of an input."""
+        """Returns a copy of an input's pooled row."""
         pointer = llama.llama_get_embeddings_seq(self._context, number)
         if not pointer:
             raise DeviceError("llama.cpp has no embedding of an input that it has computed")

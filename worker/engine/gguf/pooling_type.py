@@ -1,4 +1,4 @@
-"""Tells from a GGUF's metadata whether a model pools its tokens' states, and how. Needs no library."""
+"""Determines from a GGUF's metadata whether a model pools its tokens' states, and how. Needs no library."""
 
 import enum
 
@@ -6,7 +6,7 @@ from tokenbus.worker.files.gguf_metadata import Metadata
 
 
 class PoolingType(enum.Enum):
-    """The ways in which llama.cpp makes one row of the tokens of an input, with its numbers for them."""
+    """The ways in which llama.cpp makes one row from an input's tokens, with its numbers for them."""
 
     MEAN = 1
     CLS = 2
@@ -14,12 +14,12 @@ class PoolingType(enum.Enum):
     LAST = 3
     """The state of the last token."""
     RANK = 4
-    """The output of a classification head for the first state, or for the last one of a causal model."""
+    """The output of a classification head for the first state, or for the last one in a causal model."""
 
 
 def of_model(metadata: Metadata) -> PoolingType | None:
-    """Returns the pooling that the file names; `MEAN` for an encoder whose file names none, which is what
-    sentence-transformers does with one; None for a model that generates."""
+    """Returns the pooling that the file names; `MEAN` for an encoder whose file names none, as in
+    sentence-transformers; None for a model that generates."""
     arch = metadata.text("general.architecture") or ""
     named = metadata.number(f"{arch}.pooling_type")
     if named in {one.value for one in PoolingType}:

@@ -1,4 +1,4 @@
-"""Finds out by trial what a loaded model can do: an engine offers only what it has seen to work."""
+"""Finds out by trial what a loaded model can do: an engine offers only what it has seen work."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
@@ -17,8 +17,8 @@ from tokenbus.worker.engine.gguf.state_blob import StateFormat
 
 TOKENS = 16
 _CLOSE = 0.05
-"""The largest difference, as a share of the logits' standard deviation, that counts as the same: a batch of another
-shape rounds differently."""
+"""The largest difference, as a share of the logits' standard deviation, that counts as equal: a batch of another shape
+rounds differently."""
 
 
 class Capabilities(NamedTuple):
@@ -33,7 +33,7 @@ class Capabilities(NamedTuple):
     checkpoint: CheckpointBytes | None = None
     """The sizes of a checkpoint, if lanes have a partial state that can be saved and restored."""
     can_batch: bool = True
-    """Whether sequences can be computed in one batch; else each needs one of its own."""
+    """Whether sequences can be computed in one batch; else each needs its own."""
     canary: list[int] = []
     """The first token of the trial, if the logits after all of them are finite."""
     missing: dict[str, str] = {}
@@ -41,14 +41,14 @@ class Capabilities(NamedTuple):
 
 
 class CheckpointBytes(NamedTuple):
-    """The size of what is copied for a checkpoint."""
+    """The sizes of a checkpoint's copies."""
 
     state: int
-    """The partial state, at the most."""
+    """The largest size of the partial state."""
     token: int
-    """Each token's KV in layers that attend to all of them; 0 if there are none."""
+    """Each token's KV in layers that attend to all tokens; 0 if there are none."""
     copy: int = 0
-    """A copy of KV beside its tokens'."""
+    """The size of a KV copy beyond that of its tokens."""
 
 
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]
@@ -59,7 +59,7 @@ _NONE = Capabilities(False, 0)
 def capabilities(
     model: llama.llama_model_p, context: llama.llama_context_p, lanes: Lanes, settings: EngineSettings
 ) -> Capabilities:
-    """Computes a few tokens, which also makes llama.cpp allocate what it would allocate for the first request.
+    """Computes a few tokens, which also makes llama.cpp allocate what the first request would need.
 
     Raises ModelError if not even that works."""
     count = min(TOKENS, llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)), llama.llama_n_ctx_seq(context))
@@ -96,9 +96,9 @@ def capabilities(
 
 
 def _has_states(context: llama.llama_context_p, seq_id: int) -> bool:
-    """Computes a token with embeddings; returns whether its hidden state is there, and made of numbers.
+    """Computes a token with embeddings; returns whether its hidden state exists and is finite.
 
-    llama.cpp copies states of another width than the model's beyond their end, and ends the process."""
+    llama.cpp reads beyond the end of states whose width is not the model's, and ends the process."""
     model = llama.llama_get_model(context)
     width = llama.llama_model_n_embd_out(model)
     if width != llama.llama_model_n_embd(model):
@@ -115,7 +115,8 @@ def _has_states(context: llama.llama_context_p, seq_id: int) -> bool:
 
 
 def _try_batch(context: llama.llama_context_p, lanes: Lanes, first_seq_id: int) -> bool:
-    """Computes two short prompts of unequal lengths, each alone, then both in one batch, the last tokens in another."""
+    """Computes two short prompts of unequal lengths, each alone, then both in one batch, with the last tokens in
+    another."""
     prompts = list(enumerate((list(range(5)), list(range(5, 8))), first_seq_id))
     alone = []
     for seq_id, prompt in prompts:
@@ -154,9 +155,9 @@ def _try_lanes(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) 
 
 
 def _try_checkpoint(context: llama.llama_context_p, lanes: Lanes, tokens: list[int], window: int) -> Capabilities:
-    """Computes the last token on a lane, and on one that has only copies of what the first one had before it.
+    """Computes the last token on a lane, and on another that has only copies of the first one's earlier tokens.
 
-    Finds the sizes of such copies and the format of the KV, unless they can't be made, or restored exactly."""
+    Finds the sizes of such copies and the format of the KV, unless they can't be made or restored exactly."""
     half, last = len(tokens) // 2, len(tokens) - 1
     lanes.clear()
     try:
@@ -174,7 +175,7 @@ def _try_checkpoint(context: llama.llama_context_p, lanes: Lanes, tokens: list[i
         return _NONE
     growth = -(-(len(state) - len(state_of_half)) // (last - half))  # of a window that is not full
     token_bytes = (len(blob.data) - len(blob_of_half.data)) // (last - half)
-    if growth and not token_bytes:  # all KV counts as state, which has no largest size then
+    if growth and not token_bytes:  # all KV counts as state, which then has no largest size
         return _NONE
     sizes = CheckpointBytes(
         len(state) + growth * max(0, window - last), token_bytes, len(blob.data) - last * token_bytes

@@ -54,7 +54,7 @@ from tokenbus.worker.files.safetensors_layout import SafetensorsLayout
 from tokenbus.worker.models import find
 
 _LEAST_KV_TOKENS = 2_048
-"""A context below this is not tried where memory is gone that was planned for a larger one."""
+"""No smaller context is tried if planned memory is no longer free."""
 
 
 def load(
@@ -63,7 +63,7 @@ def load(
     models: LoadedModels[GgufModel] | None = None,
     planner: MemoryPlanner | None = None,
 ) -> Runner:
-    """Returns a runner over a model that replicas share. `progress` gets the share that is loaded, from 0 to 1.
+    """Returns a runner over a model that replicas share. `progress` gets the fraction loaded, from 0 to 1.
 
     Raises ModelError if the file can't be served, or for settings that the model or the memory can't meet."""
     backend.init()
@@ -82,7 +82,7 @@ def load(
 def _open_largest(
     model: GgufModel, settings: EngineSettings, planner: MemoryPlanner, release: Callable[[], None]
 ) -> Runner:
-    """Makes a context of the size that memory allows, or a smaller one if that is gone when it is made."""
+    """Makes a context of the size that memory allows, or a smaller one if that memory is gone by then."""
     wanted = settings
     while True:
         planned = planner.plan_context(model.files.weights, model.metadata, model.placement, wanted)
@@ -120,13 +120,13 @@ def _open(
 
 
 def _find(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFiles:
-    """Finds the GGUF of a model, and makes it if the model is published as safetensors."""
+    """Finds a model's GGUF, or makes it if the model is published as safetensors."""
     files = find.find(settings.model, (GgufLayout(), SafetensorsLayout()), progress)
     if converted.is_convertible(files):
         kind = settings.quantize or converted.DEFAULT_TYPE
         return converted.convert(settings.model, files, kind, settings.threads, progress)
     if settings.quantize:
-        raise ModelError(f"{files.weights}: is a GGUF file already; leave --quantize out, or pass its safetensors")
+        raise ModelError(f"{files.weights}: is already a GGUF file; leave --quantize out, or pass its safetensors")
     return files
 
 
@@ -183,7 +183,7 @@ class GgufRunner:
         self.canary: Listing[int] = capabilities.canary
         can_see = capabilities.can_share and not _uses_gpu(settings)
         self._visible_cells = capabilities.state_format if can_see else None
-        """The format of saved keys and values, if they lie in the host's memory and can be looked at."""
+        """The format of saved keys and values, if they are in host memory and can be inspected."""
         self.adapters = self._adapters = self._model.adapters_of(self._context)
         self.num_lanes = context.num_lanes(settings, partial_state=partial_state)
         self.kv_identity = _identity(metadata.fingerprint, settings, capabilities)
@@ -220,8 +220,8 @@ class GgufRunner:
     def _compute(self, batch: Listing[ScheduledTokens]) -> dict[int, Outcome]:
         """Computes a batch and samples; returns the outcome for each lane.
 
-        Without any token to sample, a row of logits costs a pass over the whole output matrix. Keys and values in the
-        host's memory are looked at instead, which takes less."""
+        Without any token to sample, a row of logits costs a pass over the whole output matrix. Instead, keys and values
+        in host memory are checked, which takes less."""
         has_rows = self._visible_cells is None or any(part.samples for part in batch)
         if not self._decode(batch, has_rows=has_rows):
             return {part.lane: Undone.NO_ROOM for part in batch}
@@ -241,7 +241,7 @@ class GgufRunner:
         return bool(status == 0)
 
     def _rows(self, count: int) -> Matrix:
-        # llama.cpp packs the rows of the tokens that want logits, in the order of the batch.
+        # llama.cpp packs the rows of tokens with logits, in batch order.
         return np.ctypeslib.as_array(llama.llama_get_logits(self._context), (count, self._tokenizer.size))
 
     def _is_finite(self, part: ScheduledTokens) -> bool:
@@ -251,7 +251,7 @@ class GgufRunner:
         return not self._visible_cells.problem(memoryview(blob.data).cast("B"), part.start, part.num_tokens)
 
     def _take_back(self, poisoned: Listing[ScheduledTokens]) -> dict[int, Outcome]:
-        """Removes what shares have computed, and overwrites it; returns the outcome for each lane."""
+        """Removes and overwrites what shares have computed; returns the outcome for each lane."""
         taken_back = {part.lane: self.lanes.take_back(part.lane, part.start) for part in poisoned}
         self.lanes.wipe()
         return {lane: Undone.POISONED if is_cut else Undone.LOST for lane, is_cut in taken_back.items()}
@@ -270,7 +270,7 @@ class GgufRunner:
         self._release()
 
     def _make_embedder(self, settings: EngineSettings, capabilities: probe.Capabilities) -> CausalEmbedder | None:
-        """Returns None if the model can make no embeddings, or is to make none."""
+        """Returns None if the model can't make embeddings, or shouldn't."""
         if settings.pooling == "none":
             return None
         if (reason := capabilities.missing.get("embeddings")) is not None:
@@ -296,7 +296,7 @@ class GgufRunner:
     def _describe(self, settings: EngineSettings, capabilities: probe.Capabilities) -> contract.EngineConfig:
         assert self._context is not None
         block_size = settings.kv_block_size
-        # With per-stream memory one sequence has only its share of the context.
+        # With per-stream memory a sequence has only its share of the context.
         fits = llama.llama_n_ctx_seq(self._context) // block_size * block_size
         missing = dict(capabilities.missing)
         sizes = None
@@ -350,7 +350,7 @@ class GgufRunner:
         return sizing.make_store(self.kv_identity, block_size, size, settings, problem)
 
     def _kv_bytes(self, settings: EngineSettings, capabilities: probe.Capabilities) -> int:
-        """Returns the device memory that all lanes take, at the most."""
+        """Returns the most device memory that all lanes can take."""
         num_tokens = int(llama.llama_n_ctx(self._context))
         if capabilities.checkpoint is None:
             return num_tokens * kv_memory.bytes_per_token(self._model.metadata, settings)
@@ -359,8 +359,8 @@ class GgufRunner:
 
 
 def _identity(fingerprint: str, settings: EngineSettings, capabilities: probe.Capabilities) -> str:
-    """Returns the identity of a context's keys and values. `auto` settings can have another outcome on another machine,
-    which the form of a block shows."""
+    """Returns the identity of a context's keys and values. `auto` settings may resolve differently on another machine,
+    which a block's layout shows."""
     layout = capabilities.state_format
     form = f"flash-{settings.flash_attention}" if layout is None else layout.digest
     types = f"{settings.cache_type_k},{settings.cache_type_v},{form}"
@@ -368,8 +368,8 @@ def _identity(fingerprint: str, settings: EngineSettings, capabilities: probe.Ca
 
 
 def _writes_through(settings: EngineSettings) -> bool:
-    """Whether blocks are copied as soon as they are complete. By default they are, where copying takes no device, and
-    where they are to outlive the worker."""
+    """Whether blocks are copied as soon as they are complete. By default they are if no device is involved in copying,
+    or if they should outlive the worker."""
     if settings.host_cache_policy != "auto":
         return settings.host_cache_policy == "write-through"
     return not _uses_gpu(settings) or bool(settings.keep_cache)

@@ -1,4 +1,4 @@
-"""Decides which settings llama.cpp can meet. It needs the library's limits, but no model."""
+"""Decides which settings llama.cpp can meet. Needs the library's limits, but no model."""
 
 from collections.abc import Iterator
 
@@ -46,7 +46,7 @@ def resolve(settings: EngineSettings, generation_config: GenerationConfig) -> En
 
 
 def validate(settings: EngineSettings) -> None:
-    """Raises ModelError naming the setting that can't be met, and what it may be."""
+    """Raises ModelError naming the setting that can't be met, and its allowed values."""
     require(common_rules(settings, max_num_seqs=_max_num_seqs()))
     require(_rules(settings))
     if settings.flash_attention == "off" and settings.cache_type_v not in _WITHOUT_FLASH_ATTENTION:
@@ -56,7 +56,7 @@ def validate(settings: EngineSettings) -> None:
 
 
 def check_tensor_split(settings: EngineSettings, num_devices: int) -> None:
-    """Raises ModelError if layers are to be split within, and so many devices or other settings don't allow that:
+    """Raises ModelError if layers are to be split within, but the number of devices or other settings don't allow that:
     llama.cpp would end the process."""
     if settings.split_mode != "tensor":
         return
@@ -71,7 +71,7 @@ def check_tensor_split(settings: EngineSettings, num_devices: int) -> None:
 
 
 def _max_num_seqs() -> int:
-    """One less than llama.cpp allows: a sequence is reserved for copies."""
+    """Returns one less than llama.cpp allows: a sequence is reserved for copies."""
     return int(llama.llama_max_parallel_sequences()) - 1
 
 

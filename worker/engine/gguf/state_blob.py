@@ -4,11 +4,11 @@
     per layer          | type of K | bytes of a row | K of all cells |
     per layer          | type of V | bytes of a row, or of a value and the row's length | V of all cells |
 
-A cell is its position, 1 and 0 (one sequence, saved as number 0); models whose tokens have places in two dimensions
-(M-RoPE) have three words more behind the 1: the position twice, as a text has it, and the token's id. Numbers are
-little-endian. llama.cpp asserts on some of
-this, which ends the process. So everything but the tensors' data is compared with a blob of the same context's own.
-Of the data, only non-finite numbers can be found: wrong numbers look like right ones.
+A cell is its position, 1 and 0 (one sequence, saved as number 0); models whose tokens have two-dimensional positions
+(M-RoPE) have three more words after the 1: the position twice, as for text, and the token's id. Numbers are
+little-endian. llama.cpp asserts on some of this, which ends the process. So everything but the tensors' data is
+compared with one of the context's own blobs. In the data, only non-finite numbers can be detected: wrong numbers look
+like right ones.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ _NUMBER_TYPES = {
 
 
 class _Tensor(NamedTuple):
-    """A layer's keys or values: the bytes before them, and how many they are for each token."""
+    """A layer's keys or values: the bytes before them, and their number of bytes per token."""
 
     framing: bytes
     bytes_per_token: int
@@ -65,7 +65,7 @@ class StateFormat(NamedTuple):
     vocab_size: int
     layers: bytes
     is_transposed: bool
-    """Whether values lie by channel and not by token, as they do without flash attention."""
+    """Whether values are stored by channel rather than by token, as they are without flash attention."""
     tensors: tuple[_Tensor, ...]
 
     def size(self, count: int) -> int:
@@ -75,11 +75,11 @@ class StateFormat(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Tells contexts apart whose blobs differ in form."""
+        """A digest that distinguishes contexts whose blobs differ in layout."""
         return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self))
 
     def block_format(self, block_size: int) -> KvBlockFormat:
-        """Returns the form of the blob of a full block."""
+        """Returns the layout of a full block's blob."""
         fixed = [(0, _HEAD.pack(self.head, 1, block_size))]
         places: dict[str, list[list[int]]] = {kind: [] for kind in "PT10"}
         for start in range(_HEAD.size, self._layers_at(block_size), _WORD.size * len(self.cell)):
@@ -120,14 +120,14 @@ class StateFormat(NamedTuple):
         return "" if self._is_finite(blob, count) else "numbers"
 
     def _layers_at(self, count: int) -> int:
-        """Returns where in a blob of `count` tokens their cells end."""
+        """Returns the offset at which the cells end in a blob of `count` tokens."""
         return _HEAD.size + _WORD.size * len(self.cell) * count
 
     def _are_cells(self, words: np.ndarray[Any, np.dtype[np.int32]], start: int) -> bool:
         """Whether these are the cells of the tokens from position `start` on."""
         columns = words.reshape(-1, len(self.cell)).T
         positions = columns[0]
-        # Cells come as they lie in memory, which need not be in order.
+        # Cells come in memory order, which need not be token order.
         if not np.array_equal(np.sort(positions), np.arange(start, start + len(positions))):
             return False
         for column, kind in zip(columns, self.cell, strict=True):
@@ -156,12 +156,12 @@ class StateFormat(NamedTuple):
 
 
 def unknown(data: memoryview, start: int, count: int) -> str:
-    """Says of any blob that its form is not known."""
+    """Reports any blob as being of unknown format."""
     return "framing"
 
 
 def learn(blob: bytes, start: int, count: int, vocab_size: int) -> StateFormat | None:
-    """Returns the format of a context from a blob of its own; None if it is none that is known here."""
+    """Returns a context's format from one of its own blobs; None if the format is unknown."""
     for cell in _CELLS:
         with contextlib.suppress(struct.error, KeyError, ValueError):
             if (found := _learn(blob, start, count, cell, vocab_size)) is not None:

@@ -174,7 +174,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, tuple[int, ...]], str]] = {
     "one half": ({f"{QUERY}.lora_a": (4, 128)}, f"has no {QUERY}.lora_b"),
     "a tensor of its own": ({f"{QUERY}.lora_a": (4, 128), f"{QUERY}.lora_b": (128, 4), "x": (4,)}, "has no x.lora_a"),
     "the embedding": ({"token_embd.weight.lora_a": (640, 4), "token_embd.weight.lora_b": (128, 4)}, "can't be changed"),
-    "a norm": ({"blk.0.attn_norm.weight.lora_a": (4, 128), "blk.0.attn_norm.weight.lora_b": (1, 4)}, "is no matrix"),
+    "a norm": ({"blk.0.attn_norm.weight.lora_a": (4, 128), "blk.0.attn_norm.weight.lora_b": (1, 4)}, "is not a matrix"),
     "nothing": ({}, "has no matrices"),
 }
 
@@ -223,7 +223,7 @@ def test_an_adapter_of_another_architecture_and_a_model_are_refused(runner: Gguf
     assert runner.adapters is not None
     with pytest.raises(ModelError, match="for the architecture 'qwen2', and the model is a 'llama'"):
         runner.adapters.load(adapters.write(tmp_path / "wrong.gguf", architecture="qwen2"))
-    with pytest.raises(ModelError, match="is no LoRA adapter"):
+    with pytest.raises(ModelError, match="is not a LoRA adapter"):
         runner.adapters.load(Path(exact_demo().model))
     with pytest.raises(ModelError, match="is a folder, as PEFT writes it; convert it"):
         runner.adapters.load(tmp_path)

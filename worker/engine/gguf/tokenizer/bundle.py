@@ -1,4 +1,4 @@
-"""Makes the tokenizer bundle of a GGUF model, with which routers tokenize exactly as llama.cpp does.
+"""Makes a GGUF model's tokenizer bundle, with which routers tokenize exactly as llama.cpp does.
 
 A tokenizer is rebuilt from the metadata and compared with llama.cpp's own on many texts. If it differs anywhere, it is
 not offered, and routers ask the worker to tokenize."""
@@ -42,7 +42,7 @@ class ReferenceTokenizer(Protocol):
 def build(metadata: Metadata, reference: ReferenceTokenizer, pretrained: bytes | None = None) -> bytes | None:
     """Returns the packed bundle, or None if no tokenizer agrees with the reference.
 
-    `pretrained` is the `tokenizer.json` beside the model, which is tried if the rebuilt one does not agree."""
+    `pretrained` is the `tokenizer.json` next to the model, which is tried if the rebuilt one does not agree."""
     for text in _candidates(metadata, reference, pretrained):
         if _agrees(text, reference):
             return tokenizer_bundle.pack(tokenizer_bundle.TokenizerBundle(tokenizer_json=text, rules=reference.rules))
@@ -64,7 +64,7 @@ def _agrees(text: str, reference: ReferenceTokenizer) -> bool:
     except ValueError as error:
         structlog.get_logger().warning("tokenizer_not_built", error=str(error))
         return False
-    # The fixed texts are the same for all models; these are made of this model's tokens.
+    # The fixed texts are the same for all models; these are made from this model's tokens.
     own = probe_texts.vocabulary_texts(reference.token_bytes, reference.rules.special_tokens, reference.user_defined)
     for probe in (*probe_texts.PROBE_TEXTS, *own):
         if encode(probe) != reference.encode(probe):

@@ -1,7 +1,7 @@
-"""Makes the inputs of a reranker out of a query and documents, in the way of llama.cpp's server.
+"""Makes a reranker's inputs from a query and documents, like llama.cpp's server.
 
-A file may have a template for them, in which `{query}` and `{document}` stand for the texts. Special tokens count where
-the template has them, and never where a user wrote them; in this it differs from that server."""
+A file may have a template for them, in which `{query}` and `{document}` stand for the texts. Unlike in that server,
+special tokens are parsed only in the template, never in a user's text."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,7 @@ class RerankPrompt:
     """The form of a model's inputs. Safe to use from several threads."""
 
     def __init__(self, runs: list[int | list[str]], encode: Callable[[str], list[int]]) -> None:
-        """`runs` are tokens, and texts that are encoded together, in parts: a text of the template or a placeholder."""
+        """`runs` are tokens, and texts to be encoded together, in parts: template text or a placeholder."""
         self._runs = runs
         self._encode = encode
 
@@ -44,7 +44,7 @@ class RerankPrompt:
     def make(self, query: str, documents: Listing[str]) -> list[list[int]]:
         """Returns the token ids for each document."""
         known: dict[str, list[int]] = {}
-        """Texts without a document, which are encoded once for all of them."""
+        """Texts without a document, encoded once for all documents."""
         return [self._make({QUERY: query, DOCUMENT: document}, known) for document in documents]
 
     def _make(self, texts: Mapping[str, str], known: dict[str, list[int]]) -> list[int]:
