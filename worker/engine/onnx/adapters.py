@@ -1,4 +1,4 @@
-"""The LoRA adapters of one replica: loaded beside the model, and bound to the inputs of one run after another."""
+"""The LoRA adapters of one replica: loaded alongside the model, and bound to the inputs of each run."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from tokenbus.worker.engine.onnx.lora.matrices import OnnxAdapter
 from tokenbus.worker.engine.onnx.model import OnnxModel
 
 _MAX_SETS = 8
-"""The sets of adapters whose inputs are kept: clients choose scales, so there could be any number."""
+"""The number of adapter sets whose inputs are kept: clients choose scales, so there could be any number of sets."""
 
 
 class ReplicaAdapters:
     """The adapters of one replica by digest, with the number of times that each was loaded.
 
-    `load` may be called from any thread; everything else belongs to the thread that steps. `drop_bindings` drops what
-    could keep the matrices of an adapter in memory."""
+    `load` may be called from any thread; everything else belongs to the thread that steps. `drop_bindings` drops
+    everything that could keep an adapter's matrices in memory."""
 
     def __init__(self, model: OnnxModel, drop_bindings: Callable[[], None]) -> None:
         self._model = model
@@ -30,7 +30,7 @@ class ReplicaAdapters:
         self._drop_bindings = drop_bindings
         self._loaded = ReplicaModels(model.adapters)
         self._sets: OrderedDict[tuple[Adapter, ...], AdapterInputs] = OrderedDict()
-        """The sets that were used last, the latest at the end."""
+        """The most recently used sets, the latest at the end."""
 
     def __repr__(self) -> str:
         return f"<ReplicaAdapters {self._loaded!r}>"
@@ -39,8 +39,8 @@ class ReplicaAdapters:
         return digest in self._loaded
 
     def load(self, path: Path) -> str:
-        """Loads an adapter beside those that there are, and returns its digest. Raises ModelError, and no request is
-        affected."""
+        """Loads an adapter in addition to the existing ones, and returns its digest. Affects no request if it raises
+        ModelError."""
         digest, changes = adapter_file.read(path, self._base)
         projections = self._model.projections
         self._model.take_adapters()
@@ -50,7 +50,7 @@ class ReplicaAdapters:
             for name, array in arrays.items():
                 if not np.isfinite(array).all():
                     raise ModelError(
-                        f"{path}: {name} has values above those of {array.dtype}, in which the graph computes"
+                        f"{path}: {name} has values out of range for {array.dtype}, in which the graph computes"
                     )
             return OnnxAdapter(arrays)
 
@@ -58,7 +58,7 @@ class ReplicaAdapters:
         return digest
 
     def unload(self, digest: str) -> None:
-        """Reverses one `load`. No sequence may use the adapter if that was the last one."""
+        """Reverses one `load`. If that was the last one, no sequence may use the adapter."""
         if self._loaded.is_last(digest):
             for used in [used for used in self._sets if any(one.digest == digest for one in used)]:
                 del self._sets[used]
@@ -79,7 +79,7 @@ class ReplicaAdapters:
         return self._sets[used]
 
     def close(self) -> None:
-        """Frees every adapter that no other replica has. Nothing is computed any more."""
+        """Frees every adapter that no other replica has. Nothing may still be computing."""
         self._sets.clear()
         self._drop_bindings()
         self._loaded.close()

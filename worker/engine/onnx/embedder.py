@@ -1,4 +1,5 @@
-"""Computes embeddings with an ONNX graph: from hidden states, which it pools, or from vectors that the graph pools."""
+"""Computes embeddings with an ONNX graph: from hidden states, which it pools, or from vectors that the graph has
+pooled."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
@@ -34,7 +35,7 @@ class OnnxEmbedder:
         self._tokenizer = model.tokenizer
         self._mode = pooling_mode(settings.pooling, model.files.sidecars, generates=graph.logits is not None)
         self._output = graph.pooled if graph.pooled is not None and graph.hidden is None else graph.hidden
-        self._can_batch = False  # until the trial has shown that rows do not disturb each other
+        self._can_batch = False  # until the trial has shown that rows do not affect each other
         self.width = self._try(str(model.files.weights))
 
     def __repr__(self) -> str:
@@ -57,7 +58,7 @@ class OnnxEmbedder:
         return np.concatenate([self._run([one]) for one in inputs])
 
     def _try(self, where: str) -> int:
-        """Returns the width of the vectors, and finds out whether the rows of a batch disturb each other."""
+        """Returns the width of the vectors, and finds out whether the rows of a batch affect each other."""
         inputs = [[place % self.vocab_size for place in range(1, count)] for count in (7, 4)]
         try:
             alone = np.concatenate([self._run([one]) for one in inputs])
@@ -90,7 +91,7 @@ def make_runner(model: OnnxModel, settings: EngineSettings, release: Callable[[]
 
     Raises ModelError if it can't be served."""
     if settings.pooling == "none":
-        raise ModelError(f"{model.files.weights}: does nothing but embed; leave --pooling none out")
+        raise ModelError(f"{model.files.weights}: can only embed; leave --pooling none out")
     trained = model.model_config.context_length or _DEFAULT_LENGTH
     longest = min(settings.context_length or trained, trained)
     embedder = OnnxEmbedder(model, settings, max_input_tokens=longest)

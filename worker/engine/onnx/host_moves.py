@@ -1,4 +1,4 @@
-"""Carries out changes to lanes, those within the cache and those that copy tokens to host memory and back."""
+"""Carries out changes to lanes, both within the cache and to and from host memory."""
 
 from collections.abc import Iterable
 

@@ -113,20 +113,20 @@ class OnnxModel:
         return [] if found is None else [found]
 
     def close(self) -> None:
-        """Frees the session's memory, which onnxruntime does when the last reference to it goes."""
+        """Frees the session's memory, by dropping the last reference to it."""
         self._held.close()
         del self.graph_runner
 
     def take_adapters(self) -> None:
-        """Opens the graph again with inputs for adapters, unless it has them already: a graph that has none is a little
-        faster. Steps go on meanwhile. Raises ModelError."""
+        """Reopens the graph with inputs for adapters, unless it has them already: a graph without is a little faster.
+        Steps continue meanwhile. Raises ModelError."""
         with self._opening:
             if self.takes_adapters:
                 return
             path = self.files.weights
             model = external_data.load(path)
             if _fingerprint(path, model) != self.fingerprint:
-                raise ModelError(f"{path}: is not the model any more that was loaded; start the worker again")
+                raise ModelError(f"{path}: is no longer the model that was loaded; restart the worker")
             self._edit(model)
             projections.add_inputs(model, self.graph.kv_width)
             session = Session(model, path, self._settings, self.device)
@@ -135,7 +135,7 @@ class OnnxModel:
         structlog.get_logger().info("onnx_takes_adapters", projections=len(self.projections))
 
     def _edit(self, model: onnx.ModelProto) -> bool:
-        """Exposes the hidden states if possible. Returns whether the graph computes the last token's logits only."""
+        """Exposes the hidden states if possible. Returns whether the graph computes only the last token's logits."""
         logits = self.graph.logits
         if logits is None:
             return False
@@ -145,7 +145,7 @@ class OnnxModel:
 
 
 def _fingerprint(path: Path, model: onnx.ModelProto) -> str:
-    """Hashes samples of the graph and of each file with weights, which takes a few ms whatever their size."""
+    """Hashes samples of the graph and of each file with weights, which takes a few ms regardless of their size."""
     digest = xxhash.xxh3_64()
     for file in (path, *sorted(path.parent / name for name in set(external_data.external_files(model)))):
         size = file.stat().st_size

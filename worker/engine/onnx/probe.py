@@ -1,4 +1,5 @@
-"""Finds out by trial whether a graph computes the same in a batch as alone: an engine offers only what it saw work."""
+"""Finds out by trial whether a graph computes the same in a batch as alone: an engine offers only what it has seen
+work."""
 
 from array import array
 
@@ -19,20 +20,21 @@ PADDINGS = LANES * TOKENS
 """More than any batch of the trial has."""
 _WHOLE = 8
 _SHARED = 5
-"""The tokens, out of the whole, that another lane shares."""
+"""The number of tokens, out of all, that another lane shares."""
 _STEPS = _WHOLE - _SHARED
 _CLOSE = 0.05
-"""The largest standard deviation of the differences between logits, as a share of the logits' own, that counts as the
-same. Batches of other shapes round differently: with 4-bit weights it was up to 0.02, since activations are rounded to
-8 bits, and 0.14 where a graph ignored its mask. The largest difference would say less: it grows with the vocabulary."""
+"""The largest standard deviation of the differences between logits, as a share of the logits' own, that counts as
+equal. Batches of other shapes round differently: with 4-bit weights it was up to 0.02, since activations are rounded to
+8 bits, and 0.14 where a graph ignored its mask. The largest difference would be a worse measure: it grows with the
+vocabulary."""
 
 
 def batches_agree(cache: KvCache, lanes: LaneLengths, vocab_size: int, where: str) -> bool:
     """Computes tokens after a shared prefix, in a batch with a longer row and an equal one, and compares the last
     logits with those of the same tokens computed alone.
 
-    The longer row gives the shorter ones padding. The equal one shares their batch if padding is not allowed. `cache`
-    and `lanes` must be empty. Raises ModelError if nothing can be computed."""
+    The longer row forces padding on the shorter ones. The equal one shares their batch if padding is not allowed.
+    `cache` and `lanes` must be empty. Raises ModelError if nothing can be computed."""
     whole, shared = _sequence(0, vocab_size, text=0), _sequence(1, vocab_size, text=0)
     longer, equal = _sequence(2, vocab_size, text=1), _sequence(3, vocab_size, text=2)
     try:
@@ -51,7 +53,7 @@ def batches_agree(cache: KvCache, lanes: LaneLengths, vocab_size: int, where: st
     except (DeviceError, InsufficientMemoryError) as error:
         raise ModelError(f"{where}: can't compute a first step: {error}") from error
     if truth.shape != (1, vocab_size) or not np.isfinite(truth).all():
-        raise ModelError(f"{where}: its first step gives no logits for a vocabulary of {vocab_size}, or no numbers")
+        raise ModelError(f"{where}: its first step gives no logits for a vocabulary of {vocab_size}, or no finite ones")
     return bool((found[0] - truth[0]).std() <= truth.std() * _CLOSE)
 
 

@@ -44,7 +44,7 @@ from tokenbus.worker.models import find
 
 
 def load(settings: EngineSettings, progress: Callable[[float], None], models: LoadedModels[OnnxModel]) -> Runner:
-    """Returns a runner over a model that replicas share. `progress` gets the share that is loaded, from 0 to 1.
+    """Returns a runner over a model that replicas share. `progress` gets the fraction loaded, from 0 to 1.
 
     Raises ModelError if the files can't be served, or for settings that the model or the machine can't meet."""
     settings_resolution.validate(settings)
@@ -61,9 +61,9 @@ def load(settings: EngineSettings, progress: Callable[[float], None], models: Lo
 
 
 def lends_lanes(settings: EngineSettings) -> bool:
-    """Whether a replica with these settings can lend its lanes, whose memory the system takes only as it is used.
+    """Whether a replica with these settings can lend its lanes, whose memory is allocated only as it is used.
 
-    A GPU's is one piece, which can't shrink while graphs are bound to it. Raises ModelError."""
+    A GPU's memory is one piece, which can't shrink while graphs are bound to it. Raises ModelError."""
     return device.choose(settings).kind == "cpu"
 
 
@@ -165,7 +165,7 @@ class OnnxRunner:
         self._release()
 
     def _outcomes(self, parts: list[ScheduledTokens]) -> dict[int, Outcome]:
-        """Computes parts and samples; returns the outcome for each lane. What is not done is taken back."""
+        """Computes parts and samples; returns the outcome for each lane. Whatever is not done is rolled back."""
         outcomes: dict[int, Outcome] = {}
         try:
             for in_rows, logits in self._compute(parts):
@@ -185,7 +185,7 @@ class OnnxRunner:
         if not all(map(_is_decode, parts)):
             self._check_memory()
             return [DecodeResult([part], self._prompt(part)) for part in parts]
-        # Always in the same order, so that rows stay where they are.
+        # Always in the same order, so that rows stay in place.
         batches = sorted(StepPlan(tuple(parts)).batches(), key=lambda batch: batch[0].sequence.adapters)
         return self._cache.decode([DecodeGroup(batch, self._inputs_for(batch[0])) for batch in batches])
 
@@ -208,10 +208,10 @@ class OnnxRunner:
         free = device.free_bytes(self._model.device) if self._min_free_bytes else None
         if free is not None and free < self._min_free_bytes:
             structlog.get_logger().error("memory_low", free_bytes=free, min_free_bytes=self._min_free_bytes)
-            raise InsufficientMemoryError(f"{free} bytes are free, --min-free-mib wants {self._min_free_bytes}")
+            raise InsufficientMemoryError(f"{free} bytes are free, --min-free-mib requires {self._min_free_bytes}")
 
     def _make_embedder(self, settings: EngineSettings, size: CacheSize) -> Embedder | None:
-        """Returns None if the graph can't compute embeddings, or is to make none; it can still generate."""
+        """Returns None if the graph can't compute embeddings, or shouldn't; it can still generate."""
         if self._model.graph.hidden is None or settings.pooling == "none":
             return None
         try:
@@ -221,7 +221,7 @@ class OnnxRunner:
             return None
 
     def _make_cache(self, settings: EngineSettings, size: CacheSize) -> KvCache:
-        """Raises ModelError if there is not enough memory, or if the graph computes something else in batches."""
+        """Raises ModelError if there is not enough memory, or if the graph computes different results in batches."""
         model, where = self._model, str(self._model.files.weights)
         if model.graph.uses_gqa:
             is_lent = settings.kv_pool_bytes > 0 and model.device.kind == "cpu"
@@ -238,13 +238,13 @@ class OnnxRunner:
                 if probe.batches_agree(tried, LaneLengths(probe.LANES), self._tokenizer.size, where):
                     return DynamicCache(model.graph_runner, paddings, allow_gaps=allow_gaps)
         raise ModelError(
-            f"{where}: computes something else in a batch than alone, so that requests would disturb each other; "
+            f"{where}: computes different results in a batch than alone, so that requests would affect each other; "
             "take another of its files (those of int8 scale a batch as a whole), export it again, with a dynamic batch "
             "axis and attention_mask, or take its GGUF"
         )
 
     def _make_store(self, settings: EngineSettings, size: CacheSize) -> SlotStore | None:
-        """Returns a store for copies of blocks, or None if the cache is not in the host's memory or none is wanted."""
+        """Returns a store for copies of blocks, or None if the cache is not in host memory or no store is wanted."""
         if self._model.device.kind != "cpu":
             return None
         token_bytes = saved_tokens.bytes_per_token(self._model.graph.kv)
@@ -261,7 +261,7 @@ class OnnxRunner:
         num_rows = len(lanes.lengths) + 1  # one is the spare row
         try:
             memory = row_memory.allocate_rows(self._model.graph.kv, num_rows, context_length, self._model.device)
-        except Exception as error:  # a GPU without room makes onnxruntime raise a class of its own
+        except Exception as error:  # without room on a GPU, onnxruntime raises its own class
             size = num_rows * context_length * self._model.bytes_per_token
             raise ModelError(
                 f"there is no memory for a cache of {size} bytes: pass a smaller --context-length or --max-num-seqs"
@@ -276,14 +276,14 @@ def _identity(model: OnnxModel, size: CacheSize) -> str:
 
 
 def _is_decode(part: ScheduledTokens) -> bool:
-    """Whether a part is one token after others, which can share a run with those of other sequences."""
+    """Whether a part is one token after others, which can share a run with other sequences' tokens."""
     return part.num_tokens == 1 and part.start > 0 and part.samples
 
 
 def _trained(model: OnnxModel) -> int | None:
     """Returns the tokens that one sequence may have.
 
-    A plain graph applies its window to columns, padding included, so that a row must not be longer than the window."""
+    A plain graph applies its window to columns, including padding, so a row must not be longer than the window."""
     trained, window = model.model_config.context_length, model.model_config.sliding_window
     if model.graph.uses_gqa or window is None:
         return trained

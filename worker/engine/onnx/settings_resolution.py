@@ -10,12 +10,12 @@ from tokenbus.worker.engine.onnx.graphs.device import EXECUTION_PROVIDERS, named
 from tokenbus.worker.files.generation_config import GenerationConfig
 
 _SHORT_CONTEXT = 4_096
-"""The context that a model has without a setting where memory is short, if it was made for so much."""
+"""The default context where memory is short, if the model was made for that much."""
 _MAX_CONTEXT = 262_144
 _MAX_ROWS = 256
 _DEFAULT_MAX_PADDINGS = 4_096
 _DEFAULT_MEMORY_SHARE = 4
-"""Without a setting, one in so many bytes of the free memory is used for the cache."""
+"""By default, one in this many bytes of free memory is used for the cache."""
 _PROVIDERS = ("auto", *EXECUTION_PROVIDERS)
 _GGUF_ONLY = (
     "kv_layout",
@@ -29,7 +29,7 @@ _GGUF_ONLY = (
     "ubatch_tokens",
     "max_embed_tokens",
 )
-"""Settings that mean nothing here. They are refused, so that nobody relies on them."""
+"""Settings that have no meaning here. They are refused rather than silently ignored."""
 
 
 class CacheSize(NamedTuple):
@@ -47,7 +47,7 @@ class CacheSize(NamedTuple):
 
 
 class CacheLimits(NamedTuple):
-    """The limits that a model and its device set."""
+    """The limits set by a model and its device."""
 
     trained: int | None
     """The tokens that the model was trained for; None if its files don't say."""
@@ -55,11 +55,11 @@ class CacheLimits(NamedTuple):
     free_bytes: int | None
     """The free memory of the device; None if the system doesn't say."""
     pool_bytes: int = 0
-    """The memory of which the cache may borrow all; 0 if it keeps to a limit of its own."""
+    """The memory that the cache may borrow in full; 0 if it has its own limit."""
 
 
 def validate(settings: EngineSettings) -> None:
-    """Raises ModelError naming the setting that can't be met, and what it may be."""
+    """Raises ModelError naming the setting that can't be met, and its allowed values."""
     default = EngineSettings(model="")
     for name in _GGUF_ONLY:
         if getattr(settings, name) != getattr(default, name):
@@ -99,8 +99,8 @@ def max_paddings(settings: EngineSettings, generation_config: GenerationConfig) 
 def size_cache(settings: EngineSettings, generation_config: GenerationConfig, limits: CacheLimits) -> CacheSize:
     """Returns the size of a cache that fits. Every row can hold a whole context, so nothing is ever preempted.
 
-    Raises ModelError if not even one context fits, or fewer than were asked for, or if a recommendation of the model
-    can't be met."""
+    Raises ModelError if not even one context fits, or fewer than requested, or if a recommendation of the model can't
+    be met."""
     resolved = resolve(settings, generation_config, max_num_seqs=_MAX_ROWS)
     validate(resolved)
     block_size, context = resolved.kv_block_size, resolved.context_length or _default_context(resolved, limits)
@@ -108,7 +108,7 @@ def size_cache(settings: EngineSettings, generation_config: GenerationConfig, li
         raise ModelError(f"--context-length {context} is above what the model was made for, {limits.trained}")
     if block_size > context:
         raise ModelError(f"--kv-block-size {block_size} is above the context, {context}")
-    # The pool counts in whole blocks, so what is left of the context could not be used.
+    # The pool counts in whole blocks, so the rest of the context could not be used.
     context = context // block_size * block_size
     fits = _rows_that_fit(resolved, limits, context)
     if settings.max_num_seqs > fits:
@@ -121,15 +121,15 @@ def size_cache(settings: EngineSettings, generation_config: GenerationConfig, li
 
 
 def _num_rows(num_seqs: int) -> int:
-    """Returns the rows for so many sequences, and for idle prefixes beside them."""
+    """Returns the rows for `num_seqs` sequences and for idle prefixes."""
     return num_seqs + max(4, num_seqs // 2)
 
 
 def _default_context(settings: EngineSettings, limits: CacheLimits) -> int:
-    """Returns a context that the model was trained for and that there is room for.
+    """Returns a context that the model was trained for and that fits.
 
-    It is the longest of which each sequence and each idle prefix can have a row, so that a longer one never means fewer
-    sequences, but at least a short one."""
+    It is the longest with which each sequence and each idle prefix can have a row, so that a longer context never means
+    fewer sequences, but at least a short one."""
     if settings.kv_tokens or settings.kv_limit_bytes or limits.pool_bytes or limits.free_bytes is None:
         longest = _SHORT_CONTEXT
     else:

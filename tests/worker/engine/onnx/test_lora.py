@@ -207,7 +207,7 @@ def test_a_model_whose_file_was_replaced_takes_no_adapters(tmp_path: Path) -> No
     )
     path.unlink()
     onnx.save(model, path)
-    with pytest.raises(ModelError, match="start the worker again"):
+    with pytest.raises(ModelError, match="restart the worker"):
         load_adapter(runner, adapters.write_peft(tmp_path / "adapter", adapters.peft_tensors()))
     runner.close()
 
@@ -223,13 +223,17 @@ REFUSED: Mapping[str, tuple[Tensors, dict[str, object], str]] = {
     "another rank on each side": (pair(b=(128, 8)), {}, "the ranks differ"),
     "a rank above the limit": (pair((2048, 128), (128, 2048)), {}, "the rank 2048"),
     "a larger base": (pair((4, 256), (256, 4)), {}, "another base"),
-    "more layers": (pair(module=QUERY.replace("0", "9")), {}, "layer 9's q_proj is no projection of the graph"),
-    "an unknown projection": (pair(module=QUERY.replace("q_proj", "x_proj")), {}, "layer 0's x_proj is no projection"),
-    "three dimensions": (pair((1, 4, 128)), {}, "is none of the matrices"),
+    "more layers": (pair(module=QUERY.replace("0", "9")), {}, "layer 9's q_proj is not a projection of the graph"),
+    "an unknown projection": (
+        pair(module=QUERY.replace("q_proj", "x_proj")),
+        {},
+        "layer 0's x_proj is not a projection",
+    ),
+    "three dimensions": (pair((1, 4, 128)), {}, "is neither lora_A nor lora_B"),
     "one half": ({f"{QUERY}.lora_A.weight": np.ones((4, 128), np.float32)}, {}, "has no .*q_proj.lora_B.weight"),
-    "a bias": (pair() | {f"{QUERY}.lora_B.bias": np.ones(128, np.float32)}, {}, "is none of the matrices"),
-    "the embedding": (pair(module="base_model.model.model.embed_tokens"), {}, "is no projection of a layer"),
-    "the output": (pair(module="base_model.model.lm_head"), {}, "is no projection of a layer"),
+    "a bias": (pair() | {f"{QUERY}.lora_B.bias": np.ones(128, np.float32)}, {}, "is neither lora_A nor lora_B"),
+    "the embedding": (pair(module="base_model.model.model.embed_tokens"), {}, "is not a projection of a layer"),
+    "the output": (pair(module="base_model.model.lm_head"), {}, "is not a projection of a layer"),
     "two of one place": (pair() | pair(module="base_model.model.vision.layers.0.self_attn.q_proj"), {}, "told apart"),
     "nothing": ({}, {}, "has no matrices"),
     "another kind": (pair(), {"peft_type": "IA3"}, "is of the kind 'IA3'"),
@@ -238,7 +242,7 @@ REFUSED: Mapping[str, tuple[Tensors, dict[str, object], str]] = {
     "biases of its own": (pair(), {"lora_bias": True}, "trains biases"),
     "other modules": (pair(), {"modules_to_save": ["lm_head"]}, "has modules of its own"),
     "repeated layers": (pair(), {"layer_replication": [[0, 4], [2, 4]]}, "repeats layers"),
-    "invocation tokens": (pair(), {"alora_invocation_tokens": [1]}, "behind its invocation tokens"),
+    "invocation tokens": (pair(), {"alora_invocation_tokens": [1]}, "after its invocation tokens"),
     "a changed base": (pair(), {"init_lora_weights": "pissa_niter_16"}, "for a base that pissa_niter_16 has changed"),
     "values that are not finite": (
         pair() | {f"{QUERY}.lora_B.weight": np.full((128, 4), np.nan, np.float32)},
@@ -261,11 +265,11 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused(name: str, runner: On
 def test_a_file_that_is_no_adapter_is_refused(runner: OnnxRunner, tmp_path: Path) -> None:
     for name in ("adapter.onnx_adapter", "adapter_model.bin"):
         (tmp_path / name).write_bytes(b"    TORT")
-        with pytest.raises(ModelError, match="pass a folder of PEFT"):
+        with pytest.raises(ModelError, match="pass a PEFT folder"):
             load_adapter(runner, tmp_path / name)
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors: can't be read"):
         load_adapter(runner, tmp_path)
-    with pytest.raises(ModelError, match="is no LoRA adapter"):
+    with pytest.raises(ModelError, match="is not a LoRA adapter"):
         load_adapter(runner, demo.MODEL_PATH)
     folder = adapters.write_peft(tmp_path / "bare", pair())
     (folder / "adapter_config.json").unlink()

@@ -240,7 +240,7 @@ def test_a_tokenizer_may_know_fewer_tokens_than_there_are_logits_and_none_more(t
             == size
         )
     for size in (known - 1, 2 * known + 1):
-        with pytest.raises(ModelError, match=rf"m\.onnx: .* knows {known} tokens, its logits are of {size}: they are"):
+        with pytest.raises(ModelError, match=rf"m\.onnx: .* has {known} tokens, its logits {size}: they belong"):
             of(tmp_path, size)
 
 

@@ -1,1 +1,1 @@
-"""The KV cache of the ONNX engine: which lane lies where, and what is copied."""
+"""The KV cache of the ONNX engine: where each lane lies, and what is copied."""

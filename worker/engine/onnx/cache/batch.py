@@ -10,18 +10,18 @@ from tokenbus.worker.engine.onnx.graphs.graph import KvTensor
 from tokenbus.worker.engine.onnx.graphs.session import Binding
 
 _HEADROOM_COLUMNS = 128
-"""The columns by which a batch can grow before it needs new buffers."""
+"""The number of columns by which a batch can grow before it needs new buffers."""
 LEFT = -1
 """Stands for the lane of a row that has left the batch."""
 
 
 def bucket_by_length(lengths: Mapping[int, int], max_paddings: int) -> list[list[int]]:
-    """Groups lanes into batches, longest first. The rows of a batch are as long as its longest, and it has at most
-    `max_paddings` columns without a token."""
+    """Groups lanes into batches, longest first. All rows of a batch have the length of its longest, with at most
+    `max_paddings` padding columns in total."""
     batches: list[list[int]] = []
     longest = paddings = 0
     for lane in sorted(lengths, key=lambda lane: (-lengths[lane], lane)):
-        # Lanes come in falling order, so a lane that joins is never longer than the batch.
+        # Lanes come in descending order, so a lane that joins is never longer than the batch.
         paddings += longest - lengths[lane]
         if not batches or paddings > max_paddings:
             batches.append([])
@@ -36,7 +36,7 @@ class RowBatch:
     def __init__(self, kv: tuple[KvTensor, ...], lanes: list[int], mask: Array) -> None:
         self.lanes = lanes
         self.mask = mask
-        """Which columns of each row have a token, of (rows, columns)."""
+        """The columns of each row that have a token, of (rows, columns)."""
         self.binding: Binding | None = None
         self._kv = kv
         self._capacity = 0
@@ -54,7 +54,7 @@ class RowBatch:
         return self._views(0, self.columns)
 
     def targets(self, columns: int) -> list[Array]:
-        """Returns the arrays that a run writes which ends with so many columns."""
+        """Returns the arrays for a run to write that ends with `columns` columns."""
         return self._views(1, columns)
 
     def reserve(self, columns: int) -> None:

@@ -31,7 +31,7 @@ class DynamicCache:
         self._allow_gaps = allow_gaps
         self._batches: dict[int, RowBatch] = {}
         self._has_freed = False
-        """Whether a batch was left since `release_lanes` was called."""
+        """Whether a batch was dropped since `release_lanes` was called."""
 
     def __repr__(self) -> str:
         return f"<DynamicCache {set(self._batches.values())}>"
@@ -42,7 +42,7 @@ class DynamicCache:
                 case Copy(lane, to, start, end):
                     self._copy(lane, to, start, end)
                 case LaneTransfer(lane, to, end):
-                    # No tokens move: the row of `lane` is that of `to` from now on.
+                    # No tokens move: from now on `to` owns the row of `lane`.
                     self._remove([to])
                     batch = self._batches.pop(lane)
                     batch.lanes[batch.lanes.index(lane)] = to
@@ -142,25 +142,25 @@ class DynamicCache:
         return ([], 0, np.empty(0, np.int64)) if batch is None else (batch.arrays(), *batch.row(lane))
 
     def _remove(self, lanes: list[int]) -> None:
-        """Takes lanes out of their batches. A batch that is half empty then is packed again."""
+        """Takes lanes out of their batches. A batch that is then half empty is repacked."""
         self._has_freed = True
         left = {batch for lane in lanes if (batch := self._batches.pop(lane, None)) is not None}
         for batch in left:
             batch.lanes = [LEFT if lane in lanes else lane for lane in batch.lanes]
             others = [lane for lane in batch.lanes if lane != LEFT]
-            # Every row costs work in each run, and memory, whether a lane is in it or not.
+            # Every row costs work in each run, and memory, whether or not a lane is in it.
             if others and 2 * len(others) <= len(batch.lanes):
                 self._pack(others)
 
     def _copy(self, lane: int, to: int, start: int, end: int) -> None:
-        """Appends tokens of one lane to another, which gets a batch of its own."""
+        """Appends tokens of one lane to another, which gets its own batch."""
         self._batch_of([to])  # packed first: that may move the other lane's row
         sources, at, columns = self._tokens_of(lane)
         taken = columns[start:end]
         self._append(to, [source[at][:, taken] for source in sources], len(taken))
 
     def _append(self, lane: int, tokens: Listing[Array], count: int) -> None:
-        """Appends `count` tokens, of (heads, tokens, width) for each tensor, to a lane in a batch of its own."""
+        """Appends `count` tokens, of (heads, tokens, width) for each tensor, to a lane in its own batch."""
         batch = self._batch_of([lane])
         width = batch.columns + count
         batch.reserve(width)
@@ -179,5 +179,5 @@ class DynamicCache:
         row, columns = batch.row(lane)
         if len(columns) > end:
             batch.mask[row, columns[end:]] = 0
-            if not self._allow_gaps:  # the columns have to go, and the lane can't stay with longer ones
+            if not self._allow_gaps:  # the columns have to go, so the lane can't stay with longer ones
                 self._pack([lane])

@@ -19,7 +19,7 @@ class DecodeGroup(NamedTuple):
 class DecodeResult(NamedTuple):
     """The parts in the order of the cache's rows, and their logits, of (parts, vocabulary).
 
-    Bringing the logits into another order would copy them."""
+    Reordering the logits would copy them."""
 
     parts: list[ScheduledTokens]
     logits: Array
@@ -27,19 +27,19 @@ class DecodeResult(NamedTuple):
 
 class KvCache(Protocol):
     """The keys and values of all lanes. `decode` and `prompt` raise InsufficientMemoryError, after which they can be
-    tried again, and DeviceError."""
+    retried, and DeviceError."""
 
     def apply(self, changes: Listing[LaneChange]) -> None:
         """Carries out changes in order."""
         ...
 
     def erase(self, lane: int, end: int) -> None:
-        """Leaves a lane its first `end` tokens, and overwrites what it holds after them: a run that reads it multiplies
-        it by 0, and 0 x NaN is NaN. The lane may hold more tokens than anybody has noted."""
+        """Leaves a lane its first `end` tokens, and overwrites everything after them: a run that reads that multiplies
+        it by 0, and 0 x NaN is NaN. The lane may hold more tokens than its recorded length."""
         ...
 
     def save(self, lane: int, start: int, end: int) -> bytes:
-        """Returns the tokens `start` to `end` of a lane: of each tensor (heads, tokens, width), one after another."""
+        """Returns the tokens `start` to `end` of a lane: for each tensor (heads, tokens, width), one after another."""
         ...
 
     def load(self, lane: int, data: bytes | bytearray, start: int, end: int) -> None:
@@ -48,7 +48,7 @@ class KvCache(Protocol):
         ...
 
     def decode(self, groups: Listing[DecodeGroup]) -> list[DecodeResult]:
-        """Computes groups, each in runs of its own."""
+        """Computes groups, each in its own runs."""
         ...
 
     def prompt(self, part: ScheduledTokens, *, wants_logits: bool, adapters: AdapterInputs = NO_ADAPTERS) -> Array:
@@ -60,5 +60,5 @@ class KvCache(Protocol):
         ...
 
     def drop_bindings(self) -> None:
-        """Drops all bindings, which keep alive what they bind: matrices of adapters, and their session."""
+        """Drops all bindings, which keep alive adapters' matrices and their session."""
         ...

@@ -1,7 +1,7 @@
 """Keeps the length of each lane, and turns the block pool's operations into copies; pure.
 
-The pool assumes that lanes can share memory. Here each lane has its own, so sharing means copying, unless the lane
-that shares is emptied right after: then its memory changes hands. Tokens that a lane already holds are never copied."""
+The pool assumes that lanes can share memory. Here each lane has its own, so sharing means copying, unless the sharing
+lane is emptied right after: then its memory changes hands. Tokens that a lane already holds are never copied."""
 
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Copy(NamedTuple):
 
 
 class LaneTransfer(NamedTuple):
-    """Lane `to`, which is empty, gets the memory of lane `lane` and its first `end` tokens; that one is empty then."""
+    """Lane `to`, which is empty, gets the memory of lane `lane` and its first `end` tokens; `lane` is then empty."""
 
     lane: int
     to: int
@@ -35,7 +35,7 @@ class Shrink(NamedTuple):
 
 LaneChange = Copy | LaneTransfer | Shrink
 HostMove = Offload | Onload | Discard
-"""Changes that concern copies in host memory."""
+"""Changes that involve copies in host memory."""
 
 
 class LaneLengths:
@@ -79,14 +79,14 @@ class LaneLengths:
                 case Discard():
                     found.append(op)
                 case Share() | Truncate() | Onload():
-                    pass  # the lane holds these tokens, or equal ones that would replace them
+                    pass  # the lane already holds these tokens, or equal ones
                 case Wipe():
                     pass  # no run reads what no lane holds
         return found
 
 
 def _empties_next(kv_ops: Listing[KvOp], lane: int) -> bool:
-    """Whether the next operation that concerns a lane empties it."""
+    """Whether the next operation on a lane empties it."""
     for op in kv_ops:
         match op:
             case Truncate(truncated, start, None) if truncated == lane:

@@ -15,7 +15,7 @@ from tokenbus.worker.engine.onnx.graphs.graph import KvTensor
 
 
 class RowMemory(Protocol):
-    """The rows of one tensor of the cache, each of (heads, tokens, width), one right after another."""
+    """The rows of one tensor of the cache, each of (heads, tokens, width), contiguous."""
 
     row_shape: tuple[int, int, int]
 
@@ -32,16 +32,16 @@ class RowMemory(Protocol):
         ...
 
     def release(self, row: int) -> None:
-        """Gives a row's memory back to the system, which is zero when it is used again."""
+        """Returns a row's memory to the system; it is zero when used again."""
         ...
 
     def view(self, row: int) -> Array:
-        """Returns a row's memory, which must be in the host's."""
+        """Returns a row's memory, which must be in host memory."""
         ...
 
 
 class HostRows:
-    """Rows in the host's memory, which the system takes only as they are written."""
+    """Rows in host memory, which is allocated only as they are written."""
 
     def __init__(self, kv: KvTensor, num_rows: int, row_tokens: int) -> None:
         self.row_shape = (kv.heads, row_tokens, kv.width)

@@ -1,18 +1,18 @@
-"""Assigns lanes to rows of the cache: those that decode together must lie side by side, from row 0 on; pure.
+"""Assigns lanes to rows of the cache: those that decode together must be adjacent, from row 0 on; pure.
 
     rows    | 0 1 2        | 3 4         | 5   6   7   8                    |
     lanes   | decode (one  | decode (the | prompts, cached prefixes, empty  |
             |  group)      |  next)      |
 
-A batch is a run of rows without gaps, since every row in it costs the work of a row. A lane that starts or stops
-decoding costs a copy or two; an empty lane changes rows for free (decision 0029)."""
+A batch is a run of rows without gaps, since even an empty row in it costs the work of a row. A lane that starts or
+stops decoding costs a copy or two; an empty lane changes rows for free (decision 0029)."""
 
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 
 class RowCopy(NamedTuple):
-    """The first `num_tokens` tokens of row `source` are to be copied to row `target`."""
+    """The first `num_tokens` tokens of row `source` are copied to row `target`."""
 
     source: int
     target: int
@@ -22,7 +22,7 @@ class RowCopy(NamedTuple):
 class RowTable:
     """The rows of `num_lanes` lanes, and a spare row after them through which two full rows are exchanged.
 
-    `lengths` are those of the lanes, in tokens; whoever computes tokens updates them."""
+    `lengths` are those of the lanes, in tokens; the code that computes tokens updates them."""
 
     def __init__(self, num_lanes: int, lengths: Listing[int]) -> None:
         self._row_of = list(range(num_lanes))
@@ -44,14 +44,13 @@ class RowTable:
             self.swap(lane, self._lane_at[first])
 
     def swap(self, one: int, other: int) -> None:
-        """Exchanges the rows of two lanes; each then has what the other's row holds."""
+        """Exchanges the rows of two lanes; each then has the other's contents."""
         a, b = self._row_of[one], self._row_of[other]
         self._row_of[one], self._row_of[other] = b, a
         self._lane_at[a], self._lane_at[b] = other, one
 
     def gather(self, groups: Listing[Listing[int]]) -> list[RowCopy]:
-        """Moves groups of lanes to the first rows, one group after another. Returns the copies that this takes, in
-        order."""
+        """Moves groups of lanes to the first rows, one group after another. Returns the necessary copies, in order."""
         copies: list[RowCopy] = []
         first = 0
         for lanes in groups:
@@ -62,7 +61,7 @@ class RowTable:
     def _gather(self, lanes: Listing[int], rows: range) -> list[RowCopy]:
         wanted = set(lanes)
         assert len(wanted) == len(lanes), lanes
-        # As many of these rows are taken by others as wanted lanes lie outside of them.
+        # The number of these rows held by others equals the number of wanted lanes outside them.
         holes = [row for row in rows if self._lane_at[row] not in wanted]
         outside = [lane for lane in lanes if self._row_of[lane] not in rows]
         return [copy for hole, lane in zip(holes, outside, strict=True) for copy in self._move(lane, hole)]
@@ -77,7 +76,7 @@ class RowTable:
         if not self._lengths[other]:
             self.swap(lane, other)
             return [moved]
-        # The row is occupied: its lane moves to the last empty row, or changes places through the spare row.
+        # The row is occupied: its lane moves to the last empty row, or swaps through the spare row.
         empty = next((last for last in reversed(self._lane_at) if not self._lengths[last]), None)
         if empty is None:
             self.swap(lane, other)

@@ -20,7 +20,7 @@ def pack(arrays: Listing[Array]) -> bytes:
 
 
 def unpack(tensors: Listing[KvTensor], data: bytes | bytearray) -> list[Array]:
-    """Returns an array for each tensor, with as many tokens as there are data for."""
+    """Returns an array for each tensor, with as many tokens as the data holds."""
     count = len(data) // bytes_per_token(tensors)
     arrays, offset = [], 0
     for one in tensors:

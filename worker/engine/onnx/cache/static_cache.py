@@ -1,9 +1,9 @@
 """The cache of a graph with GroupQueryAttention: rows of fixed length, read and written in place.
 
 Past and present are bound to the same memory, with a row for each lane. One run computes a token for each of the first
-rows, whose lengths may differ; sequences with other adapters are in the rows after them, and in a run of their own. The
+rows, whose lengths may differ; sequences with other adapters are in the rows after them, and in separate runs. The
 tokens of a prompt are computed by a run over its row alone, because such a graph takes more than one token after a past
-for one row only."""
+only for a single row."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
@@ -23,7 +23,7 @@ from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 
 class StaticCache:
     """`memory` has one entry for each tensor of the cache, with one row more than there are lanes. If it is lent, empty
-    rows are to take none."""
+    rows must take none."""
 
     def __init__(
         self, graph_runner: GraphRunner, memory: Listing[RowMemory], lanes: LaneLengths, *, is_lent: bool = False
@@ -34,7 +34,7 @@ class StaticCache:
         self._rows = RowTable(len(lanes.lengths), lanes.lengths)
         self._bindings: dict[tuple[int, int], Binding] = {}
         self._written = set(range(len(lanes.lengths) + 1))
-        """Rows that may take memory; also new ones, since the heap clears memory that it has had before."""
+        """Rows that may take memory, including new ones, since the heap clears reused memory by writing to it."""
         self._is_lent = is_lent
         if is_lent:
             self.release_lanes()
@@ -50,7 +50,7 @@ class StaticCache:
                 case LaneTransfer(lane, to):
                     self._rows.swap(lane, to)
                 case Shrink():
-                    pass  # nothing reads what lies after a lane's length
+                    pass  # nothing reads beyond a lane's length
 
     def erase(self, lane: int, end: int) -> None:
         row = self._rows.row_of(lane)
@@ -71,7 +71,7 @@ class StaticCache:
         copies = self._rows.gather([[part.lane for part in group.parts] for group in groups])
         for place, copy in enumerate(copies, start=1):
             self._copy(copy.source, copy.target, 0, copy.num_tokens)
-            if self._is_lent:  # a row that was left takes no memory any more, unless it is still to be copied
+            if self._is_lent:  # an abandoned row takes no memory, unless it is still to be copied
                 self._release_all_but(later.source for later in copies[place:])
         return [self._decode(group) for group in groups]
 
@@ -125,7 +125,7 @@ class StaticCache:
             memory.copy(source, target, start, end)
 
     def _binding(self, first: int, count: int) -> Binding:
-        """Returns a binding with the cache of these rows, which is made once and serves all steps."""
+        """Returns a binding with the cache of these rows, made once for all steps."""
         binding = self._bindings.get((first, count))
         if binding is None:
             binding = self._bindings[first, count] = self._graph_runner.bind()

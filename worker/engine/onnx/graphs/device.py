@@ -25,16 +25,16 @@ class Device(NamedTuple):
 
 
 def named(name: str) -> Device | None:
-    """Returns the device of a name such as `cpu` or `cuda:0`; None if it is no such name."""
+    """Returns the device of a name such as `cpu` or `cuda:0`; None for any other name."""
     kind, _, number = name.partition(":")
     return Device(kind, int(number or 0)) if _NAME.fullmatch(name) else None
 
 
 def choose(settings: EngineSettings) -> Device:
-    """Raises ModelError if a GPU was asked for and can't be used."""
+    """Raises ModelError if a GPU was requested and can't be used."""
     given = named(settings.devices[0]) if settings.devices else None
     wanted, number = given or (settings.onnx.provider, settings.onnx.device_id)
-    why_not = "it was not asked for" if wanted == "cpu" else _why_no_cuda(number)
+    why_not = "it was not requested" if wanted == "cpu" else _why_no_cuda(number)
     if given and why_not and wanted == "cuda":
         raise ModelError(f"--devices {settings.devices[0]}: {why_not}; pass --devices cpu, or leave it out")
     if wanted == "cuda" and why_not:

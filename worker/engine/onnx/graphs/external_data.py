@@ -26,14 +26,14 @@ def load(path: Path) -> onnx.ModelProto:
 
 
 def external_files(model: onnx.ModelProto) -> Iterator[str]:
-    """Yields the names of the files with weights, as the graph has them."""
+    """Yields the names of the weight files, as the graph has them."""
     for tensor in _tensors(model.graph):
         if tensor.data_location == TensorProto.EXTERNAL:
             yield next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
 
 
 def resolve_external_data(model: onnx.ModelProto, folder: Path) -> Path:
-    """Renames the external files in the graph to what symbolic links lead to; returns the folder they are all in.
+    """Renames the external files in the graph to their symbolic links' targets; returns the folder that holds them all.
 
     onnxruntime follows no link out of a folder, and the Hub's cache consists of such links."""
     real = {name: os.path.realpath(folder / name) for name in set(external_files(model))}

@@ -1,6 +1,6 @@
-"""Reads from an ONNX graph how it has to be called: its inputs and outputs, its cache, and its sizes.
+"""Reads an ONNX graph's interface: its inputs and outputs, its cache, and its sizes.
 
-Nothing is assumed: names, types and sizes come from the graph, and whatever is not understood is refused by name."""
+Nothing is assumed: names, types and sizes come from the graph, and anything not understood is refused by name."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -64,7 +64,7 @@ class KvTensor(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """The inputs and outputs of a graph. The name of one that it does not have is None."""
+    """The inputs and outputs of a graph. The name of a missing one is None."""
 
     kv: tuple[KvTensor, ...]
     """The keys and values of every layer; empty for an encoder."""
@@ -82,11 +82,11 @@ class Graph(NamedTuple):
     hidden: str | None
     """The hidden states of (batch, tokens, width)."""
     pooled: str | None
-    """The vectors of (batch, width) that the graph itself makes of whole texts."""
+    """The vectors of (batch, width) that the graph itself computes for whole texts."""
 
     @property
     def kv_width(self) -> int:
-        """The width of a token's keys in a layer, which is that of its values; 0 for an encoder."""
+        """The width of a token's keys in a layer, which equals that of its values; 0 for an encoder."""
         return self.kv[0].heads * self.kv[0].width if self.kv else 0
 
     @property
@@ -98,7 +98,7 @@ _UNKNOWN = HeadSizes()
 
 
 def read(model: onnx.ModelProto, where: str, sizes: HeadSizes = _UNKNOWN) -> Graph:
-    """Raises ModelError saying what about the graph can't be served, and what would work instead."""
+    """Raises ModelError saying what about the graph is not supported, and what would work instead."""
     weights = {tensor.name for tensor in model.graph.initializer}
     # Older exporters list weights among the inputs.
     inputs = {value.name: value for value in model.graph.input if value.name not in weights}
@@ -176,7 +176,7 @@ def _cache(
 
 
 def _dimensions(value: onnx.ValueInfoProto) -> list[int | None]:
-    # A dimension is a number or a name; 0 or less stands for an open one too.
+    # A dimension is a number or a name; 0 or less also stands for an open one.
     dimensions = value.type.tensor_type.shape.dim
     return [one.dim_value if one.HasField("dim_value") and one.dim_value > 0 else None for one in dimensions]
 

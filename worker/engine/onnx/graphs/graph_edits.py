@@ -2,22 +2,22 @@
 
 The logits of a whole prompt are its tokens times the vocabulary: 1.2 GB for 2,048 tokens of a vocabulary of 152,000.
 Computing them takes up to a quarter of the prompt's time, and only the last row is ever used. Both edits look for the
-projection, the node that makes logits of hidden states, by following the graph back from its output."""
+projection, the node that turns hidden states into logits, by following the graph back from its output."""
 
 import onnx
 from onnx import TensorProto, helper
 
 HIDDEN = "tokenbus.hidden"
-"""The output that is added: the hidden states, of (batch, tokens, width)."""
+"""The added output: the hidden states, of (batch, tokens, width)."""
 _LAST = "tokenbus.last"
 _PROJECTIONS = ("MatMul", "MatMulNBits", "MatMulBnb4", "MatMulIntegerToFloat", "FusedMatMul")
-"""Nodes that keep the axes of their input. Gemm is not one of them: it takes matrices, which have no axis of tokens."""
+"""Nodes that keep the axes of their input. Gemm is not one of them: it takes matrices, which have no token axis."""
 _AFTER_PROJECTION = ("Cast", "Add", "Mul", "Div", "Tanh", "Identity")
 """Nodes that may follow the projection: a bias, a cap, a conversion."""
 
 
 def keep_last_logits(model: onnx.ModelProto, logits: str) -> bool:
-    """Makes the graph compute logits for the last token alone. Returns False, changing nothing, if it can't."""
+    """Makes the graph compute only the last token's logits. Returns False, changing nothing, if it can't."""
     graph = model.graph
     node = _projection(graph, logits)
     if node is None:
@@ -36,7 +36,8 @@ def keep_last_logits(model: onnx.ModelProto, logits: str) -> bool:
 
 
 def expose_hidden_states(model: onnx.ModelProto, logits: str) -> bool:
-    """Adds the states that logits are made of as an output. Returns False, changing nothing, if it can't find them.
+    """Adds the states from which logits are computed as an output. Returns False, changing nothing, if it can't find
+    them.
 
     It must run before `keep_last_logits`, which leaves only the state of the last token."""
     graph = model.graph
@@ -49,7 +50,7 @@ def expose_hidden_states(model: onnx.ModelProto, logits: str) -> bool:
 
 
 def _projection(graph: onnx.GraphProto, logits: str) -> onnx.NodeProto | None:
-    """Returns the node that makes logits of hidden states, or None if it can't be told apart.
+    """Returns the node that turns hidden states into logits, or None if it can't be identified.
 
     Logits must be of (batch, tokens, vocabulary)."""
     value = next(value for value in graph.output if value.name == logits)
@@ -61,7 +62,7 @@ def _projection(graph: onnx.GraphProto, logits: str) -> onnx.NodeProto | None:
     while (node := makers.get(name)) is not None:
         if node.op_type in _PROJECTIONS and node.input[0] not in weights:
             return node
-        # Go on through the only input that is computed. Of two, either could carry the states.
+        # Continue through the only computed input. With two, either could carry the states.
         sources = [one for one in node.input if one in makers and not _is_constant(makers[one])]
         if node.op_type not in _AFTER_PROJECTION or len(sources) != 1:
             return None

@@ -10,18 +10,18 @@ from tokenbus.worker.engine.onnx.graphs.graph import Graph
 from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs, Binding, Session
 
 _MAX_LOGITS = 64 << 20
-"""The logits that one run may compute, 256 MiB of them, if a graph computes those of every token."""
+"""The most logits that one run may compute, 256 MiB, if a graph computes those of every token."""
 
 
 class _Loaded(NamedTuple):
-    """A session, and what its inputs for adapters are bound to when there are none."""
+    """A session, and the arrays to which its adapter inputs are bound without adapters."""
 
     session: Session
     no_adapters: AdapterInputs
 
 
 class GraphRunner:
-    """A graph that is loaded. `last_logits_only` says whether it was changed to compute the last logits alone."""
+    """A loaded graph. `last_logits_only` says whether it was changed to compute only the last token's logits."""
 
     def __init__(self, graph: Graph, session: Session, vocab_size: int, *, last_logits_only: bool) -> None:
         self.graph = graph
@@ -34,7 +34,7 @@ class GraphRunner:
 
     @property
     def max_row_tokens(self) -> int:
-        """The tokens of one row that a run may compute."""
+        """The most tokens of one row that a run may compute."""
         return 1 << 30 if self._last_logits_only else max(1, _MAX_LOGITS // self._vocab_size)
 
     @property
@@ -43,8 +43,8 @@ class GraphRunner:
         return self._loaded.session
 
     def replace(self, session: Session, no_adapters: Mapping[str, Array]) -> None:
-        """Uses a session of the same graph with inputs for adapters from now on. Earlier bindings stay valid, and keep
-        their session alive. May be called from any thread."""
+        """Switches to a session of the same graph with inputs for adapters. Earlier bindings stay valid, and keep their
+        session alive. May be called from any thread."""
         self._loaded = _Loaded(session, {name: session.tensor(array) for name, array in no_adapters.items()})
 
     def bind(self) -> Binding:
@@ -53,8 +53,8 @@ class GraphRunner:
         return session.bind(no_adapters)
 
     def bind_inputs(self, binding: Binding, ids: Array, mask: Array, positions: Array, *, has_past: bool) -> None:
-        """Binds those inputs that the graph has. `ids` and `positions` are of (rows, tokens), `mask` of (rows, columns
-        of past and tokens)."""
+        """Binds the inputs that the graph has. `ids` and `positions` are of (rows, tokens), `mask` of (rows, columns of
+        past and tokens)."""
         graph = self.graph
         for name, array in (("input_ids", ids), (graph.mask, mask), (graph.positions, positions)):
             if name is not None:
@@ -77,7 +77,8 @@ class GraphRunner:
         wants_logits: bool = True,
         adapters: AdapterInputs = NO_ADAPTERS,
     ) -> Array:
-        """Returns the logits after the last token of each row, of (rows, vocabulary); no rows if they are not wanted.
+        """Returns the logits after the last token of each row, of (rows, vocabulary); no rows if they are not
+        requested.
 
         The inputs are those of `bind_inputs`, and the adapters of all rows. Raises InsufficientMemoryError and
         DeviceError."""

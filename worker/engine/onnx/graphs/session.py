@@ -17,11 +17,11 @@ from tokenbus.worker.engine.onnx.graphs.external_data import resolve_external_da
 
 _ERRORS_ONLY = 3
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation")
-"""Words by which a failure for lack of memory is recognised: onnxruntime has no error class for it."""
+"""Words that identify a failure for lack of memory: onnxruntime has no error class for it."""
 
 AdapterInputs = Mapping[str, Any]
-"""The matrices of a set of adapters in the device's memory, by input of the graph. It never changes, so that a binding
-knows it again."""
+"""The matrices of a set of adapters in the device's memory, by input of the graph. It never changes, so a binding can
+recognise it by identity."""
 NO_ADAPTERS: AdapterInputs = {}
 
 
@@ -32,7 +32,7 @@ class Session:
         self.device = device
         try:
             self._session = _open(model, path, settings, device)
-        except Exception as error:  # onnxruntime raises a class of its own for each kind of failure
+        except Exception as error:  # onnxruntime raises a separate class for each kind of failure
             raise ModelError(f"{path}: {_load_error(_reason(error), device)}") from error
         if EXECUTION_PROVIDERS[device.kind] not in self._session.get_providers():
             raise ModelError(
@@ -44,11 +44,11 @@ class Session:
         return f"<Session on {self.device.kind}>"
 
     def bind(self, adapter_inputs: AdapterInputs = NO_ADAPTERS) -> "Binding":
-        """Returns a binding with all inputs for adapters that the graph has, bound to these."""
+        """Returns a binding in which all of the graph's adapter inputs are bound to these."""
         return Binding(self._session, self.device, adapter_inputs)
 
     def tensor(self, array: Array) -> Any:
-        """Returns an array in the device's memory. On a CPU that is the array's own, which must not change."""
+        """Returns an array in the device's memory. On a CPU that is the array itself, which must not change."""
         return onnxruntime.OrtValue.ortvalue_from_numpy(array, self.device.kind, self.device.number)
 
 
@@ -72,7 +72,7 @@ class Binding:
         """Raises InsufficientMemoryError if memory ran out, and DeviceError for any other failure."""
         try:
             self._session.run_with_iobinding(self._io_binding)
-        except Exception as error:  # onnxruntime raises a class of its own for each kind of failure
+        except Exception as error:  # onnxruntime raises a separate class for each kind of failure
             reason = _reason(error)
             if any(sign in str(error) for sign in _OUT_OF_MEMORY):
                 raise InsufficientMemoryError(reason) from error
@@ -86,7 +86,7 @@ class Binding:
         return found
 
     def bind_adapters(self, inputs: AdapterInputs) -> None:
-        """Binds the matrices of a set of adapters; all inputs that it leaves out get those that change nothing."""
+        """Binds the matrices of a set of adapters; inputs without a matrix get ones that change nothing."""
         if inputs is self._adapters:
             return
         for name in {**self._adapters, **inputs}:
@@ -121,7 +121,7 @@ def _open(model: onnx.ModelProto, path: Path, settings: EngineSettings, device: 
     options.intra_op_num_threads = settings.threads
     options.inter_op_num_threads = 1
     options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
-    # The graph is loaded from memory, where it was changed, so onnxruntime has to be told where its weights are.
+    # The graph is loaded from memory, where it was changed, so onnxruntime must be told where its weights are.
     folder = resolve_external_data(model, path.parent)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     if not settings.onnx.spin:

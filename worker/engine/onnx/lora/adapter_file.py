@@ -1,4 +1,4 @@
-"""Reads LoRA adapters for an ONNX model and checks them against its projections: folders of PEFT, and GGUF files."""
+"""Reads LoRA adapters for an ONNX model and checks them against its projections: PEFT folders, and GGUF files."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _GGUF = b"GGUF"
 
 
 class OnnxAdapterFile(NamedTuple):
-    """The contents of a file that is an adapter of the model."""
+    """The contents of a file that is an adapter for the model."""
 
     digest: str
     """The name by which the adapter is known everywhere."""
@@ -25,14 +25,14 @@ class OnnxAdapterFile(NamedTuple):
 
 
 def read(path: Path, base: Base) -> OnnxAdapterFile:
-    """Reads each file once, since it may be replaced at any time. Raises ModelError, naming what is wrong, unless they
-    are a LoRA adapter of the model."""
+    """Reads each file once, since it may be replaced at any time. Raises ModelError, naming the problem, unless they
+    are a LoRA adapter for the model."""
     weights = path / peft_adapter.WEIGHTS if path.is_dir() else path
     data = _contents(weights)
     if data[: len(_GGUF)] == _GGUF:
         return OnnxAdapterFile(_digest(data), _checked(path, gguf_adapter.changes(path, data, base)))
     if weights.suffix != peft_adapter.SUFFIX:
-        raise ModelError(f"{path}: is no LoRA adapter; pass a folder of PEFT with {peft_adapter.WEIGHTS}, or a GGUF")
+        raise ModelError(f"{path}: is not a LoRA adapter; pass a PEFT folder with {peft_adapter.WEIGHTS}, or a GGUF")
     config = _contents(weights.with_name(peft_adapter.CONFIG))
     changes = peft_adapter.changes(weights, data, config)
     _check(path, changes, base)
@@ -59,7 +59,7 @@ def _contents(path: Path) -> bytes:
 
 
 def _digest(data: bytes, config: bytes = b"") -> str:
-    """Returns for a GGUF the digest by which the engine of GGUF models knows the same file."""
+    """Returns, for a GGUF, the same digest as the GGUF engine does."""
     digest = hashlib.blake2b(data, digest_size=16)
     digest.update(config)
     return digest.hexdigest()
@@ -72,12 +72,12 @@ def _check(path: Path, changes: Mapping[Place, Change], base: Base) -> None:
     for place, (a, b) in changes.items():
         name = f"layer {place.layer}'s {place.name}"
         if place not in base.sizes:
-            raise ModelError(f"{path}: {name} is no projection of the graph: is it an adapter of another base?")
+            raise ModelError(f"{path}: {name} is not a projection of the graph: is it an adapter for another base?")
         inputs, outputs = base.sizes[place]
         if not 1 <= len(a) <= MAX_RANK:
             raise ModelError(f"{path}: {name} has the rank {len(a)}; it must be 1 to {MAX_RANK}")
         if a.shape != (len(a), inputs) or b.shape != (outputs, len(a)):
             raise ModelError(
                 f"{path}: {name} has matrices of {a.shape} and {b.shape} for {inputs} inputs and {outputs} outputs: "
-                "the ranks differ, or it is an adapter of another base"
+                "the ranks differ, or it is an adapter for another base"
             )

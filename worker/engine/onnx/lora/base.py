@@ -1,4 +1,4 @@
-"""The model that an adapter is for, as far as adapters have to know it."""
+"""The model that an adapter is for, as far as adapters need to know it."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class Base(NamedTuple):
 
     sizes: Mapping[Place, tuple[int, int]]
     architecture: str
-    """The name of its class in transformers without the task, in small letters; empty if unknown."""
+    """The name of its transformers class without the task, in lower case; empty if unknown."""
     head_width: int
 
 

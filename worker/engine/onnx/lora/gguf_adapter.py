@@ -30,7 +30,7 @@ _ROTATED = ("q_proj", "k_proj")
 
 
 def changes(path: Path, data: bytes, base: Base) -> Mapping[Place, Change]:
-    """Raises ModelError, naming what is wrong, unless it is an adapter of the model."""
+    """Raises ModelError, naming the problem, unless it is an adapter for the model."""
     architecture = _architecture(path, base)
     places = {f"blk.{layer}.{ours}.weight": Place(layer, name) for ours, layer, name in _named(base)}
     shapes = {name: TensorInfo(base.sizes[place], _F32) for name, place in places.items()}
@@ -55,7 +55,7 @@ def _architecture(path: Path, base: Base) -> Architecture:
     known = ", ".join(ARCHITECTURES)
     raise ModelError(
         f"{path}: GGUF adapters can be used for {known} only, and by its config.json this is {base.architecture!r}: "
-        "pass the folder of PEFT that the adapter was converted from"
+        "pass the PEFT folder that the adapter was converted from"
     )
 
 

@@ -1,8 +1,8 @@
 """The matrices of adapters as the graph takes them: for each projection `a` of (inputs, rank) and `b` of (rank,
 outputs).
 
-The changes of several adapters add up, and so do those of projections that one node computes: their matrices lie side
-by side along the rank, and the rows of `b` are zero for the outputs of other projections."""
+The changes of several adapters add up, and so do those of projections that one node computes: their matrices are
+concatenated along the rank, and `b` is zero for the outputs of other projections."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Listing
@@ -15,12 +15,12 @@ from tokenbus.worker.engine.onnx.lora.projections import Place, Projection
 
 
 class Change(NamedTuple):
-    """The matrices of one projection in an adapter, as they are trained: what is added is `b @ a @ x`."""
+    """The matrices of one projection in an adapter, as trained: `b @ a @ x` is added."""
 
     a: Array
     """(rank, inputs)"""
     b: Array
-    """(outputs, rank), the adapter's own scale included."""
+    """(outputs, rank), including the adapter's own scale."""
 
 
 class OnnxAdapter:
@@ -47,7 +47,7 @@ def arrange(changes: Mapping[Place, Change], projections: Iterable[Projection]) 
         rank = sum(len(change.a) for _, change in found)
         b = np.zeros((rank, projection.outputs), projection.dtype)
         at = 0
-        with np.errstate(over="ignore"):  # what does not fit becomes infinite
+        with np.errstate(over="ignore"):  # values out of range become infinite
             for columns, change in found:
                 b[at : at + len(change.a), columns] = change.b.T
                 at += len(change.a)
@@ -77,8 +77,7 @@ def _scaled(array: Array, scale: float) -> Array:
 
 
 def no_adapters(projections: Iterable[Projection]) -> dict[str, Array]:
-    """Returns inputs that change nothing: of rank 1, since a matrix without any numbers is a special case of every
-    kernel."""
+    """Returns inputs that change nothing: of rank 1, since an empty matrix is a special case for every kernel."""
     arrays: dict[str, Array] = {}
     zeros: dict[tuple[Any, ...], Array] = {}
     for one in projections:

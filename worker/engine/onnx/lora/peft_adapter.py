@@ -1,4 +1,4 @@
-"""Reads the matrices of an adapter as PEFT saves it: adapter_model.safetensors, and adapter_config.json beside it."""
+"""Reads the matrices of an adapter as PEFT saves it: adapter_model.safetensors, with adapter_config.json."""
 
 import math
 import re
@@ -20,11 +20,11 @@ CONFIG = "adapter_config.json"
 _MATRIX = re.compile(r"(?:base_model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
 _MODULE = re.compile(r"(?:.+\.)?layers\.(\d+)\.(?:self_attn|attn|attention|mlp|feed_forward)\.(\w+)")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-"""Ways to begin a training that change the base's own weights, by the beginning of their names."""
+"""Initializations that change the base's own weights, by the prefixes of their names."""
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """The fields of adapter_config.json that say what is computed."""
+    """The fields of adapter_config.json that determine the computation."""
 
     peft_type: str = ""
     r: int = 8
@@ -40,7 +40,7 @@ class _Config(msgspec.Struct, frozen=True):
     init_lora_weights: bool | str | None = True
 
     def problem(self) -> str:
-        """Returns why such an adapter is not served; empty if it is."""
+        """Returns why such an adapter is not supported; empty if it is."""
         initialised = str(self.init_lora_weights).lower()
         reasons = {
             f"is of the kind {self.peft_type!r}, not LORA": self.peft_type != "LORA",
@@ -48,27 +48,27 @@ class _Config(msgspec.Struct, frozen=True):
             "trains biases": self.bias != "none" or self.lora_bias,
             "has modules of its own (modules_to_save)": bool(self.modules_to_save),
             "repeats layers (layer_replication)": bool(self.layer_replication),
-            "acts behind its invocation tokens only": bool(self.alora_invocation_tokens),
+            "acts only after its invocation tokens": bool(self.alora_invocation_tokens),
             f"is for a base that {initialised} has changed": initialised.startswith(_CHANGES_BASE),
         }
         return next((text for text, is_so in reasons.items() if is_so), "")
 
     def scale(self, module: str, rank: int) -> float:
-        """Returns what PEFT multiplies the change of a module with."""
+        """Returns the factor by which PEFT multiplies a module's change."""
         patterns = (self.alpha_pattern or {}).items()
         alpha = next((alpha for name, alpha in patterns if _is_named(name, module)), self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def changes(path: Path, data: bytes, config: bytes) -> Mapping[Place, Change]:
-    """Returns the matrices of an adapter in the contents of its files. Raises ModelError, naming what is wrong, but
-    does not compare them with a model."""
+    """Returns an adapter's matrices from the contents of its files. Raises ModelError, naming the problem, but does not
+    compare them with a model."""
     settings = _read_config(path.with_name(CONFIG), config)
     halves: dict[str, dict[str, Array]] = {}
     for name, array in safetensors.parse(path, data).items():
         matrix = _MATRIX.fullmatch(name)
         if matrix is None or array.ndim != 2:
-            raise ModelError(f"{path}: {name} is none of the matrices lora_A and lora_B, which alone are served")
+            raise ModelError(f"{path}: {name} is neither lora_A nor lora_B; only these are supported")
         halves.setdefault(matrix["module"], {})[matrix["part"]] = array
     found = dict(_change(path, module, parts, settings) for module, parts in halves.items())
     if len(found) != len(halves):
@@ -89,18 +89,18 @@ def _read_config(path: Path, data: bytes) -> _Config:
 def _change(path: Path, module: str, parts: Mapping[str, Array], config: _Config) -> tuple[Place, Change]:
     found = _MODULE.fullmatch(module)
     if found is None:
-        raise ModelError(f"{path}: {module} is no projection of a layer, which alone can be changed by an adapter")
+        raise ModelError(f"{path}: {module} is not a projection of a layer; an adapter can change only those")
     for part in "AB":
         if part not in parts:
             raise ModelError(f"{path}: the adapter has no {module}.lora_{part}.weight")
     rank = max(1, len(parts["A"]))
-    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit becomes infinite, which is found later
+    with np.errstate(over="ignore", invalid="ignore"):  # values out of range become infinite, which is found later
         b = parts["B"] * np.asarray(config.scale(module, rank)).astype(parts["B"].dtype)
     return Place(int(found[1]), found[2]), Change(parts["A"], b)
 
 
 def _is_named(pattern: str, module: str) -> bool:
-    """Whether a key of a pattern, the end of a name or a regular expression for it, stands for a module."""
+    """Whether a pattern, the end of a name or a regular expression for one, matches a module."""
     try:
         return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
     except re.error:

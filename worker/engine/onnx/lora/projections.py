@@ -3,7 +3,7 @@
     y = x W        becomes        y = x W + (x a) b
 
 `a` and `b` are inputs of the graph for each projection, with the rank left open. onnxruntime's own adapters do nothing
-when inputs are bound, and weights can't be changed for one sequence of a step, or where they are quantized."""
+when inputs are bound, and weights can't be changed for a single sequence of a step, or if they are quantized."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,8 @@ _PLACE = re.compile(
     r"(?:.*[./])?(?:layers|blk)\.(\d+)[./](?:(?:self_attn|attn|attention|mlp|feed_forward)[./])?(\w+?)"
     r"[./](?:MatMul\w*|weight)(?:[._]\w+)*"
 )
-"""A projection's place in the name of its node or of its weight, as Optimum, the builder of onnxruntime-genai and
-llama.cpp write it."""
+"""A projection's place in the name of its node or weight, as Optimum, onnxruntime-genai's builder and llama.cpp write
+it."""
 _DTYPES: dict[int, "np.dtype[Any]"] = {
     TensorProto.FLOAT: np.dtype(np.float32),
     TensorProto.FLOAT16: np.dtype(np.float16),
@@ -33,7 +33,7 @@ LLAMA_CPP_NAMES = {
     "ffn_up": "up_proj",
     "ffn_down": "down_proj",
 }
-"""llama.cpp's names of projections, with the names of transformers."""
+"""llama.cpp's names of projections, with transformers' names."""
 _NAMES = {*LLAMA_CPP_NAMES.values(), "qkv_proj", "gate_up_proj"}
 
 
@@ -45,34 +45,34 @@ class Place(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A node that multiplies with a weight. `y`, `a` and `b` have a type of their own in half-precision graphs."""
+    """A node that multiplies by a weight. `y`, `a` and `b` have their own type in half-precision graphs."""
 
     place: Place
     inputs: int
     outputs: int
     dtype: "np.dtype[Any]"
     parts: Mapping[Place, slice]
-    """The outputs of each projection that is computed by this node: its own, or those of three that are one weight."""
+    """The outputs of each projection that this node computes: its own, or those of three that share one weight."""
 
     @property
     def a(self) -> str:
-        """The input of the graph for a matrix of (inputs, rank)."""
+        """The graph's input for a matrix of (inputs, rank)."""
         return f"{_PREFIX}.{self.place.layer}.{self.place.name}.a"
 
     @property
     def b(self) -> str:
-        """The input of the graph for a matrix of (rank, outputs)."""
+        """The graph's input for a matrix of (rank, outputs)."""
         return f"{_PREFIX}.{self.place.layer}.{self.place.name}.b"
 
 
 def find(model: onnx.ModelProto, kv_width: int) -> tuple[Projection, ...]:
-    """Returns the projections of a graph; none if they can't be told apart. `kv_width` is that of a token's keys."""
+    """Returns the projections of a graph; none if they can't be identified. `kv_width` is that of a token's keys."""
     found = [projection for _, projection in _projections(model.graph, kv_width)]
     return tuple(found) if len({one.place for one in found}) == len(found) else ()
 
 
 def add_inputs(model: onnx.ModelProto, kv_width: int) -> None:
-    """Gives each projection inputs for an adapter's matrices, all of which have to be bound in every run."""
+    """Gives each projection inputs for an adapter's matrices, all of which must be bound in every run."""
     graph = model.graph
     behind: dict[str, list[onnx.NodeProto]] = {}
     for node, projection in _projections(graph, kv_width):
@@ -144,4 +144,4 @@ def _nbits_sizes(node: onnx.NodeProto, weights: _Weights) -> _Sizes | None:
 
 
 _SIZES = {"MatMul": _matmul_sizes, "MatMulNBits": _nbits_sizes}
-"""The nodes that are projections: how many inputs and outputs they have, and of what type those are."""
+"""The nodes that are projections, with the number and type of their inputs and outputs."""

@@ -1,4 +1,4 @@
-"""The tokenizer of an ONNX model, read from the files beside it: prompts, token bytes, and end tokens."""
+"""The tokenizer of an ONNX model, read from the files next to it: prompts, token bytes, and end tokens."""
 
 import contextlib
 from pathlib import Path
@@ -47,8 +47,7 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
 
 
 class OnnxTokenizer(ModelTokenizer):
-    """`sidecars` are the files beside the model; `vocab_size` is the number of its logits, None for a model without
-    logits.
+    """`sidecars` are the files next to the model; `vocab_size` is the number of its logits, None without logits.
 
     Thread-safe. Raises ModelError if files are missing, malformed, or belong to another model."""
 
@@ -60,7 +59,7 @@ class OnnxTokenizer(ModelTokenizer):
         try:
             self._full = Tokenizer.from_buffer(document)
             self._plain = Tokenizer.from_str(plain)
-        except Exception as error:  # the library raises nothing more exact
+        except Exception as error:  # the library raises nothing more specific
             raise ModelError(f"{sidecars['tokenizer.json']}: is not a tokenizer ({error}); fetch it again") from error
         self._full.no_truncation()
         self._full.no_padding()
@@ -84,7 +83,7 @@ class OnnxTokenizer(ModelTokenizer):
             return known
         if known > vocab_size or known < _MIN_COVERAGE * vocab_size:
             raise ModelError(
-                f"{where}: its tokenizer.json knows {known} tokens, its logits are of {vocab_size}: they are of two "
+                f"{where}: its tokenizer.json has {known} tokens, its logits {vocab_size}: they belong to two "
                 "models; fetch both from one place"
             )
         return vocab_size

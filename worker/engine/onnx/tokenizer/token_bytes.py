@@ -44,9 +44,9 @@ def _from_letters(text: str, token_id: int) -> bytes:
 
 
 def _by_decoder(tokenizer: Tokenizer) -> Callable[[str, int], bytes]:
-    """Returns a function that decodes a token after another one, whose text it cuts off.
+    """Returns a function that decodes a token after another one, whose text it strips.
 
-    At the beginning of a text decoders may behave differently, for instance drop a space."""
+    At the beginning of a text, decoders may behave differently, such as dropping a space."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     added = tokenizer.get_added_tokens_decoder()
     words = {token_id for text, token_id in vocabulary.items() if text.isascii() and text.isalpha()}
