@@ -165,7 +165,7 @@ class WorkerProcess:
         assert control.model is not None
         taken = len(self._replicas) + len(self._loads)
         if not 1 <= control.replicas <= _MAX_REPLICAS - taken:
-            allowed = f"replicas must be 1 to {_MAX_REPLICAS - taken} beside the {taken} there are"
+            allowed = f"replicas must be 1 to {_MAX_REPLICAS - taken} in addition to the existing {taken}"
             raise errors.request_error(errors.Code.INVALID_REQUEST, allowed, param="replicas")
         return ModelToServe(
             served_name=_served_name(control.model, control.served_name),

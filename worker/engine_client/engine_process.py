@@ -1,4 +1,4 @@
-"""Starts the engine process and opens replicas in it, each over a socket of its own."""
+"""Starts the engine process and opens replicas in it, each over its own socket."""
 
 import asyncio
 import contextlib

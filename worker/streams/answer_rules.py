@@ -1,7 +1,7 @@
 """Decides how the answer to a request is parsed, and what constrains it; pure.
 
 A constraint covers the answer's text, so if the model may reason, the reasoning comes before it. Tools that may or must
-be called are a constraint of their own."""
+be called are a separate constraint."""
 
 import json
 import re

@@ -27,7 +27,7 @@ def unpack(data: bytes, num_alternatives: int) -> list[engine_output.Logprob]:
     """Reverses `pack` for tokens with `num_alternatives` each. Raises ValueError for malformed data."""
     width = 1 + num_alternatives
     if len(data) % (width * _RECORD.size):
-        raise ValueError(f"{len(data)} bytes are no log probabilities with {num_alternatives} alternatives each")
+        raise ValueError(f"{len(data)} bytes are not log probabilities with {num_alternatives} alternatives each")
     records: list[tuple[int, float]] = list(_RECORD.iter_unpack(data))
     # no probability is above 1; written so that NaN is refused
     if not all(logprob <= 0 for _, logprob in records):

@@ -407,7 +407,7 @@ class Streams:
             return
         try:
             sink(output)
-        except Exception:  # outermost frame of a stream: whatever went wrong, its client gets a terminal
+        except Exception:  # outermost frame of a stream: in any case, its client gets a terminal
             self._telemetry.failed(stream)
             if output.is_resumed:  # the stream has not been accepted yet
                 raise errors.request_error(errors.Code.INTERNAL) from None

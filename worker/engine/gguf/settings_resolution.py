@@ -56,7 +56,7 @@ def validate(settings: EngineSettings) -> None:
 
 
 def check_tensor_split(settings: EngineSettings, num_devices: int) -> None:
-    """Raises ModelError if layers are to be split within, but the number of devices or other settings don't allow that:
+    """Raises ModelError if layers should be split within, but the number of devices or other settings don't allow that:
     llama.cpp would end the process."""
     if settings.split_mode != "tensor":
         return

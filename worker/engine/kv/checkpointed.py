@@ -40,7 +40,7 @@ class CheckpointedAllocation(Allocation):
         self._checkpoints = checkpoints
         self._domain = domain
         self._last: Checkpoint | None = None
-        """The deepest one that its lane continued from or that was made of it."""
+        """The deepest one that its lane continued from or was saved to."""
         self._used: list[Checkpoint] = []
         """All of these, in order."""
 

@@ -96,7 +96,7 @@ class Checkpoints:
     ) -> Checkpoint | None:
         """Makes a checkpoint of a lane that has computed exactly the first `end` tokens; returns None without room.
 
-        `base` is one from which the lane continued, or that was made of it."""
+        `base` is one that the lane continued from or was saved to."""
         tokens = block_hash.pack_token_ids(token_ids[:end])
         name = self._root_name(domain)
         root = self._roots.setdefault(name, TokenRun(None, b""))

@@ -113,7 +113,7 @@ class BlockPool:
             holder.end_session(session)
 
     def expire(self, now: float) -> None:
-        """Releases what was to be kept until now."""
+        """Releases everything whose time to be kept is over."""
         self._retention.expire(now)
 
     @property

@@ -335,7 +335,7 @@ class PrefixCache:
             self._remove(block)
 
     def _remove(self, block: Block) -> None:
-        """Removes a block of which nothing is left, with the copies below it, which can't be reached any more."""
+        """Removes a block of which nothing is left, with the copies below it, which can no longer be reached."""
         for behind in block.descendants():  # all of them only copies: a resident block has resident ancestors
             self.host.discard(behind)
             self._remove_from_tree(behind)

@@ -148,7 +148,7 @@ class Retention(Generic[NodeT]):
         self._disown(node)
 
     def expire(self, now: float) -> None:
-        """Releases what was to be kept until now; checks at most once a second."""
+        """Releases everything whose time to be kept is over; checks at most once a second."""
         self._now = now
         if now < self._check_at:
             return

@@ -1,7 +1,7 @@
 """The messages between a frontend and its engine process: length-prefixed MessagePack over a socket (decision 0002).
 
-Each replica has a socket of its own for commands and reports. The control socket of the process carries only
-`OpenReplica`, with the replica's socket beside it, `ReplicaClosed` and `ExitReason`.
+Each replica has its own socket for commands and reports. The control socket of the process carries only `OpenReplica`,
+with the replica's socket attached, `ReplicaClosed` and `ExitReason`.
 """
 
 import enum

@@ -1,6 +1,6 @@
 """The engine process: `python -m tokenbus.worker.engine.process.main FD`, started by a frontend and ended with it.
 
-It runs replicas of models, each with a socket and a step loop of its own. Replicas of the same model share its weights.
+It runs replicas of models, each with its own socket and step loop. Replicas of the same model share its weights.
 """
 
 import tokenbus.protocol.process.lean_imports  # isort: skip  # noqa: F401  # before structlog

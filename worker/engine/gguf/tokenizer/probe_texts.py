@@ -49,7 +49,7 @@ PROBE_TEXTS = (
 
 
 def vocabulary_texts(token_bytes: list[bytes], special: Iterable[str], added_tokens: Iterable[str]) -> list[str]:
-    """Returns texts made of a vocabulary's own tokens: ordinary, special and added ones."""
+    """Returns texts made from a vocabulary's own tokens: ordinary, special and added ones."""
     words = _sample([text for one in token_bytes if (text := one.decode(errors="ignore"))])
     marks, added = _sample(list(special)), list(added_tokens)
     joined = [by.join(texts) for texts in (words, marks, _sample(added)) for by in ("", " ", "x", "\n")]
