@@ -18,7 +18,7 @@ BARE = re.compile(r"(?<![\d.,-])0\d{3}(?![\d.,]*\d)")
 
 def texts() -> Iterator[tuple[Path, str]]:
     """All texts of the repository in which a decision could be named."""
-    folders = [ROOT / name for name in (*PACKAGES, "bench", "demo", "deploy", "docs", "tests")]
+    folders = [ROOT / name for name in (*PACKAGES, "bench", "demo", "deploy", "docs", "tests", "tools")]
     paths = {
         path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".md", ".yaml", ".conf"}
     }

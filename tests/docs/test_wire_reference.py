@@ -5,14 +5,14 @@ import re
 import msgspec
 import pytest
 
-from docs import reference
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.protocol.wire.params import GenerationParams
+from tools import wire_page
 
 
 def test_the_reference_is_up_to_date() -> None:
-    made = reference.render((reference.FOLDER / "wire.in.md").read_text())
-    assert reference.TARGET.read_text() == made, "run python -m docs.reference"
+    made = wire_page.render((wire_page.FOLDER / "wire.in.md").read_text())
+    assert wire_page.TARGET.read_text() == made, "run python -m tools.wire_page"
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_the_reference_is_up_to_date() -> None:
 )
 def test_every_field_of_a_message_is_in_the_reference_with_its_meaning(message: type[msgspec.Struct]) -> None:
     structs = [kind for kind in message.__mro__ if kind.__module__.startswith("tokenbus.") and kind.__annotations__]
-    tables = [reference.render(f"{{{{fields {kind.__name__}}}}}") for kind in structs]
-    assert all(table in reference.TARGET.read_text() for table in tables)
+    tables = [wire_page.render(f"{{{{fields {kind.__name__}}}}}") for kind in structs]
+    assert all(table in wire_page.TARGET.read_text() for table in tables)
     table = "".join(tables)
     for field in msgspec.structs.fields(message):
         assert re.search(rf"^\| `{field.name}` \| [^|]+ \| [^|]{{5,}}", table, re.MULTILINE), field.name
@@ -43,6 +43,6 @@ def test_every_field_of_a_message_is_in_the_reference_with_its_meaning(message: 
 
 def test_a_directive_that_names_nothing_is_refused() -> None:
     with pytest.raises(KeyError):
-        reference.render("{{fields Nothing}}")
+        wire_page.render("{{fields Nothing}}")
     with pytest.raises(KeyError):
-        reference.render("{{colours}}")
+        wire_page.render("{{colours}}")

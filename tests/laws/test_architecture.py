@@ -174,7 +174,7 @@ def test_a_package_called_by_its_bare_name_is_found(code: str) -> None:
 def test_everything_is_imported_through_the_one_public_name() -> None:
     everything = [
         *sources(),
-        *(path for folder in ("tests", "bench", "docs", "deploy") for path in (ROOT / folder).rglob("*.py")),
+        *(path for folder in ("tests", "bench", "tools", "deploy") for path in (ROOT / folder).rglob("*.py")),
     ]
     for path in everything:
         if path != Path(__file__):

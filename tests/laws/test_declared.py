@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 ALSO = {"protocol": ("traces",), "demo": ("train",)}
 """Extras that a package uses if they are installed."""
-FOLDERS = ("bench", "deploy", "docs", "tests")
+FOLDERS = ("bench", "deploy", "tests", "tools")
 ELSEWHERE = ROOT / "tests/third_party/clients"
 """Scripts that run in environments of their own, whose packages are pinned beside them."""
 NOT_INSTALLED = {"dynamo": "ai-dynamo-runtime", "zmq": "pyzmq", "onnxruntime_genai": "onnxruntime-genai"}

@@ -1,4 +1,4 @@
-"""Writes the table of chat templates in docs/tools.md: `python -m docs.templates`.
+"""Writes the table of chat templates in docs/tools.md: `python -m tools.template_table`.
 
 The templates are llama.cpp's collection, which `deploy/llama_cpp_wheel.py` keeps in the cache."""
 
@@ -17,7 +17,7 @@ from tokenbus.worker.chat_format.inference.infer import infer_format
 from tokenbus.worker.chat_format.known_formats import known_format
 from tokenbus.worker.contract.chat_format import ChatFormat
 
-TARGET = Path(__file__).with_name("tools.md")
+TARGET = Path(__file__).parents[1] / "docs" / "tools.md"
 _TABLE = re.compile(r"(?<=<!-- templates -->\n).*?(?=<!-- end of templates -->)", re.DOTALL)
 _SPECIAL = re.compile(r"<[|｜][^<>\s'\"{}]{1,40}?[|｜]>|\[/?[A-Z_]{3,}\]")
 """Texts in a template that are special tokens of its model, as far as one can see."""

@@ -1,4 +1,4 @@
-"""Writes docs/wire.md from docs/wire.in.md and from the code of the wire: `python -m docs.reference`.
+"""Writes docs/wire.md from tools/wire.in.md and from the code of the wire: `python -m tools.wire_page`.
 
 A line `{{fields NAME}}` becomes a table of a message's own fields, `{{errors}}` the table of error codes, `{{limits}}`
 that of the fixed limits."""
@@ -13,7 +13,7 @@ import msgspec
 from tokenbus.protocol.wire import errors, internal, limits, messages, params
 
 FOLDER = Path(__file__).parent
-TARGET = FOLDER / "wire.md"
+TARGET = FOLDER.parent / "docs" / "wire.md"
 _DIRECTIVE = re.compile(r"^\{\{(\w+)(?: (\w+))?\}\}$", re.MULTILINE)
 _TYPES = (
     (r"UnsetType \| | \| UnsetType", ""),
