@@ -1,4 +1,4 @@
-"""A whole answer, assembled from the chunks of its stream; pure."""
+"""A whole answer, assembled from the chunks of its stream."""
 
 import msgspec
 

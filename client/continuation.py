@@ -1,4 +1,4 @@
-"""Makes the request that continues a lost stream; pure.
+"""Makes the request that continues a lost stream.
 
 nothing has arrived                    the same request again
 all received tokens' ids are known      the same request, with `resume_from`

@@ -1,4 +1,4 @@
-"""Reassembles a stream from its chunks: passes on new parts, cuts off duplicates, detects gaps; pure.
+"""Reassembles a stream from its chunks: passes on new parts, cuts off duplicates, detects gaps.
 
 known           |==========|
 chunk         |------|            duplicate: nothing new

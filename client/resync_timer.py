@@ -1,4 +1,4 @@
-"""Decides when a client requests that its stream be published again, and when it gives up on the stream; pure.
+"""Decides when a client requests that its stream be published again, and when it gives up on the stream.
 
 quiet --silence, gap, reconnect--> RESYNC --answer or chunk--> quiet
                                     |--1 s--> RESYNC again --1 s--> LOST

@@ -1,4 +1,4 @@
-"""Chooses the form of an error by the request's path, for requests not answered by an endpoint; pure."""
+"""Chooses the form of an error by the request's path, for requests not answered by an endpoint."""
 
 import operator
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The gateway's OpenAPI document, made from the structs of its endpoints' requests and responses; pure."""
+"""The gateway's OpenAPI document, made from the structs of its endpoints' requests and responses."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Adds to the schemas of bodies what their fields' types do not express; pure."""
+"""Adds to the schemas of bodies what their fields' types do not express."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages of plots; pure."""
+"""Self-contained HTML pages of plots."""
 
 from collections.abc import Iterable
 from html import escape

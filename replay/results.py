@@ -1,4 +1,4 @@
-"""The results of a replay, deterministic for a trace, settings and seed; pure."""
+"""The results of a replay, deterministic for a trace, settings and seed."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""Replays a trace on a fleet in virtual time: routers place requests, workers take steps, events travel; pure.
+"""Replays a trace on a fleet in virtual time: routers place requests, workers take steps, events travel.
 
 Time jumps from one arrival to the next. In between the workers take all steps that end by then, and their events reach
 the routers `delay_s` later. Only while requests wait in a router does time advance step by step, since the end of each

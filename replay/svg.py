@@ -1,4 +1,4 @@
-"""Plots as self-contained SVG text: lines and grouped bars, on linear or logarithmic axes; pure."""
+"""Plots as self-contained SVG text: lines and grouped bars, on linear or logarithmic axes."""
 
 import math
 from collections.abc import Sequence

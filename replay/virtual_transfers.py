@@ -1,4 +1,4 @@
-"""Moves KV blocks between the pools of workers in virtual time; pure.
+"""Moves KV blocks between the pools of workers in virtual time.
 
 A worker sends one transfer at a time, and receives one at a time. A transfer begins when both ends are free and takes
 as long as its bytes do; both compute meanwhile. The blocks are copied when the transfer is requested, so they may be

@@ -1,4 +1,4 @@
-"""A worker in virtual time: the real scheduler and block pool, with steps that only take time; pure."""
+"""A worker in virtual time: the real scheduler and block pool, with steps that only take time."""
 
 import heapq
 import itertools

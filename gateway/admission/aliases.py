@@ -1,4 +1,4 @@
-"""Other names for models, each for one model or, by weight, for several, and the default model; pure."""
+"""Other names for models, each for one model or, by weight, for several, and the default model."""
 
 import hashlib
 from collections.abc import Iterable, Mapping

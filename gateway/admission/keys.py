@@ -1,4 +1,4 @@
-"""API keys and their tenants; pure. Only digests of keys are kept, so that a key can't be shown by accident."""
+"""API keys and their tenants. Only digests of keys are kept, so that a key can't be shown by accident."""
 
 import hashlib
 import hmac

@@ -1,4 +1,4 @@
-"""Token counts of requests with several prompts and answers; pure."""
+"""Token counts of requests with several prompts and answers."""
 
 from collections.abc import Mapping, Sequence
 

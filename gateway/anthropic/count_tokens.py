@@ -1,4 +1,4 @@
-"""Turns the body of a token-counting request into a wire request, and the reply into Anthropic's; pure."""
+"""Turns the body of a token-counting request into a wire request, and the reply into Anthropic's."""
 
 from collections.abc import Mapping
 

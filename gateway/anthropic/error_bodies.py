@@ -1,4 +1,4 @@
-"""Errors in the form of Anthropic's API; pure."""
+"""Errors in the form of Anthropic's API."""
 
 import msgspec
 

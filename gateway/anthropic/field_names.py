@@ -1,4 +1,4 @@
-"""Translates the wire's field names into those of Anthropic's API; pure."""
+"""Translates the wire's field names into those of Anthropic's API."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Parses the body of a message request and turns it into a wire request; pure."""
+"""Parses the body of a message request and turns it into a wire request."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Turns the events of an answer into Anthropic's events, or a whole answer into one message; pure."""
+"""Turns the events of an answer into Anthropic's events, or a whole answer into one message."""
 
 from collections.abc import Sequence
 from typing import Any

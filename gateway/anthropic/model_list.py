@@ -1,4 +1,4 @@
-"""Lists models in the form of Anthropic's API; pure."""
+"""Lists models in the form of Anthropic's API."""
 
 import datetime
 from collections.abc import Mapping, Sequence

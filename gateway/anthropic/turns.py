@@ -1,4 +1,4 @@
-"""Turns a conversation of content blocks into wire messages, and records where each came from; pure.
+"""Turns a conversation of content blocks into wire messages, and records where each came from.
 
 One message in Anthropic's API may become several on the wire (tool results are blocks of the user's message), and
 several may become one: adjacent messages with the same role are joined, since many templates insist on alternating

@@ -1,4 +1,4 @@
-"""Ranks documents in Cohere's and Jina's form: turns bodies into wire requests, and replies into responses; pure."""
+"""Ranks documents in Cohere's and Jina's form: turns bodies into wire requests, and replies into responses."""
 
 from collections.abc import Mapping
 

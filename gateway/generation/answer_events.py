@@ -1,4 +1,4 @@
-"""Reads the chunks of a stream as typed events: parts of the answer that begin, grow and end; pure.
+"""Reads the chunks of a stream as typed events: parts of the answer that begin, grow and end.
 
 An answer is a list of parts, each of them reasoning, text or one tool call. A part ends when the next one begins, or
 with the answer. All dialects are produced from these events."""

@@ -1,4 +1,4 @@
-"""Converts conversations to the form that chat templates expect; pure."""
+"""Converts conversations to the form that chat templates expect."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Checks the names of models in requests; pure."""
+"""Checks the names of models in requests."""
 
 from tokenbus.protocol.wire import errors, subjects
 

@@ -1,4 +1,4 @@
-"""Error responses, before a dialect gives them the body its clients expect; pure."""
+"""Error responses, before a dialect gives them the body its clients expect."""
 
 import contextlib
 import math

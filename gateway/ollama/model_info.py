@@ -1,4 +1,4 @@
-"""Describes models as Ollama does: its lists, and one model's capabilities; pure."""
+"""Describes models as Ollama does: its lists, and one model's capabilities."""
 
 import datetime
 import hashlib

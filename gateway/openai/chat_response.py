@@ -1,4 +1,4 @@
-"""Turns the events of answers into chat completion chunks, or whole answers into one chat completion; pure."""
+"""Turns the events of answers into chat completion chunks, or whole answers into one chat completion."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""OpenAI's embeddings: turns their bodies into wire requests, and replies into responses; pure."""
+"""OpenAI's embeddings: turns their bodies into wire requests, and replies into responses."""
 
 import base64
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API; pure."""
+"""Errors in the form of OpenAI's API."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""Reads how long a model should reason, under all names used by clients of OpenAI's API; pure.
+"""Reads how long a model should reason, under all names used by clients of OpenAI's API.
 
 Only `thinking_token_budget` is refused for models whose reasoning can't be closed, as vLLM does. The other names are
 hints, as in the servers that they come from."""

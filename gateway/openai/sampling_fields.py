@@ -1,4 +1,4 @@
-"""The fields common to several of OpenAI's endpoints, with the same meaning as on the wire; pure."""
+"""The fields common to several of OpenAI's endpoints, with the same meaning as on the wire."""
 
 from typing import Any, Literal
 

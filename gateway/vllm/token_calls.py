@@ -1,4 +1,4 @@
-"""vLLM's `/tokenize` and `/detokenize`: turns their bodies into wire requests, and replies into responses; pure."""
+"""vLLM's `/tokenize` and `/detokenize`: turns their bodies into wire requests, and replies into responses."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Keeps track of open HTTP connections, and chooses the one to evict when a limit is reached; pure."""
+"""Keeps track of open HTTP connections, and chooses the one to evict when a limit is reached."""
 
 import dataclasses
 import enum

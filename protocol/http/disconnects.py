@@ -1,4 +1,4 @@
-"""Tells an application how its client disconnected before the response was complete; pure."""
+"""Tells an application how its client disconnected before the response was complete."""
 
 import enum
 from collections.abc import MutableMapping

@@ -1,4 +1,4 @@
-"""Parses HTTP/1.1 with h11, and rejects what h11 accepts but a public server must not; pure."""
+"""Parses HTTP/1.1 with h11, and rejects what h11 accepts but a public server must not."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Responses that the server itself sends to input that never reaches the application; pure."""
+"""Responses that the server itself sends to input that never reaches the application."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""Reassembles large messages from their parts, within bounds (decision 0052); pure.
+"""Reassembles large messages from their parts, within bounds (decision 0052).
 
     announced --part--> ... --last part--> complete
         |                |

@@ -1,4 +1,4 @@
-"""Decides when to log about a wait: after a first delay, and again each time the wait has doubled; pure."""
+"""Decides when to log about a wait: after a first delay, and again each time the wait has doubled."""
 
 FIRST_S = 5.0
 """The default of `--slow-wait-s`."""

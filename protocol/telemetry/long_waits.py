@@ -1,4 +1,4 @@
-"""Aggregates long waits of requests, so that an overload logs one line a second rather than one per request; pure."""
+"""Aggregates long waits of requests, so that an overload logs one line a second rather than one per request."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

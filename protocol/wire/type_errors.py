@@ -1,4 +1,4 @@
-"""Describes a type error in JSON's terms: the field, what is allowed and what was given; pure."""
+"""Describes a type error in JSON's terms: the field, what is allowed and what was given."""
 
 import re
 from collections.abc import Iterator

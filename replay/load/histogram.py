@@ -1,4 +1,4 @@
-"""Histograms in bounded memory, for any number of values; pure."""
+"""Histograms in bounded memory, for any number of values."""
 
 import math
 from collections.abc import Iterator

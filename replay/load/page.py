@@ -1,4 +1,4 @@
-"""The HTML page of a benchmark, with tables and plots; pure."""
+"""The HTML page of a benchmark, with tables and plots."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape

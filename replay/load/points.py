@@ -1,4 +1,4 @@
-"""The points of a sweep, and when requests are due at each; pure.
+"""The points of a sweep, and when requests are due at each.
 
 In a closed loop (a concurrency), a client sends its next request when it has the answer to the last one. In an open
 loop (a rate or a speedup), requests are sent at their times, whether or not earlier ones have been answered."""

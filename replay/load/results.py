@@ -1,4 +1,4 @@
-"""The results of a benchmark, which are the fields of its JSON file (docs/bench.md); pure."""
+"""The results of a benchmark, which are the fields of its JSON file (docs/bench.md)."""
 
 import msgspec
 

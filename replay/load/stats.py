@@ -1,4 +1,4 @@
-"""Counts the outcomes of one run's requests; pure: chunks and times in, numbers out.
+"""Counts the outcomes of one run's requests: chunks and times in, numbers out.
 
 Times are seconds of one monotonic clock. They start when a request was due, not when it was sent: if a busy sender is
 late, its users wait for the sender too. Without this, an overloaded sender would hide the system's latency.

@@ -1,4 +1,4 @@
-"""The tables that `tokenbus bench` prints: one for each run, one for the sweep, and a progress line; pure."""
+"""The tables that `tokenbus bench` prints: one for each run, one for the sweep, and a progress line."""
 
 from collections.abc import Iterator, Sequence
 

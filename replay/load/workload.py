@@ -1,4 +1,4 @@
-"""The requests of a benchmark: random tokens, one text, or a trace; pure, and the same for the same seed."""
+"""The requests of a benchmark: random tokens, one text, or a trace, the same for the same seed."""
 
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Tracks all workers of all models by their messages and the time, and places requests on them; pure.
+"""Tracks all workers of all models by their messages and the time, and places requests on them.
 
 Besides its incarnation (registry.py), each worker has three state machines:
 

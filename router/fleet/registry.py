@@ -1,4 +1,4 @@
-"""The known workers, their incarnations, and the models they serve (decision 0039); pure.
+"""The known workers, their incarnations, and the models they serve (decision 0039).
 
 A worker is named by its model and its id. When it restarts it returns with a later epoch: a new incarnation, which
 replaces the earlier one. An earlier epoch is believed only once the known incarnation has been silent long enough to be

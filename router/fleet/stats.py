@@ -1,4 +1,4 @@
-"""Counts a router's placement decisions, and reports them to clients that ask; pure."""
+"""Counts a router's placement decisions, and reports them to clients that ask."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The LoRA adapters that a model's workers have for a tenant, by name and by digest; pure."""
+"""The LoRA adapters that a model's workers have for a tenant, by name and by digest."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Computes the hashes that name the KV blocks of a prompt, as the model's workers do; pure."""
+"""Computes the hashes that name the KV blocks of a prompt, as the model's workers do."""
 
 from typing import NamedTuple
 

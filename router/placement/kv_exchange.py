@@ -1,4 +1,4 @@
-"""Finds which of a prompt's KV blocks a worker could fetch from another worker instead of computing them; pure.
+"""Finds which of a prompt's KV blocks a worker could fetch from another worker instead of computing them.
 
 Workers with the same KV identity form a group: each can read the blocks of all others. The one that holds most of a
 prompt is the *holder* for the rest of its group:

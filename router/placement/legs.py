@@ -1,4 +1,4 @@
-"""Decides whether another worker computes a prompt for the one that gets the request (decision 0062); pure.
+"""Decides whether another worker computes a prompt for the one that gets the request (decision 0062).
 
 That is called a *leg*: the worker of the request fetches the blocks while the other computes them, and then samples. A
 leg pays if the first token comes earlier, or if it spares the streams running at the request's worker:

@@ -1,4 +1,4 @@
-"""The workers of one model: what they hold, how busy they are, and the choice among them; pure.
+"""The workers of one model: what they hold, how busy they are, and the choice among them.
 
 Each worker has a row: a bit of that number in the prefix index and a column entry in the worker table. A choice is a
 few operations over whole columns: which rows are eligible, how many leading blocks of the prompt each holds or will

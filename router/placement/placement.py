@@ -1,4 +1,4 @@
-"""Placement's requests and answers, and the explanation of a choice; pure."""
+"""Placement's requests and answers, and the explanation of a choice."""
 
 import enum
 import math

@@ -1,4 +1,4 @@
-"""Policies: each gives every candidate worker a cost, and the lowest cost wins; pure."""
+"""Policies: each gives every candidate worker a cost, and the lowest cost wins."""
 
 import random
 from importlib import metadata

@@ -1,4 +1,4 @@
-"""Predicts where the blocks of newly placed requests will be, until the workers' own events report them; pure.
+"""Predicts where the blocks of newly placed requests will be, until the workers' own events report them.
 
 Without this, requests with a common prefix that arrive together would be spread over all workers, since none of them
 holds it yet. Predictions are kept apart from the prefix index because they must expire."""

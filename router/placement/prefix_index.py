@@ -1,4 +1,4 @@
-"""The prefix index: which workers of a model hold which KV blocks, by block hash (decision 0026); pure.
+"""The prefix index: which workers of a model hold which KV blocks, by block hash (decision 0026).
 
 One dictionary maps each block hash to an integer in which every worker has a bit. A worker that holds a block holds all
 blocks before it, since hashes are chained and workers evict leaves first. So the set of holders only shrinks along a

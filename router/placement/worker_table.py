@@ -1,4 +1,4 @@
-"""The numbers that placement compares: a column for each kind of number, a row for each worker of one model; pure.
+"""The numbers that placement compares: a column for each kind of number, a row for each worker of one model.
 
 Choosing among a thousand workers costs little more than among ten: a few numpy operations on whole columns.
 

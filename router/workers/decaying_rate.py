@@ -1,4 +1,4 @@
-"""Measures how often something has happened recently; pure."""
+"""Measures how often something has happened recently."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Decides when a worker whose requests fail is given none for a while; pure.
+"""Decides when a worker whose requests fail is given none for a while.
 
 A worker that fails within milliseconds looks idle, so it would attract all requests. After several failures in a row it
 is *ejected*: it gets requests only if no other worker can take them. After a pause it is given some again on trial. The

@@ -1,4 +1,4 @@
-"""Follows one worker's numbered event log: detects gaps, and closes them with a snapshot; pure.
+"""Follows one worker's numbered event log: detects gaps, and closes them with a snapshot.
 
 Events are numbered from 0 without gaps. An event whose number is too high means that some were lost: from then on
 events are buffered, and a snapshot is requested. A snapshot arrives in parts and says after which event it was taken.

@@ -1,4 +1,4 @@
-"""Tracks which worker runs which request, by the workers' own events; pure."""
+"""Tracks which worker runs which request, by the workers' own events."""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,4 +1,4 @@
-"""Estimates how fast a worker computes prompts and generates tokens, from the loads in its events; pure.
+"""Estimates how fast a worker computes prompts and generates tokens, from the loads in its events.
 
 Only its best counts, since at other times it is doing other work as well: the mean follows faster samples quickly and
 slower ones hardly at all. A busy worker must not be mistaken for a slow one."""

@@ -1,4 +1,4 @@
-"""Learns how fast KV blocks move between workers, from their reported fetches; pure."""
+"""Learns how fast KV blocks move between workers, from their reported fetches."""
 
 import math
 

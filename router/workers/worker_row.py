@@ -1,4 +1,4 @@
-"""The numbers by which placement compares workers; pure."""
+"""The numbers by which placement compares workers."""
 
 from typing import NamedTuple
 

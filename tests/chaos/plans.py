@@ -1,4 +1,4 @@
-"""The kinds of faults, what each may cost a client, and the faults that a seed stands for; pure."""
+"""The kinds of faults, what each may cost a client, and the faults that a seed stands for."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Records a stream as its client reads it: what arrived, whether it is right, and how long the client waited; pure."""
+"""Records a stream as its client reads it: what arrived, whether it is right, and how long the client waited."""
 
 from collections.abc import Iterable, Sequence
 

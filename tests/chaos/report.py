@@ -1,4 +1,4 @@
-"""Writes what the rounds have shown as a page, every number of which comes from their records; pure."""
+"""Writes what the rounds have shown as a page, every number of which comes from their records."""
 
 from collections.abc import Iterable, Sequence
 

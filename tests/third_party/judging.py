@@ -1,4 +1,4 @@
-"""Compares what a suite found with the list of skips; pure.
+"""Compares what a suite found with the list of skips.
 
 Everything is run, what is skipped too: a skip that no longer applies is a mistake like a failure."""
 

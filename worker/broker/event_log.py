@@ -1,4 +1,4 @@
-"""Collects what routers must learn about a worker, and turns it into numbered entries; pure."""
+"""Collects what routers must learn about a worker, and turns it into numbered entries."""
 
 import itertools
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Decides whether a frontend may still publish (decision 0012); pure.
+"""Decides whether a frontend may still publish (decision 0012).
 
 Routers give up on a worker that is silent for 2 s, and place its requests elsewhere. A frontend that was frozen or has
 lost the broker must therefore stop before they do, or two workers would answer the same request. It may publish only

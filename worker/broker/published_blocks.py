@@ -1,4 +1,4 @@
-"""Cached blocks that routers have been told about, kept so that a snapshot can list them; pure."""
+"""Cached blocks that routers have been told about, kept so that a snapshot can list them."""
 
 import itertools
 from collections.abc import Iterable, Iterator

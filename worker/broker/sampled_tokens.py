@@ -1,4 +1,4 @@
-"""Collects sampled tokens for the event log; pure."""
+"""Collects sampled tokens for the event log."""
 
 from array import array
 from collections.abc import Iterable

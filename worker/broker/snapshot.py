@@ -1,4 +1,4 @@
-"""Splits a snapshot of a worker into messages of bounded size; pure."""
+"""Splits a snapshot of a worker into messages of bounded size."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""Decides which requests an engine can serve, and how many at once; pure."""
+"""Decides which requests an engine can serve, and how many at once."""
 
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.contract import contract, engine_request

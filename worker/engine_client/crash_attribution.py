@@ -1,4 +1,4 @@
-"""Decides what may have caused an engine process to die: sequences, or calls for embeddings and scores; pure.
+"""Decides what may have caused an engine process to die: sequences, or calls for embeddings and scores.
 
 Every sequence that was in a step is suspect, and every call that was in a batch, of any replica, since replicas share
 the process. After a crash the suspects are tried one at a time: if the process dies again, only the one that was tried

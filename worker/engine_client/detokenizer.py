@@ -1,4 +1,4 @@
-"""Turns sampled tokens into text: whole characters only, and nothing that is or could become a stop string; pure."""
+"""Turns sampled tokens into text: whole characters only, and nothing that is or could become a stop string."""
 
 import codecs
 import functools

@@ -1,4 +1,4 @@
-"""Learns how fast an engine computes prompts; pure."""
+"""Learns how fast an engine computes prompts."""
 
 _WEIGHT = 0.3
 """The newest step's weight in the running estimate."""

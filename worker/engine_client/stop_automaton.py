@@ -1,4 +1,4 @@
-"""Finds any of several stop strings in a text by looking at each character once or twice; pure.
+"""Finds any of several stop strings in a text by looking at each character once or twice.
 
 This is the Aho-Corasick automaton. Its nodes are the prefixes of the stop strings. The state after a text is the
 longest prefix that the text ends with. If no stop string continues with the next character, the next state is looked up

@@ -1,4 +1,4 @@
-"""Decides whether an engine's step will never end; pure.
+"""Decides whether an engine's step will never end.
 
 An engine reports every step once it is computed. While it has work and reports nothing, the step in progress ages. A
 fixed limit alone would kill large models on slow devices, so a step counts as stuck only when it is older than the

@@ -1,4 +1,4 @@
-"""Checks blocks from another worker before the engine sees them; pure.
+"""Checks blocks from another worker before the engine sees them.
 
 Whether the numbers are what the model would compute can't be checked: workers of a model trust each other in that.
 Everything else is compared, since an engine may abort on a block in another format."""

@@ -1,4 +1,4 @@
-"""Leases of KV blocks: which worker may read which of this one's blocks, and until when; pure."""
+"""Leases of KV blocks: which worker may read which of this one's blocks, and until when."""
 
 import secrets
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Limits how fast blocks move while a worker computes, so that its streams don't wait for them; pure."""
+"""Limits how fast blocks move while a worker computes, so that its streams don't wait for them."""
 
 BYTES_PER_S = 32 * 1024 * 1024
 _BURST_S = 0.05

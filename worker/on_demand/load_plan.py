@@ -1,4 +1,4 @@
-"""Decides which models a worker loads and unloads, so that their memory stays within a budget (decision 0063); pure.
+"""Decides which models a worker loads and unloads, so that their memory stays within a budget (decision 0063).
 
     UNLOADED --Load--> LOADING --loaded--> LOADED --Unload--> UNLOADING --unloaded--> UNLOADED
         ^                 |                   |

@@ -1,4 +1,4 @@
-"""One model of a load plan: its state, demand and use; pure."""
+"""One model of a load plan: its state, demand and use."""
 
 import enum
 

@@ -1,4 +1,4 @@
-"""Decides how the answer to a request is parsed, and what constrains it; pure.
+"""Decides how the answer to a request is parsed, and what constrains it.
 
 A constraint covers the answer's text, so if the model may reason, the reasoning comes before it. Tools that may or must
 be called are a separate constraint."""

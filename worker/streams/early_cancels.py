@@ -1,4 +1,4 @@
-"""Cancels and drops of requests that this worker does not hold (decision 0014); pure.
+"""Cancels and drops of requests that this worker does not hold (decision 0014).
 
 A cancel or a drop can overtake the run that it concerns. It is remembered for a while, so that the run is refused when
 it arrives. A drop takes back one attempt and those before it; a cancel ends every attempt."""

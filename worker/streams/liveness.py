@@ -1,4 +1,4 @@
-"""Decides whether a client is gone; pure.
+"""Decides whether a client is gone.
 
 The broker sends a no-responders notice when a chunk finds no subscriber. A client that reconnects looks the same for a
 moment, so two seconds later an empty chunk probes its inbox again; a notice for that one means that the client is

@@ -1,4 +1,4 @@
-"""Decides when to log about a prompt that takes long to compute; pure."""
+"""Decides when to log about a prompt that takes long to compute."""
 
 from tokenbus.protocol.telemetry.backoff import BackoffTimer
 

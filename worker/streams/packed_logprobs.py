@@ -1,4 +1,4 @@
-"""Packs the log probabilities of a completion for other workers; pure.
+"""Packs the log probabilities of a completion for other workers.
 
 Each token takes a record of 12 bytes for itself and one for each of the likeliest tokens at its position, so that
 packed tokens can be put together, and cut apart, without being read:

@@ -1,4 +1,4 @@
-"""Keeps the text and tokens of a stream, so that any part can be published again; pure.
+"""Keeps the text and tokens of a stream, so that any part can be published again.
 
 Text, reasoning and the arguments of tool calls are a track each: its bytes, and where in them each token ends:
 

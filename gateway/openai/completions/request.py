@@ -1,4 +1,4 @@
-"""Parses the body of a completion request and turns it into wire requests, one for each prompt; pure."""
+"""Parses the body of a completion request and turns it into wire requests, one for each prompt."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Turns the events of answers into completions, streamed or whole; pure."""
+"""Turns the events of answers into completions, streamed or whole."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Reads the input of a custom tool from the arguments of the function call that stands for it; pure."""
+"""Reads the input of a custom tool from the arguments of the function call that stands for it."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Packs reasoning into a text that clients store and send back, for those that store no other form; pure.
+"""Packs reasoning into a text that clients store and send back, for those that store no other form.
 
 Nothing is encrypted: the same client gets the same text in the item's `content`. The name is OpenAI's."""
 

@@ -1,4 +1,4 @@
-"""Turns the events of an answer into those of a streamed response; pure.
+"""Turns the events of an answer into those of a streamed response.
 
 Each item is added, grows and is done. A call that is cut off is never done, since agents execute a call when it is."""
 

@@ -1,4 +1,4 @@
-"""Translates the wire's field names into those of the Responses API; pure."""
+"""Translates the wire's field names into those of the Responses API."""
 
 import re
 from collections.abc import Mapping, Sequence

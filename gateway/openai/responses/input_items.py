@@ -1,4 +1,4 @@
-"""Turns the items of a conversation into wire messages; pure.
+"""Turns the items of a conversation into wire messages.
 
 Consecutive reasoning, texts and calls of the assistant form one message, as chat templates expect."""
 

@@ -1,4 +1,4 @@
-"""Turns the body of a request to count a response's input into a wire request, and the reply into OpenAI's; pure."""
+"""Turns the body of a request to count a response's input into a wire request, and the reply into OpenAI's."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Turns the parts of an answer into the output items of a response: reasoning, messages and calls; pure."""
+"""Turns the parts of an answer into the output items of a response: reasoning, messages and calls."""
 
 from typing import Literal
 

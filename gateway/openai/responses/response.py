@@ -1,4 +1,4 @@
-"""The response object: the body of an unstreamed response, also in the first and last events of a stream; pure."""
+"""The response object: the body of an unstreamed response, also in the first and last events of a stream."""
 
 import math
 from collections.abc import Sequence

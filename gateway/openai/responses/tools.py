@@ -1,4 +1,4 @@
-"""Offers a request's tools to the model as functions, and maps the names in its calls back to them; pure.
+"""Offers a request's tools to the model as functions, and maps the names in its calls back to them.
 
 Functions within a namespace are prefixed with its name. Custom tools, whose input is free text, become functions with
 one parameter. Tools that a server would have to run are left out."""

@@ -1,4 +1,4 @@
-"""Keeps what a router must know of a completion to continue it elsewhere, as read from its worker's event log; pure."""
+"""Keeps what a router must know of a completion to continue it elsewhere, as read from its worker's event log."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""A bounded queue that is fair between tenants; pure.
+"""A bounded queue that is fair between tenants.
 
 Tenants share the queue by deficit round robin: in each round a tenant earns a quantum of tokens and spends it on its
 own requests, so a tenant with many or large requests only delays itself. Within a tenant requests leave in the order of

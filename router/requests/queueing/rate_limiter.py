@@ -1,4 +1,4 @@
-"""Per-tenant rate limits of one router: open requests, and requests and tokens per minute; pure."""
+"""Per-tenant rate limits of one router: open requests, and requests and tokens per minute."""
 
 from collections import OrderedDict
 from collections.abc import Mapping

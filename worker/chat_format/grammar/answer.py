@@ -1,4 +1,4 @@
-"""Writes the grammar of an answer with reasoning and tool calls, from a chat format and the tools; pure.
+"""Writes the grammar of an answer with reasoning and tool calls, from a chat format and the tools.
 
 With `auto`, text is free until the marker that opens a call; from there on, everything follows the format and the
 tool's schema. With `required`, or with one tool that must be called, the answer is only calls, after the reasoning:

@@ -1,4 +1,4 @@
-"""Writes the grammar of one call, after the marker that opens it; pure."""
+"""Writes the grammar of one call, after the marker that opens it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's chat format, prepared for its vocabulary, as a worker needs it for every request; pure."""
+"""A model's chat format, prepared for its vocabulary, as a worker needs it for every request."""
 
 from __future__ import annotations
 

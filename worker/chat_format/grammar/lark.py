@@ -1,4 +1,4 @@
-"""Writes rules in llguidance's Lark dialect: markers, free text closed by a marker, and JSON; pure."""
+"""Writes rules in llguidance's Lark dialect: markers, free text closed by a marker, and JSON."""
 
 from __future__ import annotations
 

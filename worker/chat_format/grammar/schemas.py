@@ -1,4 +1,4 @@
-"""Prepares tools' schemas for grammars, in which they, or parts of them, are nested in others; pure."""
+"""Prepares tools' schemas for grammars, in which they, or parts of them, are nested in others."""
 
 from __future__ import annotations
 

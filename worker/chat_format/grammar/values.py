@@ -1,4 +1,4 @@
-"""Writes the grammars of notations other than JSON: arguments in any order, Python literals, bare keys; pure."""
+"""Writes the grammars of notations other than JSON: arguments in any order, Python literals, bare keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds non-finite numbers (NaN and infinity) among keys and values as laid out in memory; pure.
+"""Finds non-finite numbers (NaN and infinity) among keys and values as laid out in memory.
 
 Such a number has all bits of its exponent set. Testing bits takes a sixteenth of the time of `numpy.isfinite` for 16
 bits. A quantized type has a few 16-bit scales at the beginning of each group; its other bits always represent finite

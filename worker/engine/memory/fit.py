@@ -1,4 +1,4 @@
-"""Chooses the sizes of a replica that fit into memory; pure.
+"""Chooses the sizes of a replica that fit into memory.
 
 Explicit settings are taken as they are. The defaults are the model's own context, a KV cache for several of these, and
 a cache in host memory; if that is too much, the host cache shrinks first, then the KV cache, and then the context

@@ -1,4 +1,4 @@
-"""Estimates from a model's files the memory that it will take, before it is loaded; pure.
+"""Estimates from a model's files the memory that it will take, before it is loaded.
 
 The parts were checked against what engines really take (decision 0064)."""
 

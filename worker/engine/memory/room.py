@@ -1,4 +1,4 @@
-"""Divides the memory of a device among the processes that have claimed some of it; pure."""
+"""Divides the memory of a device among the processes that have claimed some of it."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Decides which settings an ONNX engine can meet, and how large its cache is; pure."""
+"""Decides which settings an ONNX engine can meet, and how large its cache is."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The lengths of recent answers, and the tokens that a sequence is expected to add to its own; pure.
+"""The lengths of recent answers, and the tokens that a sequence is expected to add to its own.
 
 `max_tokens` says little: agents ask for thousands of tokens and use a hundred. The lengths of this model's recent
 answers say more. For an answer that already has n tokens, only those that became longer than n are informative:

@@ -1,4 +1,4 @@
-"""Parses the script of faults that a simulator injects, and injects those that its engine can't; pure."""
+"""Parses the script of faults that a simulator injects, and injects those that its engine can't."""
 
 import itertools
 from collections.abc import Sequence

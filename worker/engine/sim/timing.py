@@ -1,4 +1,4 @@
-"""Models how long a device takes for a step; pure."""
+"""Models how long a device takes for a step."""
 
 from typing import NamedTuple
 

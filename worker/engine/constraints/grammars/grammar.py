@@ -1,4 +1,4 @@
-"""Turns a constraint into an llguidance grammar; pure.
+"""Turns a constraint into an llguidance grammar.
 
 A constraint with a preamble becomes two grammars, one inside the other."""
 

@@ -1,4 +1,4 @@
-"""Decides which constraints are small enough for the engine itself to compile and follow; pure.
+"""Decides which constraints are small enough for the engine itself to compile and follow.
 
 Nothing can stop llguidance in the middle of a call, and its own limits do not bound everything: a regex takes time
 quadratic in its length before any limit applies, and a sufficiently ambiguous 120-byte Lark grammar takes over four

@@ -1,4 +1,4 @@
-"""Waiting work, served to tenants in turn; pure."""
+"""Waiting work, served to tenants in turn."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection

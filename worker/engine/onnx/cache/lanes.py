@@ -1,4 +1,4 @@
-"""Keeps the length of each lane, and turns the block pool's operations into copies; pure.
+"""Keeps the length of each lane, and turns the block pool's operations into copies.
 
 The pool assumes that lanes can share memory. Here each lane has its own, so sharing means copying, unless the sharing
 lane is emptied right after: then its memory changes hands. Tokens that a lane already holds are never copied."""

@@ -1,4 +1,4 @@
-"""Assigns lanes to rows of the cache: those that decode together must be adjacent, from row 0 on; pure.
+"""Assigns lanes to rows of the cache: those that decode together must be adjacent, from row 0 on.
 
     rows    | 0 1 2        | 3 4         | 5   6   7   8                    |
     lanes   | decode (one  | decode (the | prompts, cached prefixes, empty  |
