@@ -1,4 +1,4 @@
-"""Turns a run into an engine request, filling in what the client left open from the model's defaults; pure except for
+"""Turns a run into an engine request, filling in what the client left open from the model's defaults. Pure except for
 the seed, which is random if the client gave none."""
 
 import secrets
