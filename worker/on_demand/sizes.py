@@ -7,14 +7,14 @@ import msgspec
 
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.host_cache import sizing
+from tokenbus.worker.engine.memory import fit
 from tokenbus.worker.engine.memory.need import MemoryNeed, ModelFacts, Sizes, estimate
 from tokenbus.worker.files import device_memory
 
 _LONG_CONTEXT = 32_768
 _SHORT_CONTEXT = 8_192
-_CONTEXTS = 4
 _MAX_SHARED_TOKENS = 16_384
-"""By default there is KV memory for this many contexts, up to this many tokens, or for one longer context."""
+"""Less than a model that stays gets (`memory/fit.py`)."""
 
 
 def choose(facts: ModelFacts, settings: EngineSettings, budget_bytes: int) -> MemoryNeed:
@@ -37,7 +37,7 @@ def sized(settings: EngineSettings, need: MemoryNeed) -> EngineSettings:
 
 def _need(facts: ModelFacts, settings: EngineSettings, longest: int) -> MemoryNeed:
     length = settings.context_length or longest
-    shared = max(length, min(_CONTEXTS * length, _MAX_SHARED_TOKENS))
+    shared = fit.shared_kv_tokens(length, _MAX_SHARED_TOKENS)
     kv_tokens = settings.kv_tokens or facts.kv_tokens or (length if facts.pools else shared)
     has_prefixes = not facts.pools and (facts.kv_bytes_per_token or facts.state_bytes)
     # the system reclaims the memory of cached files

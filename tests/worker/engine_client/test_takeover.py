@@ -35,6 +35,19 @@ async def answers(one: Life, prompts: list[list[int]]) -> list[Recorder]:
 PROMPTS = [[1, 2, 3, number] for number in range(10, 14)]
 
 
+async def assert_ended_alone_after_two_engines(one: Life, poisonous: list[int], calm: list[Recorder]) -> None:
+    """Asks for something poisonous beside three streams, which get the same answers as in the calm run."""
+    neighbours = [await one.ask(prompt) for prompt in PROMPTS[:3]]
+    await neighbours[0].until(lambda seen: len(seen.token_ids) >= 3)
+    terminal = await (await one.ask(poisonous)).terminal()
+    assert terminal.error is not None
+    assert terminal.error.code is errors.Code.REQUEST_CRASHES_ENGINE
+    for recorder in neighbours:
+        await recorder.terminal()
+    assert [seen.token_ids for seen in neighbours] == [seen.token_ids for seen in calm]
+    assert one.supervisor.restarts == 2
+
+
 async def test_streams_continue_where_they_were_when_their_engine_dies(life: Begin) -> None:
     calm = await answers(life([Fragile()]), PROMPTS)
     torn = await answers(life([Fragile(fatal_step=7), Fragile(fatal_step=9), Fragile()]), PROMPTS)
@@ -77,16 +90,7 @@ async def test_a_request_that_ends_two_engines_is_refused_and_its_neighbours_nev
 ) -> None:
     calm = await answers(life([Fragile()]), PROMPTS[:3])
     one = life([Fragile(), Fragile(), Fragile()])
-    neighbours = [await one.ask(prompt) for prompt in PROMPTS[:3]]
-    await neighbours[0].until(lambda seen: len(seen.token_ids) >= 3)
-    poisonous = await one.ask([1, POISON, 2])
-    terminal = await poisonous.terminal()
-    assert terminal.error is not None
-    assert terminal.error.code is errors.Code.REQUEST_CRASHES_ENGINE
-    for recorder in neighbours:
-        await recorder.terminal()
-    assert [seen.token_ids for seen in neighbours] == [seen.token_ids for seen in calm]
-    assert one.supervisor.restarts == 2
+    await assert_ended_alone_after_two_engines(one, [1, POISON, 2], calm)
 
 
 async def test_a_stream_can_be_cancelled_while_there_is_no_engine(life: Begin) -> None:
@@ -151,16 +155,7 @@ async def test_a_running_stream_is_not_suspect_if_its_engine_dies_before_it_star
 async def test_streams_continue_when_their_engine_ends_because_its_memory_stays_poisoned(life: Begin) -> None:
     calm = await answers(life([StainedRunner()]), PROMPTS[:3])
     one = life([StainedRunner() for _ in range(3)])
-    neighbours = [await one.ask(prompt) for prompt in PROMPTS[:3]]
-    await neighbours[0].until(lambda seen: len(seen.token_ids) >= 3)
-    culprit = await one.ask([1, KNOWN_POISON, 2])
-    terminal = await culprit.terminal()
-    assert terminal.error is not None
-    assert terminal.error.code is errors.Code.REQUEST_CRASHES_ENGINE
-    for recorder in neighbours:
-        await recorder.terminal()
-    assert [seen.token_ids for seen in neighbours] == [seen.token_ids for seen in calm]
-    assert one.supervisor.restarts == 2
+    await assert_ended_alone_after_two_engines(one, [1, KNOWN_POISON, 2], calm)
 
 
 async def test_a_model_that_never_has_finite_numbers_ends_its_requests_and_no_engine(life: Begin) -> None:

@@ -15,7 +15,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import backend, settings_resolution
 from tokenbus.worker.engine.gguf.model_facts import IDLE_LANES
 
-_CELLS = 256
+CELLS = 256
 """llama.cpp rounds its KV memory up to multiples of this, but not the tokens that it takes in one batch."""
 
 
@@ -43,7 +43,7 @@ def _keeps_windows(model: llama.llama_model_p) -> bool:
 
     Only a context's memory shows that: the saved state of an empty sequence has a part for windows."""
     params: llama.llama_context_params = llama.llama_context_default_params()
-    params.n_ctx = params.n_batch = params.n_ubatch = _CELLS
+    params.n_ctx = params.n_batch = params.n_ubatch = CELLS
     context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
     if context is None:
         backend.last_error()  # creating the real one reports its own errors
@@ -77,7 +77,7 @@ def num_lanes(settings: EngineSettings, *, partial_state: bool) -> int:
 def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_state: bool) -> llama.llama_context_p:
     """`partial_state` is the model's `has_partial_state`. Raises ModelError if there is too little memory."""
     params = common_params(settings)
-    params.n_ctx = -(-_kv_tokens(model, settings) // _CELLS) * _CELLS
+    params.n_ctx = -(-_kv_tokens(model, settings) // CELLS) * CELLS
     params.n_batch = settings.max_num_batched_tokens
     params.n_ubatch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
     params.n_seq_max = num_lanes(settings, partial_state=partial_state) + first_seq_id(settings)

@@ -14,8 +14,6 @@ from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.gguf import backend, context
 from tokenbus.worker.engine.gguf.batch import BatchPart, LlamaBatch
 
-_CELLS = 256
-"""llama.cpp rounds its KV memory up to multiples of this, but not the tokens that it takes in one batch."""
 _NO_ROOM, _OUT_OF_MEMORY = 1, -2
 """llama_decode's results for too few cells, and for an allocation that failed."""
 
@@ -41,7 +39,7 @@ class PoolingContext:
         params.embeddings = True
         params.pooling_type = pooling
         # llama.cpp aborts if its largest ubatch does not have the same number of tokens for each sequence.
-        params.n_ctx = params.n_batch = -(-size.tokens // _CELLS) * _CELLS
+        params.n_ctx = params.n_batch = -(-size.tokens // context.CELLS) * context.CELLS
         params.n_ubatch = params.n_batch if size.ubatch_tokens >= size.tokens else size.ubatch_tokens
         params.n_outputs_max = params.n_batch if size.outputs >= size.tokens else size.outputs
         params.n_seq_max = size.inputs

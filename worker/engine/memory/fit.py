@@ -22,8 +22,8 @@ _MAX_CONTEXT = 262_144
 _MAX_POOLED_INPUT = 8_192
 """The longest input that a model pools without a setting: attention memory grows with its square."""
 _CONTEXTS = 4
+"""By default there is KV memory for this many contexts (`shared_kv_tokens`)."""
 _MAX_SHARED_TOKENS = 65_536
-"""By default there is KV memory for this many contexts, up to this many tokens, or for one longer context."""
 _LEAST_CONTEXT = 2_048
 """No shorter context is chosen: most chats would not fit."""
 _OFFLOADED_CONTEXT = 8_192
@@ -55,7 +55,12 @@ def default_kv_tokens(length: int, settings: EngineSettings, placement: DevicePl
     A GPU has no other use for its memory, and clears it quickly."""
     if placement.layer_share >= 1:
         return length * max(settings.max_num_seqs, _CONTEXTS)
-    return max(length, min(_CONTEXTS * length, _MAX_SHARED_TOKENS))
+    return shared_kv_tokens(length, _MAX_SHARED_TOKENS)
+
+
+def shared_kv_tokens(length: int, max_shared: int) -> int:
+    """Returns the tokens of KV memory for a few contexts, up to `max_shared` tokens, or for one longer context."""
+    return max(length, min(_CONTEXTS * length, max_shared))
 
 
 def wished(facts: ModelFacts, settings: EngineSettings, rooms: Rooms) -> Sizes:
