@@ -64,7 +64,7 @@ class RunSender:
         self.model = model
         self.cards: dict[str, messages.Card] = {}
         self.fetches: list[internal.Fetched] = []
-        self.legs: list[str] = []
+        self.remote_prefills: list[str] = []
         """Keys of requests whose prompts workers have begun to compute for others."""
         self.num_stored: Counter[str] = Counter()
         """Blocks that each worker has reported as stored."""
@@ -88,7 +88,7 @@ class RunSender:
         async def take_events(message: Msg) -> None:
             told = _events.decode(message.data, codec.Encoding.MSGPACK)
             self.fetches += told.fetches
-            self.legs += told.legs
+            self.remote_prefills += told.legs
             self.num_stored[told.worker_id] += sum(len(run.hashes) for run in told.stored)
             self.num_removed += len(told.removed)
             self._told.set()
@@ -149,10 +149,10 @@ class RunSender:
                 await self._told.wait()
         return self.fetches[count - 1]
 
-    async def until_leg(self, count: int) -> None:
+    async def until_remote_prefill(self, count: int) -> None:
         """Waits until workers have begun to compute this many prompts for others."""
         async with asyncio.timeout(30):
-            while len(self.legs) < count:
+            while len(self.remote_prefills) < count:
                 self._told.clear()
                 await self._told.wait()
 

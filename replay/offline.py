@@ -28,7 +28,7 @@ def play(settings: ReplaySettings, policy: str) -> PolicyResult:
     simulation = Simulation(settings, make_policies()[policy])
     steps = simulation.play(load_requests(settings))
     simulation.check_integrity()
-    fetched, computed = simulation.num_fetched_tokens, simulation.num_leg_tokens
+    fetched, computed = simulation.num_fetched_tokens, simulation.num_remote_prefill_tokens
     return summarize(policy, simulation.outcomes, steps, settings.workers, fetched, computed)
 
 

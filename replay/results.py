@@ -29,7 +29,7 @@ class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
     """The share of all prompt tokens that did not have to be computed."""
     fetched_rate: float
     """The share of all prompt tokens whose blocks came from other workers' caches."""
-    leg_rate: float
+    remote_prefill_rate: float
     """The share of all prompt tokens that one worker computed for another."""
     predicted_rate: float
     """The hit rate that the router predicted."""
@@ -55,7 +55,7 @@ def summarize(
     steps: Iterable[DecodeSteps],
     num_workers: int,
     fetched_tokens: int = 0,
-    leg_tokens: int = 0,
+    remote_prefill_tokens: int = 0,
 ) -> PolicyResult:
     """Returns the results of one replay, in which at least one request ended."""
     prompt_tokens = sum(one.request.prompt_tokens for one in outcomes)
@@ -66,9 +66,9 @@ def summarize(
     return PolicyResult(
         policy=policy,
         requests=len(outcomes),
-        hit_rate=_share(sum(one.cached_tokens for one in outcomes) - leg_tokens, prompt_tokens),
+        hit_rate=_share(sum(one.cached_tokens for one in outcomes) - remote_prefill_tokens, prompt_tokens),
         fetched_rate=_share(fetched_tokens, prompt_tokens),
-        leg_rate=_share(leg_tokens, prompt_tokens),
+        remote_prefill_rate=_share(remote_prefill_tokens, prompt_tokens),
         predicted_rate=_share(sum(one.predicted_tokens for one in outcomes), prompt_tokens),
         ttft_ms=_latency_stats(one.first_at - one.arrived_at for one in outcomes),
         itl_ms=_itl_stats(steps),

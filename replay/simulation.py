@@ -129,8 +129,8 @@ class Simulation:
         return sum(worker.num_fetched_tokens for worker in self._workers)
 
     @property
-    def num_leg_tokens(self) -> int:
-        return sum(worker.num_leg_tokens for worker in self._workers)
+    def num_remote_prefill_tokens(self) -> int:
+        return sum(worker.num_remote_prefill_tokens for worker in self._workers)
 
     def check_integrity(self) -> None:
         for worker in self._workers:
@@ -176,8 +176,8 @@ class Simulation:
             holder = placement.fetch_from
             source = None if holder is None else self._workers[self._numbers[holder.card.worker_id]]
             worker, request = self._workers[at], self._requests[number]
-            if placement.has_leg and source is not None:
-                worker.submit_with_leg(number, request, now, source)
+            if placement.has_remote_prefill and source is not None:
+                worker.submit_with_remote_prefill(number, request, now, source)
             else:
                 worker.submit(number, request, now, source)
 

@@ -72,7 +72,9 @@ class TransferLink:
         ends_at = self._receives_until = source._sends_until = began_at + count * self._block_s
         return VirtualTransfer(prefix, start, end, now, ends_at)
 
-    def begin_leg(self, source: "TransferLink", prefix: Prefix, began_at: float, now: float) -> VirtualTransfer | None:
+    def begin_remote_prefill(
+        self, source: "TransferLink", prefix: Prefix, began_at: float, now: float
+    ) -> VirtualTransfer | None:
         """Begins to take the blocks that another worker has just computed, since `began_at`; None if there are none.
 
         All but the last block, which may be partial, have moved meanwhile, as far as both ends were free."""

@@ -83,7 +83,7 @@ class VirtualWorker:
         self._timer_numbers = itertools.count()
         self._fetching: dict[int, int] = {}
         """Prompt tokens of the sequences that wait for blocks, by number."""
-        self._legs: dict[int, Callable[[float], None]] = {}
+        self._remote_prefills: dict[int, Callable[[float], None]] = {}
         """The workers waiting for the prompts that this one computes for others, by the number of the sequence."""
         self._num_awaited = 0
         """Sequences that wait for another worker to compute their prompts."""
@@ -92,7 +92,7 @@ class VirtualWorker:
         """When the step in progress ends; None while the worker is idle."""
         self.num_fetched_tokens = 0
         """Tokens whose blocks came from other workers' caches."""
-        self.num_leg_tokens = 0
+        self.num_remote_prefill_tokens = 0
         """Tokens that this worker has computed for others."""
         self.events: list[tuple[float, internal.Events]] = []
         """The new entries of its event log with their times."""
@@ -147,13 +147,17 @@ class VirtualWorker:
         if self._plan is None:
             self._start_step(now)
 
-    def submit_with_leg(self, number: int, request: TracedRequest, now: float, source: "VirtualWorker") -> None:
+    def submit_with_remote_prefill(
+        self, number: int, request: TracedRequest, now: float, source: "VirtualWorker"
+    ) -> None:
         """Accepts a request of the trace whose prompt another worker computes. That worker must be advanced before this
         one, which needs to know when the blocks arrive."""
         sequence, started = self._accept(number, request, now)
         self._num_awaited += 1
         self._publish(now, started=[started])
-        source._compute_for(self._keys[number], sequence, now, lambda at: self._take_leg(source, sequence, now, at))
+        source._compute_for(
+            self._keys[number], sequence, now, lambda at: self._take_remote_prefill(source, sequence, now, at)
+        )
 
     def advance(self, now: float, coalesce_until: float) -> None:
         """Takes all steps that end by `now`. Identical steps that end by `coalesce_until` are taken together, with one
@@ -190,7 +194,7 @@ class VirtualWorker:
     def _compute_for(self, key: str, other: Sequence, now: float, on_computed: Callable[[float], None]) -> None:
         """Computes all but the last token of another worker's prompt, and reports when they are ready."""
         number = -1 - other.seq_no
-        leg = Sequence(
+        remote_prefill = Sequence(
             number,
             other.token_ids[: max(1, other.num_prompt - 1)],
             engine_request.Sampling(max_tokens=1),
@@ -199,23 +203,25 @@ class VirtualWorker:
             priority=other.priority,
             arrived_at=now,
         )
-        self._legs[number] = on_computed
-        self._scheduler.add(leg)
-        self._publish(now, legs=[key])
+        self._remote_prefills[number] = on_computed
+        self._scheduler.add(remote_prefill)
+        self._publish(now, remote_prefills=[key])
         if self._plan is None:
             self._start_step(now)
 
-    def _take_leg(self, source: "VirtualWorker", sequence: Sequence, began_at: float, now: float) -> None:
+    def _take_remote_prefill(self, source: "VirtualWorker", sequence: Sequence, began_at: float, now: float) -> None:
         """Takes the blocks that another worker has computed since `began_at`."""
         assert sequence.domain is not None
-        transfer = self._link.begin_leg(source._link, Prefix(sequence.domain, sequence.token_ids), began_at, now)
+        transfer = self._link.begin_remote_prefill(
+            source._link, Prefix(sequence.domain, sequence.token_ids), began_at, now
+        )
         if transfer is None:
-            self._call_at(now, lambda at: self._end_leg(sequence, at))
+            self._call_at(now, lambda at: self._end_remote_prefill(sequence, at))
             return
         source._call_at(transfer.ends_at, lambda at: source._link.finish_sending(transfer))
-        self._call_at(transfer.ends_at, lambda at: self._end_leg(sequence, at, transfer))
+        self._call_at(transfer.ends_at, lambda at: self._end_remote_prefill(sequence, at, transfer))
 
-    def _end_leg(self, sequence: Sequence, now: float, transfer: VirtualTransfer | None = None) -> None:
+    def _end_remote_prefill(self, sequence: Sequence, now: float, transfer: VirtualTransfer | None = None) -> None:
         self._num_awaited -= 1
         if transfer is not None:
             self._link.finish_receiving(transfer)
@@ -278,17 +284,19 @@ class VirtualWorker:
         results = self._scheduler.update(plan, outcomes)
         self._record(results, now)
         ended = [result.sequence for result in results if result.finish_reason is not None]
-        self._publish(now, finished=[self._keys.pop(one.seq_no) for one in ended if one.seq_no not in self._legs])
+        self._publish(
+            now, finished=[self._keys.pop(one.seq_no) for one in ended if one.seq_no not in self._remote_prefills]
+        )
         for sequence in ended:
-            if (on_computed := self._legs.pop(sequence.seq_no, None)) is not None:
-                self.num_leg_tokens += sequence.num_prompt - sequence.num_cached
+            if (on_computed := self._remote_prefills.pop(sequence.seq_no, None)) is not None:
+                self.num_remote_prefill_tokens += sequence.num_prompt - sequence.num_cached
                 on_computed(now)
 
     def _record(self, results: Iterable[StepResult], now: float) -> None:
         gaps: Counter[float] = Counter()
         for sequence, _, finish_reason in results:
             number = sequence.seq_no
-            if number in self._legs:
+            if number in self._remote_prefills:
                 continue
             before = self._last_token_at.get(number)
             if before is None:
@@ -332,7 +340,7 @@ class VirtualWorker:
         started: list[internal.Started] | None = None,
         finished: list[str] | None = None,
         fetches: list[internal.Fetched] | None = None,
-        legs: list[str] | None = None,
+        remote_prefills: list[str] | None = None,
     ) -> None:
         load = self._scheduler.load()
         if self._fetching or self._num_awaited:
@@ -353,7 +361,7 @@ class VirtualWorker:
             started=started or [],
             finished=finished or [],
             fetches=fetches or [],
-            legs=legs or [],
+            legs=remote_prefills or [],
         )
         self._seq += 1
         self.events.append((now, entry))
@@ -365,5 +373,5 @@ def _sampled(sequence: Sequence) -> int:
 
 
 def own_token(seq_no: int) -> int:
-    """Returns the token of a sequence's output. Legs have negative numbers."""
+    """Returns the token of a sequence's output. Remote prefills have negative numbers."""
     return VOCAB_SIZE + (2 * seq_no if seq_no >= 0 else -2 * seq_no - 1)

@@ -71,7 +71,9 @@ class Router:
         self.flights = Flights(settings.max_flights, settings.max_prompt_bytes)
         self._bus = bus
         self._replies = ReplySender(bus)
-        policy = PolicySettings(make_policies(), settings.policy, rng, settings.temperature, settings.min_leg_tokens)
+        policy = PolicySettings(
+            make_policies(), settings.policy, rng, settings.temperature, settings.min_remote_prefill_tokens
+        )
         self._queue = PlacementQueue(self.fleet, policy, settings.queue, self.metrics)
         self._rate_limiter = RateLimiter(settings.tenant_limits, settings.tenant_limit_overrides)
         self._telemetry = FlightTelemetry(self.metrics, tracer, settings.request_log)

@@ -7,8 +7,8 @@ from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.telemetry import status
 from tokenbus.protocol.wire import subjects
-from tokenbus.router.placement.legs import MIN_LEG_TOKENS
 from tokenbus.router.placement.policies import make_policies
+from tokenbus.router.placement.remote_prefills import MIN_REMOTE_PREFILL_TOKENS
 from tokenbus.router.requests.flights.request_telemetry import RequestLogSettings
 from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
 from tokenbus.router.requests.queueing.settings import QueueSettings
@@ -26,7 +26,7 @@ class RouterSettings:
     """Policy for requests that name none."""
     temperature: float = 0.0
     """At 0 the cheapest worker is always chosen. The higher it is, the more often costlier ones are."""
-    min_leg_tokens: int = MIN_LEG_TOKENS
+    min_remote_prefill_tokens: int = MIN_REMOTE_PREFILL_TOKENS
     """Fewest missing tokens for which a worker of the role `prefill` may compute a prompt; 0: none ever does."""
     queue: QueueSettings = dataclasses.field(default_factory=QueueSettings)
     """Limits of the requests that wait while every worker is busy."""

@@ -42,7 +42,8 @@ def measure(trace: str) -> dict[str, list[PolicyResult]]:
             for way, run in zip(ways, found[fleet], strict=True):
                 first = run.ttft_ms
                 print(f"{fleet:22} {way:22} hit rate {run.hit_rate:.3f}, fetched {run.fetched_rate:.3f}", end="")
-                print(f", legs {run.leg_rate:.3f}, first token mean {first.mean:,.0f} p50 {first.p50:,.0f} ms", end="")
+                print(f", computed elsewhere {run.remote_prefill_rate:.3f}", end="")
+                print(f", first token mean {first.mean:,.0f} p50 {first.p50:,.0f} ms", end="")
                 print(f", gap mean {run.itl_ms.mean:.1f} p99 {run.itl_ms.p99:.1f} ms", flush=True)
     return found
 

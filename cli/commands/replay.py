@@ -182,7 +182,7 @@ def _table(runs: Sequence[PolicyResult]) -> Table:
     heads = (
         "hit rate",
         "fetched",
-        "legs",
+        "remote_prefills",
         "TTFT ms mean",
         "p50",
         "p99",
@@ -199,7 +199,7 @@ def _table(runs: Sequence[PolicyResult]) -> Table:
             run.policy,
             f"{run.hit_rate:.3f}",
             f"{run.fetched_rate:.3f}",
-            f"{run.leg_rate:.3f}",
+            f"{run.remote_prefill_rate:.3f}",
             *_cells(run.ttft_ms, "mean", "p50", "p99"),
             *_cells(run.itl_ms, "mean", "p99"),
             *_cells(run.queue_ms, "p99"),

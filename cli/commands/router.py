@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from tokenbus.cli.console import arguments, connection_flags, serve
 from tokenbus.protocol.wire import subjects
-from tokenbus.router.placement.legs import MIN_LEG_TOKENS
 from tokenbus.router.placement.policies import POLICIES
+from tokenbus.router.placement.remote_prefills import MIN_REMOTE_PREFILL_TOKENS
 from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
 from tokenbus.router.requests.queueing.settings import QueueSettings
 
@@ -27,9 +27,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="above 0, sometimes choose a worker that costs more (%(default)s)",
     )
     parser.add_argument(
-        "--leg-tokens",
+        "--remote-prefill-tokens",
         type=arguments.at_least(0),
-        default=MIN_LEG_TOKENS,
+        default=MIN_REMOTE_PREFILL_TOKENS,
         help="fewest missing tokens for which a prefill worker may compute a prompt; 0: none ever does (%(default)s)",
     )
     parser.add_argument(
@@ -117,7 +117,7 @@ def settings_of(options: argparse.Namespace) -> "RouterSettings":
         router_id=options.router_id,
         policy=options.policy,
         temperature=options.temperature,
-        min_leg_tokens=options.leg_tokens,
+        min_remote_prefill_tokens=options.remote_prefill_tokens,
         queue=QueueSettings(options.max_queued_requests, options.max_queued_tokens),
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
         max_request_bytes=options.max_request_bytes,

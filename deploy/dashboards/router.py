@@ -187,7 +187,7 @@ _FLEET = (
         "Placements per second whose prompt goes to a worker of the role `prefill`. If there are none although there "
         "are such workers, these are busy, prompts are short, or blocks can't move: `kv_identity` in the cards.",
         "ops",
-        (Query(rate(f"{_P}_legs_total", MODEL_ROUTER_FILTER, "model"), "{{model}}"),),
+        (Query(rate(f"{_P}_remote_prefills_total", MODEL_ROUTER_FILTER, "model"), "{{model}}"),),
     ),
     Panel(
         "How fast KV blocks move between workers",

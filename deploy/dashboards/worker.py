@@ -235,8 +235,8 @@ _MEMORY = (
         "too few; if they are `lost`, one does not answer.",
         "ops",
         (
-            Query(rate(f"{_P}_legs_total", WORKER_FILTER, "outcome"), "computed: {{outcome}}"),
-            Query(rate(f"{_P}_legs_awaited_total", WORKER_FILTER, "outcome"), "awaited: {{outcome}}"),
+            Query(rate(f"{_P}_remote_prefills_total", WORKER_FILTER, "outcome"), "computed: {{outcome}}"),
+            Query(rate(f"{_P}_remote_prefills_awaited_total", WORKER_FILTER, "outcome"), "awaited: {{outcome}}"),
         ),
     ),
     Panel(

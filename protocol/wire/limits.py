@@ -104,5 +104,5 @@ WITHDRAWN_TTL_S = 10.0
 MAX_WITHDRAWN = 10_000
 MODEL_NOT_FOUND_AFTER_S = 60.0
 """A router younger than this answers `no_worker` for a model that it has not seen."""
-MAX_LEGS = 8
+MAX_REMOTE_PREFILLS = 8
 """Prompts that a worker computes for others at a time."""

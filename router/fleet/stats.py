@@ -20,7 +20,7 @@ class DecisionStats:
         self.prompt_tokens = 0
         self.predicted_tokens = 0
         self.fetch_tokens = 0
-        self.legs = 0
+        self.remote_prefills = 0
         self.refused_messages = 0
         self.continued = 0
         self._durations_s: deque[float] = deque(maxlen=_MAX_SAMPLES)
@@ -33,7 +33,7 @@ class DecisionStats:
         """Counts a placed request, how many of its prompt's tokens are predicted to be cached, and how many of these
         its worker must fetch first."""
         self.decisions += 1
-        self.legs += placement.has_leg
+        self.remote_prefills += placement.has_remote_prefill
         self.prompt_tokens += prompt_tokens
         self.predicted_tokens += placement.overlap_tokens + placement.fetch_tokens
         self.fetch_tokens += placement.fetch_tokens
@@ -89,5 +89,5 @@ class DecisionStats:
             refused_messages=self.refused_messages,
             continued=self.continued,
             predicted_fetch_rate=round(self.predicted_fetch_rate, 4),
-            legs=self.legs,
+            legs=self.remote_prefills,
         )

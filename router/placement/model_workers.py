@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, internal, limits, messages
-from tokenbus.router.placement import legs
+from tokenbus.router.placement import remote_prefills
 from tokenbus.router.placement.adapters import has_all
 from tokenbus.router.placement.hash_scheme import HashScheme, hash_scheme_of
 from tokenbus.router.placement.kv_exchange import FetchPlanner
@@ -171,27 +171,36 @@ class ModelWorkers:
         holder = None if offer is None else offer.holder_for(at)
         if holder is not None:
             fetch_blocks, source = holder.overlap_blocks - overlap_blocks, self._by_row[holder.row]
-        leg = None
+        remote_prefill = None
         if request.hashes and len(rows) < len(usable):
-            leg = self._find_leg(request, worker, usable, overlap, fetch_blocks, options)
-        if leg is not None:
-            source, fetch_blocks = self._by_row[leg.row], len(request.hashes) - overlap_blocks
+            remote_prefill = self._find_remote_prefill(request, worker, usable, overlap, fetch_blocks, options)
+        if remote_prefill is not None:
+            source, fetch_blocks = self._by_row[remote_prefill.row], len(request.hashes) - overlap_blocks
             assert source is not None
-            self._book_leg(source, request, int(overlap[leg.row]), now)
+            self._book_remote_prefill(source, request, int(overlap[remote_prefill.row]), now)
         elif holder is not None:
             self._exchange.begin(holder.row, worker.row, now)
-        leg_worker_id = "" if leg is None or source is None else source.card.worker_id
+        remote_prefill_worker_id = "" if remote_prefill is None or source is None else source.card.worker_id
         report = None
         if options.explain:
-            workers, has_leg = self._workers_at(rows), leg is not None
+            workers, has_remote_prefill = self._workers_at(rows), remote_prefill is not None
             fetched = np.zeros(len(rows)) if offer is None else offer.tokens
-            report = explain(worker, policy.name, workers, view, costs.tolist(), fetched, source, has_leg=has_leg)
+            report = explain(
+                worker,
+                policy.name,
+                workers,
+                view,
+                costs.tolist(),
+                fetched,
+                source,
+                has_remote_prefill=has_remote_prefill,
+            )
             passed_over = [one for one in self._workers_at(allowed_rows) if one.ejection.is_ejected(now)]
             names = {one.card.worker_id for one in passed_over} - {one.card.worker_id for one in workers}
             report = codec.replace(report, ejected=sorted(names))
-        self.book(worker, request, now, overlap_blocks, fetch_blocks, leg_worker_id)
-        leg_s = 0.0 if leg is None else leg.seconds
-        return Placement(worker, policy.name, overlap_blocks, report, source, fetch_blocks, leg_s)
+        self.book(worker, request, now, overlap_blocks, fetch_blocks, remote_prefill_worker_id)
+        remote_prefill_s = 0.0 if remote_prefill is None else remote_prefill.seconds
+        return Placement(worker, policy.name, overlap_blocks, report, source, fetch_blocks, remote_prefill_s)
 
     def book(
         self,
@@ -200,7 +209,7 @@ class ModelWorkers:
         now: float,
         overlap_blocks: int = 0,
         fetch_blocks: int = 0,
-        leg_worker_id: str = "",
+        remote_prefill_worker_id: str = "",
     ) -> None:
         """Counts a request towards a worker's load, and predicts that the worker will hold its blocks."""
         size = worker.card.kv_block_size or 0
@@ -211,7 +220,7 @@ class ModelWorkers:
             blocks=-(-request.num_tokens // size) if size else 0,
             expected_blocks=-(-(prefill_tokens + request.answer_tokens) // size) if size else 0,
             will_cache_blocks=len(request.hashes) > 0,
-            leg_worker_id=leg_worker_id,
+            remote_prefill_worker_id=remote_prefill_worker_id,
         )
         self._num_chosen += 1
         self._table.mark_chosen(worker.row, self._num_chosen)
@@ -222,14 +231,14 @@ class ModelWorkers:
         self.refresh(worker)
 
     def unbook(self, worker: Worker, key: str) -> None:
-        """Removes a booking, if there is one, and that of its leg."""
+        """Removes a booking, if there is one, and that of its remote prefill."""
         booking = worker.bookings.pop(key, None)
         if booking is None:
             return
         self.refresh(worker)
-        if (leg_worker := self._workers.get(booking.leg_worker_id)) is not None:
-            leg_worker.bookings.pop(key, None)
-            self.refresh(leg_worker)
+        if (remote_prefill_worker := self._workers.get(booking.remote_prefill_worker_id)) is not None:
+            remote_prefill_worker.bookings.pop(key, None)
+            self.refresh(remote_prefill_worker)
 
     def capacity(self, now: float, options: PlacementOptions | None = None) -> Capacity:
         """Returns whether a request placed now would start soon."""
@@ -338,7 +347,7 @@ class ModelWorkers:
             session = (rows == worker.row).astype(np.float64)
         return View(request.num_tokens, overlap_blocks * columns[_BLOCK_SIZE], session, None, *columns[_BLOCK_SIZE:])
 
-    def _find_leg(
+    def _find_remote_prefill(
         self,
         request: PlacementRequest,
         worker: Worker,
@@ -346,14 +355,14 @@ class ModelWorkers:
         overlap: Floats,
         fetch_blocks: int,
         options: PlacementOptions,
-    ) -> legs.LegChoice | None:
+    ) -> remote_prefills.RemotePrefillChoice | None:
         """Returns which of the workers in `rows`, if any, should compute a prompt for the one that gets the request,
         which would otherwise be expected to fetch `fetch_blocks`."""
         role, size = worker.card.role, worker.card.kv_block_size or 0
         own_missing = request.num_tokens - (float(overlap[worker.row]) + fetch_blocks) * size
         if role is messages.WorkerRole.PREFILL:
             return None
-        if not legs.is_long(request.num_tokens, own_missing, options.min_leg_tokens):
+        if not remote_prefills.is_long(request.num_tokens, own_missing, options.min_remote_prefill_tokens):
             return None
         rows = self._exchange.givers_of(worker.row, self._table.free_prefill(rows, request.num_tokens))
         if options.adapters:
@@ -362,12 +371,12 @@ class ModelWorkers:
         if not len(rows):
             return None
         queued = self._table.column("prefill_tokens")[: len(overlap)]
-        state = legs.PrefillState(request.num_tokens - overlap * size, queued, self._prefill_s)
-        own = legs.Prefill(own_missing, float(queued[worker.row]), float(self._prefill_s[worker.row]))
+        state = remote_prefills.PrefillState(request.num_tokens - overlap * size, queued, self._prefill_s)
+        own = remote_prefills.Prefill(own_missing, float(queued[worker.row]), float(self._prefill_s[worker.row]))
         move_s = self._exchange.move_s(worker.row, own_missing, self._transfer_rate.mb_per_s)
-        return legs.choose(state, rows, own, worker.num_requests, role, move_s)
+        return remote_prefills.choose(state, rows, own, worker.num_requests, role, move_s)
 
-    def _book_leg(self, worker: Worker, request: PlacementRequest, overlap_blocks: int, now: float) -> None:
+    def _book_remote_prefill(self, worker: Worker, request: PlacementRequest, overlap_blocks: int, now: float) -> None:
         """Counts a prompt towards the load of the worker that computes it for another, and that will cache its
         blocks."""
         size = worker.card.kv_block_size or 0

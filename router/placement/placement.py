@@ -8,8 +8,8 @@ from typing import NamedTuple
 from tokenbus.protocol.wire import messages
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.router.placement.adapters import has_all
-from tokenbus.router.placement.legs import MIN_LEG_TOKENS
 from tokenbus.router.placement.policies import View
+from tokenbus.router.placement.remote_prefills import MIN_REMOTE_PREFILL_TOKENS
 from tokenbus.router.placement.worker_table import Floats
 from tokenbus.router.workers.worker import Worker
 
@@ -47,7 +47,7 @@ class PlacementOptions(NamedTuple):
     tenant: str = ""
     feature: str = ""
     """A feature that a chosen worker must have, and that not all of the model's workers may have; none if empty."""
-    min_leg_tokens: int = MIN_LEG_TOKENS
+    min_remote_prefill_tokens: int = MIN_REMOTE_PREFILL_TOKENS
     """The number of missing tokens from which another worker may compute a prompt; 0 means never."""
 
     @property
@@ -77,13 +77,13 @@ class Placement(NamedTuple):
     """The worker from which the chosen one should fetch blocks instead of computing them."""
     fetch_blocks: int = 0
     """The number of blocks after the overlap expected from there."""
-    leg_s: float = 0.0
-    """If above 0, that worker computes the prompt in a leg, which is expected to take this long."""
+    remote_prefill_s: float = 0.0
+    """If above 0, that worker computes the prompt in a remote prefill, which is expected to take this long."""
 
     @property
-    def has_leg(self) -> bool:
+    def has_remote_prefill(self) -> bool:
         """Whether another worker computes the prompt."""
-        return self.leg_s > 0
+        return self.remote_prefill_s > 0
 
     @property
     def overlap_tokens(self) -> int:
@@ -93,7 +93,7 @@ class Placement(NamedTuple):
     @property
     def fetch_tokens(self) -> int:
         """Tokens that it is expected to fetch from another worker's blocks."""
-        return 0 if self.has_leg else self.fetch_blocks * (self.worker.card.kv_block_size or 0)
+        return 0 if self.has_remote_prefill else self.fetch_blocks * (self.worker.card.kv_block_size or 0)
 
 
 class NoWorker(NamedTuple):
@@ -119,11 +119,11 @@ def explain(
     fetched_tokens: Floats,
     holder: Worker | None,
     *,
-    has_leg: bool,
+    has_remote_prefill: bool,
 ) -> messages.RoutingReport:
     """Reports what was known about each candidate. `workers`, the columns of `view`, `costs` and `fetched_tokens` are
     in the same order; `holder` is the worker, if any, from which the chosen one fetches, and which computes the prompt
-    in a leg."""
+    in a remote prefill."""
     candidates = []
     for number, worker in enumerate(workers):
         block_size = max(1.0, float(view.block_size[number]))
@@ -143,5 +143,5 @@ def explain(
         policy=policy,
         candidates=candidates,
         fetch_from="" if holder is None else holder.card.worker_id,
-        has_leg=has_leg,
+        has_leg=has_remote_prefill,
     )

@@ -133,7 +133,7 @@ class WorkerTable:
     def free_prefill(self, rows: Rows, num_tokens: int) -> Rows:
         """Filters rows to those that compute prompts for others and can take one more, of that many tokens."""
         is_free = self.column("is_prefill")[rows] > 0
-        is_free &= self.column("requests")[rows] < limits.MAX_LEGS
+        is_free &= self.column("requests")[rows] < limits.MAX_REMOTE_PREFILLS
         is_free &= self.column("free_tokens")[rows] >= num_tokens
         free: Rows = rows[is_free]
         return free

@@ -297,7 +297,7 @@ def _to_source(placement: Placement) -> internal.FetchSource | None:
     if placement.fetch_from is None:
         return None
     card = placement.fetch_from.card
-    return internal.FetchSource(worker_id=card.worker_id, epoch=card.epoch, leg_ms=placement.leg_s * 1e3)
+    return internal.FetchSource(worker_id=card.worker_id, epoch=card.epoch, leg_ms=placement.remote_prefill_s * 1e3)
 
 
 def _to_params(flight: Flight) -> params.GenerationParams:

@@ -63,7 +63,9 @@ class RouterMetrics(MetricFamilies):
             ("model",),
             models,
         )
-        self.legs = Counter(f"{_P}_legs", "Placements whose prompt another worker was to compute.", ("model",), models)
+        self.remote_prefills = Counter(
+            f"{_P}_remote_prefills", "Placements whose prompt another worker was to compute.", ("model",), models
+        )
         self.transfer_rate = Gauge(
             f"{_P}_transfer_megabytes_per_second", "How fast KV blocks move between workers.", ("model",), models
         )
@@ -132,7 +134,7 @@ class RouterMetrics(MetricFamilies):
                 self.prompt_tokens,
                 self.overlap_tokens,
                 self.fetch_tokens,
-                self.legs,
+                self.remote_prefills,
                 self.lost_workers,
                 self.continued,
                 self.adopted,

@@ -39,7 +39,7 @@ class Booking(NamedTuple):
     """KV blocks that it is expected to use in the end, minus those that the worker already holds."""
     will_cache_blocks: bool = False
     """Whether the worker should report blocks of its prompt as stored."""
-    leg_worker_id: str = ""
+    remote_prefill_worker_id: str = ""
     """The worker that is to compute its prompt, and also has a booking of it; empty if there is none."""
 
 

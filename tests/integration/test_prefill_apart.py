@@ -42,16 +42,16 @@ class Fleet:
     async def ask(self, **fields: object) -> Answer:
         return await self.bare.ask(self.body(**fields))
 
-    async def leg_of(self, number: int, worker: str = "p") -> dict[str, object]:
-        """Waits for the end of a request's leg, and returns its line of the log."""
+    async def remote_prefill_of(self, number: int, worker: str = "p") -> dict[str, object]:
+        """Waits for the end of a request's remote prefill, and returns its line of the log."""
         async with asyncio.timeout(60):
             while True:
                 for line in self.system.log(worker):
-                    if line["event"] == "leg_ended" and line["request_id"] == f"default:r-{number}":
+                    if line["event"] == "remote_prefill_ended" and line["request_id"] == f"default:r-{number}":
                         return line
                 await asyncio.sleep(0.02)
 
-    async def until_leg(self) -> None:
+    async def until_remote_prefill(self) -> None:
         """Waits until the prefill worker has computed some blocks."""
         async with asyncio.timeout(60):
             while not any(card["load"]["computed_tokens"] for card in await self._cards("p")):
@@ -99,20 +99,20 @@ async def test_the_prompt_is_computed_at_one_worker_and_the_answer_at_the_other(
         True,
     )
     assert (terminal["usage"]["cached_tokens"], terminal["timings"]["fetched_tokens"]) == (TAKEN, TAKEN)
-    assert (await fleet.leg_of(1))["outcome"] == "complete"
+    assert (await fleet.remote_prefill_of(1))["outcome"] == "complete"
 
 
-async def test_a_request_that_must_not_be_cached_and_a_short_one_have_no_leg(fleet: Fleet) -> None:
+async def test_a_request_that_must_not_be_cached_and_a_short_one_have_no_remote_prefill(fleet: Fleet) -> None:
     for fields in ({"cache_prompt": False}, {"token_ids": PROMPT[:500]}):
         answer = await fleet.ask(routing={"explain": True}, **fields)
         assert (answer.terminals[0]["worker_id"], answer.terminals[0]["routing"]["has_leg"]) == ("d", False)
-    assert not [line for line in fleet.system.log("p") if line["event"] == "leg_ended"]
+    assert not [line for line in fleet.system.log("p") if line["event"] == "remote_prefill_ended"]
 
 
 async def test_a_prefill_worker_killed_in_the_middle_costs_time_only(fleet: Fleet) -> None:
     expected = await alone(fleet)
     answer = await fleet.generate()
-    await fleet.until_leg()
+    await fleet.until_remote_prefill()
     fleet.system.kill("p")
     await answer.terminal()
     assert check(answer, expected)["worker_id"] == "d"
@@ -121,38 +121,38 @@ async def test_a_prefill_worker_killed_in_the_middle_costs_time_only(fleet: Flee
 async def test_a_decode_worker_killed_in_the_middle_is_followed_by_another(fleet: Fleet) -> None:
     expected = await alone(fleet)
     answer = await fleet.generate()
-    await fleet.until_leg()
+    await fleet.until_remote_prefill()
     fleet.start(e="decode")
     fleet.system.kill("d")
     await answer.terminal()
     assert check(answer, expected)["worker_id"] in ("e", "p")  # another one if it was up by then
 
 
-async def test_a_router_killed_in_the_middle_ends_neither_the_leg_nor_the_stream(fleet: Fleet) -> None:
+async def test_a_router_killed_in_the_middle_ends_neither_the_remote_prefill_nor_the_stream(fleet: Fleet) -> None:
     expected = await alone(fleet)
     answer = await fleet.generate()
-    await fleet.until_leg()
+    await fleet.until_remote_prefill()
     fleet.system.kill("router")
     await answer.terminal()
     check(answer, expected)
-    assert (await fleet.leg_of(1))["outcome"] == "complete"
+    assert (await fleet.remote_prefill_of(1))["outcome"] == "complete"
 
 
 async def test_a_cancel_ends_both(fleet: Fleet) -> None:
     answer = await fleet.generate()
-    await fleet.until_leg()
+    await fleet.until_remote_prefill()
     await fleet.bare.nats.request(f"{PREFIX}.cancel.r-0", b"{}", timeout=5)
     assert (await answer.terminal())["finish_reason"] == "cancelled"
-    assert (await fleet.leg_of(0))["outcome"] == "cancelled"
+    assert (await fleet.remote_prefill_of(0))["outcome"] == "cancelled"
     assert len(answer.terminals) == 1
 
 
 async def test_a_prefill_worker_that_drains_finishes_what_it_computes(fleet: Fleet) -> None:
     answer = await fleet.generate()
-    await fleet.until_leg()
+    await fleet.until_remote_prefill()
     fleet.system.signal("p", signal.SIGTERM)
     assert (await answer.terminal())["finish_reason"] == "length"
-    assert (await fleet.leg_of(0))["outcome"] == "complete"
+    assert (await fleet.remote_prefill_of(0))["outcome"] == "complete"
     assert await fleet.system.wait("p") == 0
 
 

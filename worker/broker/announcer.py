@@ -161,10 +161,10 @@ class Announcer:
         """Puts the end of a fetch into the next event."""
         self._log.blocks_fetched(fetched)
 
-    def leg_started(self, key: str) -> None:
+    def remote_prefill_started(self, key: str) -> None:
         """Notes that the engine has started to compute the prompt of another worker's request. Call `publish_events`
         afterwards."""
-        self._log.leg_started(key)
+        self._log.remote_prefill_started(key)
 
     def request_started(self, started: internal.Started) -> None:
         """Notes that a request was accepted."""

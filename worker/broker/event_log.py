@@ -47,7 +47,7 @@ class EventLog:
         self._guardians: dict[int, str] = {}
         self._health: messages.WorkerHealth | None = None
         self._fetches: list[internal.Fetched] = []
-        self._legs: list[str] = []
+        self._remote_prefills: list[str] = []
 
     def __repr__(self) -> str:
         return f"<EventLog at {self.next_seq}>"
@@ -82,8 +82,8 @@ class EventLog:
     def blocks_fetched(self, fetched: internal.Fetched) -> None:
         self._fetches.append(fetched)
 
-    def leg_started(self, key: str) -> None:
-        self._legs.append(key)
+    def remote_prefill_started(self, key: str) -> None:
+        self._remote_prefills.append(key)
 
     def guardian_changed(self, stream_no: int, router_id: str) -> None:
         """Names a stream's new guardian in the next entry."""
@@ -101,7 +101,7 @@ class EventLog:
             or self._stranded
             or self._guardians
             or self._fetches
-            or self._legs
+            or self._remote_prefills
             or self._health
             or self._is_cleared
         )
@@ -150,7 +150,7 @@ class EventLog:
             stranded=self._stranded,
             guardians=self._guardians,
             fetches=self._fetches,
-            legs=self._legs,
+            legs=self._remote_prefills,
         )
 
     def make_next(
@@ -176,7 +176,7 @@ class EventLog:
             for name in run.hashes:
                 del self._stored[name]
         self._started, self._finished, self._taken, self._guardians = [], [], [], {}
-        self._fetches, self._legs, self._stranded = [], [], []
+        self._fetches, self._remote_prefills, self._stranded = [], [], []
 
     def last_written(self, num_writes: int) -> int:
         """Returns the number of the last entry that has left this process, or -1 if none has.

@@ -139,5 +139,5 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_held: bool = False
     """Whether it is computed only after `release`. An engine that takes over a dead engine's requests holds none
     back."""
-    has_leg: bool = False
+    has_remote_prefill: bool = False
     """Whether another worker computes its prompt while it is held, so that the prompt does not count as load here."""

@@ -88,7 +88,7 @@ class OpenSequences:
     def held_tokens(self) -> int:
         """Tokens of held-back prompts, except those that another worker computes."""
         held = [self._generations[number] for number in self._held]
-        return sum(len(one.request.token_ids) + len(one.sampled) for one in held if not one.request.has_leg)
+        return sum(len(one.request.token_ids) + len(one.sampled) for one in held if not one.request.has_remote_prefill)
 
     @property
     def held_adapters(self) -> set[str]:

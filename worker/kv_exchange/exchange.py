@@ -13,8 +13,8 @@ from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
 from tokenbus.worker.kv_exchange.holder import Holder
-from tokenbus.worker.kv_exchange.legs import Leg
 from tokenbus.worker.kv_exchange.nats_transport import Connect, NatsTransport
+from tokenbus.worker.kv_exchange.remote_prefills import RemotePrefill
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics
 
 
@@ -25,7 +25,7 @@ class KvExchange:
         self._announcer = announcer
         self._metrics = metrics
         self._holder = Holder(lambda epoch: epoch == announcer.epoch)
-        self._holder.on_leg = self._leg_changed
+        self._holder.on_remote_prefill = self._remote_prefill_changed
         self._transport: NatsTransport | None = None
         self._fetcher: Fetcher | None = None
         self._engine: contract.Engine | None = None
@@ -109,21 +109,21 @@ class KvExchange:
             self._counted_bytes = given
             self._transport.close_if_idle(now)
 
-    def _leg_changed(self, leg: Leg) -> None:
-        """Tells routers that a leg has begun, so that they count it as load, or that its blocks are ready."""
-        if not leg.outcome:
-            self._announcer.leg_started(leg.request_id)
+    def _remote_prefill_changed(self, remote_prefill: RemotePrefill) -> None:
+        """Tells routers that a remote prefill began, so that they count it as load, or that its blocks are ready."""
+        if not remote_prefill.outcome:
+            self._announcer.remote_prefill_started(remote_prefill.request_id)
         else:
-            self._metrics.leg_ended(leg.outcome)
+            self._metrics.remote_prefill_ended(remote_prefill.outcome)
             self._log.info(
-                "leg_ended",
-                request_id=leg.request_id,
+                "remote_prefill_ended",
+                request_id=remote_prefill.request_id,
                 worker_id=self._announcer.worker_id,
-                outcome=leg.outcome,
-                tokens=leg.num_tokens,
-                duration_ms=round(1e3 * (time.monotonic() - leg.began_at), 1),
+                outcome=remote_prefill.outcome,
+                tokens=remote_prefill.num_tokens,
+                duration_ms=round(1e3 * (time.monotonic() - remote_prefill.began_at), 1),
             )
-        # not now: until the sink has returned, the engine still counts the leg
+        # not now: until the sink has returned, the engine still counts the remote prefill
         asyncio.get_running_loop().call_soon(self._announcer.publish_events)
 
     @property
@@ -144,13 +144,15 @@ class KvExchange:
         first = self._num_held(prefix, config)
         fetch = await self._fetcher.fetch(source, prefix, first, engine, config, request.key, request.priority)
         del self._fetches[request.key]
-        self._metrics.blocks_fetched(fetch.outcome, fetch.num_bytes, fetch.seconds, was_leg=source.leg_ms > 0)
+        self._metrics.blocks_fetched(
+            fetch.outcome, fetch.num_bytes, fetch.seconds, was_remote_prefill=source.leg_ms > 0
+        )
         self._log.info(
             "blocks_fetched",
             request_id=request.key,
             worker_id=self._announcer.worker_id,
             source=source.worker_id,
-            was_leg=source.leg_ms > 0,
+            was_remote_prefill=source.leg_ms > 0,
             outcome=fetch.outcome,
             tokens=fetch.num_tokens,
             bytes=fetch.num_bytes,

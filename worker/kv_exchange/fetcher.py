@@ -1,8 +1,8 @@
 """Fetches the blocks of a prompt from another worker, checks them, and hands them to the engine (decision 0057).
 
 If anything goes wrong, the prompt is computed from the last received block on. A fetch may take half the time that
-computing its blocks would, within an absolute limit. A leg, whose blocks the other worker has yet to compute, may take
-twice as long as the router expects."""
+computing its blocks would, within an absolute limit. A remote prefill, whose blocks the other worker has yet to
+compute, may take twice as long as the router expects."""
 
 import asyncio
 import time
@@ -20,13 +20,13 @@ from tokenbus.worker.kv_exchange.pace import Pace
 from tokenbus.worker.kv_exchange.transport import LeasedBlocks, TransferError, Transport
 
 MAX_FETCHES = 2
-MAX_LEGS = 16
+MAX_REMOTE_PREFILLS = 16
 """Fetches that wait for blocks to be computed, which takes time but costs little."""
 MAX_FETCH_S = 5.0
 STALL_S = 1.0
 """A fetch ends if no block arrives for this long."""
-LEG_PATIENCE = 2.0
-"""The number of times its expected duration that a leg may take."""
+REMOTE_PREFILL_PATIENCE = 2.0
+"""The number of times its expected duration that a remote prefill may take."""
 _SHARE = 0.5
 """A fetch may take this share of the time that computing would take."""
 _BLOCKS_AHEAD = 8
@@ -54,15 +54,15 @@ class Fetcher:
         self._pace = Pace()
         self.num_running = 0
         """Fetches of existing blocks."""
-        self.num_legs = 0
+        self.num_remote_prefills = 0
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Fetcher {self.num_running} running, {self.num_legs} legs>"
+        return f"<Fetcher {self.num_running} running, {self.num_remote_prefills} remote prefills>"
 
     def has_room(self, source: internal.FetchSource) -> bool:
         """Whether another fetch may begin."""
-        return self.num_legs < MAX_LEGS if source.leg_ms else self.num_running < MAX_FETCHES
+        return self.num_remote_prefills < MAX_REMOTE_PREFILLS if source.leg_ms else self.num_running < MAX_FETCHES
 
     async def fetch(
         self,
@@ -74,15 +74,15 @@ class Fetcher:
         computed_for: str = "",
         priority: int = 0,
     ) -> Fetch:
-        """Fetches the blocks of a prefix from block `first` on, into an engine. The source of a leg computes them for
-        the request `computed_for`, with its priority. Raises only CancelledError."""
+        """Fetches the blocks of a prefix from block `first` on, into an engine. The source of a remote prefill
+        computes them for the request `computed_for`, with its priority. Raises only CancelledError."""
         began = time.monotonic()
-        is_leg = source.leg_ms > 0
-        fetching = _Fetching(prefix, first, engine, config, is_leg=is_leg)
+        is_remote_prefill = source.leg_ms > 0
+        fetching = _Fetching(prefix, first, engine, config, is_remote_prefill=is_remote_prefill)
         if not fetching.num_wanted:  # they have been computed here since the router's choice
             return Fetch("nothing")
-        self.num_legs += is_leg
-        self.num_running += not is_leg
+        self.num_remote_prefills += is_remote_prefill
+        self.num_running += not is_remote_prefill
         request = internal.BlockLeaseRequest(
             identity=config.kv_identity,
             epoch=source.epoch,
@@ -91,12 +91,12 @@ class Fetcher:
             adapters=[internal.RunAdapter(digest=one.digest, scale=one.scale) for one in prefix.adapters],
             token_ids=fetching.prefix.token_ids,
             first=first,
-            computed_for=computed_for if is_leg else "",
-            priority=priority if is_leg else 0,
+            computed_for=computed_for if is_remote_prefill else "",
+            priority=priority if is_remote_prefill else 0,
         )
         limit_s = _limit_s(fetching.num_wanted * config.kv_block_size, engine)
-        if is_leg:
-            limit_s = LEG_PATIENCE * source.leg_ms / 1e3 + STALL_S
+        if is_remote_prefill:
+            limit_s = REMOTE_PREFILL_PATIENCE * source.leg_ms / 1e3 + STALL_S
         try:
             async with asyncio.timeout(limit_s):
                 await self._fetch(source, request, fetching)
@@ -109,8 +109,8 @@ class Fetcher:
             self._log.exception("fetch_failed", source=source.worker_id)
             outcome = "failed"
         finally:
-            self.num_legs -= is_leg
-            self.num_running -= not is_leg
+            self.num_remote_prefills -= is_remote_prefill
+            self.num_running -= not is_remote_prefill
         fetching.flush()
         if fetching.num_fetched and outcome != "complete":
             outcome = "partial"
@@ -170,12 +170,12 @@ class _Fetching:
         engine: contract.Engine,
         config: contract.EngineConfig,
         *,
-        is_leg: bool = False,
+        is_remote_prefill: bool = False,
     ) -> None:
         self._size = config.kv_block_size
         num_tokens = len(prefix.token_ids) // TOKEN_BYTES
         num_blocks = num_tokens // self._size
-        if is_leg and num_blocks > first:
+        if is_remote_prefill and num_blocks > first:
             num_blocks = _num_filled(num_tokens, self._size, config.context_length)
         # the last block may hold the last token, which is computed in any case: the others are useful
         self.prefix = _in_blocks(prefix, num_blocks, self._size)

@@ -9,12 +9,12 @@ from tokenbus.protocol.wire import codec, errors, internal, limits
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES, Adapter
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange.leases import Lease, Leases
-from tokenbus.worker.kv_exchange.legs import Leg
+from tokenbus.worker.kv_exchange.remote_prefills import RemotePrefill
 from tokenbus.worker.kv_exchange.transport import NoBlock
 
 _BATCH_BYTES = 1024 * 1024
 """Bytes requested from the engine at a time; it answers between two steps."""
-_LEG_BATCH_BLOCKS = 8
+_REMOTE_PREFILL_BATCH_BLOCKS = 8
 _BATCHES_AHEAD = 4
 """Batches requested before they are read, so that a reader seldom waits for a step."""
 _PATIENCE_S = 0.25
@@ -25,17 +25,21 @@ class _OpenLease:
     """The blocks of a lease, as they arrive from the engine in batches."""
 
     def __init__(
-        self, lease: Lease, engine: contract.Engine, config: contract.EngineConfig, leg: Leg | None = None
+        self,
+        lease: Lease,
+        engine: contract.Engine,
+        config: contract.EngineConfig,
+        remote_prefill: RemotePrefill | None = None,
     ) -> None:
-        """`leg` computes the blocks of the lease if they do not exist already."""
+        """`remote_prefill` computes the blocks of the lease if they do not exist already."""
         assert config.kv_format is not None
-        self.leg = leg
+        self.remote_prefill = remote_prefill
         self._lease = lease
         self._engine = engine
         self._block_bytes = TOKEN_BYTES * config.kv_block_size
         self._batch_size = max(1, _BATCH_BYTES // config.kv_format.num_bytes)
-        if leg is not None:  # a batch can be read once it is fully computed
-            self._batch_size = min(self._batch_size, _LEG_BATCH_BLOCKS)
+        if remote_prefill is not None:  # a batch can be read once it is fully computed
+            self._batch_size = min(self._batch_size, _REMOTE_PREFILL_BATCH_BLOCKS)
         self._batches: dict[int, asyncio.Task[list[bytes]]] = {}
 
     async def read(self, block: int) -> bytes | NoBlock:
@@ -48,8 +52,8 @@ class _OpenLease:
 
     async def _read(self, block: int) -> bytes | NoBlock:
         number, place = divmod(block - self._lease.first, self._batch_size)
-        if self.leg is not None:
-            await self.leg.wait_for(self._end(number))
+        if self.remote_prefill is not None:
+            await self.remote_prefill.wait_for(self._end(number))
         for ahead in range(number, number + _BATCHES_AHEAD):
             if ahead not in self._batches and self._start(ahead) < self._lease.end and self._is_there(ahead):
                 self._batches[ahead] = tasks.awaited(self._export(ahead))
@@ -68,7 +72,7 @@ class _OpenLease:
         return min(self._start(number + 1), self._lease.end)
 
     def _is_there(self, number: int) -> bool:
-        return self.leg is None or self.leg.has(self._end(number))
+        return self.remote_prefill is None or self.remote_prefill.has(self._end(number))
 
     async def _export(self, number: int) -> list[bytes]:
         start = self._start(number)
@@ -88,8 +92,8 @@ class Holder:
 
     def __init__(self, has_epoch: Callable[[str], bool]) -> None:
         """`has_epoch` says whether an epoch is this worker's current one."""
-        self.on_leg: Callable[[Leg], None] = lambda leg: None
-        """Called with a leg that the engine has accepted, and again when the leg has ended."""
+        self.on_remote_prefill: Callable[[RemotePrefill], None] = lambda remote_prefill: None
+        """Called with a remote prefill that the engine has accepted, and again when the remote prefill has ended."""
         self._has_epoch = has_epoch
         self._leases = Leases()
         self._open: dict[str, _OpenLease] = {}
@@ -121,8 +125,8 @@ class Holder:
         adapters = tuple(Adapter(one.digest, one.scale) for one in request.adapters)
         prefix = contract.CachedPrefix(request.tenant, request.cache_salt, adapters, request.token_ids)
         if request.computed_for:
-            return self._start_leg(request, prefix, engine, config)
-        if self._leases.num_free(is_leg=False) <= self._granting:
+            return self._start_remote_prefill(request, prefix, engine, config)
+        if self._leases.num_free(is_remote_prefill=False) <= self._granting:
             return internal.BlockLease(busy=True)
         self._granting += 1
         try:
@@ -138,7 +142,7 @@ class Holder:
         self.none_leased.clear()
         return internal.BlockLease(lease=lease.name, num_blocks=num_cached - request.first)
 
-    def _start_leg(
+    def _start_remote_prefill(
         self,
         request: internal.BlockLeaseRequest,
         prefix: contract.CachedPrefix,
@@ -150,19 +154,19 @@ class Holder:
         prefix = codec.replace(prefix, token_ids=prefix.token_ids[: TOKEN_BYTES * config.kv_block_size * end])
         if end <= request.first:
             return internal.BlockLease()
-        if not self._leases.num_free(is_leg=True):
+        if not self._leases.num_free(is_remote_prefill=True):
             return internal.BlockLease(busy=True)
-        leg = Leg(request.computed_for, prefix, config.kv_block_size)
-        lease = self._leases.grant(prefix, request.first, end, time.monotonic(), is_leg=True)
+        remote_prefill = RemotePrefill(request.computed_for, prefix, config.kv_block_size)
+        lease = self._leases.grant(prefix, request.first, end, time.monotonic(), is_remote_prefill=True)
         try:
-            leg.start(engine, lease.name, request.priority)
+            remote_prefill.start(engine, lease.name, request.priority)
         except errors.RequestError as error:
             self._leases.end(lease.name)
             return internal.BlockLease(busy=error.error.code is errors.Code.OVERLOADED)
-        leg.on_ended = self.on_leg
-        self._open[lease.name] = _OpenLease(lease, engine, config, leg)
+        remote_prefill.on_ended = self.on_remote_prefill
+        self._open[lease.name] = _OpenLease(lease, engine, config, remote_prefill)
         self.none_leased.clear()
-        self.on_leg(leg)
+        self.on_remote_prefill(remote_prefill)
         return internal.BlockLease(lease=lease.name, num_blocks=end - request.first)
 
     async def read(self, lease: str, block: int) -> bytes | NoBlock:
@@ -184,10 +188,10 @@ class Holder:
     def _drop_expired(self, now: float) -> None:
         self._leases.expire(now)
         for name in self._open.keys() - self._leases.names():
-            leg = self._open.pop(name).leg
-            if leg is not None:
+            remote_prefill = self._open.pop(name).remote_prefill
+            if remote_prefill is not None:
                 # not now: a dying engine has yet to be examined for the request that killed it
-                asyncio.get_running_loop().call_soon(leg.stop)
+                asyncio.get_running_loop().call_soon(remote_prefill.stop)
         if not self._open:
             self.none_leased.set()
 

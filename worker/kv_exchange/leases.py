@@ -11,8 +11,8 @@ LEASE_S = 10.0
 """A lease ends when nothing has been read for this long."""
 UNREAD_S = 2.0
 """The same before the first read: its reader may never have heard of it."""
-LEG_LEASE_S = 2.0
-"""The same for a leg, whose reader asks several times a second. Its result is of no use to any other worker."""
+REMOTE_PREFILL_LEASE_S = 2.0
+"""The same for a remote prefill: its reader asks several times a second, and its result is of no use to others."""
 
 
 class Lease(NamedTuple):
@@ -22,7 +22,7 @@ class Lease(NamedTuple):
     prefix: CachedPrefix
     first: int
     end: int
-    is_leg: bool = False
+    is_remote_prefill: bool = False
     """Whether this worker computes its blocks."""
 
 
@@ -35,19 +35,23 @@ class Leases:
         self._unread: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"<Leases {len(self)} of {MAX_LEASES} and {limits.MAX_LEGS}>"
+        return f"<Leases {len(self)} of {MAX_LEASES} and {limits.MAX_REMOTE_PREFILLS}>"
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def num_free(self, *, is_leg: bool) -> int:
+    def num_free(self, *, is_remote_prefill: bool) -> int:
         """Returns how many more leases of a kind may be granted."""
-        return (limits.MAX_LEGS if is_leg else MAX_LEASES) - sum(one.is_leg is is_leg for one in self._leases.values())
+        return (limits.MAX_REMOTE_PREFILLS if is_remote_prefill else MAX_LEASES) - sum(
+            one.is_remote_prefill is is_remote_prefill for one in self._leases.values()
+        )
 
-    def grant(self, prefix: CachedPrefix, first: int, end: int, now: float, *, is_leg: bool = False) -> Lease:
+    def grant(
+        self, prefix: CachedPrefix, first: int, end: int, now: float, *, is_remote_prefill: bool = False
+    ) -> Lease:
         """Grants a lease with an unguessable name."""
-        assert self.num_free(is_leg=is_leg) > 0, self
-        lease = Lease(secrets.token_hex(16), prefix, first, end, is_leg)
+        assert self.num_free(is_remote_prefill=is_remote_prefill) > 0, self
+        lease = Lease(secrets.token_hex(16), prefix, first, end, is_remote_prefill)
         self._leases[lease.name], self._used_at[lease.name] = lease, now
         self._unread.add(lease.name)
         return lease
@@ -73,8 +77,8 @@ class Leases:
                 self.end(lease.name)
 
     def _limit_s(self, lease: Lease) -> float:
-        if lease.is_leg:
-            return LEG_LEASE_S
+        if lease.is_remote_prefill:
+            return REMOTE_PREFILL_LEASE_S
         return UNREAD_S if lease.name in self._unread else LEASE_S
 
     def names(self) -> set[str]:

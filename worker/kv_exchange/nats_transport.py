@@ -47,7 +47,7 @@ _AGAIN_S = 0.02
 """A reader that is told to ask again waits this long, whatever the holder does."""
 IDLE_S = 60.0
 """The connection is closed when unused for this long."""
-_MAX_READS = 2 * MAX_OUTSTANDING * (MAX_LEASES + limits.MAX_LEGS)
+_MAX_READS = 2 * MAX_OUTSTANDING * (MAX_LEASES + limits.MAX_REMOTE_PREFILLS)
 """The most open requests of all readers together; honest ones have half as many."""
 _MAX_QUESTION_BYTES = 16 * 1024 * 1024
 

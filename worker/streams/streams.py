@@ -299,8 +299,8 @@ class Streams:
             settings.reasoning_budget_message,
         )
         if self._exchange.may_fetch(run):
-            has_leg = run.fetch_from is not None and run.fetch_from.leg_ms > 0
-            request = codec.replace(request, is_held=True, has_leg=has_leg)
+            has_remote_prefill = run.fetch_from is not None and run.fetch_from.leg_ms > 0
+            request = codec.replace(request, is_held=True, has_remote_prefill=has_remote_prefill)
         now = time.monotonic()
         announcer = self._announcer
         gone = announcer.gone_subject(run.request_id)

@@ -165,13 +165,13 @@ class WorkerMetrics(MetricFamilies):
         self.kv_fetched_bytes = counter("kv_fetched_bytes", "Bytes of KV blocks fetched from other workers.")
         self.kv_given_bytes = counter("kv_given_bytes", "Bytes of KV blocks read by other workers.")
         self.kv_fetch = histogram("kv_fetch_seconds", "Duration of fetches of KV blocks.", TTFT_BUCKETS)
-        self.legs = counter(
-            "legs",
+        self.remote_prefills = counter(
+            "remote_prefills",
             "Prompts computed for other workers, by outcome: complete, cancelled or failed.",
             "outcome",
         )
-        self.legs_awaited = counter(
-            "legs_awaited", "Prompts that another worker should compute for this one, by outcome.", "outcome"
+        self.remote_prefills_awaited = counter(
+            "remote_prefills_awaited", "Prompts that another worker should compute for this one, by outcome.", "outcome"
         )
         self.loading = gauge("loading", "1 while an engine is being started.")
         self.model_loads = counter("model_loads", "Loads of models on demand, by outcome: ok or failed.", "outcome")
@@ -282,10 +282,10 @@ class ReplicaMetrics:
             family.labels(*own)
         for outcome in FETCH_OUTCOMES:
             metrics.kv_fetches.labels(*own, outcome)
-            metrics.legs_awaited.labels(*own, outcome)
+            metrics.remote_prefills_awaited.labels(*own, outcome)
         metrics.discarded_slots.labels(*own, "torn")
         for outcome in ("complete", "cancelled", "failed"):
-            metrics.legs.labels(*own, outcome)
+            metrics.remote_prefills.labels(*own, outcome)
         for reason in (*messages.FinishReason, "stopped"):  # export 0, or the first increase of each would go unseen
             metrics.finished.labels(*own, reason)
         for code in errors.Code:
@@ -437,19 +437,19 @@ class ReplicaMetrics:
         """Counts a request that is cancelled because its client is gone."""
         self._metrics.clients_gone.labels(*self._own_labels).inc()
 
-    def blocks_fetched(self, outcome: str, num_bytes: int, seconds: float, *, was_leg: bool) -> None:
-        """Observes a finished fetch of KV blocks. `was_leg`: the other worker had to compute them first."""
+    def blocks_fetched(self, outcome: str, num_bytes: int, seconds: float, *, was_remote_prefill: bool) -> None:
+        """Observes a finished fetch of KV blocks. `was_remote_prefill`: the other worker had to compute them first."""
         metrics, own = self._metrics, self._own_labels
         metrics.kv_fetched_bytes.labels(*own).inc(num_bytes)
-        if was_leg:
-            metrics.legs_awaited.labels(*own, outcome).inc()
+        if was_remote_prefill:
+            metrics.remote_prefills_awaited.labels(*own, outcome).inc()
             return
         metrics.kv_fetches.labels(*own, outcome).inc()
         metrics.kv_fetch.labels(*own).observe(seconds)
 
-    def leg_ended(self, outcome: str) -> None:
+    def remote_prefill_ended(self, outcome: str) -> None:
         """Counts a prompt computation for another worker by its outcome."""
-        self._metrics.legs.labels(*self._own_labels, outcome).inc()
+        self._metrics.remote_prefills.labels(*self._own_labels, outcome).inc()
 
     def blocks_given(self, num_bytes: int) -> None:
         """Counts bytes of KV blocks that other workers have read."""

@@ -199,7 +199,7 @@ class PlacementQueue:
             flight.adapters,
             flight.tenant,
             flight.feature,
-            self._policy.min_leg_tokens,
+            self._policy.min_remote_prefill_tokens,
         )
         prompt = self._prompt(flight)
         hashed = time.perf_counter()
@@ -213,7 +213,7 @@ class PlacementQueue:
             self._metrics.prompt_tokens.labels(flight.model).inc(flight.num_prompt_tokens)
             self._metrics.overlap_tokens.labels(flight.model).inc(placement.overlap_tokens)
             self._metrics.fetch_tokens.labels(flight.model).inc(placement.fetch_tokens)
-            self._metrics.legs.labels(flight.model).inc(placement.has_leg)
+            self._metrics.remote_prefills.labels(flight.model).inc(placement.has_remote_prefill)
         return placement
 
     def _bind_adapters(self, flight: Flight) -> None:

@@ -3,8 +3,8 @@
 import random
 from typing import NamedTuple
 
-from tokenbus.router.placement.legs import MIN_LEG_TOKENS
 from tokenbus.router.placement.policies import Policy
+from tokenbus.router.placement.remote_prefills import MIN_REMOTE_PREFILL_TOKENS
 
 
 class PolicySettings(NamedTuple):
@@ -14,7 +14,7 @@ class PolicySettings(NamedTuple):
     default_policy: str
     rng: random.Random
     temperature: float = 0.0
-    min_leg_tokens: int = MIN_LEG_TOKENS
+    min_remote_prefill_tokens: int = MIN_REMOTE_PREFILL_TOKENS
     """Fewest missing tokens for which another worker may compute a prompt; 0: none ever does."""
 
 

@@ -99,12 +99,12 @@ def test_decisions_are_counted_with_their_rate_hit_rate_and_duration() -> None:
     stats = DecisionStats()
     assert (stats.predicted_hit_rate, stats.decision_percentiles_us()) == (0.0, (0.0, 0.0))
     worker = Worker(card(kv_block_size=5), 0.0)
-    with_leg = Placement(worker, "kv", fetch_blocks=9, leg_s=1.0)
+    with_remote_prefill = Placement(worker, "kv", fetch_blocks=9, remote_prefill_s=1.0)
     for second in range(60):
         for _ in range(4):
             stats.record_placement(100, Placement(worker, "kv", overlap_blocks=3, fetch_blocks=2), float(second))
-        stats.record_placement(100, with_leg, float(second))
-    assert (stats.decisions, stats.legs) == (300, 60)
+        stats.record_placement(100, with_remote_prefill, float(second))
+    assert (stats.decisions, stats.remote_prefills) == (300, 60)
     assert stats.predicted_hit_rate == 0.2
     assert stats.predicted_fetch_rate == 0.08
     assert stats.decisions_per_s(59.0) == pytest.approx(5.0, rel=0.06)

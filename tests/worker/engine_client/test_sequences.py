@@ -24,10 +24,10 @@ class Table:
         for name in names:
             self.open(name)
 
-    def open(self, name: str, held: bytes | None = None, *, has_leg: bool = False) -> Generation:
+    def open(self, name: str, held: bytes | None = None, *, has_remote_prefill: bool = False) -> Generation:
         sampling = engine_request.Sampling(max_tokens=9)
         request = engine_request.EngineRequest(
-            key=name, token_ids=[1], sampling=sampling, stop=("STOP",), has_leg=has_leg
+            key=name, token_ids=[1], sampling=sampling, stop=("STOP",), has_remote_prefill=has_remote_prefill
         )
         generation = Generation(request, self.outputs.append, TOKEN_BYTES, accepted_at=0.0)
         self.sequences.add(self.sequences.next_number(), generation, held)
@@ -69,7 +69,7 @@ def test_the_tokens_of_a_prompt_count_as_load_while_it_is_held_back() -> None:
 
 def test_a_prompt_that_another_worker_computes_is_no_load_here() -> None:
     table = Table()
-    table.open("held", held=b"add", has_leg=True)
+    table.open("held", held=b"add", has_remote_prefill=True)
     assert (len(table.sequences), table.sequences.held_tokens) == (1, 0)
 
 

@@ -152,11 +152,11 @@ def test_all_whole_blocks_of_a_prompt_are_fetched(num_tokens: int, wanted: int) 
         (34, 0, [*range(34), *[33] * 14]),
         (47, 1, [*range(47), 46]),
         (48, 1, [*range(48)]),
-        (47, 2, []),  # the whole blocks have come meanwhile, and the rest is not worth a leg
-        (4_090, 0, [*range(4_080)]),  # filled up, there would be no room for the token that ends a leg
+        (47, 2, []),  # the whole blocks have come meanwhile, and the rest is not worth a remote prefill
+        (4_090, 0, [*range(4_080)]),  # filled up, there would be no room for the token that ends a remote prefill
     ],
 )
-async def test_a_leg_computes_all_tokens_but_the_last_in_blocks_that_are_filled_up(
+async def test_a_remote_prefill_computes_all_tokens_but_the_last_in_blocks_that_are_filled_up(
     num_tokens: int, first: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetcher, "STALL_S", 0.01)
@@ -166,14 +166,16 @@ async def test_a_leg_computes_all_tokens_but_the_last_in_blocks_that_are_filled_
     assert [list(block_hash.unpack_token_ids(one.token_ids)) for one in transport.requests] == [asked] * bool(asked)
 
 
-async def test_a_leg_is_asked_for_by_its_request_and_waits_longer_than_a_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_remote_prefill_is_asked_for_by_its_request_and_waits_longer_than_a_fetch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(fetcher, "STALL_S", 0.02)
     transport, engine = StubTransport(9, never), StubEngine()
     engine.prefill_tokens_per_s = 1e9  # a fetch would have no time at all
     source = codec.replace(SOURCE, leg_ms=50.0)
     ended = await Fetcher(transport).fetch(source, prefix(9), 0, engine, CONFIG, "acme:r-1", -3)  # type: ignore[arg-type]
     assert ended.outcome == "timeout"
-    assert fetcher.LEG_PATIENCE * 0.05 + 0.02 <= ended.seconds < 1.0
+    assert fetcher.REMOTE_PREFILL_PATIENCE * 0.05 + 0.02 <= ended.seconds < 1.0
     (request,) = transport.requests
     assert (request.computed_for, request.priority) == ("acme:r-1", -3)
 
@@ -184,9 +186,9 @@ async def test_who_only_fetches_asks_for_nothing_to_be_computed() -> None:
     assert (transport.requests[0].computed_for, transport.requests[0].priority) == ("", 0)
 
 
-async def test_legs_and_fetches_are_bounded_apart() -> None:
-    fetches, leg = Fetcher(StubTransport(9, never)), codec.replace(SOURCE, leg_ms=1e6)
-    for source, most in ((leg, fetcher.MAX_LEGS), (SOURCE, fetcher.MAX_FETCHES)):
+async def test_remote_prefills_and_fetches_are_bounded_apart() -> None:
+    fetches, remote_prefill = Fetcher(StubTransport(9, never)), codec.replace(SOURCE, leg_ms=1e6)
+    for source, most in ((remote_prefill, fetcher.MAX_REMOTE_PREFILLS), (SOURCE, fetcher.MAX_FETCHES)):
         tasks = []
         for _ in range(most):
             assert fetches.has_room(source)
@@ -197,4 +199,4 @@ async def test_legs_and_fetches_are_bounded_apart() -> None:
         for running in tasks:
             running.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert (fetches.num_running, fetches.num_legs) == (0, 0)
+        assert (fetches.num_running, fetches.num_remote_prefills) == (0, 0)

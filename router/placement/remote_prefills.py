@@ -1,13 +1,14 @@
 """Decides whether another worker computes a prompt for the one that gets the request (decision 0062).
 
-That is called a *leg*: the worker of the request fetches the blocks while the other computes them, and then samples. A
-leg pays if the first token comes earlier, or if it spares the streams running at the request's worker:
+That is called a *remote prefill*: the worker of the request fetches the blocks while the other computes them, and
+then samples. A remote prefill pays if the first token comes earlier, or if it spares the streams running at the
+request's worker:
 
     own worker     |-- queued there --|---- missing tokens ----|* first token
     its streams    .....................|  all of them slower  |.....
     another one    |-- queued --|-- missing there --|-- move --|* first token
 
-All times are estimates, and only time depends on them: even if a leg fails, its prompt is computed."""
+All times are estimates, and only time depends on them: even if a remote prefill fails, its prompt is computed."""
 
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from tokenbus.protocol.wire.messages import WorkerRole
 from tokenbus.router.placement.worker_table import Floats, Rows
 
-MIN_LEG_TOKENS = 512
+MIN_REMOTE_PREFILL_TOKENS = 512
 """Shorter prompts are computed where they are answered; a router setting overrides this."""
 _MIN_MISSING_SHARE = 0.5
 """Where most of a prompt is already cached, the rest is computed there."""
@@ -57,7 +58,7 @@ class Prefill(NamedTuple):
         return (self.queued_tokens + self.missing_tokens) * self.token_s
 
 
-class LegChoice(NamedTuple):
+class RemotePrefillChoice(NamedTuple):
     """The worker that should compute a prompt for another one."""
 
     row: int
@@ -66,27 +67,31 @@ class LegChoice(NamedTuple):
 
 
 def is_long(prompt_tokens: float, missing_tokens: float, min_tokens: int) -> bool:
-    """Whether enough of a prompt is missing for a leg to pay; with a `min_tokens` of 0 it never does."""
+    """Whether enough of a prompt is missing for a remote prefill to pay; with a `min_tokens` of 0 it never does."""
     return 0 < min_tokens <= missing_tokens and missing_tokens >= _MIN_MISSING_SHARE * prompt_tokens
 
 
-def pays(own: Prefill, num_streams: int, role: WorkerRole, leg_s: float) -> bool:
-    """Whether a leg that takes `leg_s` beats having a worker of this role, with `num_streams` requests, compute the
-    prompt itself."""
+def pays(own: Prefill, num_streams: int, role: WorkerRole, remote_prefill_s: float) -> bool:
+    """Whether a remote prefill that takes `remote_prefill_s` beats having a worker of this role, with
+    `num_streams` requests, compute the prompt itself."""
     delayed_s = own.compute_s * num_streams * _STREAM_WEIGHT
     patience = _DECODE_PATIENCE if role is WorkerRole.DECODE else 1.0
-    return leg_s < patience * own.first_token_s + delayed_s
+    return remote_prefill_s < patience * own.first_token_s + delayed_s
 
 
 def choose(
     state: PrefillState, rows: Rows, own: Prefill, num_streams: int, role: WorkerRole, move_s: float
-) -> LegChoice | None:
+) -> RemotePrefillChoice | None:
     """Returns the worker in `rows` (at least one) that would finish computing a prompt first, if that pays.
 
     `own` is what the worker of the request would compute itself, and `move_s` the time to move what it lacks there."""
     token_s = np.where(state.token_s > 0, state.token_s, _UNKNOWN_TOKEN_S)
     seconds: Floats = (state.queued_tokens[rows] + state.missing_tokens[rows]) * token_s[rows]
     first = int(seconds.argmin())
-    leg_s = float(seconds[first]) + move_s
+    remote_prefill_s = float(seconds[first]) + move_s
     own = own if own.token_s > 0 else own._replace(token_s=_UNKNOWN_TOKEN_S)
-    return LegChoice(int(rows[first]), leg_s) if pays(own, num_streams, role, leg_s) else None
+    return (
+        RemotePrefillChoice(int(rows[first]), remote_prefill_s)
+        if pays(own, num_streams, role, remote_prefill_s)
+        else None
+    )

@@ -23,40 +23,40 @@ def pair() -> tuple[VirtualWorker, VirtualWorker]:
 
 def test_the_prompt_is_computed_at_one_worker_and_its_answer_at_the_other() -> None:
     other, own = fleet = pair()
-    own.submit_with_leg(1, prompt(321), 0.0, other)
+    own.submit_with_remote_prefill(1, prompt(321), 0.0, other)
     assert (other.step_ends_at, own.step_ends_at) == (pytest.approx(320 * TOKEN_S), None)
     advance(list(fleet), 20.0)
     at_s, cached = first_token(own, 1)
     assert cached == 320
     # all but the last block have moved while the others were computed
     assert 320 * TOKEN_S + BLOCK_S < at_s < 320 * TOKEN_S + BLOCK_S + TOKEN_S + DECODE_S
-    assert other.num_leg_tokens == 320
+    assert other.num_remote_prefill_tokens == 320
     assert not other.progress
-    (leg,) = [key for _, entry in other.events for key in entry.legs]
-    assert leg == prompt(321).key(1)
+    (remote_prefill,) = [key for _, entry in other.events for key in entry.legs]
+    assert remote_prefill == prompt(321).key(1)
     assert not [entry for _, entry in other.events if entry.started or entry.finished]
 
 
 def test_the_start_of_the_last_block_moves_too() -> None:
     other, own = fleet = pair()
-    own.submit_with_leg(1, prompt(330), 0.0, other)
+    own.submit_with_remote_prefill(1, prompt(330), 0.0, other)
     advance(list(fleet), 20.0)
-    assert first_token(own, 1)[1] == other.num_leg_tokens == 329
+    assert first_token(own, 1)[1] == other.num_remote_prefill_tokens == 329
 
 
 def test_what_the_other_worker_has_already_is_not_computed_there_again() -> None:
     other, own = fleet = pair()
     other.submit(1, prompt(160), 0.0)
     advance(list(fleet), 10.0)
-    own.submit_with_leg(2, prompt(321), 10.0, other)
+    own.submit_with_remote_prefill(2, prompt(321), 10.0, other)
     advance(list(fleet), 20.0)
-    assert other.num_leg_tokens == 160
+    assert other.num_remote_prefill_tokens == 160
     assert first_token(own, 2)[1] == 320
 
 
 def test_a_prompt_that_is_awaited_counts_as_a_request_and_not_as_work() -> None:
     other, own = fleet = pair()
-    own.submit_with_leg(1, prompt(321), 0.0, other)
+    own.submit_with_remote_prefill(1, prompt(321), 0.0, other)
     assert (own.events[-1][1].load.waiting, own.events[-1][1].load.queued_prefill_tokens) == (1, 0)
     assert other.events[-1][1].load.queued_prefill_tokens == 320
     advance(list(fleet), 20.0)
@@ -65,12 +65,12 @@ def test_a_prompt_that_is_awaited_counts_as_a_request_and_not_as_work() -> None:
 
 def test_streams_are_not_slowed_by_a_prompt_that_is_computed_elsewhere() -> None:
     gaps = []
-    for has_leg in (False, True):
+    for has_remote_prefill in (False, True):
         other, own = fleet = pair()
         own.submit(1, prompt(16, group=9, output=100), 0.0)
         advance(list(fleet), 0.5)
-        if has_leg:
-            own.submit_with_leg(2, prompt(321), 0.5, other)
+        if has_remote_prefill:
+            own.submit_with_remote_prefill(2, prompt(321), 0.5, other)
         else:
             own.submit(2, prompt(321), 0.5)
         advance(list(fleet), 60.0)
@@ -96,19 +96,19 @@ def test_every_request_of_a_trace_ends_once_whatever_the_roles(seed: int, delay_
     assert again.outcomes == simulation.outcomes
 
 
-def test_a_fleet_with_roles_has_legs_and_one_without_has_none() -> None:
+def test_a_fleet_with_roles_has_remote_prefills_and_one_without_has_none() -> None:
     trace = generators.load("unrelated:requests=20,rate=0.5,prompt_tokens=900,output_tokens=20", 1)
     computed = []
     for num_prefill in (0, 2):
         fleet = msgspec.structs.replace(SPLIT, prefill_workers=num_prefill, kv_blocks=1_000)
         simulation = Simulation(fleet, KvAware())
         simulation.play(trace)
-        computed.append(simulation.num_leg_tokens)
+        computed.append(simulation.num_remote_prefill_tokens)
     assert computed[0] == 0
     assert computed[1] > 0
 
 
-def test_no_sequence_and_no_leg_samples_a_token_of_a_prompt_or_of_another_one() -> None:
+def test_no_sequence_and_no_remote_prefill_samples_a_token_of_a_prompt_or_of_another_one() -> None:
     numbers = range(-3 * VOCAB_SIZE, 3 * VOCAB_SIZE)
     tokens = {own_token(number) for number in numbers}
     assert len(tokens) == len(numbers)

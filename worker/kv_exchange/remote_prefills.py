@@ -1,7 +1,7 @@
 """Prompts that this worker computes for others, which read the blocks while it continues.
 
-A leg is a request to this worker's engine like any other, for a single token that is discarded: what remains is the
-prompt in the cache. It ends with its lease."""
+A remote prefill is a request to this worker's engine like any other, for a single token that is discarded: what
+remains is the prompt in the cache. It ends with its lease."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from tokenbus.worker.contract import contract, engine_output
 from tokenbus.worker.contract.engine_request import EngineRequest, Sampling
 
 
-class Leg:
+class RemotePrefill:
     """One prompt whose blocks are all computed here."""
 
     def __init__(self, request_id: str, prefix: contract.CachedPrefix, block_size: int) -> None:
@@ -25,14 +25,14 @@ class Leg:
         self.outcome = ""
         """`complete`, or what ended it early: `cancelled` or `failed`; empty until it ends."""
         self.began_at = time.monotonic()
-        self.on_ended: Callable[[Leg], None] = lambda leg: None
+        self.on_ended: Callable[[RemotePrefill], None] = lambda remote_prefill: None
         self._prefix = prefix
         self._block_size = block_size
         self._abort: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<Leg for {self.request_id}: {self.num_computed} of {self.num_tokens} tokens {self.outcome}>"
+        return f"<RemotePrefill for {self.request_id}: {self.num_computed} of {self.num_tokens} tokens {self.outcome}>"
 
     def start(self, engine: contract.Engine, key: str, priority: int) -> None:
         """Starts it on an engine. Raises RequestError if the engine does not accept it."""

@@ -11,8 +11,8 @@ from tokenbus.worker.contract import engine_output
 from tokenbus.worker.contract.engine_request import EngineRequest
 from tokenbus.worker.kv_exchange import holder as holders
 from tokenbus.worker.kv_exchange.holder import Holder
-from tokenbus.worker.kv_exchange.leases import LEG_LEASE_S, MAX_LEASES
-from tokenbus.worker.kv_exchange.legs import Leg
+from tokenbus.worker.kv_exchange.leases import MAX_LEASES, REMOTE_PREFILL_LEASE_S
+from tokenbus.worker.kv_exchange.remote_prefills import RemotePrefill
 from tokenbus.worker.kv_exchange.transport import NoBlock
 
 
@@ -59,10 +59,10 @@ class Fixture:
         self.holder = Holder(lambda epoch: epoch == "1-x")
         self.holder.set_engine(self.engine, CONFIG)  # type: ignore[arg-type]
         self.outcomes: list[str] = []
-        self.holder.on_leg = self._note
+        self.holder.on_remote_prefill = self._note
 
-    def _note(self, leg: Leg) -> None:
-        self.outcomes.append(leg.outcome)
+    def _note(self, remote_prefill: RemotePrefill) -> None:
+        self.outcomes.append(remote_prefill.outcome)
 
     async def ask(self, num_blocks: int = 40, **changes: object) -> internal.BlockLease:
         return await self.holder.grant(
@@ -116,7 +116,7 @@ async def test_a_read_that_waits_is_answered_as_soon_as_the_block_is_there(
     assert await reading == block(0)
 
 
-async def test_a_leg_ends_with_its_lease_and_leaves_what_is_computed(end: Fixture) -> None:
+async def test_a_remote_prefill_ends_with_its_lease_and_leaves_what_is_computed(end: Fixture) -> None:
     lease = await end.ask()
     end.engine.compute(8 * SIZE)
     end.holder.end(lease.lease)
@@ -126,19 +126,21 @@ async def test_a_leg_ends_with_its_lease_and_leaves_what_is_computed(end: Fixtur
     assert len(end.engine.blocks) == 8
 
 
-async def test_a_leg_that_nobody_reads_ends(end: Fixture) -> None:
+async def test_a_remote_prefill_that_nobody_reads_ends(end: Fixture) -> None:
     lease = await end.ask()
     used_at = end.holder._leases._used_at[lease.lease]
-    end.holder.tick(used_at + LEG_LEASE_S - 0.01)
+    end.holder.tick(used_at + REMOTE_PREFILL_LEASE_S - 0.01)
     await asyncio.sleep(0)
     assert end.outcomes == [""]
-    end.holder.tick(used_at + LEG_LEASE_S)
+    end.holder.tick(used_at + REMOTE_PREFILL_LEASE_S)
     await asyncio.sleep(0)
     assert end.outcomes == ["", "cancelled"]
 
 
 @pytest.mark.parametrize("dies", [False, True])
-async def test_what_was_computed_before_a_leg_failed_is_given_and_the_rest_is_gone(end: Fixture, dies: bool) -> None:
+async def test_what_was_computed_before_a_remote_prefill_failed_is_given_and_the_rest_is_gone(
+    end: Fixture, dies: bool
+) -> None:
     lease = await end.ask()
     end.engine.compute(12 * SIZE)
     if dies:
@@ -167,9 +169,9 @@ async def test_nothing_is_computed_for_a_question_that_does_not_fit(end: Fixture
     assert not end.engine.requests
 
 
-async def test_legs_are_bounded_and_do_not_count_as_leases_of_what_is_there(end: Fixture) -> None:
+async def test_remote_prefills_are_bounded_and_do_not_count_as_leases_of_what_is_there(end: Fixture) -> None:
     end.engine.blocks = {number: block(number) for number in range(40)}
-    legs = [await end.ask() for _ in range(limits.MAX_LEGS + 1)]
-    assert [one.busy for one in legs] == [False] * limits.MAX_LEGS + [True]
+    remote_prefills = [await end.ask() for _ in range(limits.MAX_REMOTE_PREFILLS + 1)]
+    assert [one.busy for one in remote_prefills] == [False] * limits.MAX_REMOTE_PREFILLS + [True]
     others = [await end.ask(computed_for="") for _ in range(MAX_LEASES + 1)]
     assert [one.busy for one in others] == [False] * MAX_LEASES + [True]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.router.builders import card, events, fleet_of, known, stored
 from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.placement import legs
-from tokenbus.router.placement.legs import Prefill, PrefillState
+from tokenbus.router.placement import remote_prefills
 from tokenbus.router.placement.placement import Capacity, NoWorker, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import make_policies
+from tokenbus.router.placement.remote_prefills import Prefill, PrefillState
 
 BLOCK = 16
 ROLES = st.sampled_from(list(messages.WorkerRole))
@@ -31,19 +31,21 @@ STREAMS = st.integers(0, 100)
 
 @given(PREFILLS, STREAMS, ROLES, SECONDS, st.floats(0, 1e6), st.integers(0, 50))
 def test_what_pays_still_pays_when_it_is_quicker_or_more_streams_are_spared(
-    own: Prefill, streams: int, role: messages.WorkerRole, leg_s: float, more_s: float, more_streams: int
+    own: Prefill, streams: int, role: messages.WorkerRole, remote_prefill_s: float, more_s: float, more_streams: int
 ) -> None:
-    if legs.pays(own, streams, role, leg_s + more_s):
-        assert legs.pays(own, streams + more_streams, role, leg_s)
-        assert legs.pays(own._replace(queued_tokens=own.queued_tokens + more_s), streams, role, leg_s)
+    if remote_prefills.pays(own, streams, role, remote_prefill_s + more_s):
+        assert remote_prefills.pays(own, streams + more_streams, role, remote_prefill_s)
+        assert remote_prefills.pays(
+            own._replace(queued_tokens=own.queued_tokens + more_s), streams, role, remote_prefill_s
+        )
 
 
 @given(PREFILLS, SECONDS)
 def test_without_streams_only_an_earlier_first_token_pays_and_a_decode_worker_is_patient(
-    own: Prefill, leg_s: float
+    own: Prefill, remote_prefill_s: float
 ) -> None:
-    assert legs.pays(own, 0, BOTH, leg_s) == (leg_s < own.first_token_s)
-    assert legs.pays(own, 0, DECODE, leg_s) == (leg_s < 2 * own.first_token_s)
+    assert remote_prefills.pays(own, 0, BOTH, remote_prefill_s) == (remote_prefill_s < own.first_token_s)
+    assert remote_prefills.pays(own, 0, DECODE, remote_prefill_s) == (remote_prefill_s < 2 * own.first_token_s)
 
 
 @given(PREFILLS, st.integers(1, 100), st.floats(0, 10))
@@ -51,14 +53,14 @@ def test_a_first_token_may_be_later_by_a_quarter_of_the_time_that_it_spares_each
     own: Prefill, streams: int, share: float
 ) -> None:
     spared_s = streams * own.compute_s / 4
-    assert legs.pays(own, streams, BOTH, own.first_token_s + share * spared_s) == (
+    assert remote_prefills.pays(own, streams, BOTH, own.first_token_s + share * spared_s) == (
         own.first_token_s + share * spared_s < own.first_token_s + spared_s
     )
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 10_000))
 def test_a_prompt_is_long_by_what_is_missing_and_if_most_of_it_is(prompt: float, missing: float, least: int) -> None:
-    assert legs.is_long(prompt, missing, least) == (least > 0 and missing >= least and 2 * missing >= prompt)
+    assert remote_prefills.is_long(prompt, missing, least) == (least > 0 and missing >= least and 2 * missing >= prompt)
 
 
 @st.composite
@@ -78,8 +80,8 @@ def test_whoever_would_be_first_is_chosen_if_that_pays(
     for row in rows:
         token_s = state.token_s[row] or 0.01
         seconds[row] = (state.queued_tokens[row] + state.missing_tokens[row]) * token_s + move_s
-    found = legs.choose(state, np.array(rows), own, streams, role, move_s)
-    assert (found is not None) == legs.pays(own, streams, role, min(seconds.values()))
+    found = remote_prefills.choose(state, np.array(rows), own, streams, role, move_s)
+    assert (found is not None) == remote_prefills.pays(own, streams, role, min(seconds.values()))
     if found is not None:
         assert found.row in rows
         assert found.seconds == seconds[found.row] == min(seconds.values())
@@ -136,16 +138,16 @@ def place(
     return placement
 
 
-def leg_of(placement: Placement) -> str | None:
-    return placement.fetch_from.card.worker_id if placement.fetch_from and placement.leg_s else None
+def remote_prefill_of(placement: Placement) -> str | None:
+    return placement.fetch_from.card.worker_id if placement.fetch_from and placement.remote_prefill_s else None
 
 
 def test_a_prefill_worker_computes_prompts_and_gets_no_requests() -> None:
     found = fleet(p=IDLE, d=Kind(DECODE, load=BUSY))
     placement = place(found)
-    assert (placement.worker.card.worker_id, leg_of(placement), placement.fetch_blocks) == ("d", "p", 75)
+    assert (placement.worker.card.worker_id, remote_prefill_of(placement), placement.fetch_blocks) == ("d", "p", 75)
     # 1,201 tokens in 10 ms each, and 12,300 bytes of each at 60 MB/s
-    assert placement.leg_s == pytest.approx(1_201 * 0.01 + 1_201 * 12_300 / 60e6)
+    assert placement.remote_prefill_s == pytest.approx(1_201 * 0.01 + 1_201 * 12_300 / 60e6)
 
 
 def test_both_workers_are_booked_with_their_part_until_events_count_it() -> None:
@@ -170,7 +172,7 @@ def test_a_second_request_with_the_same_prompt_finds_it_where_it_will_be() -> No
     found = fleet(p=IDLE, d=Kind(DECODE))
     place(found)
     second = place(found, key="default:r-2")
-    assert (second.overlap_blocks, leg_of(second)) == (75, None)
+    assert (second.overlap_blocks, remote_prefill_of(second)) == (75, None)
 
 
 @pytest.mark.parametrize(
@@ -189,29 +191,32 @@ def test_a_second_request_with_the_same_prompt_finds_it_where_it_will_be() -> No
     ],
 )
 def test_the_choice_is_made_anew_for_each_request(kinds: dict[str, Kind], expected: str | None) -> None:
-    assert leg_of(place(fleet(**kinds))) == expected
+    assert remote_prefill_of(place(fleet(**kinds))) == expected
 
 
 @pytest.mark.parametrize(("blocks", "expected"), [(31, None), (32, "p")])
 def test_a_short_prompt_is_computed_where_it_is_answered(blocks: int, expected: str | None) -> None:
-    assert leg_of(place(fleet(p=IDLE, d=Kind(DECODE, load=BUSY)), blocks=blocks)) == expected
+    assert remote_prefill_of(place(fleet(p=IDLE, d=Kind(DECODE, load=BUSY)), blocks=blocks)) == expected
 
 
 @pytest.mark.parametrize(("held", "expected"), [(37, "p"), (38, None)])
 def test_where_most_of_a_prompt_is_cached_the_rest_is_computed_there(held: int, expected: str | None) -> None:
-    placement = place(fleet(p=IDLE, d=Kind(DECODE, held=held, load=BUSY)), min_leg_tokens=64)
-    assert leg_of(placement) == expected
+    placement = place(fleet(p=IDLE, d=Kind(DECODE, held=held, load=BUSY)), min_remote_prefill_tokens=64)
+    assert remote_prefill_of(placement) == expected
 
 
 def test_what_others_hold_is_fetched_and_not_computed_again() -> None:
     placement = place(fleet(p=IDLE, d=Kind(DECODE, load=BUSY), e=Kind(DECODE, held=70)), only="d")
     assert placement.fetch_from is not None
-    assert (placement.fetch_from.card.worker_id, placement.leg_s) == ("e", 0.0)
+    assert (placement.fetch_from.card.worker_id, placement.remote_prefill_s) == ("e", 0.0)
 
 
-@pytest.mark.parametrize("min_leg_tokens", [0, 1_300])
-def test_a_router_may_be_told_to_ask_for_none(min_leg_tokens: int) -> None:
-    assert leg_of(place(fleet(p=IDLE, d=Kind(DECODE)), min_leg_tokens=min_leg_tokens)) is None
+@pytest.mark.parametrize("min_remote_prefill_tokens", [0, 1_300])
+def test_a_router_may_be_told_to_ask_for_none(min_remote_prefill_tokens: int) -> None:
+    assert (
+        remote_prefill_of(place(fleet(p=IDLE, d=Kind(DECODE)), min_remote_prefill_tokens=min_remote_prefill_tokens))
+        is None
+    )
 
 
 def test_a_prompt_that_must_not_be_cached_is_computed_where_it_is_answered() -> None:
@@ -222,13 +227,13 @@ def test_a_prompt_that_must_not_be_cached_is_computed_where_it_is_answered() -> 
 @pytest.mark.parametrize(
     ("changed", "identity", "expected"), [("p", "", None), ("p", "other", None), ("pd", "", None), ("pd", "other", "p")]
 )
-def test_only_workers_that_can_read_each_others_blocks_have_legs(
+def test_only_workers_that_can_read_each_others_blocks_have_remote_prefills(
     changed: str, identity: str, expected: str | None
 ) -> None:
     found = fleet(p=IDLE, d=Kind(DECODE, load=BUSY))
     for name in changed:
         found.apply_card(codec.replace(known(found, name).card, kv_identity=identity), 0.0)
-    assert leg_of(place(found)) == expected
+    assert remote_prefill_of(place(found)) == expected
 
 
 @pytest.mark.parametrize(("having", "expected"), [("d", None), ("pd", "p")])
@@ -237,20 +242,20 @@ def test_a_worker_without_the_adapters_computes_no_prompt_with_them(having: str,
     style = [messages.CardAdapter(name="style", digest="d1")]
     for name in having:
         found.apply_card(codec.replace(known(found, name).card, adapters=style), 0.0)
-    assert leg_of(place(found, adapters=(block_hash.Adapter("d1", 1.0),), tenant="default")) == expected
+    assert remote_prefill_of(place(found, adapters=(block_hash.Adapter("d1", 1.0),), tenant="default")) == expected
 
 
 @pytest.mark.parametrize("state", [messages.WorkerState.DRAINING, messages.WorkerState.RESTARTING])
-def test_a_prefill_worker_that_takes_nothing_gets_no_leg(state: messages.WorkerState) -> None:
+def test_a_prefill_worker_that_takes_nothing_gets_no_remote_prefill(state: messages.WorkerState) -> None:
     found = fleet(p=IDLE, d=Kind(DECODE, load=BUSY))
     found.apply_events("demo", events("p", 1, state=state), 0.0)
-    assert leg_of(place(found)) is None
+    assert remote_prefill_of(place(found)) is None
 
 
 def test_a_worker_computes_for_so_many_others_and_no_more() -> None:
     found = fleet(p=Kind(PREFILL, prefill_s=1e-6), **{f"d{number}": Kind(DECODE) for number in range(9)})
-    chosen = [leg_of(place(found, only=f"d{number}", key=f"default:r-{number}")) for number in range(9)]
-    assert chosen.count("p") == limits.MAX_LEGS
+    chosen = [remote_prefill_of(place(found, only=f"d{number}", key=f"default:r-{number}")) for number in range(9)]
+    assert chosen.count("p") == limits.MAX_REMOTE_PREFILLS
     assert chosen[-1] is None
 
 
@@ -281,7 +286,7 @@ def test_a_report_says_who_computes_the_prompt() -> None:
     assert [one.worker_id for one in report.candidates] == ["d"]
 
 
-def test_the_time_of_a_leg_says_nothing_about_how_fast_blocks_move() -> None:
+def test_the_time_of_a_remote_prefill_says_nothing_about_how_fast_blocks_move() -> None:
     found = fleet(p=IDLE, d=Kind(DECODE))
     told = internal.Fetched(
         stream_no=1, worker_id="p", fetched_tokens=1_200, fetched_bytes=10**7, fetch_ms=9_000.0, was_leg=True
