@@ -14,6 +14,7 @@ from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.router.requests.flights.internal_parts import InternalParts
+from tokenbus.worker.broker.replica_state import ReplicaEvent
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
@@ -90,9 +91,15 @@ class Stage:
         assert answer is not None
         return codec.Decoder(internal.ControlReply).decode(answer).ok
 
+    def start_draining(self) -> None:
+        """Makes the frontend accept nothing more."""
+        self.frontend.process.call(self.frontend.frontend.change, ReplicaEvent.DRAIN)
+        self.world.run(0.01)
+
     def start_leaving(self) -> None:
         """Makes the frontend leave, so that routers may take its streams."""
-        self.frontend.process.call(self.frontend.frontend.start_leaving)
+        self.start_draining()
+        self.frontend.process.call(self.frontend.frontend.change, ReplicaEvent.LEAVE)
         self.world.run(0.01)
 
     def take(

@@ -11,6 +11,7 @@ from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.serve import Router
 from tokenbus.router.settings import RouterSettings
+from tokenbus.worker.broker.replica_state import ReplicaEvent
 from tokenbus.worker.replica.frontend import Frontend
 from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
@@ -70,7 +71,7 @@ class FrontendProcess:
 
     async def _drain(self, handover_s: float | None) -> None:
         self.frontend.drain.request(handover_s=handover_s)
-        self.frontend.start_draining()
+        self.frontend.change(ReplicaEvent.DRAIN)
         await self.frontend.leave(_HANDOVER_S)
         if self.engine is not None:
             self.engine.die()

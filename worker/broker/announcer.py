@@ -16,9 +16,11 @@ import msgspec
 import xxhash
 
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing
+from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages, subjects
 from tokenbus.worker.broker.event_log import Ends, EventLog
 from tokenbus.worker.broker.published_blocks import PublishedBlocks
+from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState, Serving, after
 from tokenbus.worker.broker.sampled_tokens import SampledTokens
 from tokenbus.worker.broker.snapshot import split
 from tokenbus.worker.contract import contract
@@ -54,13 +56,15 @@ class Announcer:
         self.worker_id = worker_id
         self._role = role
         self.epoch = new_epoch()
-        self.state = messages.WorkerState.STARTING
-        self.is_loadable = False
-        """Whether there is no engine, or soon will be none, and a `load` starts one."""
-        self._config: contract.EngineConfig | None = None
+        self.state = ReplicaState.STARTING
+        self.serving: Serving | None = None
+        """The engine that serves; None while there is none."""
+        self.last_served: Serving | None = None
+        """The same or, while there is none, the one before: open streams can still be ended there."""
+        self._listing: contract.EngineConfig | None = None
+        """Stands in for the configuration of an engine that has never served."""
         self._digest: str | None = None
-        self._engine_pid = 0
-        self._engine: contract.Engine | None = None
+        """That of the tokenizer of the last engine."""
         self.adapters: Callable[[], list[messages.CardAdapter]] = list
         """Returns the adapters to show in the card."""
         self.health: messages.WorkerHealth | None = None
@@ -69,12 +73,13 @@ class Announcer:
         self.is_muted = False
         """Whether nothing may be published: the old epoch is over and the new one has no connection yet."""
         self._published_blocks = PublishedBlocks()
-        self._log = EventLog(worker_id, self.epoch)
+        self.log = EventLog(worker_id, self.epoch)
+        """The news since the last event. Call `publish_events` after adding what can't wait."""
         self._ended_epochs: list[messages.PreviousEpoch] = []
         """The epochs that this process has ended, the latest first."""
 
     def __repr__(self) -> str:
-        return f"<Announcer {self.worker_id} {self.state} {self._log!r}>"
+        return f"<Announcer {self.worker_id} {self.state} {self.log!r}>"
 
     def gone_subject(self, key: str) -> str:
         """Returns the subject on which the broker reports that a chunk of this request found no subscriber."""
@@ -83,7 +88,7 @@ class Announcer:
     def start_epoch(self) -> None:
         """Ends this epoch and mutes the announcer until `announce_epoch`."""
         self.is_muted = True
-        last_written = self._log.last_written(self._connection.num_writes)
+        last_written = self.log.last_written(self._connection.num_writes)
         ended = messages.PreviousEpoch(epoch=self.epoch, seq=last_written)
         self._ended_epochs = [ended, *self._ended_epochs[: _MAX_ENDED_EPOCHS - 1]]
         self.epoch = new_epoch()
@@ -92,7 +97,7 @@ class Announcer:
         """Publishes the new epoch's card and first event, which stores every cached block again; no request
         survives."""
         # routers know nothing of the new epoch: it has to store every block again
-        self._log = EventLog(self.worker_id, self.epoch, self._published_blocks.pairs())
+        self.log = EventLog(self.worker_id, self.epoch, self._published_blocks.pairs())
         self.is_muted = False
         self.publish_card()
         self.publish_events()
@@ -104,36 +109,36 @@ class Announcer:
         # a snapshot continues the event log, so what is pending has to be in the log first
         self.publish_events()
         return split(
-            self.worker_id, self.epoch, self._log.next_seq - 1, running, self._published_blocks.runs(), self._load()
+            self.worker_id, self.epoch, self.log.next_seq - 1, running, self._published_blocks.runs(), self._load()
         )
 
-    def engine_started(self, engine: contract.Engine, config: contract.EngineConfig, digest: str | None) -> None:
+    @property
+    def _config(self) -> contract.EngineConfig | None:
+        """The configuration to show in the card; None before there is one."""
+        return self.last_served.config if self.last_served is not None else self._listing
+
+    def engine_started(self, serving: Serving) -> None:
         """Announces that a new engine serves."""
-        self._engine, self._config, self._digest, self._engine_pid = engine, config, digest, config.pid
-        self.is_loadable = False
-        self.set_state(messages.WorkerState.READY)
+        self.serving = self.last_served = serving
+        bundle = serving.engine.tokenizer_bundle()
+        self._digest = tokenizer_bundle.bundle_digest(bundle) if bundle else None
+        self.change(ReplicaEvent.ENGINE_SERVES)
 
     def engine_died(self) -> None:
-        """Announces that the engine's cache is lost, and that it is restarting, unless it was unloaded."""
-        self._engine, self._engine_pid = None, 0
+        """Announces that there is no engine, and that its cache is lost."""
+        self.serving = None
         self._published_blocks.clear()
-        self._log.blocks_cleared()
-        self.set_state(self.state if self.is_loadable else messages.WorkerState.RESTARTING)
+        self.log.blocks_cleared()
+        self.change(ReplicaEvent.ENGINE_DIED)
 
-    def announce_loadable(self, listing: contract.EngineConfig) -> None:
-        """Announces that requests are accepted once the model is loaded. `listing` stands in for the engine's
-        configuration until then."""
-        self._config, self.is_loadable = self._config or listing, True
-        self.set_state(messages.WorkerState.DRAINING)
+    def set_listing(self, listing: contract.EngineConfig) -> None:
+        """Sets what stands in for the engine's configuration until the model is first loaded."""
+        self._listing = listing
+        self.publish_card()
 
-    def announce_loading(self) -> None:
-        """Announces that the model is being loaded."""
-        self.is_loadable = False
-        self.set_state(messages.WorkerState.STARTING)
-
-    def set_state(self, state: messages.WorkerState) -> None:
-        """Publishes a new state at once."""
-        self.state = state
+    def change(self, event: ReplicaEvent) -> None:
+        """Changes the state, and publishes it at once."""
+        self.state = after(self.state, event)
         self.publish_card()
         self.publish_events()
 
@@ -146,46 +151,11 @@ class Announcer:
     def blocks_changed(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
         """Puts removed and newly cached blocks into the next event, each with the hash of the block before it."""
         self._published_blocks.apply(removed, stored)
-        self._log.blocks_changed(removed, stored)
+        self.log.blocks_changed(removed, stored)
 
     def num_held(self, hashes: Sequence[int]) -> int:
         """Returns how many of a prompt's leading blocks are cached here."""
         return self._published_blocks.num_leading(hashes)
-
-    def health_read(self, health: messages.WorkerHealth) -> None:
-        """Puts memory and uptime into the next event."""
-        self.health = health
-        self._log.health_read(health)
-
-    def blocks_fetched(self, fetched: internal.Fetched) -> None:
-        """Puts the end of a fetch into the next event."""
-        self._log.blocks_fetched(fetched)
-
-    def remote_prefill_started(self, key: str) -> None:
-        """Notes that the engine has started to compute the prompt of another worker's request. Call `publish_events`
-        afterwards."""
-        self._log.remote_prefill_started(key)
-
-    def request_started(self, started: internal.Started) -> None:
-        """Notes that a request was accepted."""
-        self._log.request_started(started)
-
-    def request_finished(self, key: str) -> None:
-        """Notes that a request has ended without a terminal. Call `publish_events` afterwards."""
-        self._log.request_finished(key)
-
-    def request_taken(self, key: str) -> None:
-        """Notes that a router has taken a request from here. Call `publish_events` afterwards."""
-        self._log.request_taken(key)
-
-    def requests_stranded(self, keys: list[str]) -> None:
-        """Notes that no engine here can continue these requests, so that routers take them. Call `publish_events`
-        afterwards."""
-        self._log.requests_stranded(keys)
-
-    def guardian_changed(self, stream_no: int, router_id: str) -> None:
-        """Notes that a router has become the guardian of a stream. Call `publish_events` afterwards."""
-        self._log.guardian_changed(stream_no, router_id)
 
     def publish_events(self) -> None:
         """Publishes what has happened since the last event, in as many events as necessary. If the broker is away, the
@@ -193,9 +163,9 @@ class Announcer:
         if self._config is None or self.is_muted:
             return
         while True:
-            entry = self._log.make(self._load(), self.state)
+            entry = self.log.make(self._load(), self.state.on_wire)
             # one event is enough, unless there are more blocks than fit
-            if not self._publish([entry], [self._to_message(entry)]) or not self._log.has_blocks:
+            if not self._publish([entry], [self._to_message(entry)]) or not self.log.has_blocks:
                 return
 
     def publish_step(self, sampled: Sequence[SampledTokens], chunks: Sequence[Outgoing], ended: Ends) -> bool:
@@ -205,9 +175,9 @@ class Announcer:
         Returns whether it was published. If not, the broker is away: try again later."""
         if self._config is None or self.is_muted:
             return False
-        if self._log.exceeds_one_entry:
+        if self.log.exceeds_one_entry:
             self.publish_events()
-            if self._log.exceeds_one_entry:
+            if self.log.exceeds_one_entry:
                 return False
         before, behind = self._step_entries(sampled, ended)
         outgoing = [*map(self._to_message, before), *chunks, *map(self._to_message, behind)]
@@ -220,12 +190,12 @@ class Announcer:
         self, sampled: Sequence[SampledTokens], ended: Ends
     ) -> tuple[list[internal.Events], list[internal.Events]]:
         """Returns the events before a step's chunks and those after them."""
-        if not sampled and not self._log.has_news:
-            return [], [self._log.make(self._load(), self.state, ended=ended)] if ended.keys else []
-        before = [self._log.make(self._load(), self.state, sampled[0] if sampled else None)]
+        if not sampled and not self.log.has_news:
+            return [], [self.log.make(self._load(), self.state.on_wire, ended=ended)] if ended.keys else []
+        before = [self.log.make(self._load(), self.state.on_wire, sampled[0] if sampled else None)]
         for more in sampled[1:]:
-            before.append(self._log.make_next(before[-1], more))
-        return before, [self._log.make_next(before[-1], ended=ended)] if ended.keys else []
+            before.append(self.log.make_next(before[-1], more))
+        return before, [self.log.make_next(before[-1], ended=ended)] if ended.keys else []
 
     def _publish(self, entries: Sequence[internal.Events], outgoing: Sequence[Outgoing]) -> bool:
         """Publishes messages and counts the entries among them; returns False if the broker is away."""
@@ -234,7 +204,7 @@ class Announcer:
         except OutboundBufferLimitError:
             return False
         if entries:
-            self._log.mark_published(entries, self._connection.num_writes)
+            self.log.mark_published(entries, self._connection.num_writes)
             self._published_at = time.monotonic()
         return True
 
@@ -251,7 +221,7 @@ class Announcer:
             await asyncio.sleep(due_in_s)
 
     def _load(self) -> messages.Load:
-        return self._engine.load() if self._engine is not None else messages.Load()
+        return self.serving.engine.load() if self.serving is not None else messages.Load()
 
     def _card(self, config: contract.EngineConfig) -> messages.Card:
         return messages.Card(
@@ -266,9 +236,9 @@ class Announcer:
             max_num_batched_tokens=config.max_num_batched_tokens,
             hash_scheme=block_hash.scheme_of(config.fingerprint),
             features=_features(config),
-            state=self.state,
+            state=self.state.on_wire,
             host=socket.gethostname(),
-            pids=messages.Pids(front=os.getpid(), engine=self._engine_pid),
+            pids=messages.Pids(front=os.getpid(), engine=config.pid if self.serving is not None else 0),
             versions=config.versions,
             # None tells routers that prefixes can't be reused here
             kv_block_size=config.kv_block_size if config.prefix_cache else None,
@@ -284,7 +254,7 @@ class Announcer:
             adapters=self.adapters(),
             embeddings=config.embeddings,
             role=self._role,
-            loadable=self.is_loadable,
+            loadable=self.state.is_loadable,
         )
 
 

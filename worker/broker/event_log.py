@@ -40,14 +40,23 @@ class EventLog:
         self._is_cleared = False
         self._removed: list[int] = []
         self._stored: dict[int, int] = {name: parent for parent, name in blocks}
-        self._started: list[internal.Started] = []
-        self._finished: list[str] = []
-        self._taken: list[str] = []
-        self._stranded: list[str] = []
-        self._guardians: dict[int, str] = {}
-        self._health: messages.WorkerHealth | None = None
-        self._fetches: list[internal.Fetched] = []
-        self._remote_prefills: list[str] = []
+        # what happens is added to these, and is in the next entry
+        self.started: list[internal.Started] = []
+        """Accepted requests."""
+        self.finished: list[str] = []
+        """Keys of requests that have ended without a terminal."""
+        self.taken: list[str] = []
+        """Keys of requests that a router has taken from here."""
+        self.stranded: list[str] = []
+        """Keys of requests that no engine here can continue, so that routers take them."""
+        self.guardians: dict[int, str] = {}
+        """The routers that have become guardians, by the number of the stream."""
+        self.health: messages.WorkerHealth | None = None
+        """Memory and uptime, if they were read."""
+        self.fetches: list[internal.Fetched] = []
+        """Ended fetches of blocks."""
+        self.remote_prefills: list[str] = []
+        """Keys of other workers' requests whose prompts the engine has started to compute."""
 
     def __repr__(self) -> str:
         return f"<EventLog at {self.next_seq}>"
@@ -64,52 +73,27 @@ class EventLog:
         """Notes that all blocks are gone: the next entry tells routers to forget them, without listing them."""
         self._removed, self._stored, self._is_cleared = [], {}, True
 
-    def request_started(self, started: internal.Started) -> None:
-        self._started.append(started)
-
-    def request_finished(self, key: str) -> None:
-        self._finished.append(key)
-
-    def request_taken(self, key: str) -> None:
-        self._taken.append(key)
-
-    def requests_stranded(self, keys: list[str]) -> None:
-        self._stranded = keys
-
-    def health_read(self, health: messages.WorkerHealth) -> None:
-        self._health = health
-
-    def blocks_fetched(self, fetched: internal.Fetched) -> None:
-        self._fetches.append(fetched)
-
-    def remote_prefill_started(self, key: str) -> None:
-        self._remote_prefills.append(key)
-
-    def guardian_changed(self, stream_no: int, router_id: str) -> None:
-        """Names a stream's new guardian in the next entry."""
-        self._guardians[stream_no] = router_id
-
     @property
     def _has_only_tokens(self) -> bool:
         """Whether the next entry holds only a step's tokens, like most entries."""
         return not (
-            self._started
+            self.started
             or self._removed
             or self._stored
-            or self._finished
-            or self._taken
-            or self._stranded
-            or self._guardians
-            or self._fetches
-            or self._remote_prefills
-            or self._health
+            or self.finished
+            or self.taken
+            or self.stranded
+            or self.guardians
+            or self.fetches
+            or self.remote_prefills
+            or self.health
             or self._is_cleared
         )
 
     @property
     def has_news(self) -> bool:
         """Whether routers must learn something before the same step's chunks are published."""
-        return bool(self._started or self._removed or self._stored)
+        return bool(self.started or self._removed or self._stored)
 
     @property
     def has_blocks(self) -> bool:
@@ -139,18 +123,18 @@ class EventLog:
         stored = itertools.islice(self._stored.items(), _HASHES_PER_ENTRY - len(removed))
         return codec.replace(
             entry,
-            health=self._health,
+            health=self.health,
             cleared=self._is_cleared,
             removed=removed,
             stored=list(to_runs((parent, name) for name, parent in stored)),
-            started=self._started,
-            finished=[*self._finished, *ended.keys],
+            started=self.started,
+            finished=[*self.finished, *ended.keys],
             failed=ended.failed,
-            taken=self._taken,
-            stranded=self._stranded,
-            guardians=self._guardians,
-            fetches=self._fetches,
-            legs=self._remote_prefills,
+            taken=self.taken,
+            stranded=self.stranded,
+            guardians=self.guardians,
+            fetches=self.fetches,
+            legs=self.remote_prefills,
         )
 
     def make_next(
@@ -170,13 +154,13 @@ class EventLog:
         self.next_seq = entries[-1].seq + 1
         if self._has_only_tokens:
             return
-        self._is_cleared, self._health = False, None
+        self._is_cleared, self.health = False, None
         del self._removed[: len(first.removed)]
         for run in first.stored:
             for name in run.hashes:
                 del self._stored[name]
-        self._started, self._finished, self._taken, self._guardians = [], [], [], {}
-        self._fetches, self._remote_prefills, self._stranded = [], [], []
+        self.started, self.finished, self.taken, self.guardians = [], [], [], {}
+        self.fetches, self.remote_prefills, self.stranded = [], [], []
 
     def last_written(self, num_writes: int) -> int:
         """Returns the number of the last entry that has left this process, or -1 if none has.

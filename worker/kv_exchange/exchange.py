@@ -10,6 +10,7 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.wire import block_hash, internal, subjects
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
 from tokenbus.worker.kv_exchange.holder import Holder
@@ -28,8 +29,6 @@ class KvExchange:
         self._holder.on_remote_prefill = self._remote_prefill_changed
         self._transport: NatsTransport | None = None
         self._fetcher: Fetcher | None = None
-        self._engine: contract.Engine | None = None
-        self._config: contract.EngineConfig | None = None
         self._fetches: dict[str, asyncio.Task[None]] = {}
         self._counted_bytes = 0
         self._log = structlog.get_logger()
@@ -58,15 +57,13 @@ class KvExchange:
 
     async def close(self) -> None:
         """Stops serving and fetching."""
-        self.set_engine(None, None)
+        self.engine_changed(None)
         if self._transport is not None:
             await self._transport.close()
 
-    def set_engine(self, engine: contract.Engine | None, config: contract.EngineConfig | None) -> None:
-        """Sets the engine whose blocks are exchanged. Fetches for a dead engine end: the next one computes their
-        prompts."""
-        self._engine, self._config = engine, config
-        self._holder.set_engine(engine, config)
+    def engine_changed(self, serving: Serving | None) -> None:
+        """Serves the blocks of another engine. Fetches for a dead engine end: the next one computes their prompts."""
+        self._holder.set_engine(*serving or (None, None))
         for key in list(self._fetches):
             self.cancel(key)
 
@@ -78,8 +75,8 @@ class KvExchange:
             and run.params.cache_prompt is not False
             and self._fetcher is not None
             and self._fetcher.has_room(run.fetch_from)
-            and self._config is not None
-            and bool(self._config.kv_identity)
+            and self._announcer.serving is not None
+            and bool(self._announcer.serving.config.kv_identity)
         )
 
     def start_fetch(
@@ -112,7 +109,7 @@ class KvExchange:
     def _remote_prefill_changed(self, remote_prefill: RemotePrefill) -> None:
         """Tells routers that a remote prefill began, so that they count it as load, or that its blocks are ready."""
         if not remote_prefill.outcome:
-            self._announcer.remote_prefill_started(remote_prefill.request_id)
+            self._announcer.log.remote_prefills.append(remote_prefill.request_id)
         else:
             self._metrics.remote_prefill_ended(remote_prefill.outcome)
             self._log.info(
@@ -128,15 +125,16 @@ class KvExchange:
 
     @property
     def _is_computing(self) -> bool:
-        return self._engine is not None and self._engine.load().running > 0
+        serving = self._announcer.serving
+        return serving is not None and serving.engine.load().running > 0
 
     async def _fetch(
         self, run: internal.Run, request: engine_request.EngineRequest, on_done: Callable[[Fetch], None]
     ) -> None:
-        source, engine, config = run.fetch_from, self._engine, self._config
+        source, serving = run.fetch_from, self._announcer.serving
         assert source is not None
-        assert engine is not None
-        assert config is not None
+        assert serving is not None
+        engine, config = serving
         assert self._fetcher is not None
         token_ids = request.token_ids + (request.resumed.token_ids if request.resumed else [])
         packed = block_hash.pack_token_ids(token_ids)

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal
 from tokenbus.protocol.wire.params import SamplingParams
+from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.need import MemoryNeed
@@ -64,15 +65,15 @@ class OnDemandReplica(Replica):
     def set_context_length(self, tokens: int) -> None:
         """Announces the expected context length, until the model is first loaded."""
         self._listing = _listing(self._engine, tokens)
-        if self.started.done() and not self._load_requested.is_set():
-            self._announce_loadable()
+        if self.frontend is not None and self.frontend.state is ReplicaState.UNLOADED:
+            self.frontend.set_listing(self._listing)
 
     def load(self, need: MemoryNeed) -> None:
         """Starts an engine that takes no more than `need`. The listener is told whether it serves."""
         assert self.frontend is not None, "only a started replica is wanted"
         self.load_progress = 0.0
         self._engine = sizes.sized(self._model.engine, need)
-        self.frontend.announce_loading()
+        self.frontend.change(ReplicaEvent.LOAD)
         self._load_requested.set()
 
     async def unload(self) -> None:
@@ -80,8 +81,9 @@ class OnDemandReplica(Replica):
         engine ends at once, since its memory then counts as free."""
         supervisor = self._supervisor
         assert supervisor is not None
+        assert self.frontend is not None
         try:
-            self._announce_loadable()
+            self.frontend.change(ReplicaEvent.UNLOAD)
             await self._wait_idle(supervisor)
         finally:
             if supervisor is self._supervisor:
@@ -111,10 +113,6 @@ class OnDemandReplica(Replica):
         """A model that is not loaded still takes requests: routers hold them."""
         return "" if self.started.done() else f"{self.worker_id} is not ready"
 
-    @property
-    def is_loading(self) -> bool:
-        return super().is_loading and self._load_requested.is_set()
-
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         super().engine_started(engine, config)
         assert self.listener is not None
@@ -124,7 +122,8 @@ class OnDemandReplica(Replica):
         assert self.frontend is not None
         assert self.listener is not None
         self.frontend.on_want = self.on_want
-        self._announce_loadable()
+        self.frontend.set_listing(self._listing)
+        self.frontend.change(ReplicaEvent.UNLOADED)
         self.started.set_result(self._listing)
         while True:
             await self._load_requested.wait()
@@ -151,11 +150,8 @@ class OnDemandReplica(Replica):
             os.ftruncate(self._memory_fd, 0)
         self._load_requested.clear()
         self._supervisor = self._make_supervisor()
-        self._announce_loadable()
-
-    def _announce_loadable(self) -> None:
         assert self.frontend is not None
-        self.frontend.announce_loadable(self._listing)
+        self.frontend.change(ReplicaEvent.UNLOADED)
 
 
 def _listing(settings: EngineSettings, context_length: int) -> contract.EngineConfig:

@@ -97,7 +97,6 @@ class Endpoints:
             UploadLimits(limits.MAX_INTERNAL_BYTES, _MAX_UPLOAD_BYTES, _MAX_UPLOAD_BYTES),
             lambda part: True,
         )
-        self._engine: contract.Engine | None = None
         self._sender: PartsSender | None = None
         self._large_replies: set[asyncio.Task[None]] = set()
         self._tokenizes: set[asyncio.Task[None]] = set()
@@ -140,10 +139,6 @@ class Endpoints:
         with contextlib.suppress(TimeoutError, ConnectionError):  # reconnecting subscribes again
             await incoming.flush()  # the broker must know the subjects before a card names this worker
 
-    def set_engine(self, engine: contract.Engine | None) -> None:
-        """Sets the engine for later requests; None while there is none."""
-        self._engine = engine
-
     def _receive(self, callback: Callback, message: Msg) -> None:
         """Passes a message on, a large one once all its parts have arrived."""
         try:
@@ -178,12 +173,12 @@ class Endpoints:
             case internal.Control(op="stop", request_id=str(key)):
                 self._answer_operator(message, control, self._stop(key))
             case internal.Control(op="retain", tenant=str(tenant), session_id=str(session), ttl_ms=float(ttl_ms)):
-                if self._engine is not None:
-                    self._engine.retain_session(tenant, session, ttl_ms / 1e3)
+                if (serving := self._announcer.serving) is not None:
+                    serving.engine.retain_session(tenant, session, ttl_ms / 1e3)
                 self._reply(message, internal.ControlReply(ok=True))
             case internal.Control(op="clear_cache"):
-                if self._engine is not None:
-                    self._engine.clear_cache()
+                if (serving := self._announcer.serving) is not None:
+                    serving.engine.clear_cache()
                 self._answer_operator(message, control, internal.ControlReply(ok=True))
             case internal.Control(op="load", model=str()) if self._worker.on_load is not None:
                 self._worker.on_load(control, lambda reply: self._answer_operator(message, control, reply))
@@ -304,7 +299,8 @@ class Endpoints:
             self._reply(message, *self._announcer.snapshot(running))
 
     def _send_tokenizer(self, message: Msg) -> None:
-        packed = self._engine.tokenizer_bundle() if self._engine is not None else None
+        serving = self._announcer.serving
+        packed = serving.engine.tokenizer_bundle() if serving is not None else None
         if packed is not None:
             self._reply(message, *tokenizer_bundle.to_parts(packed))
 
@@ -374,9 +370,9 @@ class Endpoints:
 
     def _require_engine(self) -> contract.Engine:
         """Raises RequestError if there is no engine."""
-        if self._engine is None:
+        if self._announcer.serving is None:
             raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
-        return self._engine
+        return self._announcer.serving.engine
 
     def _reply(self, message: Msg, *replies: messages.Message) -> None:
         """Publishes one message or several on a request's reply subject, if it has one."""

@@ -12,12 +12,12 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import clock
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.parts.sender import PartsSender
-from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal, limits, messages, subjects
 from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.fence import Fence
+from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState, Serving
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange.exchange import KvExchange
 from tokenbus.worker.kv_exchange.nats_transport import Connect
@@ -73,8 +73,6 @@ class Frontend:
         self._endpoints = Endpoints(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, metrics)
         self._guardians = Guardians(bus, names, self._announcer, self._outbox, self._streams)
         self._fence = Fence(clock.now())
-        self._is_draining = False
-        self._has_engine = False
         self.on_load: Callable[[internal.Control, OnProgress], None] | None = None
         """Loads more models alongside this one; None if that is not possible."""
         self.on_want: Callable[[], internal.ControlReply] | None = None
@@ -93,17 +91,11 @@ class Frontend:
     @property
     def is_ready(self) -> bool:
         """Whether requests are accepted now."""
-        return self._has_engine and not (self._is_draining or self._announcer.is_loadable or self._announcer.is_muted)
+        return self.state is ReplicaState.READY and not self._announcer.is_muted
 
     @property
-    def shown_state(self) -> str:
-        """The worker's state as shown to people."""
-        return "loadable" if self._announcer.is_loadable else str(self._announcer.state)
-
-    @property
-    def has_engine(self) -> bool:
-        """Whether an engine is serving."""
-        return self._has_engine
+    def state(self) -> ReplicaState:
+        return self._announcer.state
 
     def apply_settings(self, settings: FrontendSettings) -> None:
         """Changes the settings of streams accepted from now on."""
@@ -139,48 +131,36 @@ class Frontend:
                 task.cancel()
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
-        """Sends requests to this engine from now on."""
-        self._has_engine, state = True, self._announcer.state
+        """Sends requests to this engine from now on, unless the worker accepts none any more."""
+        serving = Serving(engine, config)
         engine.on_kv_events = self._announcer.blocks_changed
-        bundle = engine.tokenizer_bundle()
-        self._streams.set_engine(engine, config)
-        self._endpoints.set_engine(engine)
-        self._exchange.set_engine(engine, config)
-        self._announcer.engine_started(engine, config, tokenizer_bundle.bundle_digest(bundle) if bundle else None)
-        # an engine that restarts while draining must not make the worker ready
-        if self._is_draining:
-            self._announcer.set_state(state)
+        self._streams.engine_started(serving)
+        self._exchange.engine_changed(serving)
+        self._announcer.engine_started(serving)
 
     def engine_died(self) -> None:
         """Announces that there is no engine, before any stream ends because of it. Safe to call again."""
-        if not self._has_engine:
-            return
-        self._has_engine = False
-        self._streams.clear_engine()
-        self._endpoints.set_engine(None)
-        self._exchange.set_engine(None, None)
-        if not self._is_draining:
+        if self._announcer.serving is not None:
+            self._exchange.engine_changed(None)
             self._announcer.engine_died()
 
-    def announce_loadable(self, listing: contract.EngineConfig) -> None:
-        """Accepts nothing from now on, until an engine is started because the model is requested."""
-        if not self._is_draining:
-            self._announcer.announce_loadable(listing)
+    def change(self, event: ReplicaEvent) -> None:
+        """Changes the state of the replica, and publishes it at once."""
+        self._announcer.change(event)
 
-    def announce_loading(self) -> None:
-        """Announces that an engine is being started because the model was requested."""
-        if not self._is_draining:
-            self._announcer.announce_loading()
+    def set_listing(self, listing: contract.EngineConfig) -> None:
+        """Sets what the card shows until the model is first loaded."""
+        self._announcer.set_listing(listing)
 
     def want(self) -> internal.ControlReply:
         """Starts loading the model if necessary; returns the progress."""
-        if self.on_want is not None and not self._is_draining:
+        if self.on_want is not None and not self.state.is_ending:
             return self.on_want()
-        return internal.ControlReply(ok=True, progress=float(self._has_engine))
+        return internal.ControlReply(ok=True, progress=float(self._announcer.serving is not None))
 
     def health_read(self, health: messages.WorkerHealth) -> None:
         """Tells routers the worker's memory and uptime with the next event."""
-        self._announcer.health_read(health)
+        self._announcer.health = self._announcer.log.health = health
 
     def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
         """Handles the progress of a request's prompt."""
@@ -189,11 +169,6 @@ class Frontend:
     def step_done(self) -> None:
         """Publishes a step's chunks. Called when every sink has received its outputs."""
         self._outbox.flush()
-
-    def start_draining(self) -> None:
-        """Accepts nothing new from now on."""
-        self._is_draining, self._announcer.is_loadable = True, False
-        self._announcer.set_state(messages.WorkerState.DRAINING)
 
     @property
     def num_leases(self) -> int:
@@ -214,14 +189,10 @@ class Frontend:
         """Asks routers to take the open streams to other workers, for at most `handover_s` unless the drain names
         another time. Streams that no router can take end with what was generated."""
         if self.has_streams and self.drain.handover_s(handover_s):
-            self.start_leaving()
+            self.change(ReplicaEvent.LEAVE)
             self._log.info("leaving", handover_s=self.drain.handover_s(handover_s))
             await self.drain.hand_over(self.wait_left(), handover_s)
         self._streams.stop_begun(unguarded_only=self.drain.handover_s(handover_s) > 0)
-
-    def start_leaving(self) -> None:
-        """Asks routers to take the open streams to other workers."""
-        self._announcer.set_state(messages.WorkerState.LEAVING)
 
     async def wait_left(self) -> None:
         """Returns when no stream is open, routers whose connections broke have had time to ask again for streams that
@@ -234,7 +205,7 @@ class Frontend:
     def announce_stopped(self) -> None:
         """Announces that the worker has stopped, if there is still a connection."""
         with contextlib.suppress(ConnectionError):
-            self._announcer.set_state(messages.WorkerState.STOPPED)
+            self.change(ReplicaEvent.STOP)
 
     def replaced(self, reason: str) -> None:
         """Abandons every stream without a terminal: another frontend has this one's name."""

@@ -19,6 +19,7 @@ from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal, subjects
 from tokenbus.worker.adapters.adapter_folder import AdapterFolder
+from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.contract.memory_plan import MemoryPlan
@@ -188,7 +189,7 @@ class Replica(EngineListener):
     @property
     def is_loading(self) -> bool:
         """Whether an engine is being started."""
-        return self.frontend is not None and not self.frontend.has_engine
+        return self.frontend is not None and self.frontend.state in (ReplicaState.STARTING, ReplicaState.RESTARTING)
 
     def describe(self) -> dict[str, Any]:
         """Returns its state, load and health as JSON values."""
@@ -197,7 +198,7 @@ class Replica(EngineListener):
         return {
             "worker_id": self.worker_id,
             "model": self.served_name,
-            "state": self.frontend.shown_state if self.frontend is not None else "connecting",
+            "state": str(self.frontend.state) if self.frontend is not None else "connecting",
             "reason": self.unready_reason,
             "load": msgspec.to_builtins(load),
             "health": msgspec.to_builtins(self._health.latest),
@@ -372,7 +373,7 @@ class Replica(EngineListener):
     async def _drain(self, supervisor: EngineSupervisor, frontend: Frontend) -> None:
         """Accepts nothing new, lets running requests finish within the grace period, asks routers to take the rest, and
         ends what no router has taken: with what was generated if it can't be continued, else with an error."""
-        frontend.start_draining()
+        frontend.change(ReplicaEvent.DRAIN)
         self._log.info("draining", grace_s=self._settings.grace_s)
         engine = supervisor.engine
         if engine is not None:

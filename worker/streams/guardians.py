@@ -215,7 +215,7 @@ class Guardians:
         if not reply.accepted:
             return
         stream.guardian = reply.router_id
-        self._announcer.guardian_changed(stream.stream_no, reply.router_id)
+        self._announcer.log.guardians[stream.stream_no] = reply.router_id
         self._announcer.publish_events()
         self._log.info(
             "guardian_changed",

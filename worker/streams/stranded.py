@@ -37,7 +37,7 @@ class StrandedStreams:
                 keys.append(stream.key)
         if keys and now - self._announced_at >= _ANNOUNCE_INTERVAL_S:
             self._announced_at = now
-            self._announcer.requests_stranded(keys)
+            self._announcer.log.stranded = keys
             self._announcer.publish_events()
 
     def cancel(self, stream: WorkerStream, now: float) -> None:

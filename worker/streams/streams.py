@@ -16,6 +16,7 @@ from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
 from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.replica_state import ReplicaState, Serving
 from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
 from tokenbus.worker.contract import contract, engine_output
 from tokenbus.worker.contract.validator import StreamValidator
@@ -51,8 +52,6 @@ class Streams:
         self.settings = settings
         self._adapters = Adapters() if adapters is None else adapters
         self._exchange = exchange
-        self._engine: contract.Engine | None = None
-        self._config: contract.EngineConfig | None = None
         self._chat: ChatRules | None = None
         self._streams: dict[str, WorkerStream] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -70,16 +69,18 @@ class Streams:
     def __repr__(self) -> str:
         return f"<Streams {len(self._streams)} open, {len(self._ended)} ended, {self._liveness!r}>"
 
-    def set_engine(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
-        """Sets the engine for new requests; it also continues the open streams for which it has the adapters."""
-        self._engine, self._config = engine, config
+    def engine_started(self, serving: Serving) -> None:
+        """Prepares for requests to a new engine, which also continues open streams, if it has their adapters."""
+        engine, config = serving
         for stream in self._streams.values():
             stream.is_stranded = stream.is_stranded or not self._adapters.has_all(stream.run)
         self._chat = None if config.chat_format is None else ChatRules(config.chat_format, engine.token_bytes)
 
-    def clear_engine(self) -> None:
-        """Refuses new requests until there is another engine. Open streams can still be ended."""
-        self._config = None
+    @property
+    def _engine(self) -> contract.Engine | None:
+        """The engine that has the open streams. If it has died, it still ends those that are to end."""
+        last = self._announcer.last_served
+        return last.engine if last is not None else None
 
     def accept(self, run: internal.Run, headers: tracing.Headers = None) -> internal.RunReply:
         """Starts a stream, or refuses the run and changes nothing. `headers` may name the trace that the run belongs
@@ -143,7 +144,7 @@ class Streams:
         if (stream.first_token_sent or stream.terminal is not None) and not moved:
             return False
         self._abandon(stream, "moved" if moved else "dropped")
-        self._announcer.request_finished(key)
+        self._announcer.log.finished.append(key)
         self._announcer.publish_events()  # before the reply: later, it could be mistaken for the end of a later attempt
         return True
 
@@ -159,7 +160,7 @@ class Streams:
         if not self._outbox.flush():
             return None
         stream = self._streams.get(take.request_id)
-        is_leaving = self._announcer.state is messages.WorkerState.LEAVING
+        is_leaving = self._announcer.state is ReplicaState.LEAVING
         if stream is None or stream.run.attempt != take.attempt or not (is_leaving or stream.is_stranded):
             return internal.TakeReply(ok=False, epoch=epoch)
         if stream.guardian and stream.guardian != take.router_id:  # otherwise both would continue it
@@ -174,7 +175,7 @@ class Streams:
             reply = codec.replace(reply, last_words=stream.say_last_words(stream.last_words, room_bytes))
             size += stream.memory_bytes
         self._taken.put(name, reply, now, size)
-        self._announcer.request_taken(stream.key)
+        self._announcer.log.taken.append(stream.key)
         self._announcer.publish_events()
         return reply
 
@@ -284,14 +285,12 @@ class Streams:
 
     def _start(self, run: internal.Run, headers: tracing.Headers) -> None:
         """Raises RequestError and changes nothing if the run can't be accepted."""
-        self._check_state(run)
-        assert self._engine is not None
-        assert self._config is not None
+        engine, config = self._require_serving(run)
         adapters = self._adapters.of_run(run)
         settings = self.settings
         request = to_engine_request(
             run,
-            self._config,
+            config,
             settings.max_new_tokens,
             self._chat,
             adapters,
@@ -304,8 +303,8 @@ class Streams:
         now = time.monotonic()
         announcer = self._announcer
         gone = announcer.gone_subject(run.request_id)
-        scheme = block_hash.scheme_of(self._config.fingerprint)
-        token_bytes, stream_no = self._engine.token_bytes, next(self._stream_nos)
+        scheme = block_hash.scheme_of(config.fingerprint)
+        token_bytes, stream_no = engine.token_bytes, next(self._stream_nos)
         stream = WorkerStream(run, announcer.model, announcer.worker_id, now, gone, token_bytes, scheme, stream_no)
         stream.max_tokens = request.sampling.max_tokens
         if request.reasoning_limit is not None:
@@ -313,7 +312,7 @@ class Streams:
         sink: engine_output.Sink = partial(self._put, stream)
         if self.settings.debug:
             sink = StreamValidator(request, sink)
-        self._engine.generate(request, partial(self._guard, stream, sink))
+        engine.generate(request, partial(self._guard, stream, sink))
         # if the id was used before, resyncs refer to the new stream from now on
         self._ended.pop(stream.key)
         self._streams[stream.key] = stream
@@ -324,7 +323,7 @@ class Streams:
             loop = asyncio.get_running_loop()
             self._timers[stream.key] = loop.call_later(run.remaining_ms / 1e3, self.cancel, stream.key, expired)
         self._telemetry.started(stream, request, headers, self._load(), announcer.health)
-        self._announcer.request_started(
+        announcer.log.started.append(
             internal.Started(
                 id=stream.key,
                 stream_no=stream_no,
@@ -345,7 +344,7 @@ class Streams:
         if self._streams.get(stream.key) is not stream or self._engine is None:
             return
         try:
-            self._announcer.blocks_fetched(stream.fetched(fetch))
+            self._announcer.log.fetches.append(stream.fetched(fetch))
             self._engine.release(stream.key)
         except Exception:  # outermost frame of a stream: the engine would hold it back forever
             self._telemetry.failed(stream)
@@ -378,15 +377,16 @@ class Streams:
         self._engine.abort(stream.key)
         self._outbox.flush()
 
-    def _check_state(self, run: internal.Run) -> None:
-        """Raises RequestError if this worker can't accept the run now."""
+    def _require_serving(self, run: internal.Run) -> Serving:
+        """Returns the engine for a run. Raises RequestError if this worker can't accept the run now."""
+        state, serving = self._announcer.state, self._announcer.serving
         if run.epoch != self._announcer.epoch:
             raise errors.request_error(errors.Code.NO_WORKER, "the run was meant for another epoch of this worker")
-        if self._announcer.is_loadable:
+        if state.is_loadable:
             raise errors.request_error(errors.Code.NO_WORKER, "the model is not loaded")
-        if self._announcer.state in (messages.WorkerState.DRAINING, messages.WorkerState.LEAVING):
+        if state.is_ending:
             raise errors.request_error(errors.Code.SHUTTING_DOWN)
-        if self._engine is None or self._config is None:
+        if serving is None:
             raise errors.request_error(errors.Code.ENGINE_POISONED, "the engine is being restarted")
         if self._early_cancels.is_taken_back(run, time.monotonic()):
             raise errors.request_error(errors.Code.NO_WORKER, "the run was taken back before it arrived")
@@ -394,6 +394,7 @@ class Streams:
             raise errors.request_error(errors.Code.INVALID_REQUEST, "reply: is not an inbox", param="reply")
         if run.request_id in self._streams:
             raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
+        return serving
 
     def _guard(self, stream: WorkerStream, sink: engine_output.Sink, output: engine_output.Output) -> None:
         """The error boundary of a stream: a bug in it ends this stream with `internal`, and no other."""

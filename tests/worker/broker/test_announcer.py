@@ -11,6 +11,7 @@ from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.event_log import NO_ENDS
+from tokenbus.worker.broker.replica_state import ReplicaEvent, Serving
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind
 
@@ -32,7 +33,7 @@ class Harness:
 
     def serve(self, **changes: object) -> None:
         engine = thread_engine(lambda _: ArithmeticRunner())
-        self.announcer.engine_started(engine, make_config(**changes), None)
+        self.announcer.engine_started(Serving(engine, make_config(**changes)))
 
     def published(self) -> list[internal.Events]:
         """The events since the last time."""
@@ -67,7 +68,7 @@ def stored_in(events: internal.Events) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("features", "resumes"), [(("generate", "seed"), True), (("embed",), False)])
 def test_every_worker_that_generates_can_continue_a_stream(features: tuple[str, ...], resumes: bool) -> None:
     harness = Harness()
-    harness.announcer.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config(features=features), None)
+    harness.serve(features=features)
     card = harness.card()
     assert card.features == [*features, "explain", *["resume"] * resumes]
     assert card.hash_scheme == "xxh3-64:" + "0" * 16
@@ -143,8 +144,8 @@ def test_requests_are_in_the_first_of_several_events_only() -> None:
     harness = Harness()
     harness.announcer.blocks_changed([], chain(10, 10 + MOST))
     started = internal.Started(id="acme:r", stream_no=3, attempt=2, prompt_tokens=5)
-    harness.announcer.request_started(started)
-    harness.announcer.request_finished("acme:other")
+    harness.announcer.log.started.append(started)
+    harness.announcer.log.finished.append("acme:other")
     first, second = harness.publish()
     assert (first.started, first.finished) == ([started], ["acme:other"])
     assert (second.started, second.finished) == ([], [])
@@ -164,17 +165,17 @@ def test_only_a_worker_that_exchanges_blocks_names_their_identity() -> None:
 def test_the_end_of_a_fetch_is_in_the_next_event_and_in_no_other() -> None:
     harness = Harness()
     fetched = internal.Fetched(stream_no=3, worker_id="a", fetched_tokens=64, fetched_bytes=786_432, fetch_ms=2.5)
-    harness.announcer.blocks_fetched(fetched)
+    harness.announcer.log.fetches.append(fetched)
     assert [one.fetches for one in harness.publish() + harness.publish()] == [[fetched], []]
 
 
 def test_a_taken_request_and_a_new_guardian_are_in_the_next_event_and_in_no_other() -> None:
     harness = Harness()
     harness.announcer.blocks_changed([], chain(10, 10 + MOST))
-    harness.announcer.request_taken("acme:r")
-    harness.announcer.guardian_changed(3, "r1")
-    harness.announcer.guardian_changed(4, "r1")
-    harness.announcer.guardian_changed(3, "r2")
+    harness.announcer.log.taken.append("acme:r")
+    harness.announcer.log.guardians[3] = "r1"
+    harness.announcer.log.guardians[4] = "r1"
+    harness.announcer.log.guardians[3] = "r2"
     said = [(one.taken, one.guardians) for one in harness.publish() + harness.publish()]
     assert said == [(["acme:r"], {3: "r2", 4: "r1"}), ([], {}), ([], {})]
 
@@ -182,8 +183,8 @@ def test_a_taken_request_and_a_new_guardian_are_in_the_next_event_and_in_no_othe
 def test_a_taken_request_and_a_new_guardian_wait_for_the_broker() -> None:
     harness = Harness()
     harness.bus.is_busy = True
-    harness.announcer.request_taken("acme:r")
-    harness.announcer.guardian_changed(3, "r1")
+    harness.announcer.log.taken.append("acme:r")
+    harness.announcer.log.guardians[3] = "r1"
     assert harness.publish() == []
     harness.bus.is_busy = False
     assert [(one.taken, one.guardians) for one in harness.publish()] == [(["acme:r"], {3: "r1"})]
@@ -192,8 +193,8 @@ def test_a_taken_request_and_a_new_guardian_wait_for_the_broker() -> None:
 def test_a_new_epoch_knows_nothing_of_what_was_taken_before() -> None:
     harness = Harness()
     harness.bus.is_busy = True
-    harness.announcer.request_taken("acme:r")
-    harness.announcer.guardian_changed(3, "r1")
+    harness.announcer.log.taken.append("acme:r")
+    harness.announcer.log.guardians[3] = "r1"
     harness.publish()
     harness.bus.is_busy = False
     harness.announcer.start_epoch()
@@ -328,6 +329,20 @@ def test_an_engine_that_dies_clears_every_block_and_the_next_starts_with_none() 
     assert (started.cleared, events.cleared, stored_in(events)) == (False, False, [(ROOT, 10)])
 
 
+def test_an_engine_that_dies_while_its_worker_drains_is_replaced_and_the_worker_still_drains() -> None:
+    harness = Harness()
+    harness.announcer.blocks_changed([], chain(10, 12))
+    harness.announcer.change(ReplicaEvent.DRAIN)
+    harness.published()
+    harness.announcer.engine_died()
+    harness.serve()
+    harness.announcer.blocks_changed([], chain(10, 12))
+    events = harness.published() + harness.publish()
+    assert [one.cleared for one in events] == [True, False, False]
+    assert stored_in(events[-1]) == chain(10, 12), "the copies that the next engine has found"
+    assert {one.state for one in events} == {messages.WorkerState.DRAINING}
+
+
 def test_a_snapshot_follows_the_event_that_published_its_last_block() -> None:
     harness = Harness()
     harness.announcer.blocks_changed([], chain(10, 12))
@@ -374,11 +389,11 @@ def health(uptime_s: float) -> messages.WorkerHealth:
 
 def test_health_is_in_one_event_and_waits_for_one_that_leaves() -> None:
     harness = Harness()
-    harness.announcer.health_read(health(1.0))
+    harness.announcer.log.health = health(1.0)
     assert [one.health for one in (*harness.publish(), *harness.publish())] == [health(1.0), None]
     harness.bus.is_busy = True
-    harness.announcer.health_read(health(2.0))
+    harness.announcer.log.health = health(2.0)
     assert harness.publish() == []
-    harness.announcer.health_read(health(3.0))
+    harness.announcer.log.health = health(3.0)
     harness.bus.is_busy = False
     assert [one.health for one in (*harness.publish(), *harness.publish())] == [health(3.0), None]

@@ -15,6 +15,7 @@ from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.replica_state import ReplicaEvent
 from tokenbus.worker.contract import contract
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.listener import EngineListener
@@ -22,6 +23,7 @@ from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 from tokenbus.worker.kv_exchange import fetcher
 from tokenbus.worker.replica.frontend import Frontend
 from tokenbus.worker.settings.settings import FrontendSettings
+from tokenbus.worker.streams.stream import WorkerStream
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
 SIZE = 16
@@ -187,8 +189,8 @@ async def test_a_stream_is_taken_while_its_blocks_come(fleet: Fleet, monkeypatch
     await fleet.sender.ask("a", prompt(5))
     fleet.a.stand_still(monkeypatch)
     streamed = await fleet.fetching(prompt(5))
-    fleet.b.frontend.start_draining()
-    fleet.b.frontend.start_leaving()
+    fleet.b.frontend.change(ReplicaEvent.DRAIN)
+    fleet.b.frontend.change(ReplicaEvent.LEAVE)
     take = internal.Take(request_id="default:r-1", attempt=1, router_id="test")
     reply = await fleet.sender.nats.request(NAMES.worker("demo", "b", "take"), codec.encode(take), timeout=5)
     taken = codec.Decoder(internal.TakeReply).decode(reply.data)
@@ -243,8 +245,8 @@ async def test_a_third_fetch_is_computed_at_once(fleet: Fleet, monkeypatch: pyte
 
 async def test_a_leaving_worker_still_gives_blocks(fleet: Fleet) -> None:
     await fleet.sender.ask("a", prompt(9))
-    fleet.a.frontend.start_draining()
-    fleet.a.frontend.start_leaving()
+    fleet.a.frontend.change(ReplicaEvent.DRAIN)
+    fleet.a.frontend.change(ReplicaEvent.LEAVE)
     await fleet.sender.ask("b", prompt(9), fetch_from=fleet.sender.source("a"))
     assert (await fleet.sender.until_fetched(1)).fetched_tokens == 96
 
@@ -279,9 +281,9 @@ async def test_a_prompt_counts_as_queued_while_its_blocks_come(fleet: Fleet, mon
     assert fleet.b.engine.load().queued_prefill_tokens == 0
 
 
-@pytest.mark.parametrize("part", ["num_held", "blocks_fetched"])
+@pytest.mark.parametrize(("owner", "part"), [(Announcer, "num_held"), (WorkerStream, "fetched")])
 async def test_a_bug_before_or_after_a_fetch_does_not_hold_the_stream(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, part: str
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, owner: type, part: str
 ) -> None:
     """Before it, the prompt is computed instead. Afterwards the stream ends: the same would fail again."""
 
@@ -289,7 +291,7 @@ async def test_a_bug_before_or_after_a_fetch_does_not_hold_the_stream(
         raise KeyError(part)
 
     expected = await fleet.sender.ask("a", prompt(9))
-    monkeypatch.setattr(Announcer, part, fail)
+    monkeypatch.setattr(owner, part, fail)
     streamed = await fleet.sender.run("b", prompt(9), fetch_from=fleet.sender.source("a"))
     terminal = await streamed.terminal()
     if part == "num_held":

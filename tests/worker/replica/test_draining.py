@@ -9,6 +9,7 @@ import structlog
 
 from tests.sim.world import Process, World, world
 from tokenbus.protocol.telemetry import tracing
+from tokenbus.worker.broker.replica_state import ReplicaEvent
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.replica.drain import Drain
 from tokenbus.worker.replica.frontend import Frontend
@@ -36,8 +37,8 @@ class Part:
     def _note(self, what: str) -> None:
         self.asked.append((what, round(self._process.world.now - self._began_at, 3)))
 
-    def start_draining(self) -> None:
-        self._note("draining")
+    def change(self, event: ReplicaEvent) -> None:
+        self._note({ReplicaEvent.DRAIN: "draining", ReplicaEvent.LEAVE: "leaving"}[event])
 
     async def finish(self) -> None:
         if self._finishes_after_s is not None:
@@ -45,9 +46,6 @@ class Part:
             self.has_streams = False
 
     leave = Frontend.leave
-
-    def start_leaving(self) -> None:
-        self._note("leaving")
 
     async def wait_left(self) -> None:
         if self._taken_after_s is None:

@@ -12,6 +12,7 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.outbox import Outbox
@@ -39,7 +40,7 @@ class Sender:
         self.outbox = Outbox(self.bus, self.announcer, telemetry)  # type: ignore[arg-type]
         self.ended: list[WorkerStream] = []
         self.outbox.on_ended = self.ended.append
-        self.announcer.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config(), None)
+        self.announcer.engine_started(Serving(thread_engine(lambda _: ArithmeticRunner()), make_config()))
         self.bus.take()
 
     def put(self, stream: WorkerStream, *outputs: engine_output.Output) -> None:
@@ -161,7 +162,7 @@ async def test_a_head_has_neither_an_entry_nor_a_seal() -> None:
 async def test_an_entry_announces_a_request_before_its_head() -> None:
     sender, one = Sender(), stream()
     started = internal.Started(id=one.key, stream_no=0, attempt=1, prompt_tokens=3)
-    sender.announcer.request_started(started)
+    sender.announcer.log.started.append(started)
     sender.outbox.put_head(one, 3.0)
     events, head = sender.flush()
     assert isinstance(events, internal.Events)

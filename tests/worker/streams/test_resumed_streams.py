@@ -13,6 +13,7 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.kv_exchange.exchange import KvExchange
@@ -62,8 +63,9 @@ class Worker(EngineListener):
 
     async def start(self) -> None:
         config = await self.engine.start("w1")
-        self.streams.set_engine(self.engine, config)
-        self.announcer.engine_started(self.engine, config, None)
+        serving = Serving(self.engine, config)
+        self.streams.engine_started(serving)
+        self.announcer.engine_started(serving)
 
     def accept(self, name: str, *given: int, attempt: int = 1, **params: object) -> internal.RunReply:
         asked: dict[str, object] = {"max_tokens": MAX_TOKENS, "seed": 3, "temperature": 1.0, "return_token_ids": True}

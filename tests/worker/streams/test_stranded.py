@@ -2,6 +2,7 @@
 
 from tests.worker.streams.test_stream import stream, terminal
 from tokenbus.protocol.wire import errors, messages
+from tokenbus.worker.broker.event_log import EventLog
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams.stranded import STRANDED_S, StrandedStreams
 from tokenbus.worker.streams.stream import WorkerStream
@@ -16,11 +17,10 @@ class Worker:
         self.offered: list[list[str]] = []
         self.ended: list[messages.FinishReason | None] = []
         self.stranded = StrandedStreams(self, self)  # type: ignore[arg-type]
+        self.log = EventLog("w1", "1-a")
 
-    def requests_stranded(self, keys: list[str]) -> None:
-        self.offered.append(keys)
-
-    def publish_events(self) -> None: ...
+    def publish_events(self) -> None:
+        self.offered.append(self.log.stranded)
 
     def put(self, stream: WorkerStream, output: engine_output.Output, now: float) -> None:
         self.ended.append(output.finish_reason)

@@ -151,10 +151,9 @@ def test_a_stream_is_given_up_only_to_its_guardian_and_for_its_own_attempt(
 
 def test_a_worker_that_does_not_leave_gives_up_nothing(stage: Leaving) -> None:
     stage.run(max_tokens=12)
-    for start in (None, stage.frontend.frontend.start_draining):
-        if start is not None:
-            stage.frontend.process.call(start)
-            stage.world.run(0.01)
+    for drains in (False, True):
+        if drains:
+            stage.start_draining()
         assert stage.take() == internal.TakeReply(ok=False, epoch=stage.epoch)
     stage.world.run(3.0)
     assert (stage.taken, stage.peer.chunks[-1].finish_reason) == ([], "length")
@@ -229,9 +228,9 @@ def test_a_malformed_take_has_no_answer(stage: Leaving, malformed: bytes) -> Non
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_worker_that_drains_or_leaves_accepts_nothing(stage: Leaving, leaves: bool) -> None:
-    frontend = stage.frontend.frontend
-    stage.frontend.process.call(frontend.start_leaving if leaves else frontend.start_draining)
-    stage.world.run(0.01)
+    stage.start_draining()
+    if leaves:
+        stage.start_leaving()
     reply = stage.run()
     assert not reply.accepted
     assert reply.error
@@ -240,7 +239,6 @@ def test_a_worker_that_drains_or_leaves_accepts_nothing(stage: Leaving, leaves: 
 
 def test_an_engine_that_dies_while_its_worker_leaves_does_not_make_it_ready(stage: Leaving) -> None:
     stage.run(max_tokens=90)
-    stage.frontend.process.call(stage.frontend.frontend.start_draining)
     stage.start_leaving()
     stage.frontend.engine_dies()
     stage.world.run(1.0)
