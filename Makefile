@@ -8,12 +8,16 @@ SEEDS ?=
 MINUTES ?= 60
 LLAMA_CPP_PYTHON := 0.3.36
 BIN := .venv/bin
+PRODUCT := .venv/.product
 READY := .venv/.ready
 
-.PHONY: up test check conformance hostile chaos architectures architectures-check format bench demo-model dashboards clean
+.PHONY: up install test check conformance hostile chaos architectures architectures-check format bench demo-model dashboards clean
 
-up: $(READY)
+up: $(PRODUCT)
 	@$(BIN)/tokenbus up $(ARGS)
+
+# Only what `make up` sets up, for a machine that runs workers of another's broker.
+install: $(PRODUCT)
 
 test: check
 	$(BIN)/pytest -n 4 --dist worksteal --ignore tests/laws $(ARGS)
@@ -63,12 +67,18 @@ demo-model: $(READY)
 dashboards: $(READY)
 	$(BIN)/python -m deploy.dashboards
 
-$(READY): pyproject.toml constraints.txt deploy/llama_cpp_wheel.py
+# What `make up` runs; then what tests and checks need in addition.
+$(PRODUCT): pyproject.toml constraints.txt deploy/llama_cpp_wheel.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed: make PYTHON=python3.12"; exit 1; }
-	@echo "Setting up .venv"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -x $(BIN)/python || { echo "Creating .venv"; $(PYTHON) -m venv .venv; }
 	@wheel=$$($(BIN)/python deploy/llama_cpp_wheel.py $(LLAMA_CPP_PYTHON)) && \
-	  $(BIN)/pip install -q -c constraints.txt "$$wheel" -e '.[dev]'
+	  echo "Installing Tokenbus and the packages it needs: 630 MB on disk, a minute or two" && \
+	  $(BIN)/pip install -q -c constraints.txt "$$wheel" -e .
+	@touch $(PRODUCT)
+
+$(READY): $(PRODUCT)
+	@echo "Installing what tests and checks need in addition: 320 MB on disk, a minute or two"
+	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	@touch $(READY)
 
 clean:

@@ -8,6 +8,8 @@ import tempfile
 
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ("tests.support.skips",)
+
 # How long an example takes says how busy the machine is, and nothing of the rule that it tests.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")

@@ -55,9 +55,11 @@ class Watched:
             (page,) = gateway.log("status_page")
             self.prometheus.watch("tokenbus-gateway", "gateway", page["port"])
             asking = asyncio.create_task(ask_forever(gateway.url))
-            yield gateway
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            try:
+                yield gateway
+            finally:
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
 
     async def kill(self, name: str) -> None:
         self.system.signal(name, signal.SIGKILL)
@@ -155,8 +157,10 @@ async def test_under_load_no_panel_and_no_rule_is_without_data_and_no_alert_fire
     await watched.worker_of("words")
     shelf = ("--engine", "sim", "--model", str(SIM), "--served-name", "other", "--memory-budget-mib", "150")
     await watched.worker_of("shelf", *shelf, model=SIM)
+    lending = ("--model", str(demo.ONNX_PATH), "--served-name", "awake", "--context-length", "512", "--kv-budget", "4")
+    await watched.worker_of("asleep", *lending, model=demo.ONNX_PATH)
     bare = await watched.system.connect()
-    await until_ready(bare, 3)
+    await until_ready(bare, 5)
     sender = RunSender(bare.nats)
     await sender.open("one", "two")
 
@@ -170,12 +174,17 @@ async def test_under_load_no_panel_and_no_rule_is_without_data_and_no_alert_fire
         subject = f"{PREFIX}.generate.{('shelf', 'other')[number % 2]}"
         await bare.ask({"prompt": "Hi", "max_tokens": 1}, subject=subject)
 
+    async def borrow(number: int) -> None:
+        """Asks two models for more than the memory that they share holds, one after the other."""
+        subject = f"{PREFIX}.generate.{('asleep', 'awake')[number % 2]}"
+        await asyncio.gather(*(bare.ask({"prompt": "Hi", "max_tokens": 20}, subject=subject) for _ in range(2)))
+
     async def fetch(number: int) -> None:
         token_ids = [100 + number, *range(200, 700)]
         await sender.ask("one", token_ids)
         await sender.ask("two", token_ids, fetch_from=sender.source("one"))
 
-    async with load(*[ask] * 8, constrain, take_turns, fetch), watched.gateway(tmp_path):
+    async with load(*[ask] * 8, constrain, take_turns, borrow, fetch), watched.gateway(tmp_path):
         groups = (await prometheus.get("rules"))["groups"]
         ruled: list[dict[str, Any]] = [rule for group in groups for rule in group["rules"]]
         recorded = [rule["name"] for rule in ruled if rule["type"] == "recording"]
