@@ -6,6 +6,8 @@ Decision 0032 says what they cost.
 """
 
 import bisect
+import copy
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
 
@@ -90,15 +92,17 @@ class _Metric(MetricWrapperBase):
         documentation: str,
         labelnames: Sequence[str] = (),
         bound: BoundedLabel | None = None,
+        known: Iterable[str] = (),
         registry: CollectorRegistry | None = None,
         **options: Any,
     ) -> None:
-        """`bound` limits the values of the first label."""
+        """`bound` limits the values of the first label. `known` are values of the last one, for `bind`."""
         super().__init__(name, documentation, labelnames, registry=registry, **options)
         self._bound = bound
         self._known: dict[tuple[str, ...], Self] = {}
         """Children by label values: prometheus_client's own lookup takes a microsecond, and each request makes
         several."""
+        self._last_values = tuple(known)
         if bound is not None:
             bound.attach(self)
 
@@ -109,6 +113,17 @@ class _Metric(MetricWrapperBase):
         if child is None:
             child = self._known[values] = super().labels(*values)
         return child
+
+    def bind(self, *values: str) -> Self:
+        """Returns the child with these label values, or a view of this metric whose `labels` takes the others, and
+        which shows the known values of the last label from now on."""
+        if len(values) == len(self._labelnames):
+            return self.labels(*values)
+        view = copy.copy(self)
+        view.labels = functools.partial(self.labels, *values)  # type: ignore[method-assign]
+        for value in self._last_values:
+            view.labels(value)
+        return view
 
     def clear(self) -> None:
         self._known.clear()

@@ -102,7 +102,7 @@ class KvExchange:
         self._holder.tick(now)
         if self._transport is not None:
             given = self._transport.given_bytes
-            self._metrics.blocks_given(given - self._counted_bytes)
+            self._metrics.kv_given_bytes.inc(given - self._counted_bytes)
             self._counted_bytes = given
             self._transport.close_if_idle(now)
 
@@ -111,7 +111,7 @@ class KvExchange:
         if not remote_prefill.outcome:
             self._announcer.log.remote_prefills.append(remote_prefill.request_id)
         else:
-            self._metrics.remote_prefill_ended(remote_prefill.outcome)
+            self._metrics.remote_prefills.labels(remote_prefill.outcome).inc()
             self._log.info(
                 "remote_prefill_ended",
                 request_id=remote_prefill.request_id,
@@ -142,9 +142,12 @@ class KvExchange:
         first = self._num_held(prefix, config)
         fetch = await self._fetcher.fetch(source, prefix, first, engine, config, request.key, request.priority)
         del self._fetches[request.key]
-        self._metrics.blocks_fetched(
-            fetch.outcome, fetch.num_bytes, fetch.seconds, was_remote_prefill=source.leg_ms > 0
-        )
+        self._metrics.kv_fetched_bytes.inc(fetch.num_bytes)
+        if source.leg_ms > 0:
+            self._metrics.remote_prefills_awaited.labels(fetch.outcome).inc()
+        else:
+            self._metrics.kv_fetches.labels(fetch.outcome).inc()
+            self._metrics.kv_fetch.observe(fetch.seconds)
         self._log.info(
             "blocks_fetched",
             request_id=request.key,

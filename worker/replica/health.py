@@ -8,7 +8,6 @@ from tokenbus.protocol.wire import messages
 from tokenbus.worker.contract import contract
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.files import device_memory
-from tokenbus.worker.telemetry.metrics import WorkerMetrics
 
 INTERVAL_S = 5.0
 
@@ -80,31 +79,3 @@ class HealthMonitor:
                 )
             )
         return shown
-
-
-class HealthGauges:
-    """The gauges of one replica's health."""
-
-    def __init__(self, metrics: WorkerMetrics, model: str, worker_id: str) -> None:
-        self._metrics = metrics
-        self._own_labels = (model, worker_id)
-        self._devices: set[str] = set()
-        """The devices whose memory is exported."""
-
-    def __repr__(self) -> str:
-        return f"<HealthGauges of {self._own_labels[1]}>"
-
-    def update(self, health: messages.WorkerHealth) -> None:
-        """Sets all gauges, and stops exporting the memory of devices that have vanished."""
-        metrics, own = self._metrics, self._own_labels
-        names = {device.name for device in health.devices}
-        for gone in self._devices - names:
-            metrics.device_memory.remove_by_labels({"worker_id": own[1], "device": gone})
-        self._devices = names
-        for device in health.devices:
-            metrics.device_memory.labels(*own, device.name, "used").set(device.total_bytes - device.free_bytes)
-            metrics.device_memory.labels(*own, device.name, "free").set(device.free_bytes)
-        metrics.resident.labels(*own, "front").set(health.front_bytes)
-        metrics.resident.labels(*own, "engine").set(health.engine_bytes)
-        metrics.uptime.labels(*own, "front").set(health.uptime_s)
-        metrics.uptime.labels(*own, "engine").set(health.engine_uptime_s)

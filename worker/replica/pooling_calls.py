@@ -99,11 +99,12 @@ class PoolingEndpoints:
         if len(result.vectors) > self._max_payload() - limits.MESSAGE_RESERVE_BYTES:
             problem = f"{len(work.inputs)} embeddings take {len(result.vectors)} bytes: ask for fewer at a time"
             raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, problem, param="input")
-        self._metrics.inputs_embedded(len(work.inputs), result.prompt_tokens)
+        self._metrics.embeddings.inc(len(work.inputs))
+        self._metrics.embedded_tokens.inc(result.prompt_tokens)
         return result
 
     async def _rerank(self, work: internal.Rerank) -> internal.RerankResult:
         pooling.check_rerank(work)
         result = await self._require_engine().rerank(work)
-        self._metrics.documents_scored(len(work.documents))
+        self._metrics.scored_documents.inc(len(work.documents))
         return result

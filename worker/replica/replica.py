@@ -32,7 +32,7 @@ from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 from tokenbus.worker.replica import host_memory
 from tokenbus.worker.replica.frontend import Frontend
-from tokenbus.worker.replica.health import HealthGauges, HealthMonitor
+from tokenbus.worker.replica.health import HealthMonitor
 from tokenbus.worker.settings.adapter_settings import split_tenants
 from tokenbus.worker.settings.settings import ModelToServe, OnProgress, WorkerSettings
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
@@ -109,7 +109,6 @@ class Replica(EngineListener):
         self._metrics = ReplicaMetrics(metrics, model.served_name, worker_id)
         self._tracer = tracer
         self._health = HealthMonitor()
-        self._health_gauges = HealthGauges(metrics, model.served_name, worker_id)
         self._config: contract.EngineConfig | None = None
         self._supervisor: EngineSupervisor | None = None
         self._logged_at = time.monotonic()
@@ -206,19 +205,16 @@ class Replica(EngineListener):
 
     def update_gauges(self) -> None:
         """Updates the replica's gauges for a scrape."""
-        self._metrics.set_loading(is_loading=self.is_loading)
+        self._metrics.loading.set(self.is_loading)
         engine = self._supervisor.engine if self._supervisor is not None else None
         if engine is not None and self._config is not None:
             assert self.frontend is not None
-            self._metrics.update_gauges(
-                engine.load(),
-                self._config,
-                is_ready=not self.unready_reason,
-                num_unguarded=self.frontend.num_unguarded,
-                num_adapters=len(self.frontend.adapters),
-                num_leases=self.frontend.num_leases,
-            )
-        self._health_gauges.update(self._health.latest)
+            self._metrics.update_gauges(engine.load(), self._config)
+            self._metrics.ready.set(not self.unready_reason)
+            self._metrics.unguarded.set(self.frontend.num_unguarded)
+            self._metrics.adapters.set(len(self.frontend.adapters))
+            self._metrics.kv_leases.set(self.frontend.num_leases)
+        self._metrics.update_health(self._health.latest)
 
     def loading(self, fraction: float) -> None:
         """Logs the progress of a long load every few seconds."""
@@ -231,7 +227,7 @@ class Replica(EngineListener):
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """Serves with a new engine. Later engines will load the same files and have the same sizes."""
         if self._config is not None:
-            self._metrics.engine_restarted()
+            self._metrics.restarts.inc()
         elif config.memory is not None:
             self._log_memory(config, config.memory)
         self._config = config
@@ -263,7 +259,7 @@ class Replica(EngineListener):
 
     def copies_recovered(self, recovery: RecoveredCopies) -> None:
         """Logs and counts the copies that an engine has recovered from an earlier one."""
-        self._metrics.copies_recovered(recovery)
+        self._metrics.observe_recovery(recovery)
         if recovery.blocks or recovery.discarded:
             self._log.info(
                 "host_cache_recovered",
@@ -274,7 +270,7 @@ class Replica(EngineListener):
 
     def memory_poisoned(self) -> None:
         """Counts an engine that ends because its memory is poisoned."""
-        self._metrics.memory_poisoned()
+        self._metrics.poisoned_engines.inc()
 
     def engine_died(self) -> None:
         """Announces that there is no engine for now."""
@@ -288,22 +284,22 @@ class Replica(EngineListener):
 
     def kv_pool_changed(self, stats: ipc.KvPoolStats) -> None:
         """Shows the engine's part of the KV pool, and logs and counts what it has given up for other replicas."""
-        self._metrics.kv_pool_changed(stats)
+        self._metrics.observe_kv_pool(stats)
         idle, preempted = stats.reclaimed_idle, stats.reclaimed_used
         if idle or preempted:
             self._log.info("kv_reclaimed", held_bytes=stats.held, idle_bytes=idle, preempted_bytes=preempted)
 
     def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
         """Observes how long a constraint took, and counts it if it was refused."""
-        self._metrics.constraint_compiled(compiled)
+        self._metrics.observe_constraint(compiled)
 
     def constraint_given_up(self) -> None:
         """Counts a constraint that could not be followed to its end."""
-        self._metrics.constraint_given_up()
+        self._metrics.constraint_refusals.labels("given_up").inc()
 
     def blocks_refused(self, count: int) -> None:
         """Counts fetched blocks that could not be used."""
-        self._metrics.blocks_refused(count)
+        self._metrics.kv_refused_blocks.inc(count)
 
     def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
         """Logs a prompt that takes long."""
@@ -312,7 +308,7 @@ class Replica(EngineListener):
 
     def token_interval(self, seconds: float, count: int) -> None:
         """Counts intervals between tokens."""
-        self._metrics.observe_token_interval(seconds, count)
+        self._metrics.itl.observe_many(seconds, count)
 
     def step_done(self) -> None:
         """Publishes a step's chunks."""

@@ -47,7 +47,7 @@ class StreamTelemetry:
         stream.span = tracing.start_span(self._tracer, "generate", "server", headers, attributes)
         constraint = request.constraint
         if constraint is not None:
-            self._metrics.request_constrained(constraint.kind)
+            self._metrics.constrained.labels(constraint.kind).inc()
         self._log.info(
             "request_started",
             request_id=stream.key,
@@ -92,7 +92,7 @@ class StreamTelemetry:
 
     def refused(self, code: errors.Code) -> None:
         """Counts a refused run; the router logs it."""
-        self._metrics.request_refused(code)
+        self._metrics.refused.labels(code).inc()
 
     def waits(self, stream: WorkerStream, waited_s: float) -> None:
         """Notes that a stream has waited long for its first token, for `log_waits`."""
@@ -123,7 +123,7 @@ class StreamTelemetry:
 
     def client_gone(self, stream: WorkerStream) -> None:
         """Records that a stream's client is gone."""
-        self._metrics.client_gone()
+        self._metrics.clients_gone.inc()
         self._log.info("client_gone", request_id=stream.key, worker_id=self._worker_id)
 
     def failed(self, stream: WorkerStream) -> None:
@@ -160,12 +160,11 @@ class StreamTelemetry:
         is_spent = limit is not None and reasoning_tokens is not None and reasoning_tokens > limit
         if reasoning_tokens or stream.num_tool_calls:
             is_complete = terminal.finish_reason is messages.FinishReason.TOOL_CALLS
-            self._metrics.answer_parsed(
-                reasoning_tokens or 0,
-                stream.num_tool_calls,
-                has_incomplete_call=bool(stream.num_tool_calls) and stream.is_streamed and not is_complete,
-                has_spent_budget=is_spent,
-            )
+            num_incomplete = bool(stream.num_tool_calls) and stream.is_streamed and not is_complete  # the last call
+            self._metrics.reasoning_tokens.inc(reasoning_tokens or 0)
+            self._metrics.reasoning_budgets_spent.inc(is_spent)
+            self._metrics.tool_calls.labels("true").inc(stream.num_tool_calls - num_incomplete)
+            self._metrics.tool_calls.labels("false").inc(num_incomplete)
         self._log.info(
             "request_finished",
             request_id=stream.key,

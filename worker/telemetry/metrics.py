@@ -1,5 +1,7 @@
 """Every metric of a worker process, declared once. Names follow vLLM's where vLLM has the metric."""
 
+from collections.abc import Iterable
+
 from tokenbus.protocol.telemetry.metrics import (
     ITL_BUCKETS,
     REQUEST_BUCKETS,
@@ -19,27 +21,31 @@ FETCH_OUTCOMES = (
     "complete", "partial", "timeout", "failed", "nothing", "busy", "lost", "evicted", "corrupt", "refused"
 )  # fmt: skip
 """The outcomes of a fetch of blocks: all blocks, some, or none for a reason."""
+_ON_DEMAND = ("memory_budget", "memory_reserved", "model_load_seconds")
+"""The metrics that are shown only for models on demand."""
 
 
 class WorkerMetrics(MetricFamilies):
     """Metric families, labelled by `model` and `worker_id`, since a process may hold several replicas."""
 
     def __init__(self) -> None:
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"tokenbus_worker_{name}", text, (*_LABELS, *labels))
+        # further labels are named with the values that are exported as 0 from the start: without them, the first
+        # increase of each would go unseen
+        def gauge(name: str, text: str, **labels: Iterable[str]) -> Gauge:
+            return Gauge(f"tokenbus_worker_{name}", text, (*_LABELS, *labels), known=_only(labels))
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"tokenbus_worker_{name}", text, (*_LABELS, *labels))
+        def counter(name: str, text: str, **labels: Iterable[str]) -> Counter:
+            return Counter(f"tokenbus_worker_{name}", text, (*_LABELS, *labels), known=_only(labels))
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"tokenbus_worker_{name}", text, (*_LABELS, *labels), buckets)
+        def histogram(name: str, text: str, buckets: tuple[float, ...], **labels: Iterable[str]) -> Histogram:
+            return Histogram(f"tokenbus_worker_{name}", text, (*_LABELS, *labels), buckets, known=_only(labels))
 
         self.info = gauge(
             "info",
             "Always 1; the labels name the model that a worker serves and its engine.",
-            "engine",
-            "engine_version",
-            "source",
+            engine=(),
+            engine_version=(),
+            source=(),
         )
         self.ready = gauge("ready", "1 while the worker accepts requests.")
         self.running = gauge("requests_running", "Running requests, each in a lane of the engine.")
@@ -47,17 +53,17 @@ class WorkerMetrics(MetricFamilies):
         self.max_running = gauge("max_num_seqs", "Requests that can run at once.")
         self.queued_prefill = gauge("queued_prefill_tokens", "Prompt tokens that are not yet computed.")
         self.kv_blocks = gauge(
-            "kv_blocks", "Blocks on the device, by state: used, cached (used by no request) or free.", "state"
+            "kv_blocks", "Blocks on the device, by state: used, cached (used by no request) or free.", state=()
         )
         self.logits = gauge(
             "logits",
             "Mean, smallest and largest logit of a row; about one row a second is examined.",
-            "stat",
+            stat=("mean", "smallest", "largest"),
         )
         self.non_finite_logits = counter(
             "non_finite_logits",
             "Logits found to be nan, inf or, in rows with any of these, -inf, by kind.",
-            "kind",
+            kind=("nan", "inf", "-inf"),
         )
         self.kv_expected = gauge(
             "kv_expected_ratio",
@@ -71,20 +77,20 @@ class WorkerMetrics(MetricFamilies):
         self.device_memory = gauge(
             "device_memory_bytes",
             "Memory of a device, used or free, in bytes. `host` is the machine, within its container's limit.",
-            "device",
-            "state",
+            device=(),
+            state=(),
         )
         self.resident = gauge(
-            "resident_bytes", "Resident memory of the worker's processes, `front` and `engine`, in bytes.", "process"
+            "resident_bytes", "Resident memory of the worker's processes, `front` and `engine`, in bytes.", process=()
         )
-        self.uptime = gauge("uptime_seconds", "Time since a process started; 0 if there is no engine.", "process")
+        self.uptime = gauge("uptime_seconds", "Time since a process started; 0 if there is no engine.", process=())
         self.kv_pool = gauge(
-            "kv_pool_bytes", "KV memory that a process's workers share: held, share, cap, and budget of all.", "part"
+            "kv_pool_bytes", "KV memory that a process's workers share: held, share, cap, and budget of all.", part=()
         )
         self.kv_reclaimed = counter(
-            "kv_reclaimed_bytes", "KV memory given up for other workers: idle or of preempted sequences.", "kind"
+            "kv_reclaimed_bytes", "KV memory given up for other workers: idle or of preempted sequences.", kind=()
         )
-        self.memory_planned = gauge("memory_planned_bytes", "Memory that the engine is planned to take.", "part")
+        self.memory_planned = gauge("memory_planned_bytes", "Memory that the engine is planned to take.", part=())
         self.step_age = gauge("step_age_seconds", "Time since the step in progress began; 0 while idle.")
         self.cache_queries = counter("prefix_cache_queries_tokens", "Prompt tokens looked up in the cache.")
         self.cache_hits = counter("prefix_cache_hits_tokens", "Prompt tokens found in the cache.")
@@ -95,17 +101,17 @@ class WorkerMetrics(MetricFamilies):
         self.preempted_tokens = counter(
             "preempted_tokens",
             "Tokens that preempted sequences regained, by kind: restored from the cache, or recomputed.",
-            "kind",
+            kind=("restored", "recomputed"),
         )
         self.transferred = counter(
             "kv_transferred_bytes",
             "Keys and values copied between device and host memory, by direction: offload or onload.",
-            "direction",
+            direction=("offload", "onload"),
         )
         self.checkpoints = counter(
             "checkpoints",
             "Checkpoints of models whose state can't be cut at a token, by event: saved, restored or evicted.",
-            "event",
+            event=("saved", "restored", "evicted"),
         )
         self.checkpoint_bytes = gauge("checkpoint_bytes", "Host memory that checkpoints take, in bytes.")
         self.evicted = counter("evicted_blocks", "Cached blocks evicted from the device.")
@@ -118,11 +124,10 @@ class WorkerMetrics(MetricFamilies):
         self.discarded_slots = counter(
             "host_cache_discarded_slots",
             "Slots of the host cache that a new engine could not trust, by reason.",
-            "reason",
+            reason=("torn",),
         )
         self.poisoned = counter(
-            "poisoned_shares",
-            "Sequences' parts of steps discarded because their numbers were NaN or infinite.",
+            "poisoned_shares", "Sequences' parts of steps discarded because their numbers were NaN or infinite."
         )
         self.poisoned_engines = counter(
             "poisoned_engines", "Engines that ended because non-finite numbers remained in their memory."
@@ -133,32 +138,38 @@ class WorkerMetrics(MetricFamilies):
         self.finished = counter(
             "requests",
             "Requests that have ended, by finish reason; `stopped`: an operator or a shutdown ended them early.",
-            "finish_reason",
+            finish_reason=(*messages.FinishReason, "stopped"),
         )
         self.failures = gauge(
             "failures_in_a_row", "Requests since the last success that ended in an error that need not recur elsewhere."
         )
         self.clients_gone = counter("clients_gone", "Requests cancelled because their client was gone.")
-        self.refused = counter("refusals", "Refused runs, by error code.", "code")
+        self.refused = counter("refusals", "Refused runs, by error code.", code=errors.Code)
         self.constrained = counter(
-            "constrained_requests", "Requests with constrained output, by the language of the constraint.", "kind"
+            "constrained_requests",
+            "Requests with constrained output, by the language of the constraint.",
+            kind=engine_request.ConstraintKind,
         )
         self.compile = histogram("constraint_compile_seconds", "Time to compile a request's constraint.", TTFT_BUCKETS)
         self.constraint_refusals = counter(
             "constraint_refusals",
             "Refused constraints: invalid, taking too much time or memory to compile (too_costly), or "
             "during generation (given_up).",
-            "reason",
+            reason=("invalid", "too_costly", "given_up"),
         )
         self.follower_tokens = counter(
             "follower_tokens", "Tokens that followed with certainty from sampled ones and were not sampled."
         )
-        self.tool_calls = counter("tool_calls", "Tool calls in answers, by whether they were complete.", "complete")
+        self.tool_calls = counter(
+            "tool_calls", "Tool calls in answers, by whether they were complete.", complete=("true", "false")
+        )
         self.reasoning_tokens = counter("reasoning_tokens", "Tokens of completions that belong to the reasoning.")
         self.reasoning_budgets_spent = counter(
             "reasoning_budgets_spent", "Answers whose reasoning was closed because its budget was spent."
         )
-        self.kv_fetches = counter("kv_fetches", "Fetches of KV blocks from other workers, by outcome.", "outcome")
+        self.kv_fetches = counter(
+            "kv_fetches", "Fetches of KV blocks from other workers, by outcome.", outcome=FETCH_OUTCOMES
+        )
         self.kv_refused_blocks = counter(
             "kv_refused_blocks", "Fetched blocks that were not cached because one of them holds unusable numbers."
         )
@@ -168,23 +179,23 @@ class WorkerMetrics(MetricFamilies):
         self.remote_prefills = counter(
             "remote_prefills",
             "Prompts computed for other workers, by outcome: complete, cancelled or failed.",
-            "outcome",
+            outcome=("complete", "cancelled", "failed"),
         )
         self.remote_prefills_awaited = counter(
-            "remote_prefills_awaited", "Prompts that another worker should compute for this one, by outcome.", "outcome"
+            "remote_prefills_awaited",
+            "Prompts that another worker should compute for this one, by outcome.",
+            outcome=FETCH_OUTCOMES,
         )
         self.loading = gauge("loading", "1 while an engine is being started.")
-        self.model_loads = counter("model_loads", "Loads of models on demand, by outcome: ok or failed.", "outcome")
+        self.model_loads = counter("model_loads", "Loads of models on demand, by outcome: ok or failed.", outcome=())
         self.model_unloads = counter(
-            "model_unloads", "Unloaded models, by reason: idle, or room for another.", "reason"
+            "model_unloads", "Unloaded models, by reason: idle, or room for another.", reason=()
         )
         self.model_load_seconds = histogram(
             "model_load_seconds", "From the decision to load a model on demand until it serves.", REQUEST_BUCKETS
         )
         self.model_state = gauge(
-            "model_state",
-            "1 for the state of an on-demand model: unloaded, loading, loaded or unloading.",
-            "state",
+            "model_state", "1 for the state of an on-demand model: unloaded, loading, loaded or unloading.", state=()
         )
         self.memory_budget = gauge(
             "memory_budget_bytes", "Memory that all on-demand models of the process may take together; 0: what is free."
@@ -197,7 +208,7 @@ class WorkerMetrics(MetricFamilies):
         self.embedded_tokens = counter("embedded_tokens", "Tokens of embedded inputs.")
         self.scored_documents = counter("scored_documents", "Scored documents.")
         self.steps = histogram(
-            "step_seconds", "Duration of steps, by kind: prefill, decode or mixed.", ITL_BUCKETS, "kind"
+            "step_seconds", "Duration of steps, by kind: prefill, decode or mixed.", ITL_BUCKETS, kind=ipc.StepKind
         )
         self.inference_seconds = counter("inference_seconds", "Time that the device spent computing.")
         self.idle_seconds = counter(
@@ -215,91 +226,57 @@ class WorkerMetrics(MetricFamilies):
         self.e2e = histogram("e2e_request_latency_seconds", "From the accept to the terminal.", REQUEST_BUCKETS)
 
 
-class ReplicaMetrics:
-    """The metrics of one replica."""
+def _only(labels: dict[str, Iterable[str]]) -> Iterable[str]:
+    """Returns the known values of a metric's last label, if it has one of its own."""
+    return next(reversed(labels.values()), ())
 
-    def __init__(self, metrics: WorkerMetrics, model: str, worker_id: str) -> None:
-        self._metrics = metrics
-        self._own_labels = (model, worker_id)
-        own = self._own_labels
-        self._itl, self._ttft, self._queue = (
-            metrics.itl.labels(*own),
-            metrics.ttft.labels(*own),
-            metrics.queue.labels(*own),
-        )
-        self._prefill, self._decode = metrics.prefill.labels(*own), metrics.decode.labels(*own)
-        self._e2e = metrics.e2e.labels(*own)
-        self._steps = {kind: metrics.steps.labels(*own, kind) for kind in ipc.StepKind}
-        self._inference, self._gap = metrics.inference_seconds.labels(*own), metrics.idle_seconds.labels(*own)
-        self._prompt = metrics.prompt_tokens.labels(*own)
-        self._step_counters = [
-            (metrics.preemptions.labels(*own), "preemptions"),
-            (metrics.preempted_tokens.labels(*own, "restored"), "restored_tokens"),
-            (metrics.preempted_tokens.labels(*own, "recomputed"), "recomputed_tokens"),
-            (metrics.evicted.labels(*own), "evicted_blocks"),
-            (metrics.transferred.labels(*own, "offload"), "offloaded_bytes"),
-            (metrics.transferred.labels(*own, "onload"), "onloaded_bytes"),
-            (metrics.follower_tokens.labels(*own), "follower_tokens"),
-            (metrics.checkpoints.labels(*own, "saved"), "saved_checkpoints"),
-            (metrics.checkpoints.labels(*own, "restored"), "restored_checkpoints"),
-            (metrics.checkpoints.labels(*own, "evicted"), "evicted_checkpoints"),
-            (metrics.poisoned.labels(*own), "poisoned_shares"),
-        ]
-        self._checkpoint_bytes = metrics.checkpoint_bytes.labels(*own)
-        self._logits = {stat: metrics.logits.labels(*own, stat) for stat in ("mean", "smallest", "largest")}
-        self._non_finite_logits = [metrics.non_finite_logits.labels(*own, kind) for kind in ("nan", "inf", "-inf")]
+
+class ReplicaMetrics(WorkerMetrics):
+    """The same metrics for one replica: each has the replica's labels, so that `labels` takes the others only."""
+
+    def __init__(self, families: WorkerMetrics, model: str, worker_id: str) -> None:
+        self._families = families
+        self._worker_id = worker_id
+        for name, family in vars(families).items():
+            if name not in _ON_DEMAND:
+                setattr(self, name, family.bind(model, worker_id))
+        self._devices: set[str] = set()
+        """The devices whose memory is exported."""
         self._last_load = messages.Load()
         self.failures_in_a_row = 0
         """The requests that have failed here since the last success."""
-        self._load_counters = [
-            (metrics.generation_tokens.labels(*own), "generated_tokens"),
-            (metrics.computed_tokens.labels(*own), "computed_tokens"),
-            (metrics.cache_queries.labels(*own), "prompt_tokens"),
-            (metrics.cache_hits.labels(*own), "cached_tokens"),
+        self._steps = {kind: self.steps.labels(kind) for kind in ipc.StepKind}
+        self._logits = {stat: self.logits.labels(stat) for stat in ("mean", "smallest", "largest")}
+        self._non_finite_logits = [self.non_finite_logits.labels(kind) for kind in ("nan", "inf", "-inf")]
+        self._step_counters = [
+            (self.preemptions, "preemptions"),
+            (self.preempted_tokens.labels("restored"), "restored_tokens"),
+            (self.preempted_tokens.labels("recomputed"), "recomputed_tokens"),
+            (self.evicted, "evicted_blocks"),
+            (self.transferred.labels("offload"), "offloaded_bytes"),
+            (self.transferred.labels("onload"), "onloaded_bytes"),
+            (self.follower_tokens, "follower_tokens"),
+            (self.checkpoints.labels("saved"), "saved_checkpoints"),
+            (self.checkpoints.labels("restored"), "restored_checkpoints"),
+            (self.checkpoints.labels("evicted"), "evicted_checkpoints"),
+            (self.poisoned, "poisoned_shares"),
         ]
-        self._compile = metrics.compile.labels(*own)
-        for reason in ("invalid", "too_costly", "given_up"):
-            self._metrics.constraint_refusals.labels(*self._own_labels, reason)
-        for kind in engine_request.ConstraintKind:
-            metrics.constrained.labels(*own, kind)
-        for is_complete in ("true", "false"):
-            metrics.tool_calls.labels(*own, is_complete)
-        metrics.reasoning_tokens.labels(*own)
-        metrics.reasoning_budgets_spent.labels(*own)
-        for family in (
-            metrics.restarts,
-            metrics.poisoned_engines,
-            metrics.recovered_blocks,
-            metrics.recovered_bytes,
-            metrics.embeddings,
-            metrics.embedded_tokens,
-            metrics.scored_documents,
-            metrics.clients_gone,
-            metrics.kv_fetched_bytes,
-            metrics.kv_given_bytes,
-            metrics.kv_refused_blocks,
-        ):
-            family.labels(*own)
-        for outcome in FETCH_OUTCOMES:
-            metrics.kv_fetches.labels(*own, outcome)
-            metrics.remote_prefills_awaited.labels(*own, outcome)
-        metrics.discarded_slots.labels(*own, "torn")
-        for outcome in ("complete", "cancelled", "failed"):
-            metrics.remote_prefills.labels(*own, outcome)
-        for reason in (*messages.FinishReason, "stopped"):  # export 0, or the first increase of each would go unseen
-            metrics.finished.labels(*own, reason)
-        for code in errors.Code:
-            metrics.refused.labels(*own, code)
+        self._load_counters = [
+            (self.generation_tokens, "generated_tokens"),
+            (self.computed_tokens, "computed_tokens"),
+            (self.cache_queries, "prompt_tokens"),
+            (self.cache_hits, "cached_tokens"),
+        ]
 
     def __repr__(self) -> str:
-        return f"<ReplicaMetrics of {self._own_labels[1]}>"
+        return f"<ReplicaMetrics of {self._worker_id}>"
 
     def observe_step(self, stats: ipc.StepStats) -> None:
         """Observes a computed step."""
         self._steps[stats.kind].observe(stats.seconds)
-        self._inference.inc(stats.seconds)
-        self._gap.inc(stats.gap_s)
-        self._checkpoint_bytes.set(stats.checkpoint_bytes)
+        self.inference_seconds.inc(stats.seconds)
+        self.idle_seconds.inc(stats.gap_s)
+        self.checkpoint_bytes.set(stats.checkpoint_bytes)
         if stats.logits is not None:
             for stat, gauge in self._logits.items():
                 gauge.set(getattr(stats.logits, stat))
@@ -310,46 +287,25 @@ class ReplicaMetrics:
             if count := getattr(stats, name):
                 child.inc(count)
 
-    def kv_pool_changed(self, stats: ipc.KvPoolStats) -> None:
+    def observe_kv_pool(self, stats: ipc.KvPoolStats) -> None:
         """Sets an engine's part of a KV pool, and counts what it has given up."""
         for part in ("held", "share", "cap", "budget"):
-            self._metrics.kv_pool.labels(*self._own_labels, part).set(getattr(stats, part))
-        for kind, count in (("idle", stats.reclaimed_idle), ("preempted", stats.reclaimed_used)):
-            self._metrics.kv_reclaimed.labels(*self._own_labels, kind).inc(count)
+            self.kv_pool.labels(part).set(getattr(stats, part))
+        self.kv_reclaimed.labels("idle").inc(stats.reclaimed_idle)
+        self.kv_reclaimed.labels("preempted").inc(stats.reclaimed_used)
 
-    def blocks_refused(self, count: int) -> None:
-        """Counts fetched blocks that were not cached."""
-        self._metrics.kv_refused_blocks.labels(*self._own_labels).inc(count)
-
-    def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
+    def observe_constraint(self, compiled: ipc.ConstraintCompiled) -> None:
         """Observes a constraint that was compiled, or could not be."""
-        self._compile.observe(compiled.seconds)
+        self.compile.observe(compiled.seconds)
         if compiled.problem is not None:
-            reason = "too_costly" if compiled.is_too_costly else "invalid"
-            self._metrics.constraint_refusals.labels(*self._own_labels, reason).inc()
+            self.constraint_refusals.labels("too_costly" if compiled.is_too_costly else "invalid").inc()
 
-    def constraint_given_up(self) -> None:
-        """Counts a request that ended because its constraint became too costly to follow."""
-        self._metrics.constraint_refusals.labels(*self._own_labels, "given_up").inc()
-
-    def answer_parsed(
-        self, reasoning_tokens: int, tool_calls: int, *, has_incomplete_call: bool, has_spent_budget: bool
-    ) -> None:
-        """Counts a parsed answer that has ended. Its last tool call may be incomplete; its reasoning may have spent its
-        budget."""
-        own = self._own_labels
-        self._metrics.reasoning_tokens.labels(*own).inc(reasoning_tokens)
-        self._metrics.reasoning_budgets_spent.labels(*own).inc(has_spent_budget)
-        self._metrics.tool_calls.labels(*own, "true").inc(tool_calls - has_incomplete_call)
-        self._metrics.tool_calls.labels(*own, "false").inc(has_incomplete_call)
-
-    def request_constrained(self, kind: engine_request.ConstraintKind) -> None:
-        """Counts an accepted request that has a constraint."""
-        self._metrics.constrained.labels(*self._own_labels, kind).inc()
-
-    def observe_token_interval(self, seconds: float, count: int) -> None:
-        """Observes that `count` requests got a token, each `seconds` after its previous one."""
-        self._itl.observe_many(seconds, count)
+    def observe_recovery(self, recovery: RecoveredCopies) -> None:
+        """Counts the copies of an earlier engine that a new one has found."""
+        self.recovered_blocks.inc(recovery.blocks)
+        self.recovered_bytes.inc(recovery.num_bytes)
+        for reason, count in recovery.discarded.items():
+            self.discarded_slots.labels(reason).inc(count)
 
     def count_load(self, load: messages.Load) -> None:
         """Adds an engine's counts since the last call; a new engine counts from 0."""
@@ -359,56 +315,48 @@ class ReplicaMetrics:
                 child.inc(now - before if now > before else now)
         self._last_load = load
 
-    def update_gauges(
-        self,
-        load: messages.Load,
-        config: contract.EngineConfig,
-        *,
-        is_ready: bool,
-        num_unguarded: int,
-        num_leases: int,
-        num_adapters: int = 0,
-    ) -> None:
-        """Sets every gauge."""
-        metrics, who = self._metrics, self._own_labels
+    def update_gauges(self, load: messages.Load, config: contract.EngineConfig) -> None:
+        """Sets every gauge that follows from an engine's load and configuration."""
         self.count_load(load)
-        metrics.info.labels(*who, config.engine, config.engine_version, config.source).set(1)
-        metrics.ready.labels(*who).set(is_ready)
-        metrics.running.labels(*who).set(load.running)
-        metrics.waiting.labels(*who).set(load.waiting)
-        metrics.max_running.labels(*who).set(config.max_num_seqs)
-        metrics.queued_prefill.labels(*who).set(load.queued_prefill_tokens)
-        blocks = {"used": load.used_blocks, "cached": load.cached_blocks, "free": load.free_blocks}
-        for state, count in blocks.items():
-            metrics.kv_blocks.labels(*who, state).set(count)
-        metrics.host_blocks.labels(*who).set(load.host_blocks)
-        metrics.kept_blocks.labels(*who).set(load.kept_blocks)
-        metrics.kv_expected.labels(*who).set(load.expected_blocks / max(1, config.total_kv_blocks))
-        metrics.expected_tokens.labels(*who).set(load.expected_answer_tokens)
-        metrics.kv_usage.labels(*who).set(load.used_blocks / max(1, config.total_kv_blocks))
-        metrics.kv_bytes.labels(*who).set(config.kv_bytes)
-        metrics.kv_used_bytes.labels(*who).set(config.kv_bytes * load.used_blocks // max(1, config.total_kv_blocks))
-        metrics.kv_total_blocks.labels(*who).set(config.total_kv_blocks)
+        self.info.labels(config.engine, config.engine_version, config.source).set(1)
+        self.running.set(load.running)
+        self.waiting.set(load.waiting)
+        self.max_running.set(config.max_num_seqs)
+        self.queued_prefill.set(load.queued_prefill_tokens)
+        self.kv_blocks.labels("used").set(load.used_blocks)
+        self.kv_blocks.labels("cached").set(load.cached_blocks)
+        self.kv_blocks.labels("free").set(load.free_blocks)
+        self.host_blocks.set(load.host_blocks)
+        self.kept_blocks.set(load.kept_blocks)
+        total_blocks = max(1, config.total_kv_blocks)
+        self.kv_expected.set(load.expected_blocks / total_blocks)
+        self.expected_tokens.set(load.expected_answer_tokens)
+        self.kv_usage.set(load.used_blocks / total_blocks)
+        self.kv_bytes.set(config.kv_bytes)
+        self.kv_used_bytes.set(config.kv_bytes * load.used_blocks // total_blocks)
+        self.kv_total_blocks.set(config.total_kv_blocks)
         for part, size in ({} if config.memory is None else config.memory.parts()).items():
-            metrics.memory_planned.labels(*who, part).set(size)
-        metrics.step_age.labels(*who).set(load.step_age_ms / 1e3)
-        metrics.unguarded.labels(*who).set(num_unguarded)
-        metrics.adapters.labels(*who).set(num_adapters)
-        metrics.kv_leases.labels(*who).set(num_leases)
+            self.memory_planned.labels(part).set(size)
+        self.step_age.set(load.step_age_ms / 1e3)
 
-    def set_loading(self, *, is_loading: bool) -> None:
-        """Sets whether an engine is being started."""
-        self._metrics.loading.labels(*self._own_labels).set(is_loading)
+    def update_health(self, health: messages.WorkerHealth) -> None:
+        """Sets the gauges of memory and uptime, and stops exporting the memory of devices that have vanished."""
+        names = {device.name for device in health.devices}
+        for gone in self._devices - names:
+            self._families.device_memory.remove_by_labels({"worker_id": self._worker_id, "device": gone})
+        self._devices = names
+        for device in health.devices:
+            self.device_memory.labels(device.name, "used").set(device.total_bytes - device.free_bytes)
+            self.device_memory.labels(device.name, "free").set(device.free_bytes)
+        self.resident.labels("front").set(health.front_bytes)
+        self.resident.labels("engine").set(health.engine_bytes)
+        self.uptime.labels("front").set(health.uptime_s)
+        self.uptime.labels("engine").set(health.engine_uptime_s)
 
     def engine_unloaded(self) -> None:
         """Notes that there is no engine; the next one's counters start at 0."""
         self._last_load = messages.Load()
-        self._metrics.ready.labels(*self._own_labels).set(0)
-
-    def forget(self) -> None:
-        """Stops exporting the replica's metrics."""
-        for family in self._metrics.families():
-            family.remove_by_labels({"worker_id": self._own_labels[1]})
+        self.ready.set(0)
 
     def request_finished(
         self,
@@ -420,65 +368,20 @@ class ReplicaMetrics:
     ) -> None:
         """Observes the end of a request; durations after its start only if it got a token. `has_failed`: in a way that
         need not recur elsewhere."""
-        self._metrics.finished.labels(*self._own_labels, reason).inc()
+        self.finished.labels(reason).inc()
         self.failures_in_a_row = self.failures_in_a_row + 1 if has_failed else 0
-        self._metrics.failures.labels(*self._own_labels).set(self.failures_in_a_row)
+        self.failures.set(self.failures_in_a_row)
         if usage is None or timings is None:
             return
-        self._prompt.inc(usage.prompt_tokens)
-        self._e2e.observe(timings.total_ms / 1e3)
-        self._queue.observe(timings.queue_ms / 1e3)
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self.e2e.observe(timings.total_ms / 1e3)
+        self.queue.observe(timings.queue_ms / 1e3)
         if usage.completion_tokens:
-            self._ttft.observe(timings.ttft_ms / 1e3)
-            self._prefill.observe(timings.prefill_ms / 1e3)
-            self._decode.observe(timings.decode_ms / 1e3)
+            self.ttft.observe(timings.ttft_ms / 1e3)
+            self.prefill.observe(timings.prefill_ms / 1e3)
+            self.decode.observe(timings.decode_ms / 1e3)
 
-    def client_gone(self) -> None:
-        """Counts a request that is cancelled because its client is gone."""
-        self._metrics.clients_gone.labels(*self._own_labels).inc()
-
-    def blocks_fetched(self, outcome: str, num_bytes: int, seconds: float, *, was_remote_prefill: bool) -> None:
-        """Observes a finished fetch of KV blocks. `was_remote_prefill`: the other worker had to compute them first."""
-        metrics, own = self._metrics, self._own_labels
-        metrics.kv_fetched_bytes.labels(*own).inc(num_bytes)
-        if was_remote_prefill:
-            metrics.remote_prefills_awaited.labels(*own, outcome).inc()
-            return
-        metrics.kv_fetches.labels(*own, outcome).inc()
-        metrics.kv_fetch.labels(*own).observe(seconds)
-
-    def remote_prefill_ended(self, outcome: str) -> None:
-        """Counts a prompt computation for another worker by its outcome."""
-        self._metrics.remote_prefills.labels(*self._own_labels, outcome).inc()
-
-    def blocks_given(self, num_bytes: int) -> None:
-        """Counts bytes of KV blocks that other workers have read."""
-        self._metrics.kv_given_bytes.labels(*self._own_labels).inc(num_bytes)
-
-    def request_refused(self, code: str) -> None:
-        """Counts a refused run."""
-        self._metrics.refused.labels(*self._own_labels, code).inc()
-
-    def copies_recovered(self, recovery: RecoveredCopies) -> None:
-        """Counts the copies of an earlier engine that a new one has found."""
-        self._metrics.recovered_blocks.labels(*self._own_labels).inc(recovery.blocks)
-        self._metrics.recovered_bytes.labels(*self._own_labels).inc(recovery.num_bytes)
-        for reason, count in recovery.discarded.items():
-            self._metrics.discarded_slots.labels(*self._own_labels, reason).inc(count)
-
-    def engine_restarted(self) -> None:
-        """Counts an engine that serves and is not the first."""
-        self._metrics.restarts.labels(*self._own_labels).inc()
-
-    def memory_poisoned(self) -> None:
-        """Counts an engine that ends because non-finite numbers remain in its memory."""
-        self._metrics.poisoned_engines.labels(*self._own_labels).inc()
-
-    def inputs_embedded(self, count: int, num_tokens: int) -> None:
-        """Counts embedded inputs and their tokens."""
-        self._metrics.embeddings.labels(*self._own_labels).inc(count)
-        self._metrics.embedded_tokens.labels(*self._own_labels).inc(num_tokens)
-
-    def documents_scored(self, count: int) -> None:
-        """Counts scored documents."""
-        self._metrics.scored_documents.labels(*self._own_labels).inc(count)
+    def forget(self) -> None:
+        """Stops exporting the replica's metrics."""
+        for family in self._families.families():
+            family.remove_by_labels({"worker_id": self._worker_id})

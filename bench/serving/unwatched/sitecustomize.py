@@ -20,7 +20,7 @@ for kind, names in (
     (metrics.Counter, ("inc",)),
     (metrics.Gauge, ("inc", "set")),
     (metrics.Histogram, ("observe",)),
-    (ReplicaMetrics, ("observe_token_interval", "observe_step", "request_finished", "request_refused", "count_load")),
+    (ReplicaMetrics, ("observe_step", "request_finished", "count_load")),
 ):
     for name in names:
         assert hasattr(kind, name), name

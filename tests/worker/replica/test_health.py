@@ -10,8 +10,8 @@ from tokenbus.protocol.process.memory import resident_bytes
 from tokenbus.protocol.wire import messages
 from tokenbus.worker.contract.contract import EngineDevice
 from tokenbus.worker.files.device_memory import DeviceMemory
-from tokenbus.worker.replica.health import INTERVAL_S, HealthGauges, HealthMonitor
-from tokenbus.worker.telemetry.metrics import WorkerMetrics
+from tokenbus.worker.replica.health import INTERVAL_S, HealthMonitor
+from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
 GPU = DeviceMemory("CUDA0", 100, 40)
 
@@ -88,11 +88,11 @@ def test_a_process_that_is_gone_takes_no_memory() -> None:
 
 def test_the_memory_of_a_device_that_vanishes_is_not_exported_any_more() -> None:
     metrics = WorkerMetrics()
-    replica, other = (HealthGauges(metrics, "m", name) for name in ("w1", "w2"))
+    replica, other = (ReplicaMetrics(metrics, "m", name) for name in ("w1", "w2"))
 
-    def tell(replica: HealthGauges, *names: str) -> None:
+    def tell(replica: ReplicaMetrics, *names: str) -> None:
         devices = [messages.DeviceHealth(name=name, kind="gpu", total_bytes=10, free_bytes=4) for name in names]
-        replica.update(
+        replica.update_health(
             messages.WorkerHealth(devices=devices, front_bytes=1, engine_bytes=2, uptime_s=3.0, engine_uptime_s=0.0)
         )
 

@@ -80,5 +80,13 @@ def test_constraints_and_engines_that_were_given_up_are_counted_from_zero_on() -
         found = samples(metrics)
         assert found[refusals, frozenset({**own, "reason": "given_up"}.items())] == count
         assert found[engines, frozenset(own.items())] == count
-        replica.constraint_given_up()
-        replica.memory_poisoned()
+        replica.constraint_refusals.labels("given_up").inc()
+        replica.poisoned_engines.inc()
+
+
+def test_only_a_model_on_demand_shows_how_much_memory_it_may_take() -> None:
+    metrics = WorkerMetrics()
+    ReplicaMetrics(metrics, "m", "w1")
+    shown = {name for name, _ in samples(metrics)}
+    assert "tokenbus_worker_memory_budget_bytes" not in shown
+    assert "tokenbus_worker_kv_usage_ratio" in shown

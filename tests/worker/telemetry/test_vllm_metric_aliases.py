@@ -55,11 +55,11 @@ def busy(counted: WorkerMetrics) -> list[ReplicaMetrics]:
         usage = messages.Usage(prompt_tokens=prompt, completion_tokens=2, cached_tokens=0, total_tokens=prompt + 2)
         timings = messages.Timings(queue_ms=1, prefill_ms=20, ttft_ms=21, decode_ms=30 * number, total_ms=60)
         replica.request_finished("stop", usage, timings)
-        replica.observe_token_interval(0.03 * number, 1)
+        replica.itl.observe_many(0.03 * number, 1)
         replica.count_load(messages.Load(generated_tokens=2 * number, prompt_tokens=10, cached_tokens=number))
-        counted.running.labels("m", f"W-{number}").set(number)
-        counted.waiting.labels("m", f"W-{number}").set(number + 3)
-        counted.kv_usage.labels("m", f"W-{number}").set(number / 8)
+        replica.running.set(number)
+        replica.waiting.set(number + 3)
+        replica.kv_usage.set(number / 8)
     return replicas
 
 
