@@ -1,138 +1,71 @@
 """The gateway's OpenAPI document, made from the structs of its endpoints' requests and responses."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from tokenbus.gateway import openapi_bodies
-from tokenbus.gateway.anthropic import count_tokens, messages_request
-from tokenbus.gateway.anthropic import schemas as anthropic_schemas
-from tokenbus.gateway.cohere import rerank
-from tokenbus.gateway.ollama import model_info
-from tokenbus.gateway.openai import chat_request, embeddings, schemas
-from tokenbus.gateway.openai.completions import request as completions_request
-from tokenbus.gateway.openai.completions import response as completions_response
-from tokenbus.gateway.openai.responses import body as responses_body
-from tokenbus.gateway.openai.responses import input_tokens
-from tokenbus.gateway.openai.responses import response as responses_response
-from tokenbus.gateway.vllm import token_calls
+from tokenbus.gateway.dialects import DIALECTS
+from tokenbus.gateway.openai import fields
+from tokenbus.gateway.serving.dialect import ApiEndpoint, Dialect, Resource
+from tokenbus.protocol.wire import internal, limits, messages, params
 
 Json = dict[str, Any]
 _REFS = "#/components/schemas/{name}"
+_ANY_OF = "anyOf"
+_RANGES = (
+    dict(params.ranges_of(messages.GenerateRequest))
+    | dict(params.ranges_of(internal.Embed))
+    | dict(params.ranges_of(messages.RerankRequest))
+    | {
+        "n": params.Range(1, fields.MAX_CHOICES),
+        "top_logprobs": params.Range(0, limits.MAX_LOGPROBS),
+        "max_completion_tokens": params.COUNT,
+    }
+    | dict.fromkeys(fields.BUDGETS, fields.ALLOWED_BUDGETS)
+)
+"""The ranges of numbers, by field name, for names shared by the wire and the endpoints."""
 
 
-class ApiOperation(NamedTuple):
-    """A POST endpoint."""
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether requests can be served. Not OpenAI's."""
 
-    summary: str
-    request: type[msgspec.Struct]
-    response: type[msgspec.Struct]
-    required: tuple[str, ...] = ("model",)
-    """Required fields of the body, which may not be null, nor empty unless named in `may_be_empty`."""
-    may_be_empty: tuple[str, ...] = ()
-    """Lists."""
-    event: type[msgspec.Struct] | None = None
-    """The data of the events of a streamed response, if there can be one."""
-    error: type[msgspec.Struct] = schemas.ErrorBody
+    status: str
+    """`ok` or `unavailable`."""
+    reason: str | UnsetType = UNSET
+    """Why they can't be served."""
 
 
-class Resource(NamedTuple):
-    """A GET endpoint."""
-
-    summary: str
-    response: type[msgspec.Struct] | None
-    """None for a line of plain text."""
-    parameters: tuple[str, ...] = ()
-    error: type[msgspec.Struct] = schemas.ErrorBody
-
-
-OPERATIONS: Mapping[str, ApiOperation] = {
-    "/v1/chat/completions": ApiOperation(
-        "A chat completion",
-        chat_request.ChatRequest,
-        schemas.ChatCompletion,
-        ("model", "messages"),
-        event=schemas.ChatCompletionChunk,
-    ),
-    "/v1/completions": ApiOperation(
-        "Completions of plain prompts",
-        completions_request.CompletionRequest,
-        completions_response.Completion,
-        ("model", "prompt"),
-        event=completions_response.Completion,
-    ),
-    "/v1/responses": ApiOperation(
-        "A response, without storage",
-        responses_body.ResponsesBody,
-        responses_response.Response,
-    ),
-    "/v1/responses/input_tokens": ApiOperation(
-        "The number of tokens of a response's input", input_tokens.CountBody, input_tokens.InputTokens
-    ),
-    "/v1/messages": ApiOperation(
-        "A message",
-        messages_request.MessagesRequest,
-        anthropic_schemas.AnthropicMessage,
-        ("model", "messages", "max_tokens"),
-        error=anthropic_schemas.AnthropicErrorBody,
-    ),
-    "/v1/messages/count_tokens": ApiOperation(
-        "The number of tokens of a message's prompt",
-        count_tokens.CountTokensRequest,
-        anthropic_schemas.MessageTokensCount,
-        ("model", "messages"),
-        error=anthropic_schemas.AnthropicErrorBody,
-    ),
-    "/v1/embeddings": ApiOperation(
-        "Embeddings", embeddings.EmbeddingRequest, embeddings.EmbeddingList, ("model", "input")
-    ),
-    "/v1/rerank": ApiOperation(
-        "Documents ordered by relevance",
-        rerank.RerankBody,
-        rerank.RerankResponse,
-        ("model", "query", "documents"),
-    ),
-    "/tokenize": ApiOperation("The tokens of a prompt", token_calls.TokenizeBody, token_calls.TokenizeResponse),
-    "/detokenize": ApiOperation(
-        "The text of tokens",
-        token_calls.DetokenizeBody,
-        token_calls.DetokenizeResponse,
-        ("model", "tokens"),
-        ("tokens",),
-    ),
-    "/api/show": ApiOperation(
-        "One model, in Ollama's form",
-        model_info.ShowBody,
-        model_info.ShownModel,
-        error=model_info.OllamaError,
-    ),
+_PROBES: Mapping[str, tuple[str, type[msgspec.Struct] | None]] = {
+    "/health": ("Whether requests can be served", Health),
+    "/livez": ("Whether the process runs", None),
+    "/readyz": ("Whether requests can be served", None),
 }
-RESOURCES: Mapping[str, Resource] = {
-    "/v1/models": Resource("The models that are served", schemas.ModelList),
-    "/v1/models/{model}": Resource("One model", schemas.Model, ("model",)),
-    "/api/version": Resource("The version of Ollama that these calls match", model_info.Version),
-    "/api/tags": Resource("The models, in Ollama's form", model_info.OllamaModelList, error=model_info.OllamaError),
-    "/api/ps": Resource("The loaded models", model_info.RunningModelList, error=model_info.OllamaError),
-    "/health": Resource("Whether requests can be served", schemas.Health),
-    "/livez": Resource("Whether the process runs", None),
-    "/readyz": Resource("Whether requests can be served", None),
-}
+"""Summaries and responses; None is a line of plain text."""
 
 
 def document(version: str, *, has_default_model: bool = False) -> Json:
     """Returns the document. With a default model, requests need not name one."""
-    every = [*OPERATIONS.values(), *RESOURCES.values()]
-    types = {kind for one in every for kind in one if isinstance(kind, type)}
+    # Resources that a header asks for have the paths of others, which are described.
+    resources = [(one, dialect) for dialect in DIALECTS if not dialect.header for one in dialect.resources]
+    types: set[type[Any]] = {Health, *(dialect.errors.schema for dialect in DIALECTS)}
+    types |= {one.response for one, _ in resources} | {one.body for one, _ in resources if one.body}
+    for dialect in DIALECTS:
+        types.update(kind for one in dialect.endpoints for kind in (one.body, one.response, one.event) if kind)
     ordered = sorted(types, key=lambda kind: (kind.__module__, kind.__qualname__))
     found, components = msgspec.json.schema_components(ordered, ref_template=_REFS)
-    refs = dict(zip(ordered, found, strict=True))
-    paths: Json = {path: {"post": _operation(one, refs)} for path, one in OPERATIONS.items()}
-    paths |= {path: {"get": _resource(one, refs)} for path, one in RESOURCES.items()}
-    for path, one in OPERATIONS.items():
-        may_omit = ("model",) if has_default_model and not path.startswith("/api/") else ()
-        required = tuple(name for name in one.required if name not in may_omit)
-        openapi_bodies.narrow(components[refs[one.request]["$ref"].rpartition("/")[2]], required, one.may_be_empty)
+    refs: dict[type[Any], Json] = dict(zip(ordered, found, strict=True))
+    paths: Json = {path: {"get": _probe(*one, refs)} for path, one in _PROBES.items()}
+    for dialect in DIALECTS:
+        for endpoint in dialect.endpoints:
+            paths[endpoint.path] = {"post": _operation(endpoint, dialect, refs)}
+            required = tuple(name for name in endpoint.required if name != "model" or not has_default_model)
+            _narrow(_schema(endpoint.body, refs, components), required, endpoint.may_be_empty)
+    for resource, dialect in resources:
+        paths[resource.path] = {"post" if resource.body else "get": _resource(resource, dialect, refs)}
+        if resource.body is not None:
+            _narrow(_schema(resource.body, refs, components), ("model",), ())
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tokenbus", "version": version},
@@ -142,31 +75,95 @@ def document(version: str, *, has_default_model: bool = False) -> Json:
     }
 
 
-def _operation(one: ApiOperation, refs: Mapping[type, Json]) -> Json:
-    content = {"application/json": {"schema": refs[one.response]}}
+def _operation(one: ApiEndpoint[Any], dialect: Dialect, refs: Mapping[type, Json]) -> Json:
+    answer = _described("The answer", refs[one.response])
     if one.event is not None:
-        content["text/event-stream"] = {"schema": {"type": "string", "contentSchema": refs[one.event]}}
+        answer["content"]["text/event-stream"] = {"schema": {"type": "string", "contentSchema": refs[one.event]}}
     return {
         "summary": one.summary,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": refs[one.request]}}},
-        "responses": {"200": {"description": "The answer", "content": content}, "default": _error(one.error, refs)},
+        "requestBody": {"required": True, "content": _in_json(refs[one.body])},
+        "responses": {"200": answer, "default": _error(dialect, refs)},
     }
 
 
-def _resource(one: Resource, refs: Mapping[type, Json]) -> Json:
-    text: Json = {"text/plain": {"schema": {"type": "string"}}}
-    content = text if one.response is None else {"application/json": {"schema": refs[one.response]}}
-    unserved = {"description": "Requests can't be served", "content": content}
-    found: Json = {"200": {"description": "The answer", "content": content}}
-    is_health = one.response in (None, schemas.Health)
-    found |= {"503": unserved} if is_health else {"default": _error(one.error, refs)}
-    told: Json = {"summary": one.summary, "responses": found}
-    if one.parameters:
-        told["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in one.parameters
-        ]
+def _resource(one: Resource, dialect: Dialect, refs: Mapping[type, Json]) -> Json:
+    told: Json = {
+        "summary": one.summary,
+        "responses": {
+            "200": _described("The answer", refs[one.response]),
+            "default": _error(dialect, refs),
+        },
+    }
+    if one.body is not None:
+        told["requestBody"] = {"required": True, "content": _in_json(refs[one.body])}
+    if "{model}" in one.path:
+        told["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     return told
 
 
-def _error(kind: type, refs: Mapping[type, Json]) -> Json:
-    return {"description": "An error", "content": {"application/json": {"schema": refs[kind]}}}
+def _probe(summary: str, response: type[msgspec.Struct] | None, refs: Mapping[type, Json]) -> Json:
+    content = {"text/plain": {"schema": {"type": "string"}}} if response is None else _in_json(refs[response])
+    unserved = {"description": "Requests can't be served", "content": content}
+    return {
+        "summary": summary,
+        "responses": {"200": {"description": "The answer", "content": content}, "503": unserved},
+    }
+
+
+def _error(dialect: Dialect, refs: Mapping[type, Json]) -> Json:
+    return _described("An error", refs[dialect.errors.schema])
+
+
+def _described(description: str, schema: Json) -> Json:
+    return {"description": description, "content": _in_json(schema)}
+
+
+def _in_json(schema: Json) -> Json:
+    return {"application/json": {"schema": schema}}
+
+
+def _schema(kind: type, refs: Mapping[type, Json], components: Json) -> Json:
+    found: Json = components[refs[kind]["$ref"].rpartition("/")[2]]
+    return found
+
+
+def _narrow(schema: Json, required: tuple[str, ...], may_be_empty: tuple[str, ...]) -> None:
+    """Adds what a body's types do not express: required fields, the ranges of numbers, and that null means absent in
+    maps too."""
+    schema["required"] = list(required)
+    properties: Json = schema["properties"]
+    for name in required:
+        found = properties[name]
+        del found["default"]
+        kinds = [part for kind in found.pop(_ANY_OF) if kind != {"type": "null"} for part in _uniform(kind)]
+        for kind in kinds:
+            _forbid_empty(kind["items"] if name in may_be_empty else kind)
+        properties[name] = found | (kinds[0] if len(kinds) == 1 else {_ANY_OF: kinds})
+    for name, allowed in _RANGES.items():
+        for kind in properties.get(name, {}).get(_ANY_OF, ()):
+            if kind.get("type") in ("integer", "number"):
+                kind["exclusiveMinimum" if allowed.above else "minimum"] = allowed.low
+                kind["maximum"] = allowed.high
+    for described in properties.values():
+        for kind in described.get(_ANY_OF, ()):
+            if kind.get("additionalProperties"):
+                kind["additionalProperties"] = {_ANY_OF: [kind["additionalProperties"], {"type": "null"}]}
+
+
+def _uniform(schema: Json) -> list[Json]:
+    """Splits a list type whose items may be token ids into lists with items of a single kind."""
+    kinds = schema.get("items", {}).get(_ANY_OF, [])
+    if {"type": "integer"} not in kinds:
+        return [schema]
+    return [schema | {"items": kind} for kind in kinds]
+
+
+def _forbid_empty(schema: Json) -> None:
+    match schema.get("type"):
+        case "string":
+            schema["minLength"] = 1
+        case "integer":
+            schema |= {"minimum": 0, "maximum": limits.MAX_TOKEN_ID}
+        case "array":
+            schema["minItems"] = 1
+            _forbid_empty(schema["items"])

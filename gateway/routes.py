@@ -3,8 +3,7 @@
 import asyncio
 import functools
 import importlib.metadata
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import structlog
@@ -17,58 +16,60 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tokenbus.client import Client
 from tokenbus.gateway import openapi
-from tokenbus.gateway.admission.endpoint import Endpoint, Services
-from tokenbus.gateway.anthropic import count_tokens, messages_request, model_list
-from tokenbus.gateway.anthropic import error_bodies as anthropic_errors
-from tokenbus.gateway.calls.dialect import CallDialect
-from tokenbus.gateway.calls.embed import embed
-from tokenbus.gateway.calls.endpoint import CallEndpoint
-from tokenbus.gateway.cohere import rerank
-from tokenbus.gateway.error_forms import form_of
-from tokenbus.gateway.generation.dialect import Dialect
-from tokenbus.gateway.generation.endpoint import GenerationEndpoint
-from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.dialects import DIALECTS, dialect_of
+from tokenbus.gateway.http import body, http_errors
 from tokenbus.gateway.http.http_errors import ApiError
-from tokenbus.gateway.models.catalog import Catalog, Catalogs, Listing
-from tokenbus.gateway.ollama.routes import OllamaRoutes
-from tokenbus.gateway.openai import chat_request, embeddings, error_bodies, schemas
-from tokenbus.gateway.openai.completions import request as completions_request
-from tokenbus.gateway.openai.responses import input_tokens
-from tokenbus.gateway.openai.responses import request as responses_request
-from tokenbus.gateway.openai.responses.response import STREAMED_ERRORS
-from tokenbus.gateway.vllm import token_calls
+from tokenbus.gateway.serving.catalog import NO_MODELS, Catalog, Listing
+from tokenbus.gateway.serving.dialect import Resource
+from tokenbus.gateway.serving.endpoint import EndpointApp, Services
 from tokenbus.protocol.wire import errors
 
 _READY_TIMEOUT_S = 1.0
+_MAX_MODEL_BODY_BYTES = 64 * 1024
+_CLIENT_GONE = 499
 _encoder = msgspec.json.Encoder()
 
 
 class Routes:
-    """The endpoints for models and health."""
+    """The endpoints that describe models and the gateway itself."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._catalog = Catalog(services.tenants.gateway_client.models)
         """The listing that tells the gateway itself whether a router answers."""
-        self._catalogs = Catalogs()
+        self._catalogs: dict[str, Catalog] = {}
+        """A catalog for each tenant, since tenants may use different adapters."""
 
     def __repr__(self) -> str:
-        return f"<Routes {self._services!r}>"
+        return f"<Routes {self._services.limit!r}>"
 
-    async def models(self, request: Request) -> Response:
-        """Serves `GET /v1/models`, in the form of the API used."""
-        listing = await self.listing(request)
-        if model_list.is_wanted(request.headers):
-            return _json(model_list.to_page(listing.models))
-        return _json(schemas.ModelList(data=listing.models))
+    def resources(self) -> Iterator[Route]:
+        """Yields the routes of all dialects' resources. Where several have one path, a header chooses among them."""
+        by_path: dict[str, list[Resource]] = {}
+        for dialect in DIALECTS:
+            for one in dialect.resources:
+                by_path.setdefault(one.path, []).append(one)
+        for path, sharing in by_path.items():
+            method = "GET" if sharing[0].body is None else "POST"
+            for slash in ("", "/"):
+                pattern = path.replace("{model}", "{model:path}") + slash
+                yield Route(pattern, functools.partial(self._resource, sharing), methods=[method])
 
-    async def model(self, request: Request) -> Response:
-        """Serves `GET /v1/models/{id}`."""
-        listing = await self.listing(request)
-        model = listing.find(request.path_params["model"].removesuffix("/"))
-        return _json(model_list.to_info(model) if model_list.is_wanted(request.headers) else model)
+    async def _resource(self, sharing: Sequence[Resource], request: Request) -> Response:
+        wanted = dialect_of(request.scope["path"], request.headers).resources
+        resource = next((one for one in sharing if one in wanted), sharing[0])
+        if resource.is_public:
+            return _json(resource.answer(NO_MODELS, ""))
+        listing = await self._listing(request)
+        name = request.path_params.get("model", "").removesuffix("/")
+        if resource.model_in is not None:
+            try:
+                with self._services.bodies.holding() as held:
+                    name = resource.model_in(await body.read(request, _MAX_MODEL_BODY_BYTES, held))
+            except body.ClientDisconnectedError:
+                return Response(status_code=_CLIENT_GONE)  # no one reads it
+        return _json(resource.answer(listing, name))
 
     async def livez(self, request: Request) -> Response:
         """Serves `GET /livez`: 200 while this process runs."""
@@ -82,7 +83,7 @@ class Routes:
     async def health(self, request: Request) -> Response:
         """Serves `GET /health`, used by clients of other servers: `/readyz` in JSON."""
         reason = await self.unready_reason()
-        told = schemas.Health(status="unavailable" if reason else "ok", reason=reason or UNSET)
+        told = openapi.Health(status="unavailable" if reason else "ok", reason=reason or UNSET)
         return Response(_encoder.encode(told), status_code=503 if reason else 200, media_type="application/json")
 
     async def openapi(self, request: Request) -> Response:
@@ -104,50 +105,26 @@ class Routes:
             return "no router answers"
         return ""
 
-    async def listing(self, request: Request) -> Listing:
+    async def _listing(self, request: Request) -> Listing:
         """Returns the models visible to a request, and their aliases. Raises ApiError and RequestError."""
-        name, client = self._services.tenants.authenticate(request)
-        listing = await self._catalogs.of(name, client.models).listing()
+        tenant, client = self._services.tenants.authenticate(request)
+        if tenant not in self._catalogs:
+            self._catalogs[tenant] = Catalog(client.models)
+        listing = await self._catalogs[tenant].listing()
         return listing.with_aliases(self._services.aliases)
-
-
-CALLS: dict[str, CallDialect[Any, Any]] = {
-    "/v1/embeddings": CallDialect(embeddings.parse, embed, error_bodies.encode, usage_of=embeddings.usage_of),
-    "/v1/rerank": CallDialect(rerank.parse, Client.rerank, error_bodies.encode, usage_of=rerank.usage_of),
-    "/tokenize": CallDialect(token_calls.parse_tokenize, Client.tokenize, error_bodies.encode),
-    "/detokenize": CallDialect(token_calls.parse_detokenize, Client.detokenize, error_bodies.encode),
-    "/v1/responses/input_tokens": CallDialect(input_tokens.parse, Client.tokenize, error_bodies.encode),
-    "/v1/messages/count_tokens": CallDialect(
-        count_tokens.parse, Client.tokenize, anthropic_errors.encode, status_of=anthropic_errors.status_of
-    ),
-}
-"""The endpoints with a single reply that generate nothing, by path."""
-GENERATING: dict[str, Dialect] = {
-    "/v1/chat/completions": Dialect(chat_request.parse, error_bodies.encode),
-    "/v1/completions": Dialect(completions_request.parse, error_bodies.encode),
-    "/v1/responses": Dialect(
-        responses_request.parse, error_bodies.encode, streamed_errors=STREAMED_ERRORS, repeats_logprobs=True
-    ),
-    "/v1/messages": Dialect(messages_request.parse, anthropic_errors.encode, anthropic_errors.status_of),
-}
-"""The endpoints that generate, by path."""
 
 
 def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str]) -> Starlette:
     """Returns the ASGI application. Web pages from the allowed origins may use it."""
-    endpoints: dict[str, Endpoint] = {path: GenerationEndpoint(services, one) for path, one in GENERATING.items()}
-    endpoints |= {path: CallEndpoint(services, one) for path, one in CALLS.items()}
     app = Starlette(
         routes=[
             *(
-                Route(path + slash, endpoint, methods=["POST"])
-                for path, endpoint in endpoints.items()
+                Route(endpoint.path + slash, EndpointApp(services, endpoint, dialect.errors), methods=["POST"])
+                for dialect in DIALECTS
+                for endpoint in dialect.endpoints
                 for slash in ("", "/")
             ),
-            Route("/v1/models", routes.models),
-            Route("/v1/models/", routes.models),
-            Route("/v1/models/{model:path}", routes.model),
-            *OllamaRoutes(routes.listing, services.bodies).routes(),
+            *routes.resources(),
             Route("/openapi.json", routes.openapi),
             Route("/livez", routes.livez),
             Route("/readyz", routes.readyz),
@@ -178,11 +155,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case _:
             structlog.get_logger().error("request_failed", exc_info=error)
             response = http_errors.INTERNAL_ERROR
-    form, headers = form_of(request.scope["path"], request.headers), response.headers
+    form, headers = dialect_of(request.scope["path"], request.headers).errors, response.headers
     if isinstance(error, HTTPException):
         headers |= error.headers or {}  # the methods that the path has
-    body, status = form.error_body(response), form.status_of(response)
-    return Response(body, status, headers, media_type="application/json")
+    return Response(form.encode(response), form.status_of(response), headers, media_type="application/json")
 
 
 def _cors(allowed_origins: Sequence[str]) -> list[Middleware]:

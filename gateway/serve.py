@@ -9,22 +9,20 @@ from collections.abc import Callable
 import structlog
 from starlette.types import ASGIApp
 
-from tokenbus.gateway.admission.closed_connections import ClosedConnections
 from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
-from tokenbus.gateway.admission.endpoint import Services
-from tokenbus.gateway.admission.metrics import GatewayMetrics
+from tokenbus.gateway.admission.metrics import ClosedConnections, GatewayMetrics
 from tokenbus.gateway.admission.settings import GatewaySettings
 from tokenbus.gateway.admission.tenants import Tenants
-from tokenbus.gateway.error_forms import refusal_response
+from tokenbus.gateway.dialects import refusal_response
 from tokenbus.gateway.http import listen
-from tokenbus.gateway.http.body_memory import BodyMemory
+from tokenbus.gateway.http.body import BodyMemory
 from tokenbus.gateway.routes import Routes, make_app
+from tokenbus.gateway.serving.endpoint import Services
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.http.connection_table import ConnectionLimits
-from tokenbus.protocol.http.deadlines import Timeouts
-from tokenbus.protocol.http.http_server import EmbeddedServer, ServerConfig
+from tokenbus.protocol.http.http_server import EmbeddedServer, ServerConfig, Timeouts
 from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
 
@@ -51,7 +49,13 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         tenants = await Tenants.create(connection, settings, tracer)
         stack.push_async_callback(tenants.gateway_client.close)
         services = Services(
-            limit, tenants, settings.aliases, BodyMemory(settings.max_body_bytes), connection, measured, tracer
+            limit=limit,
+            tenants=tenants,
+            aliases=settings.aliases,
+            bodies=BodyMemory(settings.max_body_bytes),
+            broker=connection,
+            metrics=measured,
+            tracer=tracer,
         )
         routes = Routes(services)
         app = make_app(services, routes, settings.allowed_origins)

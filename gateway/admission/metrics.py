@@ -1,9 +1,17 @@
-"""Every metric of a gateway."""
+"""Every metric of a gateway, and the log of connections that it closes."""
 
-from tokenbus.protocol.http.disconnects import Disconnect
+import time
+from collections import Counter as Tally
+from collections.abc import Callable
+
+import structlog
+
+from tokenbus.protocol.http.http_server import Disconnect
+from tokenbus.protocol.http.refusals import Reason
 from tokenbus.protocol.telemetry.metrics import REQUEST_BUCKETS, TTFT_BUCKETS, Counter, Gauge, Histogram, MetricFamilies
 
 _P = "tokenbus_gateway"
+_LOG_INTERVAL_S = 10.0
 
 
 class GatewayMetrics(MetricFamilies):
@@ -48,3 +56,26 @@ class GatewayMetrics(MetricFamilies):
         self.open.set(num_requests)
         self.connections.labels("busy").set(num_connections - num_idle)
         self.connections.labels("idle").set(num_idle)
+
+
+class ClosedConnections:
+    """Counts closed connections, and logs them at most every ten seconds for each reason."""
+
+    def __init__(self, metrics: GatewayMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._closed = {reason: metrics.closed.labels(reason) for reason in Reason}
+        self._clock = clock
+        self._unlogged: Tally[Reason] = Tally()
+        self._logged_at: dict[Reason, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<ClosedConnections, {self._unlogged.total()} not logged>"
+
+    def record(self, reason: Reason, address: str) -> None:
+        """Counts a connection. Not every one is logged, since strangers can open thousands."""
+        self._closed[reason].inc()
+        self._unlogged[reason] += 1
+        now = self._clock()
+        if now - self._logged_at.get(reason, -_LOG_INTERVAL_S) >= _LOG_INTERVAL_S:
+            self._logged_at[reason] = now
+            count = self._unlogged.pop(reason)
+            structlog.get_logger().warning("connections_closed", reason=reason, address=address, count=count)

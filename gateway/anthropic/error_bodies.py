@@ -3,8 +3,7 @@
 import msgspec
 
 from tokenbus.gateway.anthropic import schemas
-from tokenbus.gateway.anthropic.field_names import AnthropicFieldNames, with_name_first
-from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.anthropic.turns import AnthropicFieldNames
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.protocol.wire import errors
 
@@ -38,7 +37,7 @@ def type_of(response: ErrorResponse) -> str:
 def message_of(response: ErrorResponse) -> str:
     """Returns the text, by which agents recognize that their conversation has become too long."""
     if response.context_length is None or response.prompt_tokens is None:
-        return http_errors.renamed(response, _NAMES.of, with_name_first).message
+        return response.message if response.param is None else _with_name_first(response.message, response.param)
     # At least one token must be left to generate.
     return f"prompt is too long: {response.prompt_tokens} tokens > {response.context_length - 1} maximum"
 
@@ -52,3 +51,11 @@ def to_body(response: ErrorResponse) -> schemas.AnthropicErrorBody:
 def encode(response: ErrorResponse) -> bytes:
     """Returns the body as JSON."""
     return _encoder.encode(to_body(response))
+
+
+def _with_name_first(message: str, param: str) -> str:
+    """Returns an error's message with Anthropic's name of the field, a colon, and then the problem."""
+    for begin in (f"{param}: ", f"{param} "):
+        if message.startswith(begin):
+            return f"{_NAMES.of(param)}: {message.removeprefix(begin)}"
+    return message

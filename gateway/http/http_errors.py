@@ -41,8 +41,6 @@ class ErrorResponse(NamedTuple):
 ErrorT = TypeVar("ErrorT", errors.Error, ErrorResponse)
 NameOf = Callable[[str], str]
 """Returns an API's name for a wire field."""
-Reword = Callable[[str, str, str], str]
-"""Returns an error's message, given the wire's message and the field's wire name and API name."""
 _FIELD = re.compile(r"\w+")
 
 
@@ -68,29 +66,26 @@ def from_error(error: errors.Error) -> ErrorResponse:
     )
 
 
-def with_name_first(message: str, param: str, theirs: str) -> str:
-    """Replaces the wire's field name at the beginning of a message, as in validation errors, with an API's."""
-    return theirs + message.removeprefix(param) if message.startswith(param) else message
-
-
-def renamed(error: ErrorT, name_of: NameOf, reword: Reword = with_name_first) -> ErrorT:
-    """Returns an error with an API's name for the field at fault, in its message too."""
+def renamed(error: ErrorT, name_of: NameOf) -> ErrorT:
+    """Returns an error with an API's name for the field at fault, also at the beginning of its message."""
     if error.param is None:
         return error
     theirs = name_of(error.param)
-    message = reword(error.message, error.param, theirs)
+    message, rest = error.message, error.message.removeprefix(error.param)
+    if rest != message and not rest[:1].isalnum():  # "stop: ..." and no "stopwatches ..."
+        message = theirs + rest
     if isinstance(error, ErrorResponse):
         return error._replace(param=theirs, message=message)
     return codec.replace(error, param=theirs, message=message)
 
 
 @contextlib.contextmanager
-def renaming(name_of: NameOf, reword: Reword = with_name_first) -> Iterator[None]:
+def renaming(name_of: NameOf) -> Iterator[None]:
     """Gives a RequestError raised in the block an API's name for the field at fault."""
     try:
         yield
     except errors.RequestError as refused:
-        raise errors.RequestError(renamed(refused.error, name_of, reword)) from refused
+        raise errors.RequestError(renamed(refused.error, name_of)) from refused
 
 
 def by_field(names: Mapping[str, str]) -> NameOf:

@@ -1,18 +1,16 @@
 """OpenAI's embeddings: turns their bodies into wire requests, and replies into responses."""
 
 import base64
-from collections.abc import Mapping
+import functools
 from typing import Literal
 
 import msgspec
 
-from tokenbus.gateway.generation.model_names import checked_model
-from tokenbus.gateway.http.http_errors import ErrorResponse
-from tokenbus.protocol.wire import codec, errors
+from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, RequestHead
+from tokenbus.gateway.serving.embed import embed
+from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import pooling
-
-_encoder = msgspec.json.Encoder()
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,49 +47,38 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     usage: EmbeddingUsage
 
 
-_decoder = codec.Decoder(EmbeddingRequest)
-
-
-class ParsedEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A valid embedding request."""
-
-    model: str
-    request: wire.EmbedRequest
-    """It always asks for base64, which is a quarter of the numbers' length."""
-    is_base64: bool
-
-    def encode(self, reply: wire.EmbedReply) -> bytes:
-        """Returns the body of the response."""
-        rows = [row if self.is_base64 else _numbers(row) for row in reply.embeddings or []]
-        data = [Embedding(index=number, embedding=row) for number, row in enumerate(rows)]
-        tokens = reply.usage.prompt_tokens if reply.usage else 0
-        usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
-        return _encoder.encode(EmbeddingList(data=data, model=self.model, usage=usage))
-
-    def named(self, error: ErrorResponse) -> ErrorResponse:
-        """Returns the error: its field has the same name on the wire."""
-        return error
-
-
-def parse(body: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> ParsedEmbeddingRequest:
-    """Parses a body, and validates it as a router would. Raises RequestError with OpenAI's name for the field at
-    fault."""
-    asked = _decoder.decode(body, codec.Encoding.JSON)
-    model = checked_model(asked.model, default_model)
+def read(asked: EmbeddingRequest, head: RequestHead) -> ParsedCall[wire.EmbedRequest, wire.EmbedReply]:
+    """Validates a body as a router would. Raises RequestError naming the field at fault."""
     request = wire.EmbedRequest(
-        id=request_id,
+        id=head.id,
         input=_inputs_of(asked.input),
         dimensions=asked.dimensions,
-        encoding="base64",
+        encoding="base64",  # a quarter of the numbers' length
         timeout_ms=asked.timeout_ms,
     )
     pooling.check_embed_request(request)
-    return ParsedEmbeddingRequest(model=model, request=request, is_base64=asked.encoding_format == "base64")
+    encode = functools.partial(_encode, head.model, is_base64=asked.encoding_format == "base64")
+    return ParsedCall(
+        model=head.model, request=request, send=embed, encode=encode, usage_of=lambda reply: reply.usage or None
+    )
 
 
-def usage_of(reply: wire.EmbedReply) -> wire.Usage | None:
-    """Returns the tokens of the inputs."""
-    return reply.usage or None
+ENDPOINT = ApiEndpoint(
+    path="/v1/embeddings",
+    summary="Embeddings",
+    body=EmbeddingRequest,
+    read=read,
+    response=EmbeddingList,
+    required=("model", "input"),
+)
+
+
+def _encode(model: str, reply: wire.EmbedReply, *, is_base64: bool) -> bytes:
+    rows = [row if is_base64 else _numbers(row) for row in reply.embeddings or []]
+    data = [Embedding(index=number, embedding=row) for number, row in enumerate(rows)]
+    tokens = reply.usage.prompt_tokens if reply.usage else 0
+    usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+    return msgspec.json.encode(EmbeddingList(data=data, model=model, usage=usage))
 
 
 def _numbers(row: list[float] | str) -> list[float] | str:

@@ -130,33 +130,3 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChunkChoice]
     usage: CompletionUsage | UnsetType | None = UNSET
     """Only if requested: null, until the numbers follow in a separate event at the end."""
-
-
-class Model(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "model"
-    created: int
-    """Unix seconds at which the oldest of its workers started."""
-    owned_by: str = "tokenbus"
-    root: str
-    """Not OpenAI's, like all below: the model behind the name, which may be an alias."""
-    parent: str | None = None
-    """The model that an adapter belongs to."""
-    context_length: int
-    """The maximum number of tokens of a prompt and its completion together."""
-    max_model_len: int
-    """The same under the name that vLLM's clients expect."""
-
-
-class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether requests can be served. Not OpenAI's."""
-
-    status: str
-    """`ok` or `unavailable`."""
-    reason: str | UnsetType = UNSET
-    """Why they can't be served."""
-
-
-class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    object: str = "list"
-    data: list[Model]

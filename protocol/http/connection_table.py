@@ -1,23 +1,16 @@
 """Keeps track of open HTTP connections, and chooses the one to evict when a limit is reached."""
 
 import dataclasses
-import enum
 import ipaddress
 from collections import Counter
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
+from tokenbus.protocol.http import refusals
+from tokenbus.protocol.http.refusals import HttpRefusal
+
 _IPV6_PREFIX = 64
 """Anyone with one IPv6 address has as many as they like, so all addresses that share this prefix count as one."""
-
-
-class LimitReached(enum.StrEnum):
-    """Why a connection is refused."""
-
-    PER_ADDRESS = "too_many_connections"
-    """The client's address has the maximum number of connections, all of them busy."""
-    TOTAL = "overloaded"
-    """The server has the maximum number of connections, all of them busy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,19 +49,19 @@ class ConnectionTable(Generic[ConnectionT]):
         """The number of connections without a request."""
         return len(self._idle)
 
-    def add(self, connection: ConnectionT, address: str) -> ConnectionT | LimitReached | None:
-        """Adds an idle connection. Returns the one that the caller must close to make room, or the limit that was
-        hit."""
+    def add(self, connection: ConnectionT, address: str) -> ConnectionT | HttpRefusal | None:
+        """Adds an idle connection. Returns the one that the caller must close to make room, or the refusal if
+        all are busy."""
         evicted: ConnectionT | None = None
         # The address's limit comes first, so that a client with many connections evicts its own.
         if address and 0 < self.limits.per_address <= self._per_address[address]:
             evicted = next(iter(self._idle_by_address.get(address, ())), None)
             if evicted is None:
-                return LimitReached.PER_ADDRESS
+                return refusals.TOO_MANY_PER_ADDRESS
         elif len(self) >= self.limits.total:
             evicted = next(iter(self._idle), None)
             if evicted is None:
-                return LimitReached.TOTAL
+                return refusals.TOO_MANY
         if evicted is not None:
             self.remove(evicted)
         self._addresses[connection] = address

@@ -5,7 +5,7 @@ A connection is in one of three states:
     idle --the head of a request is complete--> busy --response is complete--> idle
     idle or busy --refused, evicted or too slow--> closing
 
-An idle connection has a deadline (`deadlines.py`): for the rest of the head once part of a request has arrived, else
+An idle connection has a deadline (`Timeouts`): for the rest of the head once part of a request has arrived, else
 for the next request. When there are too many connections, the longest idle one is evicted (`connection_table.py`). A
 closing connection accepts no more requests, and lingers until its client has read the last response (decision 0031).
 
@@ -20,30 +20,64 @@ long a request's body may take."""
 
 import asyncio
 import contextlib
+import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
 from tokenbus.protocol.http import refusals
-from tokenbus.protocol.http.connection_table import ConnectionLimits, ConnectionTable, LimitReached, client_address
-from tokenbus.protocol.http.deadlines import Deadline, Timeouts
-from tokenbus.protocol.http.disconnects import Disconnect, Scope, note_disconnect
+from tokenbus.protocol.http.connection_table import ConnectionLimits, ConnectionTable, client_address
 from tokenbus.protocol.http.http_parser import MAX_HEAD_BYTES, HttpParser
 from tokenbus.protocol.http.refusals import Headers, HttpRefusal, Reason, plain_text_response
 
-DEFAULT_TIMEOUTS = Timeouts()
+_DISCONNECT = "tokenbus.disconnect"
 _MAX_REFUSED = 64
 """Refused connections that may be sent a response at the same time; any more are simply closed."""
 _MIN_READ_BYTES = 16 * 1024
 """A client that reads less than this before the deadline counts as gone."""
 _FIRST_PROBE_S, _MAX_PROBE_S = 0.05, 10.0
 """The first interval between probes of a client that sends nothing more; it doubles."""
+
+
+class Disconnect(enum.StrEnum):
+    """The ways in which a connection ends before its response is complete."""
+
+    GONE = "gone"
+    """The client has closed it."""
+    SLOW = "slow"
+    """For too long little or nothing could be written to it: the client does not read, or its machine does not
+    answer."""
+
+
+def disconnect_of(scope: Scope) -> Disconnect | None:
+    """Returns how the connection of a request ended, or None if its response was complete or it is still open."""
+    disconnect: Disconnect | None = scope.get(_DISCONNECT)
+    return disconnect
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeouts:
+    """The times that a server waits for its clients."""
+
+    head_s: float = 10.0
+    """For a complete head, from its first byte; for the first request of a connection, from the connection's start."""
+    keep_alive_s: float = 30.0
+    """For the first byte of another request."""
+    slow_reader_s: float = 30.0
+    """For a client to read more of a response that exceeds the buffers."""
+    linger_s: float = 2.0
+    """For a client to read why it was refused: it may still be sending, and would not get to read it if the connection
+    were cut."""
+
+
+DEFAULT_TIMEOUTS = Timeouts()
 
 
 class ServerConfig(uvicorn.Config):
@@ -91,6 +125,31 @@ class EmbeddedServer(uvicorn.Server):
         yield
 
 
+class _Deadline:
+    """At most one pending timeout, for one purpose."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+        self._purpose = ""
+
+    def start(self, purpose: str, delay_s: float, expire: Callable[[], None]) -> None:
+        """Starts a timeout, replacing a pending one unless that has the same purpose: then it keeps running."""
+        if self._timer is None or purpose != self._purpose:
+            self.cancel()
+            self._purpose = purpose
+            self._timer = self._loop.call_later(delay_s, self._expire, expire)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self, expire: Callable[[], None]) -> None:
+        self._timer = None
+        expire()
+
+
 class HttpConnection(H11Protocol):
     """One connection, from accept to close."""
 
@@ -107,9 +166,9 @@ class HttpConnection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.conn = HttpParser()
         self._address = ""
-        self._deadline = Deadline(self.loop)
-        self._reader_deadline = Deadline(self.loop)
-        self._probe_deadline = Deadline(self.loop)
+        self._deadline = _Deadline(self.loop)
+        self._reader_deadline = _Deadline(self.loop)
+        self._probe_deadline = _Deadline(self.loop)
         self._is_half_closed = False
         self._is_busy = False
         self._is_closing = False
@@ -124,8 +183,8 @@ class HttpConnection(H11Protocol):
         super().connection_made(transport)
         self._address = client_address(self.client[0] if self.client else "")
         outcome = self.config.open_connections.add(self, self._address)
-        if isinstance(outcome, LimitReached):
-            self._turn_away(*refusals.LIMIT_REFUSALS[outcome])
+        if isinstance(outcome, HttpRefusal):
+            self._turn_away(outcome)
             return
         self._wait_for_request(has_begun=True)
         if outcome is not None:  # already removed from the table
@@ -151,8 +210,9 @@ class HttpConnection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers input that the parser has rejected."""
-        self.config.on_closed(Reason.MALFORMED, self._address)
-        self._refuse(refusals.malformed(self.conn.status, self.conn.problem))
+        refusal = refusals.malformed(self.conn.status, self.conn.problem)
+        self.config.on_closed(refusal.reason, self._address)
+        self._refuse(refusal)
 
     def timeout_keep_alive_handler(self) -> None:
         """Does nothing: this class sets the deadlines of idle connections itself."""
@@ -176,7 +236,8 @@ class HttpConnection(H11Protocol):
         if is_slow:
             self.config.on_closed(Reason.SLOW_READER, self._address)
         if self.cycle is not None and not self.cycle.response_complete:
-            note_disconnect(cast(Scope, self.scope), Disconnect.SLOW if is_slow else Disconnect.GONE)
+            # before uvicorn tells the application of the disconnect
+            cast(Scope, self.scope)[_DISCONNECT] = Disconnect.SLOW if is_slow else Disconnect.GONE
         super().connection_lost(exc)
         self.config.open_connections.remove(self)
         self.config.refused.discard(self)
@@ -245,8 +306,8 @@ class HttpConnection(H11Protocol):
             self._write(refusal)
         self._close()
 
-    def _turn_away(self, reason: Reason, refusal: HttpRefusal) -> None:
-        self.config.on_closed(reason, self._address)
+    def _turn_away(self, refusal: HttpRefusal) -> None:
+        self.config.on_closed(refusal.reason, self._address)
         if len(self.config.refused) < _MAX_REFUSED:
             self.config.refused.add(self)
             self._refuse(refusal)

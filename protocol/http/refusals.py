@@ -3,13 +3,11 @@
 import dataclasses
 import enum
 
-from tokenbus.protocol.http.connection_table import LimitReached
-
 Headers = list[tuple[bytes, bytes]]
 
 
 class Reason(enum.StrEnum):
-    """Why the server has closed a connection."""
+    """Why the server has closed or refused a connection."""
 
     MALFORMED = "malformed"
     SLOW_HEAD = "slow_head"
@@ -27,23 +25,23 @@ class HttpRefusal:
     status: int
     message: str
     code: str
+    reason: Reason
 
 
-LIMIT_REFUSALS = {
-    LimitReached.PER_ADDRESS: (
-        Reason.TOO_MANY_PER_ADDRESS,
-        HttpRefusal(429, "too many connections from this address", LimitReached.PER_ADDRESS),
-    ),
-    LimitReached.TOTAL: (Reason.TOO_MANY, HttpRefusal(503, "too many connections", LimitReached.TOTAL)),
-}
-SLOW_HEAD = HttpRefusal(408, "the head of the request was not received in time", "request_timeout")
-EVICTED = HttpRefusal(408, "there are too many connections, and this one has been idle longest", "request_timeout")
+TOO_MANY_PER_ADDRESS = HttpRefusal(
+    429, "too many connections from this address", "too_many_connections", Reason.TOO_MANY_PER_ADDRESS
+)
+TOO_MANY = HttpRefusal(503, "too many connections", "overloaded", Reason.TOO_MANY)
+SLOW_HEAD = HttpRefusal(408, "the head of the request was not received in time", "request_timeout", Reason.SLOW_HEAD)
+EVICTED = HttpRefusal(
+    408, "there are too many connections, and this one has been idle longest", "request_timeout", Reason.EVICTED
+)
 
 
 def malformed(status: int, problem: str) -> HttpRefusal:
     """Returns the response to input that can't be parsed as a request."""
     code = "headers_too_large" if status == 431 else "invalid_http"
-    return HttpRefusal(status, f"this is not a valid HTTP request: {problem}", code)
+    return HttpRefusal(status, f"this is not a valid HTTP request: {problem}", code, Reason.MALFORMED)
 
 
 def plain_text_response(refusal: HttpRefusal, path: str) -> tuple[int, Headers, bytes]:

@@ -20,67 +20,45 @@ from tokenbus.protocol.process import memory
 _LIMITS = ConnectionLimits(total=256, per_address=64)
 
 
-class StatusServer:
-    """Serves `/metrics`, `/livez`, `/readyz` and `/status` on a listening socket."""
+def make_server(
+    registry: CollectorRegistry,
+    unready_reason: Callable[[], str | Awaitable[str]],
+    describe: Callable[[], dict[str, Any]],
+) -> EmbeddedServer:
+    """Returns a server of `/metrics`, `/livez`, `/readyz` and `/status`.
 
-    def __init__(
-        self,
-        listening: socket.socket,
-        registry: CollectorRegistry,
-        unready_reason: Callable[[], str | Awaitable[str]],
-        describe: Callable[[], dict[str, Any]] = dict,
-    ) -> None:
-        """`unready_reason` returns an empty string while the process is ready, `describe` what else `/status` says."""
-        self._registry = registry
-        self._unready_reason = unready_reason
-        self._describe = describe
-        self._began_at = time.monotonic()
-        pages = {
-            "/metrics": self._metrics,
-            "/livez": self._livez,
-            "/readyz": self._readyz,
-            "/status": self._status,
-        }
-        routes = [Route(path, page) for path, page in pages.items()]
-        self._server = EmbeddedServer(ServerConfig(Starlette(routes=routes), _LIMITS))
-        self._socket = listening
-        self.port: int = listening.getsockname()[1]
+    `unready_reason` returns an empty string while the process is ready, `describe` what else `/status` says."""
+    began_at = time.monotonic()
 
-    def __repr__(self) -> str:
-        return f"<StatusServer on port {self.port}>"
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def run(self) -> None:
-        """Serves until cancelled."""
-        try:
-            await self._server.serve(sockets=[self._socket])
-        finally:
-            self._socket.close()
-
-    async def _metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
-
-    async def _livez(self, _: Request) -> Response:
+    async def livez(_: Request) -> Response:
         return PlainTextResponse("ok\n")
 
-    async def _status(self, _: Request) -> Response:
-        reason = await self._reason()
-        status = {
-            "ready": not reason,
-            "reason": reason,
-            "pid": os.getpid(),
-            "uptime_s": round(time.monotonic() - self._began_at, 1),
-            "resident_bytes": memory.resident_bytes(),
-            **self._describe(),
-        }
-        return JSONResponse(status)
+    async def readyz(_: Request) -> Response:
+        reason = await why_unready()
+        return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
 
-    async def _reason(self) -> str:
-        reason = self._unready_reason()
+    async def status(_: Request) -> Response:
+        reason = await why_unready()
+        return JSONResponse(
+            {
+                "ready": not reason,
+                "reason": reason,
+                "pid": os.getpid(),
+                "uptime_s": round(time.monotonic() - began_at, 1),
+                "resident_bytes": memory.resident_bytes(),
+                **describe(),
+            }
+        )
+
+    async def why_unready() -> str:
+        reason = unready_reason()
         return await reason if inspect.isawaitable(reason) else reason
 
-    async def _readyz(self, _: Request) -> Response:
-        reason = await self._reason()
-        return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
+    routes = [Route(f"/{page.__name__}", page) for page in (metrics, livez, readyz, status)]
+    return EmbeddedServer(ServerConfig(Starlette(routes=routes), _LIMITS))
 
 
 def bind(host: str, ports: range) -> socket.socket:

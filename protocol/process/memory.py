@@ -1,11 +1,11 @@
 """Reads how much memory processes take, and returns what is freed to the operating system."""
 
+import contextlib
 import ctypes
 import functools
 import mmap
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -24,16 +24,8 @@ def trim_heap() -> None:
 
     Worth calling after memory-hungry work on threads, since glibc retains freed memory per thread. Takes a few
     milliseconds, without the GIL."""
-    _trim()(0)
-
-
-@functools.cache
-def _trim() -> Callable[[int], object]:
-    try:
-        trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):  # not glibc
-        return lambda pad: None
-    return trim
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        _libc().malloc_trim(0)
 
 
 def release_pages(address: int, num_bytes: int) -> None:

@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
@@ -64,15 +63,11 @@ def _cpu_limit(setup: RendererSetup) -> Iterator[None]:
 
 def _kept_bytes() -> int:
     """Returns the memory that rendering has left in use, or 0 if that is no more than a renderer may keep."""
-    if _resident_bytes() <= limits.RENDER_KEPT_BYTES:
+    if memory.resident_bytes() <= limits.RENDER_KEPT_BYTES:
         return 0
     memory.trim_heap()
-    kept_bytes = _resident_bytes()
+    kept_bytes = memory.resident_bytes()
     return kept_bytes if kept_bytes > limits.RENDER_KEPT_BYTES else 0
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _rendered(template: ChatTemplate, body: bytes) -> RenderResult:

@@ -43,11 +43,12 @@ async def serving(
         listening = status_server.bind(settings.host, settings.ports)
     else:
         listening = status_server.inherit(settings.fd)
-    server = status_server.StatusServer(listening, registry, unready_reason, describe)
-    structlog.get_logger().info("status_page", port=server.port)
-    task = tasks.awaited(server.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    server = status_server.make_server(registry, unready_reason, describe)
+    structlog.get_logger().info("status_page", port=listening.getsockname()[1])
+    with contextlib.closing(listening):
+        task = tasks.awaited(server.serve([listening]))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

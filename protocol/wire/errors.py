@@ -121,3 +121,8 @@ def prompt_not_allowed(prompt_tokens: int, max_prompt_tokens: int) -> RequestErr
 def invalid_field(param: str, problem: str) -> RequestError:
     """Makes the exception for a field whose value is not allowed; `problem` says what is wrong or what is allowed."""
     return request_error(Code.INVALID_REQUEST, f"{param}: {problem}", param=param)
+
+
+def unsupported_field(param: str, problem: str) -> RequestError:
+    """Makes the exception for a field that is valid but not served; `problem` says what is served instead, or why."""
+    return request_error(Code.UNSUPPORTED, f"{param}: {problem}", param=param)

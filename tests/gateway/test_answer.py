@@ -1,6 +1,5 @@
 """When an answer begins, and with which status."""
 
-import functools
 import json
 from collections.abc import MutableMapping
 from typing import Any
@@ -10,12 +9,12 @@ import pytest
 from tests.support.fed_stream import FakeTransport, stream_over
 from tokenbus.client.choices import Choices
 from tokenbus.gateway.admission.metrics import GatewayMetrics
-from tokenbus.gateway.admission.request_log import RequestLog
-from tokenbus.gateway.generation import endpoint
-from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.http.response_writer import ResponseWriter
-from tokenbus.gateway.openai import chat_response
+from tokenbus.gateway.openai import chat
+from tokenbus.gateway.serving import answering
+from tokenbus.gateway.serving.dialect import ResponseHead
+from tokenbus.gateway.serving.request_log import RequestLog
 from tokenbus.protocol.wire import codec, errors, messages
 
 HEADING = ResponseHead("r", 1_700_000_000, "demo")
@@ -70,9 +69,9 @@ async def events_of(*chunks: messages.Chunk, hold_s: float, streamed_errors: fro
 async def stream_to(
     peer: Peer, *chunks: messages.Chunk, hold_s: float, streamed_errors: frozenset[str] = frozenset()
 ) -> None:
-    choices, events = choices_over(*chunks), chat_response.ChunkEncoder(HEADING, include_usage=False)
+    choices, events = choices_over(*chunks), chat.ChunkEncoder(HEADING, include_usage=False)
     log, writer = RequestLog("r", GatewayMetrics()), ResponseWriter(peer.take, "r")
-    await endpoint.stream_response(choices, 1, events, writer, log, hold_s, streamed_errors)
+    await answering.send_stream(choices, 1, events, writer, log, hold_s, streamed_errors)
 
 
 async def test_a_stream_that_fails_before_it_speaks_can_be_answered_with_the_status_of_the_error() -> None:
@@ -119,8 +118,8 @@ async def test_a_stream_that_outlives_its_worker_goes_on_in_the_same_response_an
     lost = chunk("", 1, messages.FinishReason.ERROR, error=errors.make_error(errors.Code.WORKER_LOST))
     end = codec.replace(chunk("b", 1, messages.FinishReason.STOP), id="again")
     choices = choices_over(HEAD, chunk("a", token_ids=[7]), lost, end)
-    events = chat_response.ChunkEncoder(HEADING, include_usage=False)
-    await endpoint.stream_response(choices, 1, events, ResponseWriter(peer.take, "r"), log)
+    events = chat.ChunkEncoder(HEADING, include_usage=False)
+    await answering.send_stream(choices, 1, events, ResponseWriter(peer.take, "r"), log)
     log.finished(peer.status)
     told = [json.loads(event.removeprefix(b"data: ")) for event in peer.body.split(b"\n\n")[:-2]]
     assert {event["id"] for event in told} == {"chatcmpl-r"}
@@ -153,11 +152,11 @@ async def test_a_whole_answer_has_log_probabilities_up_to_a_limit(monkeypatch: p
     alternative = messages.TokenAlternative(id=7, text="b", bytes=[98], logprob=-1.0)
     sampled = messages.TokenLogprob(id=7, text="b", bytes=[98], logprob=-1.0, top=[alternative] * 2)
     end = chunk("bb", 1, messages.FinishReason.STOP, logprobs=[sampled] * 2)
-    monkeypatch.setattr(endpoint, "MAX_LOGPROBS", 6)
+    monkeypatch.setattr(answering, "MAX_LOGPROBS", 6)
     peer = Peer()
     await respond_to(peer, end)
     assert len(json.loads(peer.body)["choices"][0]["logprobs"]["content"]) == 2
-    monkeypatch.setattr(endpoint, "MAX_LOGPROBS", 5)
+    monkeypatch.setattr(answering, "MAX_LOGPROBS", 5)
     with pytest.raises(ApiError) as raised:
         await respond_to(Peer(), end)
     assert raised.value.response.status == 413
@@ -166,8 +165,7 @@ async def test_a_whole_answer_has_log_probabilities_up_to_a_limit(monkeypatch: p
 
 async def respond_to(peer: Peer, end: messages.Chunk) -> None:
     log, writer = RequestLog("r", GatewayMetrics()), ResponseWriter(peer.take, "r")
-    encode = functools.partial(chat_response.encode_whole, HEADING)
-    await endpoint.respond(choices_over(HEAD, chunk("a"), end), 1, encode, writer, log)
+    await answering.send_whole(choices_over(HEAD, chunk("a"), end), 1, chat.ChunkEncoder(HEADING), writer, log)
 
 
 async def test_an_error_has_the_status_and_the_body_of_its_api_and_names_the_request() -> None:

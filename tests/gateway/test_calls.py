@@ -16,7 +16,8 @@ import pytest
 from bench.models import random_encoder
 from bench.models.random_encoder import EncoderShape
 from tests.support.system import Gateway, running_gateway, up_with_output
-from tokenbus.gateway import openapi, routes
+from tokenbus.gateway import openapi
+from tokenbus.gateway.dialects import DIALECTS
 
 SAID = [{"role": "user", "content": "What is the capital of Avaria?"}]
 
@@ -106,7 +107,7 @@ UNNAMED: dict[str, dict[str, Any]] = {
 
 
 def test_requests_without_a_model_are_answered_by_the_default_one(slow_url: str, tmp_path: Path) -> None:
-    assert UNNAMED.keys() == {*routes.GENERATING, *routes.CALLS}
+    assert UNNAMED.keys() == {one.path for dialect in DIALECTS for one in dialect.endpoints}
     flags = ("--alias", "usual=slow", "--default-model", "usual")
     with running_gateway(slow_url, tmp_path, *flags) as gateway:
         found = {path: post(gateway.url, path, body) for path, body in UNNAMED.items()}
@@ -117,7 +118,7 @@ def test_requests_without_a_model_are_answered_by_the_default_one(slow_url: str,
     assert {path: status for path, (status, _) in found.items()} == {
         path: 400 if path in unserved else 200 for path in UNNAMED
     }
-    assert {answer["model"] for path, (_, answer) in found.items() if path in routes.GENERATING} == {"usual"}
+    assert {answer["model"] for path, (_, answer) in found.items() if "model" in answer} == {"usual"}
     expected = openapi.document(document["info"]["version"], has_default_model=True)
     assert document == json.loads(json.dumps(expected))
 
@@ -137,7 +138,9 @@ def test_ollamas_calls_find_a_model_and_what_it_can_do(base_url: str) -> None:
         assert status == 200
         assert "completion" in shown["capabilities"]
     status, refused = post(base_url, "/api/show", {"model": "nobody"})
-    assert (status, list(refused)) == (503, ["error"])
+    # a router younger than a minute doesn't know yet which models never existed
+    assert status in (404, 503)
+    assert list(refused) == ["error"]
     assert post(base_url, "/api/show", {})[0] == 400
     assert post(base_url, "/api/nothing", {}) == (404, {"error": "unknown URL: POST /api/nothing"})
 

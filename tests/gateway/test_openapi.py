@@ -8,22 +8,12 @@ import jsonschema
 import pytest
 
 from tests.gateway.test_calls import get, post
-from tokenbus.gateway import openapi, routes
-from tokenbus.gateway.cohere import rerank
-from tokenbus.gateway.openai import chat_request, embeddings
-from tokenbus.gateway.openai.completions import request as completions_request
-from tokenbus.gateway.vllm import token_calls
+from tokenbus.gateway import dialects, openapi
 from tokenbus.protocol.wire import errors
 
 DOCUMENT = openapi.document("1")
 WITH_DEFAULT_MODEL = openapi.document("1", has_default_model=True)
-PARSERS: dict[str, Any] = {
-    "/v1/chat/completions": chat_request.parse,
-    "/v1/completions": completions_request.parse,
-    "/v1/embeddings": embeddings.parse,
-    "/v1/rerank": rerank.parse,
-    "/detokenize": token_calls.parse_detokenize,
-}
+ENDPOINTS = {one.path: one for dialect in dialects.DIALECTS for one in dialect.endpoints}
 SAID = [{"role": "user", "content": "hi"}]
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
@@ -84,14 +74,15 @@ def is_valid(path: str, body: object, document: dict[str, Any] = DOCUMENT) -> bo
 
 def is_taken(path: str, body: object, default_model: str = "") -> bool:
     try:
-        PARSERS[path](json.dumps(body).encode(), {}, "r", default_model)
+        ENDPOINTS[path].parse(json.dumps(body).encode(), {}, "r", default_model)
     except errors.RequestError:
         return False
     return True
 
 
-def test_every_endpoint_that_is_asked_by_post_is_in_the_document() -> None:
-    assert routes.GENERATING.keys() | routes.CALLS.keys() | {"/api/show"} == openapi.OPERATIONS.keys()
+def test_every_endpoint_is_in_the_document() -> None:
+    paths = {path for dialect in dialects.DIALECTS for path in (one.path for one in dialect.resources)}
+    assert ENDPOINTS.keys() | paths | {"/health", "/livez", "/readyz"} == DOCUMENT["paths"].keys()
 
 
 def test_every_reference_leads_to_a_schema() -> None:

@@ -15,8 +15,7 @@ from tests.support.raw_client import RawClient
 from tests.support.raw_http import LIVEZ, Socket, ask, cut_after, small_server
 from tests.support.system import Gateway, running_gateway
 from tokenbus.gateway.http import listen
-from tokenbus.protocol.http.deadlines import Timeouts
-from tokenbus.protocol.http.disconnects import Disconnect
+from tokenbus.protocol.http.http_server import Disconnect, Timeouts
 from tokenbus.protocol.http.refusals import Reason
 
 

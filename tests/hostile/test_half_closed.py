@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.support.raw_http import LIVEZ, SmallServer, Socket, cut_after, small_server
-from tokenbus.protocol.http.disconnects import Disconnect
+from tokenbus.protocol.http.http_server import Disconnect
 
 KEPT = LIVEZ.replace(b"Connection: close\r\n", b"")
 WAIT = KEPT.replace(b"livez", b"wait")

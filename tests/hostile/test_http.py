@@ -13,7 +13,7 @@ from tests.support.system import running_gateway
 from tokenbus.cli.console import nats_server
 from tokenbus.gateway.http import listen
 from tokenbus.protocol.http.connection_table import ConnectionLimits
-from tokenbus.protocol.http.deadlines import Timeouts
+from tokenbus.protocol.http.http_server import Timeouts
 from tokenbus.protocol.http.refusals import Reason
 
 SOON = Timeouts(head_s=0.05, keep_alive_s=0.05, slow_reader_s=0.05, linger_s=0.05)

@@ -7,11 +7,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from starlette.types import Receive, Scope, Send
 
-from tokenbus.gateway.error_forms import refusal_response
+from tokenbus.gateway.dialects import refusal_response
 from tokenbus.protocol.http.connection_table import ConnectionLimits
-from tokenbus.protocol.http.deadlines import Timeouts
-from tokenbus.protocol.http.disconnects import Disconnect, disconnect_of
-from tokenbus.protocol.http.http_server import EmbeddedServer, ServerConfig
+from tokenbus.protocol.http.http_server import Disconnect, EmbeddedServer, ServerConfig, Timeouts, disconnect_of
 from tokenbus.protocol.http.refusals import Reason
 
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"

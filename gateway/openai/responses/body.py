@@ -4,8 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tokenbus.gateway.openai.reasoning_fields import RequestedReasoning
-from tokenbus.gateway.openai.sampling_fields import CommonFields
+from tokenbus.gateway.openai.fields import CommonFields, RequestedReasoning
 from tokenbus.protocol.wire import messages as wire
 
 

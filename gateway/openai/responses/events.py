@@ -7,28 +7,29 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokenbus.gateway.generation.answer_events import (
-    AnswerEnded,
-    AnswerEvent,
-    AnswerPart,
-    PartGrew,
-    PartKind,
-    PartStarted,
-)
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.gateway.http.http_errors import ErrorResponse, NameOf
 from tokenbus.gateway.openai import schemas
-from tokenbus.gateway.openai.responses import response as responses
-from tokenbus.gateway.openai.responses.custom_input import CustomInput
-from tokenbus.gateway.openai.responses.field_names import ResponsesFieldNames
-from tokenbus.gateway.openai.responses.output_items import (
+from tokenbus.gateway.openai.choices import encode_logprobs
+from tokenbus.gateway.openai.responses import output
+from tokenbus.gateway.openai.responses.output import (
     FunctionCallItem,
     OutputItem,
     OutputItems,
     OutputText,
     ReasoningText,
+    Response,
     output_text,
-    text_logprobs,
+)
+from tokenbus.gateway.openai.responses.tools import CustomInput
+from tokenbus.gateway.serving.answer_events import (
+    AnswerEnded,
+    AnswerEvent,
+    AnswerEventReader,
+    AnswerPart,
+    PartGrew,
+    PartKind,
+    PartStarted,
 )
 from tokenbus.protocol.wire import messages
 
@@ -40,7 +41,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
     type: str
     sequence_number: int
-    response: responses.Response | UnsetType = UNSET
+    response: Response | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
     item_id: str | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
@@ -67,17 +68,14 @@ class _OpenItem:
 class ResponseEncoder:
     """Encodes an answer as server-sent events."""
 
-    def __init__(self, begun: responses.Response, items: OutputItems, names: ResponsesFieldNames) -> None:
+    def __init__(self, begun: Response, items: OutputItems, name_of: NameOf) -> None:
         self._response = begun
         self._items = items
-        self._names = names
+        self._name_of = name_of
         self._sequence_number = 0
         self._output: list[OutputItem] = []
         self._open: _OpenItem | None = None
         self._events: list[bytes] = []
-
-    def __repr__(self) -> str:
-        return f"<ResponseEncoder of {self._response.id}, {self._sequence_number} events>"
 
     def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
         """Returns the events of one chunk of the answer."""
@@ -104,7 +102,7 @@ class ResponseEncoder:
         """Returns the failed response."""
         self._begin()
         cut = [] if self._open is None else [self._items.whole(self._open.part, is_cut=True)]
-        failed = responses.failed(self._response, self._output + cut, http_errors.renamed(error, self._names.of))
+        failed = output.failed(self._response, self._output + cut, http_errors.renamed(error, self._name_of))
         self._add("response.failed", response=failed)
         return self._taken()
 
@@ -113,6 +111,14 @@ class ResponseEncoder:
         if not self._begin():
             self._add("response.in_progress", response=self._response)
         return b"".join(self._taken())
+
+    def whole(self, answers: Sequence[AnswerEventReader]) -> bytes:
+        """Returns the body of an unstreamed response."""
+        (answer,) = answers
+        assert answer.end is not None, answer
+        is_cut = answer.end.finish_reason is messages.FinishReason.LENGTH
+        items = [self._items.whole(part, is_cut=is_cut and part is answer.parts[-1]) for part in answer.parts]
+        return _encoder.encode(output.ended(self._response, items, answer.end))
 
     def _begin(self) -> bool:
         """Adds the first events, unless already sent."""
@@ -134,7 +140,7 @@ class ResponseEncoder:
         assert self._open is not None, self
         part = self._open.part
         if part.kind is PartKind.TEXT:
-            new = text_logprobs(part, self._open.num_logprobs)
+            new = encode_logprobs(part.logprobs[self._open.num_logprobs :])
             self._open.num_logprobs += len(new)
             self._add_inside("response.output_text.delta", content_index=0, delta=added, logprobs=new)
         elif part.kind is PartKind.REASONING:
@@ -177,7 +183,7 @@ class ResponseEncoder:
     def _end_answer(self, end: AnswerEnded) -> None:
         is_cut = end.finish_reason is messages.FinishReason.LENGTH
         self._end_item(is_cut=is_cut)
-        ended = responses.ended(self._response, self._output, end)
+        ended = output.ended(self._response, self._output, end)
         self._add("response.incomplete" if is_cut else "response.completed", response=ended)
 
     def _add_inside(self, type: str, **fields: object) -> None:

@@ -5,12 +5,11 @@ from collections import Counter
 import pytest
 
 from tokenbus.gateway.admission.aliases import Aliases
-from tokenbus.gateway.models.catalog import Listing
-from tokenbus.gateway.openai import schemas
+from tokenbus.gateway.serving.catalog import Listing, Model
 
 
-def model(name: str, context_length: int = 100) -> schemas.Model:
-    return schemas.Model(id=name, created=1, root=name, context_length=context_length, max_model_len=context_length)
+def model(name: str, context_length: int = 100) -> Model:
+    return Model(id=name, created=1, root=name, context_length=context_length, max_model_len=context_length)
 
 
 def test_a_name_that_is_no_alias_stands_for_itself() -> None:

@@ -4,9 +4,8 @@ import json
 
 from structlog.testing import capture_logs
 
-from tokenbus.gateway.admission.closed_connections import ClosedConnections
-from tokenbus.gateway.admission.metrics import GatewayMetrics
-from tokenbus.gateway.error_forms import refusal_response
+from tokenbus.gateway.admission.metrics import ClosedConnections, GatewayMetrics
+from tokenbus.gateway.dialects import refusal_response
 from tokenbus.protocol.http.refusals import HttpRefusal, Reason
 
 
@@ -30,7 +29,7 @@ def test_thousands_of_ended_connections_are_counted_and_leave_a_line_every_ten_s
 
 
 def test_a_refused_connection_gets_the_error_of_the_api_and_when_to_come_back() -> None:
-    status, headers, body = refusal_response(HttpRefusal(429, "too many", "too_many_connections"), "")
+    status, headers, body = refusal_response(HttpRefusal(429, "too many", "too_many_connections", Reason.TOO_MANY), "")
     assert status == 429
     assert dict(headers)[b"retry-after"] == b"1"
     assert dict(headers)[b"content-type"] == b"application/json"

@@ -3,13 +3,13 @@
 import msgspec
 
 from tokenbus.gateway.anthropic import model_list
-from tokenbus.gateway.openai.schemas import Model
+from tokenbus.gateway.serving.catalog import NO_MODELS, Listing, Model
 
 
 def test_a_page_has_all_models() -> None:
     one = Model(id="claude-demo", created=1_700_000_000, root="demo", context_length=2_048, max_model_len=2_048)
     two = msgspec.structs.replace(one, id="demo")
-    page = msgspec.to_builtins(model_list.to_page([one, two]))
+    page = msgspec.to_builtins(model_list.to_page(Listing([one, two], None)))
     assert page["data"][0] == {
         "type": "model",
         "id": "claude-demo",
@@ -23,5 +23,5 @@ def test_a_page_has_all_models() -> None:
 
 
 def test_an_empty_page_has_no_ends() -> None:
-    page = model_list.to_page([])
+    page = model_list.to_page(NO_MODELS)
     assert (page.data, page.first_id, page.last_id) == ([], None, None)

@@ -13,7 +13,7 @@ import pytest
 from starlette.requests import Request
 
 from tokenbus.gateway.http import body
-from tokenbus.gateway.http.body_memory import BodyMemory, HeldBody
+from tokenbus.gateway.http.body import BodyMemory, HeldBody
 from tokenbus.gateway.http.http_errors import BODY_TIMEOUT, ApiError, too_large
 
 JSON = [(b"content-type", b"application/json")]

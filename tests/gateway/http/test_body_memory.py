@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tokenbus.gateway.http import body_memory
-from tokenbus.gateway.http.body_memory import BodyMemory
+from tokenbus.gateway.http import body
+from tokenbus.gateway.http.body import BodyMemory
 from tokenbus.gateway.http.http_errors import OVERLOADED, ApiError
 
 MIB = 1024 * 1024
@@ -44,8 +44,8 @@ async def test_soon_after_a_large_body_the_heap_is_returned_to_the_system_once(m
         times.append(loop.time())
         loop.call_soon_threadsafe(trimmed.set)
 
-    monkeypatch.setattr(body_memory, "trim_heap", trim)
-    monkeypatch.setattr(body_memory, "_TRIM_DELAY_S", 0.01)
+    monkeypatch.setattr(body, "trim_heap", trim)
+    monkeypatch.setattr(body, "_TRIM_DELAY_S", 0.01)
     memory = BodyMemory(8 * MIB)
     with memory.holding() as small:
         small.add(MIB)

@@ -6,15 +6,17 @@ import pytest
 
 from tests.support.refusals import refusal_of
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.openai import chat_request
+from tokenbus.gateway.openai import chat
+from tokenbus.gateway.serving.answer_events import AnswerEventReader
+from tokenbus.gateway.serving.dialect import ParsedGeneration, ResponseHead
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.protocol.wire.messages import ReasoningOptions
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def read(**fields: object) -> chat_request.ParsedChatRequest:
-    return chat_request.parse(json.dumps({"model": "demo", "messages": HELLO, **fields}).encode(), {}, "r-1")
+def read(**fields: object) -> ParsedGeneration:
+    return chat.ENDPOINT.parse(json.dumps({"model": "demo", "messages": HELLO, **fields}).encode(), {}, "r-1")
 
 
 def refusal(**fields: object) -> errors.Error:
@@ -42,7 +44,7 @@ def test_every_field_becomes_that_of_the_wire() -> None:
     }
     wanted = read(max_tokens=9, response_format={"type": "json_object"}, **same)
     assert wanted.model == "demo"
-    assert wanted.request == messages.GenerateRequest(
+    assert wanted.requests[0] == messages.GenerateRequest(
         id="r-1",
         messages=[messages.ChatMessage(role="user", content="hello")],
         max_tokens=9,
@@ -53,40 +55,42 @@ def test_every_field_becomes_that_of_the_wire() -> None:
 
 def test_a_retention_of_the_cached_prompt_becomes_a_time() -> None:
     for retention, ttl_ms in (("in_memory", 300_000), ("in-memory", 300_000), ("24h", 86_400_000)):
-        control = read(prompt_cache_retention=retention).request.cache_control
+        control = read(prompt_cache_retention=retention).requests[0].cache_control
         assert control is not None
         assert control.ttl_ms == ttl_ms
-    assert read().request.cache_control is None
+    assert read().requests[0].cache_control is None
     assert refusal(prompt_cache_retention="1y").param == "prompt_cache_retention"
 
 
 def test_a_whole_answer_is_streamed_on_the_wire_too_so_that_a_worker_misses_a_dead_gateway() -> None:
     wanted = read(stream=False)
     assert wanted.stream is False
-    assert wanted.request.stream is None
+    assert wanted.requests[0].stream is None
 
 
 def test_each_constraint_is_passed_on() -> None:
     for field, value in (("regex", "a+"), ("choice", ["a", "b"]), ("grammar", "start: /a/")):
-        assert getattr(read(**{field: value}).request, field) == value
+        assert getattr(read(**{field: value}).requests[0], field) == value
 
 
 def test_usage_in_a_stream_is_an_option_of_the_stream() -> None:
-    assert read(stream=True).include_usage is False
-    assert read(stream=True, stream_options={"include_usage": True}).include_usage is True
+    for options, is_shown in (({}, False), ({"stream_options": {"include_usage": True}}, True)):
+        encoder = read(stream=True, **options).encoder(ResponseHead("r", 0, "demo"))
+        for event in encoder.encode(0, AnswerEventReader().read(messages.Chunk(id="r", text="a"))):
+            assert ("usage" in json.loads(event.removeprefix(b"data: "))) is is_shown
 
 
 def test_fields_that_nobody_knows_are_ignored() -> None:
     extra = {"user": "me", "store": True, "metadata": {"a": "b"}, "nonsense": [[]]}
-    assert read(**extra) == read()
+    assert read(**extra).requests == read().requests
 
 
 def test_null_is_absent_and_an_integral_number_is_an_integer() -> None:
-    assert read(stop=None, n=None, stream=None, max_tokens=5.0, seed=None) == read(max_tokens=5)
+    assert read(stop=None, n=None, stream=None, max_tokens=5.0, seed=None).requests == read(max_tokens=5).requests
 
 
 def test_the_newer_name_of_max_tokens_wins() -> None:
-    assert read(max_tokens=5, max_completion_tokens=6).request.max_tokens == 6
+    assert read(max_tokens=5, max_completion_tokens=6).requests[0].max_tokens == 6
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,7 @@ def test_the_newer_name_of_max_tokens_wins() -> None:
 def test_logprobs_are_a_switch_and_their_number_a_field_of_its_own(
     fields: dict[str, object], logprobs: int | None
 ) -> None:
-    assert read(**fields).request.logprobs == logprobs
+    assert read(**fields).requests[0].logprobs == logprobs
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ def test_an_error_of_a_worker_names_the_field_as_the_client_called_it() -> None:
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b'{"model": "demo"', b"\xff\xfe", b"[" * 100_000])
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(errors.RequestError) as raised:
-        chat_request.parse(body, {}, "r-1")
+        chat.ENDPOINT.parse(body, {}, "r-1")
     assert raised.value.error.code is errors.Code.INVALID_REQUEST
 
 
@@ -195,7 +199,7 @@ def nested(depth: int) -> list[object]:
 
 def test_tools_may_nest_up_to_the_limit_of_the_wire_and_no_deeper() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
-    assert read(tools=[tool | {"deep": nested(63)}]).request.tools
+    assert read(tools=[tool | {"deep": nested(63)}]).requests[0].tools
     assert refusal(tools=[tool | {"deep": nested(64)}]).param == "tools[0]"
     assert refusal(tools=[tool | {"deep": nested(900)}]).code is errors.Code.INVALID_REQUEST
 
@@ -209,7 +213,7 @@ def test_developer_is_system_and_leading_system_messages_are_one() -> None:
         {"role": "user", "content": "hello"},
         {"role": "developer", "content": "four"},
     ]
-    conversation = read(messages=given).request.messages
+    conversation = read(messages=given).requests[0].messages
     assert conversation is not None
     assert [(one.role, one.content) for one in conversation] == [
         ("system", "one\n\ntwo\n\nthree"),
@@ -221,7 +225,7 @@ def test_developer_is_system_and_leading_system_messages_are_one() -> None:
 def test_reasoning_in_the_history_has_either_name() -> None:
     for name in ("reasoning", "reasoning_content"):
         said = {"role": "assistant", "content": "x", name: "because"}
-        conversation = read(messages=[*HELLO, said, *HELLO]).request.messages
+        conversation = read(messages=[*HELLO, said, *HELLO]).requests[0].messages
         assert conversation is not None
         assert conversation[1] == messages.ChatMessage(role="assistant", content="x", reasoning_content="because")
 
@@ -243,7 +247,7 @@ def test_reasoning_in_the_history_has_either_name() -> None:
 def test_a_reasoning_effort_becomes_arguments_of_the_template(
     fields: dict[str, object], arguments: dict[str, object] | None
 ) -> None:
-    assert read(**fields).request.chat_template_kwargs == arguments
+    assert read(**fields).requests[0].chat_template_kwargs == arguments
 
 
 @pytest.mark.parametrize(
@@ -270,7 +274,7 @@ def test_a_reasoning_effort_becomes_arguments_of_the_template(
 def test_a_budget_for_reasoning_has_the_names_of_all_servers(
     fields: dict[str, object], wanted: ReasoningOptions | None
 ) -> None:
-    assert read(**fields).request.reasoning == wanted
+    assert read(**fields).requests[0].reasoning == wanted
 
 
 @pytest.mark.parametrize(
@@ -295,7 +299,7 @@ def test_a_wrong_budget_is_refused_by_its_own_name(fields: dict[str, object], pa
 def test_a_session_is_named_by_a_field_or_a_header() -> None:
     def session(headers: dict[str, str], **fields: object) -> str | None:
         body = json.dumps({"model": "demo", "messages": HELLO, **fields}).encode()
-        return chat_request.parse(body, headers, "r-1").request.session_id
+        return chat.ENDPOINT.parse(body, headers, "r-1").requests[0].session_id
 
     assert session({}) is None
     assert session({"x-session-id": "s" * 257}) is None
@@ -306,5 +310,5 @@ def test_a_session_is_named_by_a_field_or_a_header() -> None:
 
 
 def test_a_service_tier_is_a_priority_unless_there_is_one() -> None:
-    assert [read(service_tier=tier).request.priority for tier in ("auto", "priority", "flex")] == [None, -100, 100]
-    assert read(service_tier="flex", priority=3).request.priority == 3
+    assert [read(service_tier=tier).requests[0].priority for tier in ("auto", "priority", "flex")] == [None, -100, 100]
+    assert read(service_tier="flex", priority=3).requests[0].priority == 3

@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.gateway.generation.answer_events import AnswerEventReader
-from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.openai import chat_response
+from tokenbus.gateway.openai import chat
+from tokenbus.gateway.serving.answer_events import AnswerEventReader
+from tokenbus.gateway.serving.dialect import ResponseHead
 from tokenbus.protocol.wire import errors, messages
 
 HEADING = ResponseHead("r", 1_700_000_000, "demo")
@@ -28,7 +28,7 @@ def chunk(text: str = "", reason: messages.FinishReason | None = None, **fields:
 
 def events_of(*chunks: messages.Chunk, include_usage: bool = False) -> list[Any]:
     """The data of all events, as a client reads them."""
-    encoder = chat_response.ChunkEncoder(HEADING, include_usage=include_usage)
+    encoder = chat.ChunkEncoder(HEADING, include_usage=include_usage)
     reader = AnswerEventReader()
     encoded: list[bytes] = []
     for one in chunks:
@@ -46,7 +46,7 @@ def whole_of(*chunks: messages.Chunk) -> Any:
     reader = AnswerEventReader()
     for one in chunks:
         reader.read(one)
-    return json.loads(chat_response.encode_whole(HEADING, [reader]))
+    return json.loads(chat.ChunkEncoder(HEADING).whole([reader]))
 
 
 def test_a_stream_opens_with_the_role_goes_on_with_text_and_ends_with_the_reason_and_done() -> None:
@@ -172,7 +172,7 @@ def test_reasoning_is_apart_from_content() -> None:
 
 
 def test_several_answers_interleave_with_their_indices_and_their_usage_is_one() -> None:
-    encoder = chat_response.ChunkEncoder(HEADING, include_usage=True)
+    encoder = chat.ChunkEncoder(HEADING, n=2, include_usage=True)
     readers = [AnswerEventReader(), AnswerEventReader()]
     cached = msgspec.structs.replace(USAGE, cached_tokens=5, completion_tokens=7, total_tokens=12)
     encoded: list[bytes] = []
@@ -188,5 +188,5 @@ def test_several_answers_interleave_with_their_indices_and_their_usage_is_one() 
     seen = [(one["choices"][0]["index"], one["choices"][0]["delta"].get("content")) for one in told]
     assert seen == [(0, ""), (0, "a"), (1, ""), (1, "b"), (1, None), (0, "c"), (0, None)]
     assert [usage["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")] == [5, 10, 15]
-    whole = json.loads(chat_response.encode_whole(HEADING, readers))
+    whole = json.loads(chat.ChunkEncoder(HEADING, n=2).whole(readers))
     assert [(one["index"], one["message"]["content"]) for one in whole["choices"]] == [(0, "ac"), (1, "b")]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tokenbus.gateway.openai import embeddings
+from tokenbus.gateway.serving.dialect import ParsedCall
 from tokenbus.protocol.wire import errors, messages
 
 USAGE = messages.Usage(prompt_tokens=7, completion_tokens=0, total_tokens=7, cached_tokens=0)
@@ -13,8 +14,8 @@ HALVES = "AAAAPwAAAL8="
 """0.5 and -0.5."""
 
 
-def parse(given: Any = "x", **fields: Any) -> embeddings.ParsedEmbeddingRequest:
-    return embeddings.parse(json.dumps({"model": "m", "input": given} | fields).encode(), {}, "r")
+def parse(given: Any = "x", **fields: Any) -> ParsedCall:
+    return embeddings.ENDPOINT.parse(json.dumps({"model": "m", "input": given} | fields).encode(), {}, "r")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.protocol.http.connection_table import ConnectionLimits, ConnectionTable, LimitReached, client_address
+from tokenbus.protocol.http.connection_table import ConnectionLimits, ConnectionTable, client_address
+from tokenbus.protocol.http.refusals import TOO_MANY, TOO_MANY_PER_ADDRESS, HttpRefusal
 
 
 def test_one_that_comes_pushes_out_the_one_that_has_waited_longest() -> None:
@@ -28,10 +29,10 @@ def test_those_that_work_do_not_give_way() -> None:
     connections: ConnectionTable[int] = ConnectionTable(ConnectionLimits(2, per_address=1))
     connections.add(1, "a")
     connections.mark_busy(1)
-    assert connections.add(2, "a") is LimitReached.PER_ADDRESS
+    assert connections.add(2, "a") is TOO_MANY_PER_ADDRESS
     connections.add(3, "b")
     connections.mark_busy(3)
-    assert connections.add(4, "c") is LimitReached.TOTAL
+    assert connections.add(4, "c") is TOO_MANY
     connections.remove(1)
     assert connections.add(5, "c") is None
 
@@ -62,7 +63,7 @@ def test_the_books_agree_and_hold_the_bounds_after_every_step(steps: list[tuple[
     for act, number, address in steps:
         if act == "add" and number not in known:
             outcome = connections.add(number, address)
-            if not isinstance(outcome, LimitReached):
+            if not isinstance(outcome, HttpRefusal):
                 known.pop(-1 if outcome is None else outcome, None)
                 known[number] = address
         elif act != "add":

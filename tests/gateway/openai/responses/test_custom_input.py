@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.gateway.openai.responses.custom_input import CustomInput, arguments_of, input_of
+from tokenbus.gateway.openai.responses.tools import CustomInput, arguments_of, input_of
 
 INPUTS = ["", "a", 'line\n\t"quoted" \\ back/slash', "Grüße 😀", "\x00\x1f", "}", '"}']
 

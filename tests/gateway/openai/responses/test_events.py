@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.gateway.generation.answer_events import AnswerEventReader
-from tokenbus.gateway.generation.dialect import ResponseHead
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import error_bodies
-from tokenbus.gateway.openai.responses import request
+from tokenbus.gateway.openai.responses.endpoints import ENDPOINT
 from tokenbus.gateway.openai.responses.events import ResponseEncoder
+from tokenbus.gateway.serving.answer_events import AnswerEventReader
+from tokenbus.gateway.serving.dialect import ParsedGeneration, ResponseHead
 from tokenbus.protocol.wire import errors, messages
 
 HEAD = ResponseHead("r", 1_700_000_000, "demo")
@@ -41,9 +41,9 @@ def call(index: int, arguments: str, name: str = "") -> messages.ToolCallDelta:
     return messages.ToolCallDelta(index=index, function=messages.FunctionDelta(arguments=arguments))
 
 
-def parsed(**fields: object) -> request.ParsedResponsesRequest:
+def parsed(**fields: object) -> ParsedGeneration:
     body = {"model": "demo", "input": "hi", "tools": TOOLS, **fields}
-    return request.parse(json.dumps(body).encode(), {}, "r")
+    return ENDPOINT.parse(json.dumps(body).encode(), {}, "r")
 
 
 def encoded(*chunks: messages.Chunk, encoder: ResponseEncoder | None = None, **fields: object) -> bytes:
@@ -334,7 +334,7 @@ def test_a_stream_and_a_whole_response_have_the_same_end(
     for one in chunks:
         reader.read(one)
     events = events_of(*chunks)
-    assert events[-1]["response"] == json.loads(parsed().encode_whole(HEAD, [reader]))
+    assert events[-1]["response"] == json.loads(parsed().encoder(HEAD).whole([reader]))
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert events[-1]["response"]["output"] == done
 

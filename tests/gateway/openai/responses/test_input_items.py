@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from tokenbus.gateway.openai.responses import encrypted_content
+from tokenbus.gateway.openai.responses import items
 from tokenbus.gateway.openai.responses.body import InputContentPart, InputItem
-from tokenbus.gateway.openai.responses.input_items import Conversation
+from tokenbus.gateway.openai.responses.items import Conversation
 from tokenbus.protocol.wire.messages import ChatMessage
 
 USER = InputItem(role="user", content="hi")
@@ -76,7 +76,7 @@ def test_several_texts_or_reasonings_in_a_row_are_paragraphs() -> None:
 
 
 def test_reasoning_comes_back_by_its_content_or_as_we_have_packed_it_and_that_of_others_is_left_out() -> None:
-    packed = encrypted_content.pack("größer")
+    packed = items.pack("größer")
     for item, kept in (
         (InputItem(type="reasoning", encrypted_content=packed), "größer"),
         (InputItem(type="reasoning", content=[], encrypted_content=packed), "größer"),

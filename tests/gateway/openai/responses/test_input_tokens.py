@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.openai.responses import input_tokens, request
+from tokenbus.gateway.openai.responses.endpoints import ENDPOINT, INPUT_TOKENS
 from tokenbus.protocol.wire import errors, generate
 
 ASKED = {
@@ -18,8 +18,8 @@ ASKED = {
 
 
 def test_what_is_counted_is_the_prompt_of_a_response() -> None:
-    counted = input_tokens.parse(json.dumps(ASKED).encode(), {}, "r-1")
-    asked = request.parse(json.dumps(ASKED).encode(), {}, "r-1").request
+    counted = INPUT_TOKENS.parse(json.dumps(ASKED).encode(), {}, "r-1")
+    asked = ENDPOINT.parse(json.dumps(ASKED).encode(), {}, "r-1").requests[0]
     assert counted.model == "demo"
     assert counted.request == generate.TokenizeRequest(
         id="r-1",
@@ -35,8 +35,8 @@ def test_what_is_counted_is_the_prompt_of_a_response() -> None:
 def test_what_is_wrong_names_the_field_as_the_client_called_it() -> None:
     image = {"role": "user", "content": [{"type": "input_image"}]}
     with pytest.raises(errors.RequestError) as raised:
-        input_tokens.parse(json.dumps(ASKED | {"input": [image]}).encode(), {}, "r-1")
+        INPUT_TOKENS.parse(json.dumps(ASKED | {"input": [image]}).encode(), {}, "r-1")
     assert raised.value.error.param == "input[0].content[0].type"
-    counted = input_tokens.parse(json.dumps(ASKED).encode(), {}, "r-1")
+    counted = INPUT_TOKENS.parse(json.dumps(ASKED).encode(), {}, "r-1")
     shown = counted.named(http_errors.from_error(errors.invalid_field("messages[1].content", "no").error))
     assert shown.param == "input[0].content"

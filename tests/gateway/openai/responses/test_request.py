@@ -8,8 +8,9 @@ import pytest
 from tests.support.refusals import refusal_of
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai import error_bodies
-from tokenbus.gateway.openai.responses import request
-from tokenbus.gateway.openai.sampling_fields import CommonFields
+from tokenbus.gateway.openai.fields import CommonFields
+from tokenbus.gateway.openai.responses.endpoints import ENDPOINT
+from tokenbus.gateway.serving.dialect import ParsedGeneration
 from tokenbus.protocol.prompt import history
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.protocol.wire.messages import ReasoningOptions
@@ -19,9 +20,9 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "ok"}
 
 
-def read(headers: dict[str, str] | None = None, **fields: object) -> request.ParsedResponsesRequest:
+def read(headers: dict[str, str] | None = None, **fields: object) -> ParsedGeneration:
     body = {"model": "demo", "input": "hello", **fields}
-    return request.parse(json.dumps(body).encode(), headers or {}, "r-1")
+    return ENDPOINT.parse(json.dumps(body).encode(), headers or {}, "r-1")
 
 
 def refusal(**fields: object) -> errors.Error:
@@ -55,7 +56,7 @@ def test_every_field_becomes_that_of_the_wire() -> None:
     }
     wanted = read(max_output_tokens=9, session_id="session", priority=3, **same)
     assert (wanted.model, wanted.n, wanted.stream) == ("demo", 1, False)
-    assert wanted.request == messages.GenerateRequest(
+    assert wanted.requests[0] == messages.GenerateRequest(
         id="r-1",
         messages=[messages.ChatMessage(role="user", content="hello")],
         max_tokens=9,
@@ -67,7 +68,7 @@ def test_every_field_becomes_that_of_the_wire() -> None:
 
 def test_instructions_are_the_first_system_message_with_which_those_that_follow_are_joined() -> None:
     asked = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": "hi"}]
-    assert read(instructions="be brief", input=asked).request.messages == [
+    assert read(instructions="be brief", input=asked).requests[0].messages == [
         messages.ChatMessage(role="system", content="be brief\n\nbe kind"),
         messages.ChatMessage(role="user", content="hi"),
     ]
@@ -75,26 +76,26 @@ def test_instructions_are_the_first_system_message_with_which_those_that_follow_
 
 @pytest.mark.parametrize("fields", [{"input": None}, {"input": ""}])
 def test_an_input_that_is_left_out_is_an_empty_text(fields: dict[str, Any]) -> None:
-    assert read(**fields).request.messages == [messages.ChatMessage(role="user", content="")]
+    assert read(**fields).requests[0].messages == [messages.ChatMessage(role="user", content="")]
 
 
 def test_the_format_of_the_text_is_the_response_format() -> None:
     schema = {"type": "object", "properties": {"a": {"const": None}}}
     wanted = read(text={"format": {"type": "json_schema", "name": "n", "strict": True, "schema": schema}})
-    assert wanted.request.response_format == messages.ResponseFormat(
+    assert wanted.requests[0].response_format == messages.ResponseFormat(
         type="json_schema", json_schema=messages.JsonSchema(schema=schema)
     )
-    assert read(text={"format": {"type": "json_object"}}).request.response_format == messages.ResponseFormat(
+    assert read(text={"format": {"type": "json_object"}}).requests[0].response_format == messages.ResponseFormat(
         type="json_object"
     )
-    assert read(text={"verbosity": "low"}).request.response_format is None
+    assert read(text={"verbosity": "low"}).requests[0].response_format is None
 
 
 def test_nulls_within_a_schema_stay_even_if_the_body_needs_a_lenient_reading() -> None:
     schema = {"enum": [None, 1.0], "default": None}
     wanted = read(text={"format": {"type": "json_schema", "name": "n", "schema": schema}}, max_output_tokens=5.0)
-    assert wanted.request.response_format is not None
-    assert wanted.request.response_format.json_schema == messages.JsonSchema(schema=schema)
+    assert wanted.requests[0].response_format is not None
+    assert wanted.requests[0].response_format.json_schema == messages.JsonSchema(schema=schema)
 
 
 @pytest.mark.parametrize(
@@ -110,31 +111,31 @@ def test_nulls_within_a_schema_stay_even_if_the_body_needs_a_lenient_reading() -
 def test_logprobs_are_asked_for_by_their_number_or_by_an_inclusion(
     fields: dict[str, object], logprobs: int | None
 ) -> None:
-    assert read(**fields).request.logprobs == logprobs
+    assert read(**fields).requests[0].logprobs == logprobs
 
 
 def test_an_effort_sets_variables_of_the_template() -> None:
-    assert read(reasoning={"effort": "low"}).request.chat_template_kwargs == {
+    assert read(reasoning={"effort": "low"}).requests[0].chat_template_kwargs == {
         "enable_thinking": True,
         "reasoning_effort": "low",
     }
-    assert read(reasoning={"effort": "none"}).request.chat_template_kwargs == {"enable_thinking": False}
-    assert read(reasoning={"summary": "auto"}).request.chat_template_kwargs is None
-    assert read(reasoning={"effort": "low"}).request.reasoning == ReasoningOptions(effort="low")
-    assert read(reasoning={"max_tokens": 9}).request.reasoning == ReasoningOptions(max_tokens=9, optional=True)
-    assert read(thinking_token_budget=9).request.reasoning == ReasoningOptions(max_tokens=9)
+    assert read(reasoning={"effort": "none"}).requests[0].chat_template_kwargs == {"enable_thinking": False}
+    assert read(reasoning={"summary": "auto"}).requests[0].chat_template_kwargs is None
+    assert read(reasoning={"effort": "low"}).requests[0].reasoning == ReasoningOptions(effort="low")
+    assert read(reasoning={"max_tokens": 9}).requests[0].reasoning == ReasoningOptions(max_tokens=9, optional=True)
+    assert read(thinking_token_budget=9).requests[0].reasoning == ReasoningOptions(max_tokens=9)
 
 
 @pytest.mark.parametrize(("tier", "priority"), [("priority", -100), ("fast", -100), ("flex", 100), ("auto", None)])
 def test_a_service_tier_is_a_priority(tier: str, priority: int | None) -> None:
-    assert read(service_tier=tier).request.priority == priority
+    assert read(service_tier=tier).requests[0].priority == priority
 
 
 def test_a_session_is_named_by_our_field_or_the_cache_key_or_a_header() -> None:
     header = {"session-id": "header"}
-    assert read(header).request.session_id == "header"
-    assert read(header, prompt_cache_key="key").request.session_id == "key"
-    assert read(header, prompt_cache_key="key", session_id="ours").request.session_id == "ours"
+    assert read(header).requests[0].session_id == "header"
+    assert read(header, prompt_cache_key="key").requests[0].session_id == "key"
+    assert read(header, prompt_cache_key="key", session_id="ours").requests[0].session_id == "ours"
 
 
 def test_fields_that_change_nothing_here_are_ignored() -> None:
@@ -150,7 +151,7 @@ def test_fields_that_change_nothing_here_are_ignored() -> None:
         "client_metadata": {"a": [1]},
         "include": ["file_search_call.results"],
     }
-    assert read(**ignored).request == read().request
+    assert read(**ignored).requests[0] == read().requests[0]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_mistakes_that_a_router_finds_in_past_calls_get_the_names_of_their_items
 ) -> None:
     parsed = read(instructions="be brief", input=[{"role": "developer", "content": "be kind"}, *items])
     with pytest.raises(errors.RequestError) as raised:
-        history.message_dicts(parsed.request.messages or [])
+        history.message_dicts(parsed.requests[0].messages or [])
     body = json.loads(error_bodies.encode(parsed.named(http_errors.from_error(raised.value.error))))
     assert body["error"]["param"] == param
     assert body["error"]["message"].startswith(f"{param}: ")
@@ -254,5 +255,5 @@ def test_a_schema_that_a_worker_can_not_compile_gets_its_name() -> None:
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"model": "demo"', b"\xff\xfe", b"[" * 100_000])
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(errors.RequestError) as raised:
-        request.parse(body, {}, "r-1")
+        ENDPOINT.parse(body, {}, "r-1")
     assert raised.value.error.code is errors.Code.INVALID_REQUEST

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from tokenbus.gateway.generation.answer_events import AnswerEventReader
-from tokenbus.gateway.generation.dialect import ResponseHead
-from tokenbus.gateway.openai.responses import request
+from tokenbus.gateway.openai.responses.endpoints import ENDPOINT
+from tokenbus.gateway.serving.answer_events import AnswerEventReader
+from tokenbus.gateway.serving.dialect import ResponseHead
 from tokenbus.protocol.wire import messages
 
 USAGE = messages.Usage(prompt_tokens=5, completion_tokens=3, total_tokens=8, cached_tokens=4)
@@ -18,7 +18,7 @@ def whole(reason: messages.FinishReason = messages.FinishReason.STOP, said: str 
     reader = AnswerEventReader()
     reader.read(messages.Chunk(id="r", text=said, finish_reason=reason, usage=USAGE))
     body = json.dumps({"model": "demo", "input": "hi", **fields}).encode()
-    encoded = request.parse(body, {}, "r").encode_whole(ResponseHead("r", 1_700_000_000, "demo"), [reader])
+    encoded = ENDPOINT.parse(body, {}, "r").encoder(ResponseHead("r", 1_700_000_000, "demo")).whole([reader])
     Response.model_validate_json(encoded, strict=True)
     return json.loads(encoded)
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tokenbus.gateway.openai.responses import request
+from tokenbus.gateway.openai.responses.endpoints import ENDPOINT
 from tokenbus.gateway.openai.responses.tools import OfferedTools, ResponsesTool
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": ["string", "null"], "default": None}}}
@@ -97,7 +97,7 @@ def test_allowed_tools_are_the_only_ones_that_are_offered() -> None:
 def test_tools_within_the_input_are_offered_with_the_others() -> None:
     more = {"type": "additional_tools", "role": "developer", "tools": [PATCH]}
     body = {"model": "demo", "input": [more, {"role": "user", "content": "hi"}], "tools": [WEATHER]}
-    parsed = request.parse(json.dumps(body).encode(), {}, "r")
-    assert names(parsed.tools) == ["weather", "patch"]
-    assert parsed.tools.paths == ["tools[0]", "input[0].tools[0]"]
-    assert parsed.request.tools == parsed.tools.functions
+    parsed = ENDPOINT.parse(json.dumps(body).encode(), {}, "r")
+    assert [tool["function"]["name"] for tool in parsed.requests[0].tools or []] == ["weather", "patch"]
+    paths = [parsed.name_of(f"tools[{number}].function.name") for number in range(2)]
+    assert paths == ["tools[0].name", "input[0].tools[0].name"]

@@ -1,1 +1,0 @@
-"""Serves calls that get a single reply and generate nothing, in any API."""

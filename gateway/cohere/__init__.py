@@ -1,1 +1,0 @@
-"""Endpoints in the form of Cohere and Jina."""

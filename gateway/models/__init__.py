@@ -1,1 +1,0 @@
-"""The models that a gateway lists."""

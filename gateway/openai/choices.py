@@ -1,0 +1,86 @@
+"""The form that chat completions and completions share: numbered choices, streamed or whole, with one usage."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.gateway.openai import error_bodies, schemas
+from tokenbus.gateway.serving.answer_events import AnswerEventReader, total_usage
+from tokenbus.gateway.serving.dialect import ResponseHead
+from tokenbus.protocol.wire import messages
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": still here\n\n"
+"""A comment, which event stream clients skip."""
+_encoder = msgspec.json.Encoder()
+
+
+class ChoicesEncoder:
+    """Encodes answers as choices; a subclass makes them from the answers' events."""
+
+    id_prefix: ClassVar[str]
+    event_type: ClassVar[type[Any]]
+    response_type: ClassVar[type[Any]]
+
+    def __init__(self, head: ResponseHead, *, n: int = 1, include_usage: bool = False) -> None:
+        self._id = self.id_prefix + head.request_id
+        self._head = head
+        self._n = n
+        self._include_usage = include_usage
+        self._started: set[int] = set()
+        self._usages: dict[int, messages.Usage] = {}
+
+    def end(self) -> list[bytes]:
+        """Returns the usage, if requested, and `[DONE]`."""
+        usage = encode_usage(total_usage(self._usages, self._n))
+        return [self._event([], usage), DONE] if self._include_usage and usage else [DONE]
+
+    def fail(self, error: ErrorResponse) -> list[bytes]:
+        """Returns the error as an event, and `[DONE]`."""
+        return [b"data: %b\n\n" % error_bodies.encode(error), DONE]
+
+    def keep_alive(self) -> bytes:
+        """Returns a comment."""
+        return KEEP_ALIVE
+
+    def _event(self, choices: list[Any], usage: schemas.CompletionUsage | None = None) -> bytes:
+        return b"data: %b\n\n" % self._encode(self.event_type, choices, usage if self._include_usage else UNSET)
+
+    def _response(self, choices: list[Any], answers: Sequence[AnswerEventReader]) -> bytes:
+        usages = {number: one.end.usage for number, one in enumerate(answers) if one.end and one.end.usage}
+        return self._encode(self.response_type, choices, encode_usage(total_usage(usages, self._n)))
+
+    def _encode(self, form: type[Any], choices: list[Any], usage: schemas.CompletionUsage | UnsetType | None) -> bytes:
+        _, created, model = self._head
+        return _encoder.encode(form(id=self._id, created=created, model=model, choices=choices, usage=usage))
+
+
+def encode_usage(usage: messages.Usage | None) -> schemas.CompletionUsage | None:
+    """Returns token counts in OpenAI's form, with zeros rather than gaps."""
+    if usage is None:
+        return None
+    return schemas.CompletionUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.total_tokens,
+        prompt_tokens_details=schemas.PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        completion_tokens_details=schemas.CompletionTokensDetails(reasoning_tokens=usage.reasoning_tokens or 0),
+    )
+
+
+def encode_logprobs(tokens: Sequence[messages.TokenLogprob]) -> list[schemas.ChatCompletionTokenLogprob]:
+    """Returns the log probabilities of tokens."""
+    return [
+        schemas.ChatCompletionTokenLogprob(
+            token=token.text,
+            logprob=token.logprob,
+            bytes=token.bytes,
+            top_logprobs=[
+                schemas.TopLogprob(token=one.text, logprob=one.logprob, bytes=one.bytes) for one in token.top
+            ],
+        )
+        for token in tokens
+    ]

@@ -1,0 +1,219 @@
+"""Completions: a wire request for each plain prompt, and the answers to all of them as one list of choices."""
+
+import functools
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.openai import schemas
+from tokenbus.gateway.openai.choices import ChoicesEncoder
+from tokenbus.gateway.openai.fields import SamplingFields
+from tokenbus.gateway.serving.answer_events import (
+    AnswerEnded,
+    AnswerEvent,
+    AnswerEventReader,
+    PartGrew,
+    TokensSampled,
+)
+from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedGeneration, RequestHead, ResponseHead
+from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire import messages as wire
+from tokenbus.protocol.wire.checks import validation
+
+DEFAULT_MAX_TOKENS = 16
+MAX_ANSWERS = 512
+"""The most answers to all prompts of one request."""
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """The body of a completion request. Unknown fields are ignored, as OpenAI's clients expect."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    """A text, texts, token ids, or lists of token ids."""
+    suffix: str | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+
+
+class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """The log probabilities of an answer's tokens, or of part of them: every list has one item per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+    """Characters of the answer before each token."""
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer, or the next piece of one."""
+
+    text: str
+    index: int
+    logprobs: Logprobs | None = None
+    finish_reason: str | None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole response, or one event of a stream."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    """Unix seconds."""
+    model: str
+    choices: list[CompletionChoice]
+    usage: schemas.CompletionUsage | UnsetType | None = UNSET
+    """In a stream only if requested: null, until the numbers follow in a separate event at the end."""
+
+
+def read(asked: CompletionRequest, head: RequestHead) -> ParsedGeneration:
+    """Validates a body as a router would. Raises RequestError with OpenAI's name for the field at fault."""
+    prompts, n = _prompts_of(asked.prompt), asked.num_answers
+    _check(asked, len(prompts), n)
+    requests = [
+        _to_wire(asked, prompt, head.session, head.id if not number else f"{head.id}-p{number}")
+        for number, prompt in enumerate(prompts)
+    ]
+    for number, request in enumerate(requests):
+        place = "prompt" if len(requests) == 1 else f"prompt[{number}]"
+        with http_errors.renaming(http_errors.by_field(asked.renamed | {"prompt": place, "token_ids": place})):
+            validation.check_request(request)
+    echoed = [one.prompt or "" if asked.echo else "" for one in requests]
+    return ParsedGeneration(
+        model=head.model,
+        requests=requests,
+        encoder=functools.partial(CompletionEncoder, n=n, echoed=echoed, include_usage=asked.includes_usage),
+        stream=bool(asked.stream),
+        n=n,
+        name_of=http_errors.by_field({"token_ids": "prompt"}),
+    )
+
+
+def _prompts_of(given: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
+    """Returns the prompts. Raises RequestError if there are none, or they are of mixed kinds."""
+    if given is None:
+        raise errors.invalid_field("prompt", "is required")
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise errors.invalid_field("prompt", "must not be empty")
+    token_ids = [one for one in given if isinstance(one, int)]
+    if len(token_ids) == len(given):
+        return [token_ids]
+    texts: list[str | list[int]] = [one for one in given if isinstance(one, str)]
+    lists: list[str | list[int]] = [one for one in given if isinstance(one, list)]
+    for found in (texts, lists):
+        if len(found) == len(given):
+            return found
+    raise errors.invalid_field("prompt", "must be a text, texts, token ids, or lists of token ids")
+
+
+def _check(asked: CompletionRequest, num_prompts: int, n: int) -> None:
+    """Checks fields without a counterpart on the wire."""
+    asked.check_answers()
+    if num_prompts * n > MAX_ANSWERS:
+        raise errors.invalid_field("prompt", f"at most {MAX_ANSWERS} answers are allowed, got {num_prompts} times {n}")
+    if asked.best_of not in (None, n):
+        raise errors.unsupported_field("best_of", f"must equal n, which is {n}")
+    if asked.echo and not isinstance(asked.prompt, str) and not all(isinstance(one, str) for one in asked.prompt or ()):
+        raise errors.unsupported_field("echo", "only text prompts are supported")
+    if asked.echo and asked.logprobs is not None:
+        raise errors.unsupported_field("echo", "the log probabilities of a prompt are not computed")
+
+
+def _to_wire(
+    asked: CompletionRequest, prompt: str | list[int], session: str | None, request_id: str
+) -> wire.GenerateRequest:
+    common = asked.to_wire(session)
+    if asked.max_tokens is None:
+        common["max_tokens"] = DEFAULT_MAX_TOKENS
+    return wire.GenerateRequest(
+        id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        token_ids=None if isinstance(prompt, str) else prompt,
+        suffix=asked.suffix or None,
+        logprobs=asked.logprobs,
+        **common,
+    )
+
+
+class CompletionEncoder(ChoicesEncoder):
+    """Encodes answers as the choices of completions."""
+
+    id_prefix = "cmpl-"
+    event_type = response_type = Completion
+
+    def __init__(self, head: ResponseHead, *, n: int, echoed: Sequence[str], include_usage: bool) -> None:
+        """`echoed` has the text to put before the answers to each prompt."""
+        super().__init__(head, n=n, include_usage=include_usage)
+        self._echoed = echoed
+        self._offsets: dict[int, int] = {}
+        """The number of characters in each answer's tokens so far."""
+
+    def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
+        """Returns the events of one chunk of an answer."""
+        text, logprobs, reason = "", None, None
+        for event in events:
+            match event:
+                case TokensSampled():
+                    offset = self._offsets.get(choice, 0)
+                    logprobs = _logprobs_of(event.logprobs, offset)
+                    self._offsets[choice] = offset + sum(map(len, logprobs.tokens))
+                case PartGrew():
+                    text += event.added
+                case AnswerEnded():
+                    reason = event.finish_reason
+                    if event.usage is not None:
+                        self._usages[choice] = event.usage
+                case _:
+                    pass
+        if not text and logprobs is None and reason is None:
+            return []
+        if choice not in self._started:
+            self._started.add(choice)
+            text = self._echoed[choice // self._n] + text
+        return [self._event([CompletionChoice(text=text, index=choice, logprobs=logprobs, finish_reason=reason)])]
+
+    def whole(self, answers: Sequence[AnswerEventReader]) -> bytes:
+        """Returns the JSON body of a whole response."""
+        return self._response([self._whole_choice(number, one) for number, one in enumerate(answers)], answers)
+
+    def _whole_choice(self, number: int, answer: AnswerEventReader) -> CompletionChoice:
+        assert answer.end is not None, answer
+        return CompletionChoice(
+            text=self._echoed[number // self._n] + "".join(part.text for part in answer.parts),
+            index=number,
+            logprobs=_logprobs_of(answer.logprobs, 0) if answer.logprobs else None,
+            finish_reason=answer.end.finish_reason,
+        )
+
+
+ENDPOINT = ApiEndpoint(
+    path="/v1/completions",
+    summary="Completions of plain prompts",
+    body=CompletionRequest,
+    read=read,
+    response=Completion,
+    event=Completion,
+    required=("model", "prompt"),
+)
+
+
+def _logprobs_of(tokens: Sequence[wire.TokenLogprob], offset: int) -> Logprobs:
+    """Returns the log probabilities of tokens, the first of which begins at `offset`."""
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.text)
+    return Logprobs(
+        tokens=[token.text for token in tokens],
+        token_logprobs=[token.logprob for token in tokens],
+        # Several tokens may have the same text, such as one byte of a character each: the likeliest comes first and
+        # counts.
+        top_logprobs=[{one.text: one.logprob for one in reversed(token.top)} for token in tokens],
+        text_offset=offsets,
+    )

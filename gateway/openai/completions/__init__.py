@@ -1,1 +1,0 @@
-"""OpenAI's completions for plain prompts."""

@@ -1,0 +1,168 @@
+"""Answers a parsed request: a generation as a stream of events or in one piece, or a call with its one reply."""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from msgspec import UNSET
+
+from tokenbus.client import Client
+from tokenbus.client.choices import Answers
+from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
+from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http.response_writer import ResponseWriter
+from tokenbus.gateway.serving.answer_events import AnswerEventReader
+from tokenbus.gateway.serving.dialect import AnswerEncoder, ApiEndpoint, ParsedCall, ParsedGeneration, ResponseHead
+from tokenbus.gateway.serving.request_log import RequestLog
+from tokenbus.protocol import tasks
+from tokenbus.protocol.wire import errors, messages
+
+STATUS_HOLD_S = 10.0
+"""A streamed response starts with its first event, or after this time; until then an error can still set the status.
+After that it is kept alive whenever nothing has been sent for as long."""
+
+MAX_LOGPROBS = 256 * 1024
+"""The most log probabilities in an unstreamed response, each of which takes about 0.4 KB until it is sent: with 20
+alternatives, those of 12,483 tokens."""
+
+ResultT = TypeVar("ResultT")
+
+
+class HttpExchange(NamedTuple):
+    """The means to answer one HTTP request."""
+
+    client: Client
+    """The client of the request's tenant."""
+    served_as: str
+    """The model behind the requested name."""
+    headers: Mapping[str, str]
+    """Headers for messages, which belong to a trace."""
+    limit: ConcurrencyLimit
+    writer: ResponseWriter
+    log: RequestLog
+
+
+async def generate(parsed: ParsedGeneration, endpoint: ApiEndpoint[Any], exchange: HttpExchange) -> None:
+    """Has a model generate, and sends its answers. Raises ApiError if any of them fails before the response starts."""
+    client, served_as, headers, limit, writer, log = exchange
+    answers = client.generate_choices(served_as, parsed.requests, parsed.n, headers=headers)
+    num_choices = len(parsed.requests) * parsed.n
+    encoder = parsed.encoder(ResponseHead(answers.request_id, int(time.time()), parsed.model))
+    with limit.track(answers):
+        async with answers:  # leaving the block cancels the request
+            if parsed.stream:
+                await send_stream(
+                    answers,
+                    num_choices,
+                    encoder,
+                    writer,
+                    log,
+                    streamed_errors=endpoint.streamed_errors,
+                    keeps_logprobs=endpoint.repeats_logprobs,
+                )
+            else:
+                await send_whole(answers, num_choices, encoder, writer, log)
+
+
+async def call(parsed: ParsedCall[Any, Any], exchange: HttpExchange) -> None:
+    """Makes a call and sends its reply. Raises RequestError."""
+    open_call = OpenCall()
+    with exchange.limit.track(open_call):
+        reply = await open_call.run(parsed.send(exchange.client, exchange.served_as, parsed.request))
+    exchange.log.set_usage(parsed.usage_of(reply))
+    await exchange.writer.send_json(200, parsed.encode(reply))
+
+
+async def send_whole(
+    answers: Answers, num_choices: int, encoder: AnswerEncoder, writer: ResponseWriter, log: RequestLog
+) -> None:
+    """Waits for all answers to end, and sends one response. Raises ApiError if any of them fails."""
+    readers = [AnswerEventReader() for _ in range(num_choices)]
+    num_logprobs = 0
+    async for number, chunk in answers.chunks():
+        log.on_chunk(chunk, number)
+        num_logprobs += sum(1 + len(token.top) for token in chunk.logprobs or ())
+        if num_logprobs > MAX_LOGPROBS:
+            raise http_errors.ApiError(http_errors.TOO_MANY_LOGPROBS)
+        readers[number].read(chunk)
+        response = http_errors.from_terminal(chunk)
+        if response is not None:
+            raise http_errors.ApiError(response)
+    await writer.send_json(200, encoder.whole(readers))
+
+
+async def send_stream(
+    answers: Answers,
+    num_choices: int,
+    encoder: AnswerEncoder,
+    writer: ResponseWriter,
+    log: RequestLog,
+    hold_s: float = STATUS_HOLD_S,
+    streamed_errors: frozenset[str] = frozenset(),
+    *,
+    keeps_logprobs: bool = False,
+) -> None:
+    """Sends the answers as events. Raises ApiError if any of them fails before the first event, unless the error is to
+    be streamed."""
+    readers = [AnswerEventReader(keeps_logprobs=keeps_logprobs) for _ in range(num_choices)]
+    num_open = num_choices
+    sent_s = 0.0
+    async for number, chunk in answers.chunks():
+        log.on_chunk(chunk, number)
+        events = readers[number].read(chunk)
+        encoded = encoder.encode(number, events) if events else []
+        response = http_errors.from_terminal(chunk)
+        if response is not None:
+            if not (writer.has_started or encoded or response.code in streamed_errors):
+                raise http_errors.ApiError(response)
+            await writer.send_events(*encoded, *encoder.fail(writer.named(response)), last=True)
+            return
+        if chunk.finish_reason is not None:
+            num_open -= 1
+            encoded += [] if num_open else encoder.end()
+        if encoded:
+            sent_s = log.age_s
+            await writer.send_events(*encoded, last=not num_open)
+        # Workers and routers send empty chunks while a request waits, and these trigger the comments: no timer is
+        # needed.
+        elif not chunk.tokens and log.age_s - sent_s >= hold_s:
+            sent_s = log.age_s
+            await writer.send_events(*_loading_comment(chunk), encoder.keep_alive())
+
+
+def _loading_comment(chunk: messages.Chunk) -> list[bytes]:
+    if chunk.load_progress is UNSET:
+        return []
+    return [b": loading the model, %d %%\n\n" % round(100 * chunk.load_progress)]
+
+
+class OpenCall:
+    """A call that can be ended when the gateway shuts down."""
+
+    def __init__(self) -> None:
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __repr__(self) -> str:
+        return f"<OpenCall{', failed' if self._failure.done() else ''}>"
+
+    async def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Returns the call's result. Raises RequestError with the error of `fail` if that is called first."""
+        working = tasks.awaited(call)
+        try:
+            either: set[asyncio.Future[Any]] = {working, self._failure}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                self._failure.result()
+            return working.result()
+        finally:
+            working.cancel()
+
+    def cancel(self) -> None:
+        """Does nothing: `fail` follows, and the client library then cancels whatever can be cancelled."""
+
+    def fail(self, error: errors.Error) -> None:
+        """Ends the call with an error."""
+        if not self._failure.done():
+            self._failure.set_exception(errors.RequestError(error))
+            self._failure.exception()  # marks it as retrieved: the call may have just ended by itself

@@ -1,0 +1,122 @@
+"""Lists the models of a system, asking a router at most once a second for all clients."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+from msgspec import UNSET
+
+from tokenbus.gateway.admission.aliases import Aliases
+from tokenbus.protocol import tasks
+from tokenbus.protocol.wire import errors, limits, messages, subjects
+
+_KEEP_S = 1.0
+_MAX_NAME = 128
+
+
+# In the form of OpenAI's API; those of other APIs are made from it.
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    """Unix seconds at which the oldest of its workers started."""
+    owned_by: str = "tokenbus"
+    root: str
+    """Not OpenAI's, like all below: the model behind the name, which may be an alias."""
+    parent: str | None = None
+    """The model that an adapter belongs to."""
+    context_length: int
+    """The maximum number of tokens of a prompt and its completion together."""
+    max_model_len: int
+    """The same under the name that vLLM's clients expect."""
+
+
+class Listing(NamedTuple):
+    """A router's answer."""
+
+    models: list[Model]
+    unserved: frozenset[str] | None
+    """Models that used to be served but are not now; None if the router doesn't know."""
+    features: Mapping[str, Sequence[str]] = {}
+    """The features common to all workers of a model, by model."""
+
+    def find(self, name: str) -> Model:
+        """Returns one model, or raises the RequestError that a request for it would get."""
+        for model in self.models:
+            if model.id == name:
+                return model
+        if self.unserved is None or name in self.unserved:
+            raise errors.request_error(errors.Code.NO_WORKER, f"nothing serves {name[:_MAX_NAME]!r} now")
+        raise errors.request_error(errors.Code.MODEL_NOT_FOUND, f"no worker has ever served {name[:_MAX_NAME]!r}")
+
+    def with_aliases(self, aliases: Aliases) -> "Listing":
+        """Returns the listing with the served aliases after the models."""
+        models = {model.id: model for model in self.models}
+        served = aliases.served({name: model.context_length for name, model in models.items()})
+        named = [msgspec.structs.replace(models[model], id=alias) for alias, model in served.items()]
+        return self._replace(models=[*self.models, *named])
+
+
+NO_MODELS = Listing([], None)
+
+
+class Catalog:
+    """A cached listing of the models. Concurrent callers share a router's answer, or its failure."""
+
+    def __init__(
+        self, ask: Callable[[], Awaitable[messages.ModelsReply]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`ask` sends a `models` request and may raise RequestError."""
+        self._ask = ask
+        self._clock = clock
+        self._asking: asyncio.Future[Listing] | None = None
+        self._answered_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Catalog {self._asking}>"
+
+    async def listing(self) -> Listing:
+        """Returns the current listing. Raises RequestError if no router answers."""
+        asking = self._asking
+        # A failure is cached like an answer, so that a router in trouble is not queried more often.
+        if asking is None or (asking.done() and self._clock() - self._answered_at >= _KEEP_S):
+            asking = self._asking = tasks.awaited(self._fetch())
+            asking.add_done_callback(self._note)
+        return await asyncio.shield(asking)  # a cancelled caller must not cancel the others
+
+    async def _fetch(self) -> Listing:
+        reply = await self._ask()
+        unserved = None if reply.unserved is UNSET else frozenset(reply.unserved)
+        features = {served.model: served.features for served in reply.models}
+        return Listing([model for served in reply.models for model in _models(served)], unserved, features)
+
+    def _note(self, asked: "asyncio.Future[Listing]") -> None:
+        self._answered_at = self._clock()
+        if not asked.cancelled():
+            asked.exception()  # marks it as retrieved: all callers may have been cancelled
+
+
+def _models(served: messages.ServedModel) -> list[Model]:
+    """Returns a model, followed by its names with each of its adapters."""
+    base = _model(served)
+    names = [f"{served.model}:{adapter}" for adapter in served.adapters]
+    named = [msgspec.structs.replace(base, id=name, parent=base.id) for name in names if _is_name(name)]
+    return [base, *named]
+
+
+def _is_name(name: str) -> bool:
+    """Whether a request can name it: the two names together may be too long."""
+    return len(name.encode()) <= limits.MAX_NAME_BYTES
+
+
+def _model(served: messages.ServedModel) -> Model:
+    born_ms = [subjects.epoch_sort_key(card.epoch)[0] for card in served.workers or []]
+    return Model(
+        id=served.model,
+        created=min(born_ms, default=0) // 1_000,
+        root=served.model,
+        context_length=served.context_length,
+        max_model_len=served.context_length,
+    )

@@ -1,0 +1,206 @@
+"""The interface of an API: a dialect is its endpoints and the form of its errors.
+
+An endpoint says which fields a body may have and turns a body into requests of the bus, with the encoder of their
+answer: a stream of events or a whole one (`ParsedGeneration`), or the one reply of a call that generates nothing
+(`ParsedCall`). `endpoint.py` does the rest, in the same way for all of them."""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from tokenbus.client import Client
+from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http.http_errors import ErrorResponse, NameOf
+from tokenbus.gateway.serving import conversation
+from tokenbus.gateway.serving.answer_events import AnswerEvent, AnswerEventReader
+from tokenbus.gateway.serving.catalog import Listing
+from tokenbus.protocol.wire import codec, errors, messages, subjects
+
+RequestT = TypeVar("RequestT")
+ReplyT = TypeVar("ReplyT")
+
+
+class ResponseHead(NamedTuple):
+    """The fields of a response known before the answer."""
+
+    request_id: str
+    created: int
+    """Unix seconds."""
+    model: str
+    """The name by which the client knows the model."""
+
+
+class AnswerEncoder(Protocol):
+    """Encodes the answers to one request, as server-sent events or as one body."""
+
+    def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
+        """Returns the events of one chunk of an answer. The first `n` choices are the answers to the first prompt."""
+        ...
+
+    def end(self) -> list[bytes]:
+        """Returns what follows when all answers have ended."""
+        ...
+
+    def fail(self, error: ErrorResponse) -> list[bytes]:
+        """Returns the events that end the response if an answer fails after the response has started."""
+        ...
+
+    def keep_alive(self) -> bytes:
+        """Returns what is sent during silence, so that no proxy closes the connection."""
+        ...
+
+    def whole(self, answers: Sequence[AnswerEventReader]) -> bytes:
+        """Returns the body of an unstreamed response. All answers have ended successfully."""
+        ...
+
+
+class _Parsed(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    name_of: NameOf = str
+    """Returns the API's name for a field of the bus's request."""
+
+    def named(self, error: ErrorResponse) -> ErrorResponse:
+        """Returns a router's or worker's error with the API's name for the field at fault."""
+        return http_errors.renamed(error, self.name_of)
+
+
+class ParsedGeneration(_Parsed, frozen=True, kw_only=True):
+    """A valid request that generates."""
+
+    requests: Sequence[messages.GenerateRequest]
+    """One for each prompt, each with an id that begins with the HTTP request's."""
+    encoder: Callable[[ResponseHead], AnswerEncoder]
+    stream: bool
+    """Whether the response is a stream of events."""
+    n: int = 1
+    """The number of answers to each prompt."""
+
+
+class ParsedCall(_Parsed, Generic[RequestT, ReplyT], frozen=True, kw_only=True):
+    """A valid request with a single reply, for which nothing is generated."""
+
+    request: RequestT
+    send: Callable[[Client, str, RequestT], Coroutine[Any, Any, ReplyT]]
+    """Sends the request to the named model, using a method of the client. Raises RequestError."""
+    encode: Callable[[ReplyT], bytes]
+    """Returns the body of the response."""
+    usage_of: Callable[[ReplyT], messages.Usage | None] = lambda reply: None
+    """Returns the tokens computed for a reply."""
+
+
+class RequestHead(NamedTuple):
+    """A request apart from its body."""
+
+    id: str
+    model: str
+    session: str | None
+    """The session that a header names."""
+
+
+class UnservedField(NamedTuple):
+    """A field that is known and not served: anything but a harmless value is refused."""
+
+    problem: str
+    harmless: tuple[object, ...] = (None,)
+
+
+class _Body(Protocol):
+    @property
+    def model(self) -> str | None: ...
+
+
+BodyT = TypeVar("BodyT", bound=_Body)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class ApiEndpoint(Generic[BodyT]):
+    """A POST endpoint."""
+
+    path: str
+    summary: str
+    body: type[BodyT]
+    """The struct with the known fields; unknown ones are ignored."""
+    read: Callable[[BodyT, RequestHead], ParsedGeneration | ParsedCall[Any, Any]]
+    """Validates a body as a router would, and turns it into requests of the bus. Raises RequestError with the API's
+    name for the field at fault."""
+    response: type[msgspec.Struct]
+    event: type[msgspec.Struct] | None = None
+    """The data of the events of a streamed response, if there can be one."""
+    required: tuple[str, ...] = ("model",)
+    """Required fields of the body, which may not be null, nor empty unless named in `may_be_empty`."""
+    may_be_empty: tuple[str, ...] = ()
+    """Lists."""
+    unserved: Mapping[str, UnservedField] = dataclasses.field(default_factory=dict)
+    free_form: frozenset[str] = codec.FREE_FORM
+    """Names of fields whose values are passed on as they are."""
+    streamed_errors: frozenset[str] = frozenset()
+    """Codes of errors that a stream reports in an event even before its first one."""
+    repeats_logprobs: bool = False
+    """Whether the last events of a stream repeat the log probabilities of earlier ones."""
+
+    def __post_init__(self) -> None:
+        self._decoder = codec.Decoder(self.body, self.free_form)
+
+    def parse(
+        self, payload: bytes, headers: Mapping[str, str], request_id: str, default_model: str = ""
+    ) -> ParsedGeneration | ParsedCall[Any, Any]:
+        """Parses and validates a body. `default_model`, unless empty, is the model of a body that names none. Raises
+        RequestError with the API's name for the field at fault."""
+        body = self._decoder.decode(payload, codec.Encoding.JSON)
+        model = _checked_model(body.model, default_model)
+        for name, field in self.unserved.items():
+            if getattr(body, name) not in field.harmless:
+                raise errors.unsupported_field(name, field.problem)
+        return self.read(body, RequestHead(request_id, model, conversation.session_of(headers)))
+
+
+class Resource(NamedTuple):
+    """An endpoint that describes models: by GET or, if it has a body, by POST."""
+
+    path: str
+    summary: str
+    response: type[msgspec.Struct]
+    answer: Callable[[Listing, str], msgspec.Struct]
+    """Returns the response, given the models visible to the request and the name in its path or body. Raises
+    RequestError."""
+    body: type[msgspec.Struct] | None = None
+    model_in: Callable[[bytes], str] | None = None
+    """Returns the model that a body names. Raises RequestError."""
+    is_public: bool = False
+    """If so, requests need no key, and the listing is empty."""
+
+
+class ErrorForm(NamedTuple):
+    """The form of an API's errors."""
+
+    encode: Callable[[ErrorResponse], bytes]
+    """Returns the body of an error response."""
+    schema: type[msgspec.Struct]
+    status_of: Callable[[ErrorResponse], int] = operator.attrgetter("status")
+    """Returns the status of an error response, where the API's differs from the wire's."""
+
+
+class Dialect(NamedTuple):
+    """An API."""
+
+    errors: ErrorForm
+    endpoints: Sequence[ApiEndpoint[Any]] = ()
+    resources: Sequence[Resource] = ()
+    prefixes: tuple[str, ...] = ()
+    """Beginnings of the paths that are only this API's."""
+    header: str | None = None
+    """A header that asks for this API, where several share a path."""
+
+
+def _checked_model(model: str | None, default: str) -> str:
+    name = default or None if model is None else model
+    if name is None:
+        raise errors.invalid_field("model", "is required")
+    try:
+        subjects.encode_name(name)
+    except ValueError as error:
+        raise errors.invalid_field("model", str(error)) from error
+    return name

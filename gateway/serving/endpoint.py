@@ -1,0 +1,139 @@
+"""Serves one path: admits, authenticates, logs and measures its requests, and sends their answers and errors."""
+
+import dataclasses
+import functools
+import re
+import secrets
+from typing import Any
+
+import structlog
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from tokenbus.client import Client
+from tokenbus.gateway.admission.aliases import Aliases
+from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
+from tokenbus.gateway.admission.metrics import GatewayMetrics
+from tokenbus.gateway.admission.tenants import Tenants
+from tokenbus.gateway.http import body, http_errors
+from tokenbus.gateway.http.body import BodyMemory, HeldBody
+from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.gateway.http.response_writer import ResponseWriter
+from tokenbus.gateway.serving import answering
+from tokenbus.gateway.serving.dialect import ApiEndpoint, ErrorForm, ParsedCall, ParsedGeneration
+from tokenbus.gateway.serving.request_log import RequestLog
+from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.http.http_server import disconnect_of
+from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.wire import errors
+
+_SANE_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Services:
+    """Everything shared by the endpoints of a gateway."""
+
+    limit: ConcurrencyLimit
+    tenants: Tenants
+    aliases: Aliases
+    bodies: BodyMemory
+    broker: Bus
+    metrics: GatewayMetrics
+    tracer: tracing.Tracer
+    parser: body.LargeBodyParser = dataclasses.field(default_factory=body.LargeBodyParser)
+
+
+class EndpointApp:
+    """The ASGI application of one endpoint; watches for a client disconnect until the response is complete."""
+
+    def __init__(self, services: Services, endpoint: ApiEndpoint[Any], form: ErrorForm) -> None:
+        self._services = services
+        self._endpoint = endpoint
+        self._form = form
+
+    def __repr__(self) -> str:
+        return f"<EndpointApp {self._endpoint.path}>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, path = self._services, scope["path"].rstrip("/")
+        request = Request(scope, receive)
+        request_id, shown_id = request_ids(request.headers.get("x-request-id", ""))
+        log, writer = RequestLog(request_id, services.metrics, path), ResponseWriter(send, shown_id)
+        known = {"http.request.method": "POST", "http.route": path, tracing.REQUEST_ID: request_id}
+        span = tracing.start_span(services.tracer, f"POST {path}", "server", request.headers, known)
+        try:
+            # around the whole request: draining waits for its end, and the library keeps it until then
+            with services.limit.admit(), services.bodies.holding() as held:
+                tenant = services.tenants.authenticate(request)
+                log.set_tenant(tenant.name)
+                parsed = await self._parse(request, held, log)
+                await self._answer(parsed, request, tenant.client, writer, log, span)
+        except body.ClientDisconnectedError:
+            pass  # no one is left to answer
+        except http_errors.ApiError as error:
+            await self._send_error(error.response, writer, log)
+        except errors.RequestError as error:
+            await self._send_error(http_errors.from_error(error.error), writer, log)
+        except Exception:  # outermost frame of a request: it must be answered, and others must not be affected
+            structlog.get_logger().exception("request_failed", request_id=request_id)
+            await self._send_error(http_errors.INTERNAL_ERROR, writer, log)
+        finally:
+            log.finished(writer.status, disconnect_of(scope))
+            span.set_attributes({"http.response.status_code": writer.status})
+            if writer.status is None or writer.status >= 500:
+                span.set_error(str(writer.status or "none"))
+            span.end()
+
+    async def _parse(
+        self, request: Request, held: HeldBody, log: RequestLog
+    ) -> ParsedGeneration | ParsedCall[Any, Any]:
+        # In a separate method, so that nothing holds the body while the request is served.
+        payload = await body.read(request, self._services.bodies.max_body_bytes, held)
+        default = self._services.aliases.default
+        parse = functools.partial(self._endpoint.parse, payload, request.headers, log.request_id, default)
+        parsed = await self._services.parser.parse(parse, len(payload))
+        if isinstance(parsed, ParsedGeneration):
+            log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload), n=parsed.n)
+        else:
+            log.received(parsed.model, body_bytes=len(payload))
+        return parsed
+
+    async def _answer(
+        self,
+        parsed: ParsedGeneration | ParsedCall[Any, Any],
+        request: Request,
+        client: Client,
+        writer: ResponseWriter,
+        log: RequestLog,
+        span: tracing.Span,
+    ) -> None:
+        session = parsed.requests[0].session_id if isinstance(parsed, ParsedGeneration) else None
+        served_as = self._services.aliases.resolve(parsed.model, session or log.request_id)
+        exchange = answering.HttpExchange(client, served_as, span.headers(), self._services.limit, writer, log)
+        if isinstance(parsed, ParsedGeneration):
+            work = answering.generate(parsed, self._endpoint, exchange)
+        else:
+            work = answering.call(parsed, exchange)
+        try:
+            await body.cancel_on_disconnect(request.receive, work)
+        except http_errors.ApiError as error:
+            raise http_errors.ApiError(parsed.named(error.response)) from error
+        except errors.RequestError as refused:
+            raise http_errors.ApiError(parsed.named(http_errors.from_error(refused.error))) from refused
+
+    async def _send_error(self, response: ErrorResponse, writer: ResponseWriter, log: RequestLog) -> None:
+        """Sends an error. If a response has already started, it is cut off instead: uvicorn closes the connection."""
+        log.set_code(response.code)
+        if not writer.has_started:
+            await writer.send_error(self._form.status_of(response), response, self._form.encode)
+
+
+def request_ids(given: str) -> tuple[str, str]:
+    """Returns the request's id on the wire, and the one that the response shows.
+
+    A valid id from the client is returned unchanged. On the wire it is only a prefix: the client may reuse it."""
+    if _SANE_ID.fullmatch(given):
+        return f"{given}-{secrets.token_hex(4)}", given
+    made = secrets.token_urlsafe(16)
+    return made, made

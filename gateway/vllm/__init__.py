@@ -1,1 +1,0 @@
-"""Endpoints that vLLM has but OpenAI does not."""
