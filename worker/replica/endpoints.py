@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import structlog
 from nats.aio.msg import Msg
@@ -24,33 +24,30 @@ from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
-from tokenbus.protocol.wire.checks import validation
+from tokenbus.protocol.wire.checks import pooling, validation
 from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.contract import contract
 from tokenbus.worker.replica.drain import Drain
-from tokenbus.worker.replica.pooling_calls import PoolingEndpoints
 from tokenbus.worker.settings.settings import OnProgress
 from tokenbus.worker.streams.streams import Streams
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics
 
-_runs = codec.Decoder(internal.Run)
-_controls = codec.Decoder(internal.Control)
-_takes = codec.Decoder(internal.Take)
-_tokenizes = codec.Decoder(internal.Tokenize)
-_detokenizes = codec.Decoder(internal.Detokenize)
-_snapshot_requests = codec.Decoder(internal.SnapshotRequest)
 _cards = codec.Decoder(messages.Card)
-
-MAX_PENDING_TOKENIZE = 256
-"""The most texts of routers that may wait to be tokenized or detokenized."""
-
+_NO_FIELDS = b"\x80"
+"""What an empty message stands for: `snapshot` has no required field."""
+_MAX_PENDING_CALLS = 256
+"""The most calls that may wait for their replies, apart from runs: to tokenize, embed, rerank and so on."""
 _DETOKENIZED_AT_ONCE = 4_096
 """Tokens that are detokenized before yielding to the event loop: about a millisecond."""
 _TOKEN_ID_BYTES = 4
 _MAX_LOGGED_CHARS = 256
 _MAX_UPLOAD_BYTES = 256 * 1024 * 1024
 """Memory for routers' messages that come in parts."""
+
+
+def _allow(request: messages.Message) -> None:
+    """Checks nothing: any message that can be decoded is allowed."""
 
 
 class WorkerControl(Protocol):
@@ -67,6 +64,19 @@ class WorkerControl(Protocol):
     def replaced(self, reason: str) -> None:
         """Handles a frontend that started later under the same name."""
         ...
+
+
+class _Service(NamedTuple):
+    """The treatment of the messages on one of a worker's subjects."""
+
+    decoder: codec.Decoder[Any]
+    check: Callable[[Any], None]
+    """Raises RequestError for a message that is not allowed."""
+    handle: Callable[..., Any]
+    """Handles a message, given as received and decoded. For a call: takes the request, and returns the reply later."""
+    refusal: Callable[..., messages.Message] | None = None
+    """Makes the reply from an `error`; without it, a refused message is only logged."""
+    is_call: bool = False
 
 
 class Endpoints:
@@ -98,15 +108,14 @@ class Endpoints:
             lambda part: True,
         )
         self._sender: PartsSender | None = None
-        self._large_replies: set[asyncio.Task[None]] = set()
-        self._tokenizes: set[asyncio.Task[None]] = set()
-        self._pooling = PoolingEndpoints(
-            self._require_engine, self._reply, self._answer, lambda: connection.max_payload, metrics
-        )
+        self._calls: dict[asyncio.Task[None], str | None] = {}
+        """The calls in progress, with the ids of those that may be taken back."""
+        self._others: set[asyncio.Task[None]] = set()
+        """Changes of adapters, and replies being sent in parts."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Endpoints {len(self._tokenizes)} tokenizing>"
+        return f"<Endpoints {len(self._calls)} calls>"
 
     async def open(self, incoming: Bus, sender: PartsSender) -> None:
         """Subscribes to every subject; from then on the worker can be reached.
@@ -116,20 +125,11 @@ class Endpoints:
         self._sender = sender
         await self._receiver.open(incoming)
         model, worker_id = self._announcer.model, self._announcer.worker_id
-        services: dict[str, Callback] = {
-            "run": self._run,
-            "control": self._control,
-            "take": self._take,
-            "tokenizer": self._send_tokenizer,
-            "tokenize": self._start_tokenize,
-            "detokenize": self._start_detokenize,
-            "embed": self._pooling.embed,
-            "rerank": self._pooling.rerank,
-            "abort": self._pooling.abort,
-            "snapshot": self._send_snapshot,
+        handlers: dict[str, Callback] = {
+            name: partial(self._serve, service) for name, service in self._services().items()
         }
-        for service, callback in services.items():
-            await incoming.subscribe(self._names.worker(model, worker_id, service), partial(self._receive, callback))
+        for name, handler in {**handlers, "tokenizer": self._send_tokenizer}.items():
+            await incoming.subscribe(self._names.worker(model, worker_id, name), partial(self._receive, handler))
         # clients address requests, not workers: every worker of the model receives every resync and cancel
         await incoming.subscribe(self._names.resyncs_of(model), self._resync)
         await incoming.subscribe(self._names.cancels_of(model), self._cancel)
@@ -139,6 +139,64 @@ class Endpoints:
         with contextlib.suppress(TimeoutError, ConnectionError):  # reconnecting subscribes again
             await incoming.flush()  # the broker must know the subjects before a card names this worker
 
+    def _services(self) -> dict[str, _Service]:
+        """Returns the services of the worker's own subjects, by the last token of each."""
+
+        def service(kind: type[messages.Message], *others: Any, **options: Any) -> _Service:
+            return _Service(codec.Decoder(kind), *others, **options)
+
+        call = partial(service, is_call=True)
+        return {
+            "run": service(internal.Run, validation.check_run, self._run, partial(internal.RunReply, accepted=False)),
+            "control": service(
+                internal.Control, validation.check_control, self._control, partial(internal.ControlReply, ok=False)
+            ),
+            "take": service(internal.Take, validation.check_take, self._take),
+            "snapshot": service(internal.SnapshotRequest, _allow, self._send_snapshot),
+            "abort": service(internal.AbortCall, _allow, self._abort),
+            "tokenize": call(internal.Tokenize, validation.check_tokenize, self._tokenize, internal.TokenizeResult),
+            "detokenize": call(internal.Detokenize, _allow, self._detokenize, internal.DetokenizeResult),
+            "embed": call(internal.Embed, pooling.check_embed, self._embed, internal.EmbedResult),
+            "rerank": call(internal.Rerank, pooling.check_rerank, self._rerank, internal.RerankResult),
+        }
+
+    def _serve(self, service: _Service, message: Msg) -> None:
+        try:
+            if service.is_call and len(self._calls) >= _MAX_PENDING_CALLS:
+                raise errors.request_error(errors.Code.OVERLOADED)
+            request = service.decoder.decode(message.data or _NO_FIELDS)
+            service.check(request)
+        except errors.RequestError as error:
+            self._refuse(service, message, error.error)
+            return
+        if service.is_call:
+            task = tasks.background("call", self._answer(service, message, request))
+            self._calls[task] = getattr(request, "call_id", None)
+            task.add_done_callback(self._calls.pop)
+        else:
+            service.handle(message, request)
+
+    async def _answer(self, service: _Service, message: Msg, request: messages.Message) -> None:
+        """Replies with a call's result or with its error."""
+        try:
+            self._reply(message, await service.handle(request))
+        except errors.RequestError as error:
+            self._refuse(service, message, error.error)
+        except PayloadTooLargeError as error:
+            self._refuse(service, message, errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)))
+        except Exception:  # outermost frame of the task: the requester must get a reply
+            self._log.exception("request_failed", subject=message.subject)
+            self._refuse(service, message, errors.make_error(errors.Code.INTERNAL))
+
+    def _refuse(self, service: _Service, message: Msg, error: errors.Error) -> None:
+        reply = service.refusal(error=error) if service.refusal is not None else None
+        if reply is None:
+            self._log.error("message_refused", subject=message.subject, error=error.message)
+        elif isinstance(reply, internal.ControlReply):
+            self._answer_operator(message, None, reply)
+        else:
+            self._reply(message, reply)
+
     def _receive(self, callback: Callback, message: Msg) -> None:
         """Passes a message on, a large one once all its parts have arrived."""
         try:
@@ -147,22 +205,10 @@ class Endpoints:
         except errors.RequestError as error:
             self._reply(message, messages.UploadReply(error=error.error))
 
-    def _run(self, message: Msg) -> None:
-        try:
-            run = _runs.decode(message.data)
-            validation.check_run(run)
-        except errors.RequestError as error:
-            self._reply(message, internal.RunReply(accepted=False, error=error.error))
-        else:
-            self._reply(message, self._streams.accept(run, message.headers))
+    def _run(self, message: Msg, run: internal.Run) -> None:
+        self._reply(message, self._streams.accept(run, message.headers))
 
-    def _control(self, message: Msg) -> None:
-        try:
-            control = _controls.decode(message.data)
-            validation.check_control(control)
-        except errors.RequestError as error:
-            self._answer_operator(message, None, internal.ControlReply(ok=False, error=error.error))
-            return
+    def _control(self, message: Msg, control: internal.Control) -> None:
         match control:
             # routers' messages, frequent and unlogged: `drop`, and `load` without a model
             case internal.Control(op="drop", request_id=str(key), attempt=int(attempt)):
@@ -185,7 +231,7 @@ class Endpoints:
             case internal.Control(op="load_adapter" | "unload_adapter", adapter=str()):
                 failed = internal.ControlReply(ok=False, error=errors.make_error(errors.Code.INTERNAL))
                 change = self._change_adapters(message, control)
-                self._start(change, self._tokenizes, lambda _: self._answer_operator(message, control, failed))
+                self._start(change, lambda _: self._answer_operator(message, control, failed))
             case internal.Control(op="drain" | "unload"):
                 self._answer_operator(message, control, internal.ControlReply(ok=True))
                 self._worker.drain.request(control.grace_s, control.handover_s)
@@ -202,13 +248,7 @@ class Endpoints:
     async def _change_adapters(self, message: Msg, control: internal.Control) -> None:
         self._answer_operator(message, control, await self._worker.adapters.carry_out(control))
 
-    def _take(self, message: Msg) -> None:
-        try:
-            take = _takes.decode(message.data)
-            validation.check_take(take)
-        except errors.RequestError as error:
-            self._log.error("take_refused", worker_id=self._announcer.worker_id, error=str(error))
-            return
+    def _take(self, message: Msg, take: internal.Take) -> None:
         # while chunks wait for the broker there is no reply: the router asks again
         if (reply := self._streams.take(take)) is not None:
             self._reply(message, reply)
@@ -285,16 +325,8 @@ class Endpoints:
                 f"another worker {card.worker_id} has started on {card.host}: give each its own --worker-id"
             )
 
-    def _send_snapshot(self, message: Msg) -> None:
-        if not message.reply:
-            return
-        try:
-            # an empty message asks for no tokens
-            request = _snapshot_requests.decode(message.data) if message.data else internal.SnapshotRequest()
-        except errors.RequestError as error:
-            self._log.error("snapshot_refused", worker_id=self._announcer.worker_id, error=str(error))
-            return
-        running = self._streams.running_requests(request)
+    def _send_snapshot(self, message: Msg, request: internal.SnapshotRequest) -> None:
+        running = self._streams.running_requests(request) if message.reply else None
         if running is not None:  # else the router asks again in a second
             self._reply(message, *self._announcer.snapshot(running))
 
@@ -304,30 +336,32 @@ class Endpoints:
         if packed is not None:
             self._reply(message, *tokenizer_bundle.to_parts(packed))
 
-    def _start_tokenize(self, message: Msg) -> None:
-        if len(self._tokenizes) >= MAX_PENDING_TOKENIZE:
-            self._reply(message, internal.TokenizeResult(error=errors.make_error(errors.Code.OVERLOADED)))
-            return
-        call = self._answer(message, self._tokenize(message.data), lambda error: internal.TokenizeResult(error=error))
-        self._start(call, self._tokenizes)
+    def _abort(self, message: Msg, abort: internal.AbortCall) -> None:
+        """Ends a call without a reply. It may already have ended."""
+        for task, call_id in self._calls.items():
+            if call_id == abort.call_id:
+                task.cancel()
 
-    async def _tokenize(self, data: bytes) -> internal.TokenizeResult:
-        request = _tokenizes.decode(data)
-        validation.check_tokenize(request)
+    async def _tokenize(self, request: internal.Tokenize) -> internal.TokenizeResult:
         token_ids = await self._require_engine().tokenize(request)
         return internal.TokenizeResult(token_ids=block_hash.pack_token_ids(token_ids))
 
-    def _start_detokenize(self, message: Msg) -> None:
-        if len(self._tokenizes) >= MAX_PENDING_TOKENIZE:
-            self._reply(message, internal.DetokenizeResult(error=errors.make_error(errors.Code.OVERLOADED)))
-            return
-        call = self._answer(
-            message, self._detokenize(message.data), lambda error: internal.DetokenizeResult(error=error)
-        )
-        self._start(call, self._tokenizes)
+    async def _embed(self, request: internal.Embed) -> internal.EmbedResult:
+        result = await self._require_engine().embed(request)
+        if len(result.vectors) > self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES:
+            problem = f"{len(request.inputs)} embeddings take {len(result.vectors)} bytes: ask for fewer at a time"
+            raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, problem, param="input")
+        self._metrics.embeddings.inc(len(request.inputs))
+        self._metrics.embedded_tokens.inc(result.prompt_tokens)
+        return result
 
-    async def _detokenize(self, data: bytes) -> internal.DetokenizeResult:
-        packed, token_bytes = _detokenizes.decode(data).token_ids, self._require_engine().token_bytes
+    async def _rerank(self, request: internal.Rerank) -> internal.RerankResult:
+        result = await self._require_engine().rerank(request)
+        self._metrics.scored_documents.inc(len(request.documents))
+        return result
+
+    async def _detokenize(self, request: internal.Detokenize) -> internal.DetokenizeResult:
+        packed, token_bytes = request.token_ids, self._require_engine().token_bytes
         if len(packed) % _TOKEN_ID_BYTES:
             raise errors.invalid_field("token_ids", "must be 32-bit integers")
         parts: list[bytes] = []
@@ -341,32 +375,10 @@ class Endpoints:
             await asyncio.sleep(0)  # chunks go first
         return internal.DetokenizeResult(text=b"".join(parts).decode(errors="replace"))
 
-    def _start(
-        self,
-        call: Coroutine[Any, Any, None],
-        calls: set[asyncio.Task[None]],
-        on_failure: Callable[[Exception], None] | None = None,
-    ) -> None:
-        task = tasks.background("call", call, on_failure)
-        calls.add(task)
-        task.add_done_callback(calls.discard)
-
-    async def _answer(
-        self,
-        message: Msg,
-        result: Awaitable[messages.Message],
-        make_refusal: Callable[[errors.Error], messages.Message],
-    ) -> None:
-        """Replies with a call's result or with its error."""
-        try:
-            self._reply(message, await result)
-        except errors.RequestError as error:
-            self._reply(message, make_refusal(error.error))
-        except PayloadTooLargeError as error:
-            self._reply(message, make_refusal(errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, str(error))))
-        except Exception:  # outermost frame of the task: the requester must get a reply
-            self._log.exception("request_failed", subject=message.subject)
-            self._reply(message, make_refusal(errors.make_error(errors.Code.INTERNAL)))
+    def _start(self, work: Coroutine[Any, Any, None], on_failure: Callable[[Exception], None] | None = None) -> None:
+        task = tasks.background("call", work, on_failure)
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
 
     def _require_engine(self) -> contract.Engine:
         """Raises RequestError if there is no engine."""
@@ -381,7 +393,7 @@ class Endpoints:
             if self._sender is None or self._sender.fits(payload):
                 self._replies.send(message.reply, payload)
             else:
-                self._start(self._send_large(self._sender, Outgoing(message.reply, payload)), self._large_replies)
+                self._start(self._send_large(self._sender, Outgoing(message.reply, payload)))
 
     async def _send_large(self, sender: PartsSender, reply: Outgoing) -> None:
         """Sends a reply in parts, the last one after all chunks published earlier."""
