@@ -136,7 +136,7 @@ class WorkerProcess:
         """Drains every replica."""
         self._is_draining = True
         for replica in self._replicas:
-            replica.drain()
+            replica.frontend.drain.request()
 
     def apply_settings(self, settings: WorkerSettings) -> None:
         """Applies the settings that may change while serving, to every replica and to those loaded later."""
@@ -207,11 +207,11 @@ class WorkerProcess:
                     await self._wait_started(replica, partial(_report, on_progress, number, model.replicas))
             except (contract.EngineStartError, ConnectionError) as error:
                 for replica in added:
-                    replica.drain()
+                    replica.frontend.drain.request()
                 refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="model")
                 on_progress(internal.ControlReply(ok=False, error=refusal))
                 return
-        if any(replica.is_draining for replica in added):
+        if any(replica.frontend.drain.requested.is_set() for replica in added):
             gone = errors.make_error(errors.Code.NO_WORKER, f"{model.served_name} was drained while it was loading")
             on_progress(internal.ControlReply(ok=False, error=gone))
             return
@@ -225,7 +225,9 @@ class WorkerProcess:
         alone = self._is_single and self._last_number == 1
         worker_id = self._name if alone else f"{self._name}-{self._last_number}"
         if model.on_demand:
-            own = OnDemandReplica(self._settings, model, worker_id, self._metrics, self._tracer)
+            own = OnDemandReplica(
+                self._settings, model, worker_id, self._metrics, self._tracer, self.load, self._on_demand
+            )
             self._on_demand.add(own)
             return self._start(own)
         engine = self._on_demand.sized(model)
@@ -239,15 +241,14 @@ class WorkerProcess:
             memory_kept_bytes=coming_weights,
         )
         return self._start(
-            Replica(self._settings, model, worker_id, engine, self._process, self._metrics, self._tracer)
+            Replica(self._settings, model, worker_id, engine, self._process, self._metrics, self._tracer, self.load)
         )
 
     def _start(self, replica: Replica) -> Replica:
-        replica.on_load = self.load
         life = self._replicas[replica] = tasks.awaited(replica.run())
         life.add_done_callback(lambda _: self._ended.put_nowait(replica))
         if self._is_draining:
-            replica.drain()
+            replica.frontend.drain.request()
         return replica
 
     def _kv_share_bytes(self, coming: int) -> int:

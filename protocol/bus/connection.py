@@ -39,10 +39,11 @@ _MAX_ADDRESSES = 1_024
 
 
 class Connection:
-    """A connection that survives the broker. Open it with `connect`; bus.py says what it guarantees."""
+    """A connection that survives the broker, once it is open; bus.py says what it guarantees."""
 
     def __init__(self, settings: BusSettings, name: str) -> None:
         self._settings = settings
+        self._name = name
         self._log = structlog.get_logger().bind(nats=name)
         self._client = HardenedClient(settings)
         self._client.may_write = lambda: self.guard()
@@ -77,14 +78,20 @@ class Connection:
     def max_payload(self) -> int:
         return self._client.max_payload
 
-    async def open(self, name: str) -> None:
-        """Connects; `connect` says what it raises."""
+    async def open(self) -> None:
+        """Connects, retrying for `connect_timeout_s`. After that the connection reconnects by itself.
+
+        Raises ValueError for invalid settings, ConnectionError, which says what to do, if the broker can't be reached,
+        and its subclass BrokerRefusedError, at once, if the broker does not accept this process."""
         client, settings = self._client, self._settings
+        settings.check()
+        for path in settings.world_readable_files:
+            structlog.get_logger().warning("secret_exposed", nats=self._name, path=path)
         try:
             async with asyncio.timeout(settings.connect_timeout_s):
                 with CancellationGuard() as cancellation:
                     await client.connect(
-                        name=name,
+                        name=self._name,
                         error_cb=functools.partial(_raise_refusals, cancellation),
                         disconnected_cb=self._disconnected,
                         reconnected_cb=self._reconnected,
@@ -246,15 +253,9 @@ class Connection:
 
 
 async def connect(settings: BusSettings, name: str) -> Connection:
-    """Connects, retrying for `connect_timeout_s`. After that the connection reconnects by itself.
-
-    Raises ValueError for invalid settings, ConnectionError, which says what to do, if the broker can't be reached, and
-    its subclass BrokerRefusedError, at once, if the broker does not accept this process."""
-    settings.check()
-    for path in settings.world_readable_files:
-        structlog.get_logger().warning("secret_exposed", nats=name, path=path)
+    """Returns an open connection; `Connection.open` says what it raises."""
     connection = Connection(settings, name)
-    await connection.open(name)
+    await connection.open()
     return connection
 
 

@@ -93,13 +93,13 @@ class Stage:
 
     def start_draining(self) -> None:
         """Makes the frontend accept nothing more."""
-        self.frontend.process.call(self.frontend.frontend.change, ReplicaEvent.DRAIN)
+        self.frontend.process.call(self.frontend.frontend.announcer.change, ReplicaEvent.DRAIN)
         self.world.run(0.01)
 
     def start_leaving(self) -> None:
         """Makes the frontend leave, so that routers may take its streams."""
         self.start_draining()
-        self.frontend.process.call(self.frontend.frontend.change, ReplicaEvent.LEAVE)
+        self.frontend.process.call(self.frontend.frontend.announcer.change, ReplicaEvent.LEAVE)
         self.world.run(0.01)
 
     def take(

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
+from typing import cast
 
 from tests.sim.engine import TimedEngine
 from tests.sim.network import Broker
@@ -11,8 +13,9 @@ from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.serve import Router
 from tokenbus.router.settings import RouterSettings
-from tokenbus.worker.broker.replica_state import ReplicaEvent
+from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 from tokenbus.worker.replica.frontend import Frontend
+from tokenbus.worker.replica.replica import leave
 from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
@@ -53,8 +56,8 @@ class FrontendProcess:
     async def _begin(self) -> None:
         metrics = ReplicaMetrics(WorkerMetrics(), MODEL, self.name)
         self.frontend = Frontend(self.bus, subjects.Subjects(), MODEL, self.name, self._settings, metrics, NoopTracer())
-        self._on_reconnect = self.bus.on_reconnect
         await self.frontend.open(self.incoming)
+        self._on_reconnect = self.bus.on_reconnect
         self._start_engine()
 
     def _start_engine(self) -> None:
@@ -71,14 +74,16 @@ class FrontendProcess:
 
     async def _drain(self, handover_s: float | None) -> None:
         self.frontend.drain.request(handover_s=handover_s)
-        self.frontend.change(ReplicaEvent.DRAIN)
-        await self.frontend.leave(_HANDOVER_S)
-        if self.engine is not None:
-            self.engine.die()
-            self.frontend.step_done()
+        supervisor = SimpleNamespace(engine=None, cleanup=self._end_engine)
+        await leave(self.frontend, cast(EngineSupervisor, supervisor), 0.0, _HANDOVER_S)
         self.frontend.announce_stopped()
         await asyncio.sleep(0)  # its last messages leave at the end of a turn
         kill(self.process, self.bus, self.incoming)
+
+    async def _end_engine(self) -> None:
+        if self.engine is not None:
+            self.engine.die()
+            self.frontend.step_done()
 
     def fence_twice(self) -> None:
         """Makes it fence itself, and again in the next epoch, whose card never leaves the process."""

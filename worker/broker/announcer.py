@@ -61,7 +61,7 @@ class Announcer:
         """The engine that serves; None while there is none."""
         self.last_served: Serving | None = None
         """The same or, while there is none, the one before: open streams can still be ended there."""
-        self._listing: contract.EngineConfig | None = None
+        self.listing: contract.EngineConfig | None = None
         """Stands in for the configuration of an engine that has never served."""
         self._digest: str | None = None
         """That of the tokenizer of the last engine."""
@@ -115,7 +115,7 @@ class Announcer:
     @property
     def _config(self) -> contract.EngineConfig | None:
         """The configuration to show in the card; None before there is one."""
-        return self.last_served.config if self.last_served is not None else self._listing
+        return self.last_served.config if self.last_served is not None else self.listing
 
     def engine_started(self, serving: Serving) -> None:
         """Announces that a new engine serves."""
@@ -130,11 +130,6 @@ class Announcer:
         self._published_blocks.clear()
         self.log.blocks_cleared()
         self.change(ReplicaEvent.ENGINE_DIED)
-
-    def set_listing(self, listing: contract.EngineConfig) -> None:
-        """Sets what stands in for the engine's configuration until the model is first loaded."""
-        self._listing = listing
-        self.publish_card()
 
     def change(self, event: ReplicaEvent) -> None:
         """Changes the state, and publishes it at once."""

@@ -91,8 +91,6 @@ class OnDemandModels:
         """Adds a replica before it runs."""
         name = replica.served_name
         self._replicas[name] = replica
-        replica.listener = self
-        replica.on_want = lambda: self._want(name)
         self._start_measuring(name)
 
     def remove(self, replica: OnDemandReplica) -> None:
@@ -155,7 +153,7 @@ class OnDemandModels:
         self._start_measuring(name)
         self._changed.set()
 
-    def _want(self, name: str) -> internal.ControlReply:
+    def want(self, name: str) -> internal.ControlReply:
         """Requests that a model be loaded; returns the progress."""
         error = self._plan.want(name, time.monotonic())
         if error is not None:

@@ -2,8 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Callable
-from typing import ClassVar, Protocol
+from functools import partial
+from typing import Protocol
 
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal
@@ -17,6 +17,7 @@ from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 from tokenbus.worker.files.model_files import source_name
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import sizes
+from tokenbus.worker.replica.endpoints import OnLoad
 from tokenbus.worker.replica.replica import Replica
 from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
 from tokenbus.worker.telemetry.metrics import WorkerMetrics
@@ -26,6 +27,10 @@ _POLL_S = 0.05
 
 class LoadListener(Protocol):
     """Learns the state of a replica's model."""
+
+    def want(self, name: str) -> internal.ControlReply:
+        """A router asks for the model; returns how far it is."""
+        ...
 
     def model_loaded(self, name: str) -> None:
         """The model serves, after `load` or after its engine was restarted."""
@@ -44,8 +49,6 @@ class OnDemandReplica(Replica):
     """Serves a model from each `load` to the next `unload`. Its engine has its own process, so that all of its memory
     is given back, and loading disturbs no other model."""
 
-    _is_patient: ClassVar[bool] = False
-
     def __init__(
         self,
         settings: WorkerSettings,
@@ -53,37 +56,34 @@ class OnDemandReplica(Replica):
         worker_id: str,
         metrics: WorkerMetrics,
         tracer: tracing.Tracer,
+        on_load: OnLoad,
+        listener: LoadListener,
     ) -> None:
-        process = EngineProcess(settings.log.variables())
-        super().__init__(settings, model, worker_id, model.engine, process, metrics, tracer)
-        self.listener: LoadListener | None = None
-        self.on_want: Callable[[], internal.ControlReply] | None = None
-        """Answers a router that asks for the model."""
-        self._listing = _listing(model.engine, 1)
+        process, on_want = EngineProcess(settings.log.variables()), partial(listener.want, model.served_name)
+        super().__init__(settings, model, worker_id, model.engine, process, metrics, tracer, on_load, on_want)
+        self._listener = listener
         self._load_requested = asyncio.Event()
+        self.frontend.announcer.listing = _listing(model.engine, 1)
 
     def set_context_length(self, tokens: int) -> None:
         """Announces the expected context length, until the model is first loaded."""
-        self._listing = _listing(self._engine, tokens)
-        if self.frontend is not None and self.frontend.state is ReplicaState.UNLOADED:
-            self.frontend.set_listing(self._listing)
+        self.frontend.announcer.listing = _listing(self._engine, tokens)
+        if self.frontend.announcer.state is ReplicaState.UNLOADED:
+            self.frontend.announcer.publish_card()
 
     def load(self, need: MemoryNeed) -> None:
         """Starts an engine that takes no more than `need`. The listener is told whether it serves."""
-        assert self.frontend is not None, "only a started replica is wanted"
         self.load_progress = 0.0
         self._engine = sizes.sized(self._model.engine, need)
-        self.frontend.change(ReplicaEvent.LOAD)
+        self.frontend.announcer.change(ReplicaEvent.LOAD)
         self._load_requested.set()
 
     async def unload(self) -> None:
         """Accepts no new requests, waits until the running ones have ended, and ends the engine. If anything fails, the
         engine ends at once, since its memory then counts as free."""
         supervisor = self._supervisor
-        assert supervisor is not None
-        assert self.frontend is not None
         try:
-            self.frontend.change(ReplicaEvent.UNLOAD)
+            self.frontend.announcer.change(ReplicaEvent.UNLOAD)
             await self._wait_idle(supervisor)
         finally:
             if supervisor is self._supervisor:
@@ -104,9 +104,8 @@ class OnDemandReplica(Replica):
     @property
     def idle_since(self) -> float | None:
         """When the engine's last request ended; None while it has one, or without an engine."""
-        engine = self._supervisor.engine if self._supervisor is not None else None
-        is_busy = engine is None or (self.frontend is not None and self.frontend.has_streams)
-        return None if is_busy or engine is None else engine.idle_since
+        engine = self._supervisor.engine
+        return None if engine is None or len(self.frontend.streams) else engine.idle_since
 
     @property
     def unready_reason(self) -> str:
@@ -115,43 +114,36 @@ class OnDemandReplica(Replica):
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         super().engine_started(engine, config)
-        assert self.listener is not None
-        self.listener.model_loaded(self.served_name)
+        self._listener.model_loaded(self.served_name)
 
     async def _run_engines(self) -> None:
-        assert self.frontend is not None
-        assert self.listener is not None
-        self.frontend.on_want = self.on_want
-        self.frontend.set_listing(self._listing)
-        self.frontend.change(ReplicaEvent.UNLOADED)
-        self.started.set_result(self._listing)
+        self.frontend.announcer.change(ReplicaEvent.UNLOADED)
+        assert self.frontend.announcer.listing is not None
+        self.started.set_result(self.frontend.announcer.listing)
         while True:
             await self._load_requested.wait()
-            assert self._supervisor is not None
             failure: contract.EngineStartError | None = None
             try:
                 await self._supervisor.run()
             except contract.EngineStartError as error:
                 await self._supervisor.cleanup()
                 failure = error
-            if self.frontend.drain.is_requested:
+            if self.frontend.drain.requested.is_set():
                 return
             self._forget_engine()
             if failure is not None:
-                self.listener.model_failed(self.served_name, failure)
+                self._listener.model_failed(self.served_name, failure)
             else:
-                self.listener.model_unloaded(self.served_name)
+                self._listener.model_unloaded(self.served_name)
 
     def _forget_engine(self) -> None:
         """Prepares for the next load: the loaded file may have been replaced."""
         self._engine, self._config = self._model.engine, None
         self._metrics.engine_unloaded()
-        if self._memory_fd is not None:
-            os.ftruncate(self._memory_fd, 0)
+        os.ftruncate(self._memory_fd, 0)
         self._load_requested.clear()
         self._supervisor = self._make_supervisor()
-        assert self.frontend is not None
-        self.frontend.change(ReplicaEvent.UNLOADED)
+        self.frontend.announcer.change(ReplicaEvent.UNLOADED)
 
 
 def _listing(settings: EngineSettings, context_length: int) -> contract.EngineConfig:

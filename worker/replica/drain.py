@@ -9,7 +9,7 @@ class Drain:
     """May be requested several times: the latest durations count, even while they are running."""
 
     def __init__(self) -> None:
-        self._requested = asyncio.Event()
+        self.requested = asyncio.Event()
         self._grace_s: float | None = None
         self._handover_s: float | None = None
         self._timeout: asyncio.Timeout | None = None
@@ -18,24 +18,16 @@ class Drain:
         self._is_handing_over = False
 
     def __repr__(self) -> str:
-        return f"<Drain requested={self.is_requested}>"
-
-    @property
-    def is_requested(self) -> bool:
-        return self._requested.is_set()
+        return f"<Drain requested={self.requested.is_set()}>"
 
     def request(self, grace_s: float | None = None, handover_s: float | None = None) -> None:
         """Asks the worker to leave. A time that is None stays as it was: initially the worker's own."""
         self._grace_s = self._grace_s if grace_s is None else grace_s
         self._handover_s = self._handover_s if handover_s is None else handover_s
-        self._requested.set()
+        self.requested.set()
         named_s = self._handover_s if self._is_handing_over else self._grace_s
         if self._timeout is not None and named_s is not None:
             self._timeout.reschedule(self._began_at + named_s)
-
-    async def wait(self) -> None:
-        """Returns once the worker should leave."""
-        await self._requested.wait()
 
     def handover_s(self, own_s: float) -> float:
         """Returns the time for moving streams, which is `own_s` unless the request named another."""

@@ -35,7 +35,7 @@ from tokenbus.worker.telemetry.metrics import ReplicaMetrics
 
 _cards = codec.Decoder(messages.Card)
 _NO_FIELDS = b"\x80"
-"""What an empty message stands for: `snapshot` has no required field."""
+"""Stands for an empty message, which may ask for a snapshot."""
 _MAX_PENDING_CALLS = 256
 """The most calls that may wait for their replies, apart from runs: to tokenize, embed, rerank and so on."""
 _DETOKENIZED_AT_ONCE = 4_096
@@ -50,11 +50,17 @@ def _allow(request: messages.Message) -> None:
     """Checks nothing: any message that can be decoded is allowed."""
 
 
+OnLoad = Callable[[internal.Control, OnProgress], None]
+"""Loads more models alongside the worker's own, and reports how far it is."""
+OnWant = Callable[[], internal.ControlReply]
+"""Starts loading the worker's own model if necessary; returns the progress."""
+
+
 class WorkerControl(Protocol):
     """Carries out commands that concern the whole worker."""
 
     drain: Drain
-    on_load: Callable[[internal.Control, OnProgress], None] | None
+    on_load: OnLoad | None
     adapters: Adapters
 
     def want(self) -> internal.ControlReply:

@@ -13,7 +13,7 @@ from tokenbus.protocol.bus import clock
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import internal, limits, messages, subjects
+from tokenbus.protocol.wire import internal, limits, subjects
 from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.fence import Fence
@@ -22,8 +22,8 @@ from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange.exchange import KvExchange
 from tokenbus.worker.kv_exchange.nats_transport import Connect
 from tokenbus.worker.replica.drain import Drain
-from tokenbus.worker.replica.endpoints import Endpoints
-from tokenbus.worker.settings.settings import FrontendSettings, OnProgress
+from tokenbus.worker.replica.endpoints import Endpoints, OnLoad, OnWant
+from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.streams.guardians import Guardians
 from tokenbus.worker.streams.outbox import Outbox
 from tokenbus.worker.streams.request_telemetry import StreamTelemetry
@@ -57,72 +57,67 @@ class Frontend:
         settings: FrontendSettings,
         metrics: ReplicaMetrics,
         tracer: tracing.Tracer,
+        on_load: OnLoad | None = None,
+        on_want: OnWant | None = None,
     ) -> None:
+        """`on_load` loads more models alongside this one; None if that is not possible. `on_want` loads this one; None
+        if it is loaded from the start."""
+        self.on_load = on_load
+        self._on_want = on_want
         self._bus = bus
         self._names = names
-        self._announcer = Announcer(bus, names, model, worker_id, settings.role)
+        self.announcer = Announcer(bus, names, model, worker_id, settings.role)
         telemetry = StreamTelemetry(metrics, tracer, model, worker_id)
-        self._outbox = Outbox(bus, self._announcer, telemetry)
-        self.adapters = Adapters(self._announcer.publish_card)
-        self._announcer.adapters = self.adapters.cards
-        self.adapters.in_use = lambda: self._streams.adapter_digests
-        self._exchange = KvExchange(self._announcer, metrics)
-        self._streams = Streams(self._announcer, self._outbox, telemetry, settings, self._exchange, self.adapters)
+        self._outbox = Outbox(bus, self.announcer, telemetry)
+        self.adapters = Adapters(self.announcer.publish_card)
+        self.announcer.adapters = self.adapters.cards
+        self.adapters.in_use = lambda: self.streams.adapter_digests
+        self.exchange = KvExchange(self.announcer, metrics)
+        self.streams = Streams(self.announcer, self._outbox, telemetry, settings, self.exchange, self.adapters)
         self.drain = Drain()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._endpoints = Endpoints(bus, names, self._announcer, self._streams, settings.inbox_prefixes, self, metrics)
-        self._guardians = Guardians(bus, names, self._announcer, self._outbox, self._streams)
+        self._endpoints = Endpoints(bus, names, self.announcer, self.streams, settings.inbox_prefixes, self, metrics)
+        self._guardians = Guardians(bus, names, self.announcer, self._outbox, self.streams)
         self._fence = Fence(clock.now())
-        self.on_load: Callable[[internal.Control, OnProgress], None] | None = None
-        """Loads more models alongside this one; None if that is not possible."""
-        self.on_want: Callable[[], internal.ControlReply] | None = None
-        """Loads this worker's own model and returns the progress; None if it is loaded from the start."""
         self._tick_failed_at: dict[str, float] = {}
         """When each part of the tick was last logged as failing."""
         self._log = structlog.get_logger()
         self.on_tick: Callable[[float, float], None] = lambda now, gap_s: None
         """Called a few times a second with the time, and the seconds since the last call."""
-        bus.guard = self._may_publish
-        bus.on_reconnect = self._reconnected
 
     def __repr__(self) -> str:
-        return f"<Frontend {self._announcer!r} {self._streams!r} {self._fence!r}>"
+        return f"<Frontend {self.announcer!r} {self.streams!r} {self._fence!r}>"
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are accepted now."""
-        return self.state is ReplicaState.READY and not self._announcer.is_muted
-
-    @property
-    def state(self) -> ReplicaState:
-        return self._announcer.state
-
-    def apply_settings(self, settings: FrontendSettings) -> None:
-        """Changes the settings of streams accepted from now on."""
-        self._streams.settings = settings
+        return self.announcer.state is ReplicaState.READY and not self.announcer.is_muted
 
     async def open(self, incoming: Bus, connect: Connect | None = None) -> None:
         """Subscribes to the worker's subjects over `incoming`. `connect` opens another connection, for other workers'
         KV blocks; without it, none are exchanged."""
+        self._fence.reset(clock.now())
+        self._bus.guard = self._may_publish
+        self._bus.on_reconnect = self._reconnected
         # Parts leave over `incoming`, so that no chunk queues behind one, and the broker's notices come back over it.
-        model, worker_id = self._announcer.model, self._announcer.worker_id
+        model, worker_id = self.announcer.model, self.announcer.worker_id
         sender = PartsSender(
             incoming, partial(self._names.received, model, worker_id), timeout_s=_PART_TIMEOUT_S, tries=2
         )
         await self._guardians.open(incoming, sender)
         if connect is not None:
-            await self._exchange.open(incoming, self._names, connect)
+            await self.exchange.open(incoming, self._names, connect)
         await self._endpoints.open(incoming, sender)
 
     async def close(self) -> None:
         """Closes the connection for KV blocks, if there is one, and the adapters' files."""
         self.adapters.close()
-        await self._exchange.close()
+        await self.exchange.close()
 
     async def run(self) -> None:
         """Runs until cancelled. Raises ReplacedError if another frontend takes this one's name."""
         self._fence.reset(clock.now())
-        lives = (self._announcer.run_heartbeat(), self._tick(), self._until_replaced())
+        lives = (self.announcer.run_heartbeat(), self._tick(), self._until_replaced())
         running = [tasks.awaited(life) for life in lives]
         try:
             await asyncio.gather(*running)
@@ -133,84 +128,44 @@ class Frontend:
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """Sends requests to this engine from now on, unless the worker accepts none any more."""
         serving = Serving(engine, config)
-        engine.on_kv_events = self._announcer.blocks_changed
-        self._streams.engine_started(serving)
-        self._exchange.engine_changed(serving)
-        self._announcer.engine_started(serving)
+        engine.on_kv_events = self.announcer.blocks_changed
+        self.streams.engine_started(serving)
+        self.exchange.engine_changed(serving)
+        self.announcer.engine_started(serving)
 
     def engine_died(self) -> None:
         """Announces that there is no engine, before any stream ends because of it. Safe to call again."""
-        if self._announcer.serving is not None:
-            self._exchange.engine_changed(None)
-            self._announcer.engine_died()
-
-    def change(self, event: ReplicaEvent) -> None:
-        """Changes the state of the replica, and publishes it at once."""
-        self._announcer.change(event)
-
-    def set_listing(self, listing: contract.EngineConfig) -> None:
-        """Sets what the card shows until the model is first loaded."""
-        self._announcer.set_listing(listing)
+        if self.announcer.serving is not None:
+            self.exchange.engine_changed(None)
+            self.announcer.engine_died()
 
     def want(self) -> internal.ControlReply:
         """Starts loading the model if necessary; returns the progress."""
-        if self.on_want is not None and not self.state.is_ending:
-            return self.on_want()
-        return internal.ControlReply(ok=True, progress=float(self._announcer.serving is not None))
-
-    def health_read(self, health: messages.WorkerHealth) -> None:
-        """Tells routers the worker's memory and uptime with the next event."""
-        self._announcer.health = self._announcer.log.health = health
-
-    def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
-        """Handles the progress of a request's prompt."""
-        self._streams.prompt_progress(key, computed_tokens, cached_tokens)
+        if self._on_want is not None and not self.announcer.state.is_ending:
+            return self._on_want()
+        return internal.ControlReply(ok=True, progress=float(self.announcer.serving is not None))
 
     def step_done(self) -> None:
         """Publishes a step's chunks. Called when every sink has received its outputs."""
         self._outbox.flush()
 
-    @property
-    def num_leases(self) -> int:
-        """The number of workers that are reading KV blocks here."""
-        return self._exchange.num_leases
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether any stream is open."""
-        return len(self._streams) > 0
-
-    @property
-    def num_unguarded(self) -> int:
-        """The number of open streams without a guardian."""
-        return sum(not stream.guardian for stream in self._streams)
-
-    async def leave(self, handover_s: float) -> None:
-        """Asks routers to take the open streams to other workers, for at most `handover_s` unless the drain names
-        another time. Streams that no router can take end with what was generated."""
-        if self.has_streams and self.drain.handover_s(handover_s):
-            self.change(ReplicaEvent.LEAVE)
-            self._log.info("leaving", handover_s=self.drain.handover_s(handover_s))
-            await self.drain.hand_over(self.wait_left(), handover_s)
-        self._streams.stop_begun(unguarded_only=self.drain.handover_s(handover_s) > 0)
-
     async def wait_left(self) -> None:
         """Returns when no stream is open, routers whose connections broke have had time to ask again for streams that
         they took, and the workers that continue these have fetched their blocks."""
-        await self._streams.wait_none()
-        if self._streams.has_taken:
+        await self.streams.wait_none()
+        if self.streams.has_taken:
             await asyncio.sleep(_LINGER_S)
-        await self._exchange.wait_no_leases()
+        await self.exchange.wait_no_leases()
 
     def announce_stopped(self) -> None:
         """Announces that the worker has stopped, if there is still a connection."""
         with contextlib.suppress(ConnectionError):
-            self.change(ReplicaEvent.STOP)
+            self.announcer.change(ReplicaEvent.STOP)
 
     def replaced(self, reason: str) -> None:
         """Abandons every stream without a terminal: another frontend has this one's name."""
         if not self._replaced_by.done():
-            self._log.error("replaced", worker_id=self._announcer.worker_id, streams=repr(self._streams))
+            self._log.error("replaced", worker_id=self.announcer.worker_id, streams=repr(self.streams))
             self._fence_off()
             self._replaced_by.set_exception(ReplacedError(reason))
 
@@ -226,9 +181,9 @@ class Frontend:
             # before anything is published, so that a pause of the process is noticed
             self._fence.tick(clock.now())
             if self._check_fence():
-                self._look_after("streams", self._streams.tick)
+                self._look_after("streams", self.streams.tick)
                 self._look_after("guardians", partial(self._guardians.tick, now))
-            self._look_after("kv exchange", partial(self._exchange.tick, now))
+            self._look_after("kv exchange", partial(self.exchange.tick, now))
             self._look_after("engine", partial(self.on_tick, now, now - ticked_at))
             ticked_at = now
 
@@ -245,27 +200,27 @@ class Frontend:
 
     def _may_publish(self) -> bool:
         """Guards every write. While muted, writes are safe: what the old epoch buffered went with its connection."""
-        return self._announcer.is_muted or self._check_fence()
+        return self.announcer.is_muted or self._check_fence()
 
     def _check_fence(self) -> bool:
         self._fence.ping_answered(self._bus.confirmed_at)
-        if not self._announcer.is_muted and not self._fence.check(clock.now()):
-            self._log.error("self_fenced", worker_id=self._announcer.worker_id, streams=repr(self._streams))
+        if not self.announcer.is_muted and not self._fence.check(clock.now()):
+            self._log.error("self_fenced", worker_id=self.announcer.worker_id, streams=repr(self.streams))
             self._fence_off()
-        return not self._announcer.is_muted
+        return not self.announcer.is_muted
 
     def _fence_off(self) -> None:
         """Abandons every stream without a terminal and starts a new epoch, to be announced on a new connection."""
-        self._announcer.start_epoch()
-        self._streams.abandon_all()
+        self.announcer.start_epoch()
+        self.streams.abandon_all()
         self._bus.abort()
 
     def _reconnected(self) -> None:
         if self._replaced_by.done():
             return  # announcing a new epoch would replace the very frontend that has replaced this one
-        self._streams.reconnected()
-        if self._announcer.is_muted:
+        self.streams.reconnected()
+        if self.announcer.is_muted:
             self._fence.reset(clock.now())
-            self._announcer.announce_epoch()
+            self.announcer.announce_epoch()
         else:
-            self._announcer.publish_card()
+            self.announcer.publish_card()

@@ -4,37 +4,36 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import structlog
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import internal, subjects
+from tokenbus.protocol.wire import subjects
 from tokenbus.worker.adapters.adapter_folder import AdapterFolder
 from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.contract.memory_plan import MemoryPlan
 from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
+from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.sim import faults
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import EngineSupervisor
-from tokenbus.worker.replica import host_memory
+from tokenbus.worker.replica.endpoints import OnLoad, OnWant
 from tokenbus.worker.replica.frontend import Frontend
 from tokenbus.worker.replica.health import HealthMonitor
 from tokenbus.worker.settings.adapter_settings import split_tenants
-from tokenbus.worker.settings.settings import ModelToServe, OnProgress, WorkerSettings
+from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
 _LOADING_LOG_INTERVAL_S = 2.0
@@ -78,9 +77,6 @@ def cautious_settings(settings: EngineSettings, deaths: int) -> EngineSettings:
 class Replica(EngineListener):
     """Serves from `run` until drained. Its engine is a step loop in `process`."""
 
-    _is_patient: ClassVar[bool] = True
-    """Whether loading a model that has served is retried indefinitely when it can no longer be loaded."""
-
     def __init__(
         self,
         settings: WorkerSettings,
@@ -90,92 +86,72 @@ class Replica(EngineListener):
         process: EngineProcess,
         metrics: WorkerMetrics,
         tracer: tracing.Tracer,
+        on_load: OnLoad,
+        on_want: OnWant | None = None,
     ) -> None:
+        """`on_load` loads more models alongside this one. `on_want` starts loading this one, if it is loaded on
+        demand: then an engine that can't be restarted ends, and is not retried indefinitely."""
         self.worker_id = worker_id
         self.served_name = model.served_name
         self.load_progress = 0.0
         """The fraction of its model that is loaded, from 0 to 1."""
         self.started: asyncio.Future[contract.EngineConfig] = asyncio.get_running_loop().create_future()
         """Done once the replica first serves. It never fails: `run` raises instead."""
-        self.frontend: Frontend | None = None
-        self.on_load: Callable[[internal.Control, OnProgress], None] | None = None
-        """Loads more models alongside this one."""
-        self._drain_requested = asyncio.Event()
         self._settings = settings
         self._model = model
         self._engine = engine
         self._process = process
-        self._memory_fd: int | None = None
+        self._is_patient = on_want is None
+        self._memory_fd = claims.open_memory()
+        """An in-memory file for copies of blocks, which each engine hands on to the next one."""
         self._metrics = ReplicaMetrics(metrics, model.served_name, worker_id)
-        self._tracer = tracer
         self._health = HealthMonitor()
         self._config: contract.EngineConfig | None = None
-        self._supervisor: EngineSupervisor | None = None
+        """The configuration of the last engine since the model was loaded."""
         self._logged_at = time.monotonic()
         self._log = structlog.get_logger()
+        self._bus = nats.Connection(settings.broker, f"worker {worker_id}")
+        self._incoming = nats.Connection(settings.broker, f"worker {worker_id} incoming")
+        names = subjects.Subjects(settings.prefix)
+        faults.lose_events(self._bus, names.events(self.served_name, worker_id), engine)
+        self.frontend = Frontend(
+            self._bus, names, self.served_name, worker_id, settings.frontend, self._metrics, tracer, on_load, on_want
+        )
+        self.frontend.on_tick = self._tick
+        self.frontend.adapters.want(model.adapters)
+        self._supervisor = self._make_supervisor()
 
     def __repr__(self) -> str:
         return f"<Replica {self.worker_id} of {self.served_name}>"
 
-    def drain(self) -> None:
-        """Starts draining; `run` returns when it is drained."""
-        self._drain_requested.set()
-        if self.frontend is not None:
-            self.frontend.drain.request()
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether it was asked to leave, by its process or by a message."""
-        asked = self.frontend is not None and self.frontend.drain.is_requested
-        return asked or self._drain_requested.is_set()
-
     def apply_settings(self, settings: WorkerSettings) -> None:
         """Applies the settings that may change while the replica serves."""
         self._settings = settings
-        if self.frontend is not None:
-            self.frontend.apply_settings(settings.frontend)
-        if self._supervisor is not None and self._supervisor.engine is not None:
+        self.frontend.streams.settings = settings.frontend
+        if self._supervisor.engine is not None:
             self._supervisor.engine.capacity.max_waiting = settings.max_waiting
 
     async def run(self) -> None:
-        """Serves until drained. Raises EngineStartError if the model can't be served, ReplacedError if another worker
-        takes the name, and ConnectionError if there is no broker."""
+        """Serves until `frontend.drain` is requested. Raises EngineStartError if the model can't be served,
+        ReplacedError if another worker takes the name, and ConnectionError if there is no broker."""
         structlog.contextvars.bind_contextvars(worker_id=self.worker_id)
-        async with contextlib.AsyncExitStack() as connections:
-            try:
-                connection = await self._connect(connections, f"worker {self.worker_id}")
-                incoming = await self._connect(connections, f"worker {self.worker_id} incoming")
-            except shutdown.StoppedError:
-                return
-            connections.callback(self._metrics.forget)
-            names = subjects.Subjects(self._settings.prefix)
-            faults.lose_events(connection, names.events(self.served_name, self.worker_id), self._engine)
-            settings, shown = self._settings.frontend, self._metrics
-            frontend = Frontend(connection, names, self.served_name, self.worker_id, settings, shown, self._tracer)
-            self.frontend = frontend
-            frontend.on_load = self.on_load
+        requested = self.frontend.drain.requested
+        async with contextlib.AsyncExitStack() as opened:
+            opened.callback(os.close, self._memory_fd)
+            for bus in (self._bus, self._incoming):
+                try:
+                    await shutdown.unless_stopped(requested, bus.open())
+                except shutdown.StoppedError:
+                    return
+                opened.push_async_callback(bus.close)
+            opened.callback(self._metrics.forget)
             # asked to leave while connecting: its card was never published
-            if self._drain_requested.is_set():
+            if requested.is_set():
                 return
-            self._open_memory(connections)
-            frontend.adapters.want(self._model.adapters)
-            self._supervisor = self._make_supervisor()
-            frontend.on_tick = self._tick
-            connections.push_async_callback(frontend.close)
-            await frontend.open(incoming, partial(nats.connect, self._settings.broker, f"worker {self.worker_id} kv"))
-            await self._serve((connection, incoming), frontend)
-
-    def _open_memory(self, connections: contextlib.AsyncExitStack) -> None:
-        """Opens the in-memory file for copies of blocks, which the replica's engines use in turn."""
-        fd = self._memory_fd = host_memory.open_memory()
-        connections.callback(os.close, fd)
-
-    async def _connect(self, connections: contextlib.AsyncExitStack, name: str) -> nats.Connection:
-        connection = await shutdown.unless_stopped(
-            self._drain_requested, nats.connect(self._settings.broker, name=name)
-        )
-        connections.push_async_callback(connection.close)
-        return connection
+            opened.push_async_callback(self.frontend.close)
+            connect = partial(nats.connect, self._settings.broker, f"worker {self.worker_id} kv")
+            await self.frontend.open(self._incoming, connect)
+            await self._serve()
 
     @property
     def unready_reason(self) -> str:
@@ -183,37 +159,30 @@ class Replica(EngineListener):
         failures = self._metrics.failures_in_a_row
         if failures >= MAX_FAILURES:
             return f"{self.worker_id}: the last {failures} requests have failed"
-        return "" if self.frontend is not None and self.frontend.is_ready else f"{self.worker_id} is not ready"
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether an engine is being started."""
-        return self.frontend is not None and self.frontend.state in (ReplicaState.STARTING, ReplicaState.RESTARTING)
+        return "" if self.frontend.is_ready else f"{self.worker_id} is not ready"
 
     def describe(self) -> dict[str, Any]:
         """Returns its state, load and health as JSON values."""
-        engine = self._supervisor.engine if self._supervisor is not None else None
-        load = engine.load() if engine is not None else None
+        engine = self._supervisor.engine
         return {
             "worker_id": self.worker_id,
             "model": self.served_name,
-            "state": str(self.frontend.state) if self.frontend is not None else "connecting",
+            "state": str(self.frontend.announcer.state),
             "reason": self.unready_reason,
-            "load": msgspec.to_builtins(load),
+            "load": msgspec.to_builtins(engine.load() if engine is not None else None),
             "health": msgspec.to_builtins(self._health.latest),
         }
 
     def update_gauges(self) -> None:
         """Updates the replica's gauges for a scrape."""
-        self._metrics.loading.set(self.is_loading)
-        engine = self._supervisor.engine if self._supervisor is not None else None
+        frontend, engine = self.frontend, self._supervisor.engine
+        self._metrics.loading.set(frontend.announcer.state in (ReplicaState.STARTING, ReplicaState.RESTARTING))
         if engine is not None and self._config is not None:
-            assert self.frontend is not None
             self._metrics.update_gauges(engine.load(), self._config)
             self._metrics.ready.set(not self.unready_reason)
-            self._metrics.unguarded.set(self.frontend.num_unguarded)
-            self._metrics.adapters.set(len(self.frontend.adapters))
-            self._metrics.kv_leases.set(self.frontend.num_leases)
+            self._metrics.unguarded.set(sum(not stream.guardian for stream in frontend.streams))
+            self._metrics.adapters.set(len(frontend.adapters))
+            self._metrics.kv_leases.set(frontend.exchange.num_leases)
         self._metrics.update_health(self._health.latest)
 
     def loading(self, fraction: float) -> None:
@@ -231,10 +200,9 @@ class Replica(EngineListener):
         elif config.memory is not None:
             self._log_memory(config, config.memory)
         self._config = config
-        if self._supervisor is not None and self._supervisor.engine is not None:
+        if self._supervisor.engine is not None:
             self._health.engine_started(self._supervisor.engine, config)
         self._engine = successor_settings(self._engine, config)
-        assert self.frontend is not None
         self.frontend.engine_started(engine, config)
         if not self.started.done():
             self.started.set_result(config)
@@ -274,7 +242,6 @@ class Replica(EngineListener):
 
     def engine_died(self) -> None:
         """Announces that there is no engine for now."""
-        assert self.frontend is not None
         self._health.engine_died()
         self.frontend.engine_died()
 
@@ -303,8 +270,7 @@ class Replica(EngineListener):
 
     def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
         """Logs a prompt that takes long."""
-        assert self.frontend is not None
-        self.frontend.prompt_progress(key, computed_tokens, cached_tokens)
+        self.frontend.streams.prompt_progress(key, computed_tokens, cached_tokens)
 
     def token_interval(self, seconds: float, count: int) -> None:
         """Counts intervals between tokens."""
@@ -312,53 +278,47 @@ class Replica(EngineListener):
 
     def step_done(self) -> None:
         """Publishes a step's chunks."""
-        assert self.frontend is not None
         self.frontend.step_done()
 
     def _make_supervisor(self) -> EngineSupervisor:
-        assert self.frontend is not None
-        prepare = self.frontend.adapters.load_all
-        timeout_s = self._settings.step_timeout_s
+        prepare, timeout_s = self.frontend.adapters.load_all, self._settings.step_timeout_s
         return EngineSupervisor(
             self._make_engine, self.worker_id, self, timeout_s, prepare, is_patient=self._is_patient
         )
 
     async def _run_engines(self) -> None:
         """Runs engines, one after another. Raises EngineStartError."""
-        assert self._supervisor is not None
         await self._supervisor.run()
 
     def _make_engine(self) -> EngineClient:
         settings = self._engine
-        if self._config is None and self._supervisor is not None:
+        if self._config is None:
             settings = cautious_settings(settings, self._supervisor.restarts)
         return EngineClient(lambda: self._process.open(settings, self._memory_fd), self._settings.max_waiting)
 
     def _tick(self, now: float, gap_s: float) -> None:
-        assert self._supervisor is not None
-        assert self.frontend is not None
         self._supervisor.tick(now, gap_s)
-        engine = self._supervisor.engine
+        engine, announcer = self._supervisor.engine, self.frontend.announcer
         if self._health.tick(now, engine):
-            self.frontend.health_read(self._health.latest)
+            announcer.health = announcer.log.health = self._health.latest
         if engine is not None and self._config is not None:
             self._metrics.count_load(engine.load())
 
-    async def _serve(self, buses: Iterable[Bus], frontend: Frontend) -> None:
-        lives = [self._run_engines(), frontend.run(), *(bus.wait_closed() for bus in buses)]
+    async def _serve(self) -> None:
+        frontend = self.frontend
+        lives = [self._run_engines(), frontend.run(), self._bus.wait_closed(), self._incoming.wait_closed()]
         if self._model.adapter_folder:
             path, tenants = split_tenants(self._model.adapter_folder)
             lives.append(AdapterFolder(Path(path), tenants, frontend.adapters).run())
         running: list[asyncio.Task[None]] = [tasks.awaited(life) for life in lives]
-        left = tasks.awaited(frontend.drain.wait())
+        left = tasks.awaited(frontend.drain.requested.wait())
         try:
             await asyncio.wait([left, *running], return_when=asyncio.FIRST_COMPLETED)
             # if one has failed, its error is why the replica ends
             for task in running:
                 if task.done():
                     task.result()
-            assert self._supervisor is not None
-            await self._drain(self._supervisor, frontend)
+            await leave(frontend, self._supervisor, self._settings.grace_s, self._settings.handover_s)
         finally:
             left.cancel()
             for task in running:
@@ -366,14 +326,20 @@ class Replica(EngineListener):
             await asyncio.gather(left, *running, return_exceptions=True)
             frontend.announce_stopped()
 
-    async def _drain(self, supervisor: EngineSupervisor, frontend: Frontend) -> None:
-        """Accepts nothing new, lets running requests finish within the grace period, asks routers to take the rest, and
-        ends what no router has taken: with what was generated if it can't be continued, else with an error."""
-        frontend.change(ReplicaEvent.DRAIN)
-        self._log.info("draining", grace_s=self._settings.grace_s)
-        engine = supervisor.engine
-        if engine is not None:
-            await frontend.drain.finish(engine.drain(), self._settings.grace_s)
-        await frontend.leave(self._settings.handover_s)
-        await supervisor.cleanup()
-        self._log.info("drained")
+
+async def leave(frontend: Frontend, supervisor: EngineSupervisor, grace_s: float, handover_s: float) -> None:
+    """Accepts nothing new, lets running requests finish within the grace period, asks routers to take the rest, and
+    ends what no router has taken: with what was generated if it can't be continued, else with an error. A drain may
+    name other times than these."""
+    log, drain = structlog.get_logger(), frontend.drain
+    frontend.announcer.change(ReplicaEvent.DRAIN)
+    log.info("draining", grace_s=grace_s)
+    if supervisor.engine is not None:
+        await drain.finish(supervisor.engine.drain(), grace_s)
+    if len(frontend.streams) and drain.handover_s(handover_s):
+        frontend.announcer.change(ReplicaEvent.LEAVE)
+        log.info("leaving", handover_s=drain.handover_s(handover_s))
+        await drain.hand_over(frontend.wait_left(), handover_s)
+    frontend.streams.stop_begun(unguarded_only=drain.handover_s(handover_s) > 0)
+    await supervisor.cleanup()
+    log.info("drained")

@@ -119,8 +119,8 @@ class Fleet:
         """Asserts that b holds nothing of earlier streams."""
         async with asyncio.timeout(10):
             await self.b.engine.drain()
-        assert not self.b.frontend.has_streams
-        assert not self.b.frontend._exchange._fetches
+        assert not self.b.frontend.streams
+        assert not self.b.frontend.exchange._fetches
 
 
 @pytest.fixture
@@ -189,8 +189,8 @@ async def test_a_stream_is_taken_while_its_blocks_come(fleet: Fleet, monkeypatch
     await fleet.sender.ask("a", prompt(5))
     fleet.a.stand_still(monkeypatch)
     streamed = await fleet.fetching(prompt(5))
-    fleet.b.frontend.change(ReplicaEvent.DRAIN)
-    fleet.b.frontend.change(ReplicaEvent.LEAVE)
+    fleet.b.frontend.announcer.change(ReplicaEvent.DRAIN)
+    fleet.b.frontend.announcer.change(ReplicaEvent.LEAVE)
     take = internal.Take(request_id="default:r-1", attempt=1, router_id="test")
     reply = await fleet.sender.nats.request(NAMES.worker("demo", "b", "take"), codec.encode(take), timeout=5)
     taken = codec.Decoder(internal.TakeReply).decode(reply.data)
@@ -245,8 +245,8 @@ async def test_a_third_fetch_is_computed_at_once(fleet: Fleet, monkeypatch: pyte
 
 async def test_a_leaving_worker_still_gives_blocks(fleet: Fleet) -> None:
     await fleet.sender.ask("a", prompt(9))
-    fleet.a.frontend.change(ReplicaEvent.DRAIN)
-    fleet.a.frontend.change(ReplicaEvent.LEAVE)
+    fleet.a.frontend.announcer.change(ReplicaEvent.DRAIN)
+    fleet.a.frontend.announcer.change(ReplicaEvent.LEAVE)
     await fleet.sender.ask("b", prompt(9), fetch_from=fleet.sender.source("a"))
     assert (await fleet.sender.until_fetched(1)).fetched_tokens == 96
 
@@ -258,7 +258,7 @@ async def test_a_worker_leaves_when_those_that_read_its_blocks_have_them(
     may_give = fleet.a.hold_blocks(monkeypatch)
     streamed = await fleet.fetching(prompt(10))
     async with asyncio.timeout(10):
-        while not fleet.a.frontend.num_leases:
+        while not fleet.a.frontend.exchange.num_leases:
             await asyncio.sleep(0.01)
     left = asyncio.create_task(fleet.a.frontend.wait_left())
     _, waiting = await asyncio.wait([left], timeout=2 * limits.TICK_S)

@@ -23,11 +23,11 @@ class StubReplica:
 
     worker_id = "worker"
     load_progress = 0.0
-    listener: LoadListener
-    on_want: Callable[[], internal.ControlReply]
 
-    def __init__(self, served_name: str) -> None:
+    def __init__(self, served_name: str, listener: LoadListener) -> None:
         self.served_name = served_name
+        self.listener = listener
+        self.is_added = False
         self.idle_since: float | None = None
 
     def set_context_length(self, tokens: int) -> None: ...
@@ -55,12 +55,13 @@ async def serve() -> AsyncIterator[Serve]:
         served = tuple(ModelToServe(name, engine, on_demand=True) for name, engine in models.items())
         settings = WorkerSettings(models=served, memory_budget_bytes=150 << 20)
         on_demand = OnDemandModels(settings, WorkerMetrics(), "worker")
-        replicas = {name: StubReplica(name) for name in models}
+        replicas = {name: StubReplica(name, on_demand) for name in models}
 
         async def run() -> None:
             await on_demand.prepare()
             for replica in replicas.values():
                 on_demand.add(cast(OnDemandReplica, replica))
+                replica.is_added = True
             await on_demand.run()
 
         running.append(asyncio.create_task(run()))
@@ -77,7 +78,7 @@ async def answer(replica: StubReplica, *, until: Callable[[internal.ControlReply
     async with asyncio.timeout(10):
         while True:
             await asyncio.sleep(0.01)
-            if hasattr(replica, "on_want") and until(reply := replica.on_want()):
+            if replica.is_added and until(reply := replica.listener.want(replica.served_name)):
                 return reply
 
 

@@ -8,14 +8,9 @@ import pytest
 import structlog
 
 from tests.sim.world import Process, World, world
-from tokenbus.protocol.telemetry import tracing
 from tokenbus.worker.broker.replica_state import ReplicaEvent
-from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.replica.drain import Drain
-from tokenbus.worker.replica.frontend import Frontend
-from tokenbus.worker.replica.replica import Replica
-from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
-from tokenbus.worker.telemetry.metrics import WorkerMetrics
+from tokenbus.worker.replica.replica import leave
 
 
 class Part:
@@ -28,9 +23,8 @@ class Part:
         self._began_at = process.world.now
         self.engine: EngineOfPart | None = EngineOfPart(self)
         self.drain = Drain()
-        self._streams = self
-        self._log = structlog.get_logger()
-        self.has_streams = finishes_after_s is not None
+        self.streams = self.announcer = self
+        self._num_streams = int(finishes_after_s is not None)
         self.asked: list[tuple[str, float]] = []
         """The calls that were made, each with the time after which it was."""
 
@@ -43,9 +37,10 @@ class Part:
     async def finish(self) -> None:
         if self._finishes_after_s is not None:
             await asyncio.sleep(self._finishes_after_s)
-            self.has_streams = False
+            self._num_streams = 0
 
-    leave = Frontend.leave
+    def __len__(self) -> int:
+        return self._num_streams
 
     async def wait_left(self) -> None:
         if self._taken_after_s is None:
@@ -89,11 +84,8 @@ def drain(
         part.engine = None
 
     async def run() -> None:
-        settings = WorkerSettings(models=(), grace_s=grace_s, handover_s=15.0)
-        made_of = (EngineSettings(model="demo"), None, WorkerMetrics(), tracing.NoopTracer())
-        replica = Replica(settings, ModelToServe("demo", made_of[0]), "w0", *made_of)  # type: ignore[arg-type]
         asyncio.get_running_loop().call_later(1.0, named, part.drain)
-        await replica._drain(part, part)  # type: ignore[arg-type]
+        await leave(part, part, grace_s, 15.0)  # type: ignore[arg-type]
 
     with structlog.testing.capture_logs():
         process.do(run())

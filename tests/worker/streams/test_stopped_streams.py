@@ -158,7 +158,7 @@ def test_a_stream_without_a_token_is_taken_without_an_end(stage: Stage) -> None:
 def test_a_shutdown_stops_the_streams_that_nobody_can_continue(
     stage: Stage, unguarded_only: bool, num_ends: int
 ) -> None:
-    streams = stage.frontend.frontend._streams
+    streams = stage.frontend.frontend.streams
     stage.run(max_tokens=90)
     stage.world.run(0.55)
     stage.run(name="r2", max_tokens=90)

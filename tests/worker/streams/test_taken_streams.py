@@ -257,4 +257,4 @@ def test_a_frontend_waits_until_its_last_stream_has_ended_or_was_taken(stage: Le
     assert not waiting.done()
     stage.world.run(2.0)
     assert waiting.done()
-    assert not stage.frontend.frontend.has_streams
+    assert not stage.frontend.frontend.streams

@@ -25,13 +25,18 @@ from tokenbus.worker.files.device_memory import HOST, DeviceMemory, HostLimit
 HOST_CACHE = "host cache"
 """The device name under which host memory for copies of blocks is claimed."""
 COPIES_NAME = "tokenbus-host-cache"
-"""The name of in-memory files for copies of blocks (worker/replica/host_memory.py)."""
+"""The name of in-memory files for copies of blocks."""
 _BLOCK_BYTES = 512
 _LOCK = "lock"
 _LOCK_TIMEOUT_S = 10.0
 _LOCK_INTERVAL_S = 0.01
 _SUFFIX = ".claim"
 _MAX_BYTES = 65_536
+
+
+def open_memory() -> int:
+    """Returns a file in host memory for copies of blocks, which takes up only what is written."""
+    return os.memfd_create(COPIES_NAME, os.MFD_CLOEXEC)
 
 
 class _Record(msgspec.Struct, frozen=True):

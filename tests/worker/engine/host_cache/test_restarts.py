@@ -15,10 +15,10 @@ from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
+from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener
-from tokenbus.worker.replica import host_memory
 
 PROMPT = [10 + number * number % 200 for number in range(300)]
 TOKENS = 20
@@ -100,7 +100,7 @@ class Engines(EngineListener):
 
 @pytest.fixture
 async def engines() -> AsyncIterator[Engines]:
-    fd = host_memory.open_memory()
+    fd = claims.open_memory()
     one = Engines(fd)
     yield one
     await one.close()
@@ -187,7 +187,7 @@ async def test_a_file_outlives_the_worker_and_memory_takes_its_place_where_it_ca
     settings = msgspec.structs.replace(DEMO, host_cache_mib=16, keep_cache=str(folder), keep_cache_mib=24)
     answers: list[list[int]] = []
     for number in range(2):
-        fd = host_memory.open_memory()
+        fd = claims.open_memory()
         one, other = Engines(fd), Engines(fd)
         await one.start(settings)
         await other.start(settings)  # the file is in use, and there is no room for another
@@ -205,7 +205,7 @@ async def test_a_file_outlives_the_worker_and_memory_takes_its_place_where_it_ca
 
 async def test_a_file_that_is_none_any_more_is_started_anew(tmp_path: Path) -> None:
     settings = msgspec.structs.replace(DEMO, host_cache_mib=16, keep_cache=str(tmp_path / "state"))
-    fd = host_memory.open_memory()
+    fd = claims.open_memory()
     engines = Engines(fd)
     await engines.start(settings)
     undisturbed, _ = await engines.ask()
@@ -226,7 +226,7 @@ async def test_checkpoints_outlive_their_engine_and_the_worker(tmp_path: Path, k
     settings = msgspec.structs.replace(stateful(kind), host_cache_mib=16)
     folder = str(tmp_path / "state")
     for kept in (settings, msgspec.structs.replace(settings, keep_cache=folder)):
-        engines = Engines(host_memory.open_memory())
+        engines = Engines(claims.open_memory())
         await engines.start(kept)
         undisturbed, cached = await engines.ask()
         assert cached == 0
