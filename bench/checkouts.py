@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import flags
+from bench.paired import quartiles
 
 HERE = Path(__file__).parents[1]
 MARGIN = 0.03
@@ -62,6 +63,10 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[Figure, ...]]] = {
         ("--times", "1", "--blocks", "260000"),
         (Figure("index, bytes a block", r"\d{3},\d{3} +(\d+)"),),
     ),
+    "overhead": (
+        ("--pairs", "5", "--rounds", "5"),
+        (Figure("gateway CPU, µs a token", r"gateway +([\d.]+) us"),),
+    ),
     "router_cost": (
         ("--rounds", "2", "--requests", "400"),
         (
@@ -108,7 +113,7 @@ def compare(other: Path, name: str, pairs: int) -> None:
     for figure in BENCHMARKS[name][1]:
         seen = columns[figure.name]
         before, after = (statistics.median(column) for column in zip(*seen, strict=True))
-        low, middle, high = statistics.quantiles([new / old for old, new in seen], n=4)
+        low, middle, high = quartiles([new / old for old, new in seen])
         if figure.is_rate:
             before, after = 1 / before, 1 / after
         spread = f"{middle:.2f} ({low:.2f} to {high:.2f})"

@@ -1,15 +1,14 @@
-"""A whole system for measurements: broker, router and one worker, each in its own process on this machine."""
+"""A whole system for measurements: broker, router, workers and gateway, each in its own process on this machine."""
 
 import asyncio
 import contextlib
-import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from tokenbus.cli.console import nats_server
@@ -21,13 +20,14 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class System(NamedTuple):
-    """A running system."""
+    """A running system. Its processes write their logs into `folder`."""
 
     client: Client
     nats_url: str
-    router_pid: int
     folder: Path
-    """The folder of its logs."""
+    broker_pid: int
+    router_pid: int
+    worker_pids: list[int]
 
 
 @contextlib.asynccontextmanager
@@ -39,49 +39,93 @@ async def running(model: Path, *worker: str) -> AsyncIterator[Client]:
 
 @contextlib.asynccontextmanager
 async def started(
-    model: Path,
-    worker: Sequence[str],
-    router: Sequence[str] = (),
-    variables: Mapping[str, str] = MappingProxyType({}),
-    python: Path = Path(sys.executable),
+    model: Path, *workers: Sequence[str], python: Path = Path(sys.executable), pinned: bool = False
 ) -> AsyncIterator[System]:
-    """`running` with further arguments of the router, variables for both, and the Python of another checkout."""
+    """Starts a system with one worker for each list of arguments, by the Python of this or another checkout.
+    With `pinned`, each worker has a core of its own."""
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
         folder = Path(name)
         nats = await nats_server.start(0, folder / "nats.log")
-        served = ("worker", "--nats", nats.url, "--model", str(model), "--served-name", "m", *worker)
-        processes = [
-            start(folder / "router.log", "router", "--nats", nats.url, *router, variables=variables, python=python),
-            start(folder / "worker.log", *served, variables=variables, python=python),
-        ]
+        served = ("worker", "--nats", nats.url, "--model", str(model), "--served-name", "m")
+        cores = sorted(os.sched_getaffinity(0))
+        processes = [start(folder / "router.log", "router", "--nats", nats.url, python=python)]
+        for number, flags in enumerate(workers):
+            processes.append(start(folder / f"worker{number}.log", *served, *flags, python=python))
+            if pinned:
+                os.sched_setaffinity(processes[-1].pid, {cores[number]})
+        router_pid, *worker_pids = (process.pid for process in processes)
         try:
             async with await Client.connect(nats.url) as client:
-                await card(client)
-                yield System(client, nats.url, processes[0].pid, folder)
+                await cards(client, len(workers))
+                yield System(client, nats.url, folder, nats.pid, router_pid, worker_pids)
         finally:
             for process in processes:
                 process.terminate()
             for process in processes:
-                process.wait(timeout=30)
+                process.wait(timeout=60)
             nats.stop()
 
 
-def status_port(log: Path) -> int:
-    """Returns the port of a process's metrics, from its log."""
-    lines = (json.loads(line) for line in log.read_text().splitlines() if line.startswith("{"))
-    return int(next(line["port"] for line in lines if line["event"] == "status_page"))
+@contextlib.asynccontextmanager
+async def gateway(one: System) -> AsyncIterator[tuple[str, int]]:
+    """Runs a gateway; yields the base URL of its OpenAI API and its process id."""
+    port = free_port()
+    process = start(one.folder / "gateway.log", "gateway", "--nats", one.nats_url, "--port", str(port))
+    try:
+        await until_listening(port)
+        yield f"http://127.0.0.1:{port}/v1", process.pid
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
 
 
-async def card(client: Client) -> messages.Card:
-    """Waits until the worker is ready and returns its card."""
+@contextlib.contextmanager
+def other_server(command: Callable[[int], Sequence[str]]) -> Iterator[int]:
+    """Runs a server that Tokenbus is compared with; yields its port, on which it need not listen yet."""
+    port = free_port()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command(port), stdout=log, stderr=log, preexec_fn=end_with_parent)
+        try:
+            yield port
+        finally:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+async def until_listening(port: int) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                return
+            await asyncio.sleep(0.05)
+
+
+async def cards(client: Client, count: int = 1) -> list[messages.Card]:
+    """Waits until this many workers are ready and returns their cards."""
     async with asyncio.timeout(300):
         while True:
             with contextlib.suppress(errors.RequestError):
-                for served in (await client.models(timeout_s=1.0)).models:
-                    for one in served.workers or []:
-                        if one.state is messages.WorkerState.READY:
-                            return one
+                served = (await client.models(timeout_s=1.0)).models
+                found = [
+                    card for one in served for card in one.workers or [] if card.state is messages.WorkerState.READY
+                ]
+                if len(found) >= count:
+                    return found
             await asyncio.sleep(0.1)
+
+
+async def engine_pid(client: Client) -> int:
+    """Waits until a worker is ready and returns its engine's process id."""
+    return (await cards(client))[0].pids.engine
 
 
 def cpu_seconds(pid: int) -> float:
@@ -90,18 +134,12 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def start(
-    log_path: Path,
-    *arguments: str,
-    variables: Mapping[str, str] = MappingProxyType({}),
-    python: Path = Path(sys.executable),
-) -> "subprocess.Popen[bytes]":
+def start(log_path: Path, *arguments: str, python: Path = Path(sys.executable)) -> "subprocess.Popen[bytes]":
     with log_path.open("ab") as log:
         return subprocess.Popen(
             [python, "-m", "tokenbus.cli.start", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=os.environ | dict(variables),
             preexec_fn=end_with_parent,
         )

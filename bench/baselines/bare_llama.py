@@ -1,19 +1,18 @@
-"""A decode loop written directly on llama_cpp, to be run as a process of its own.
+"""A decode loop written directly on llama_cpp: `python -m bench.baselines.bare_llama MODEL THREADS CONTEXT`.
 
-`python -m bench.baselines.bare_llama MODEL THREADS CONTEXT` reads lines `STREAMS TOKENS` from standard input. For each
-it decodes that many tokens greedily on that many sequences, and answers with a line of JSON: seconds of wall and CPU
-time."""
+It reads and writes the lines of `bench.baselines.child`, and decodes greedily, a sequence for each prompt."""
 
 import ctypes
-import json
 import sys
-import time
+from collections.abc import Sequence
 
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
-PROMPT = list(range(10, 26))
+from bench.baselines import child
+
 _MAX_STREAMS = 64
+_BATCH_TOKENS = 1_024
 
 
 class BareLlama:
@@ -25,25 +24,24 @@ class BareLlama:
         llama.llama_backend_init()
         self._model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
         params = llama.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = context, 1_024, 512
+        params.n_ctx, params.n_batch, params.n_ubatch = context, _BATCH_TOKENS, 512
         params.n_seq_max = params.n_outputs_max = _MAX_STREAMS
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified, params.no_perf = True, True
         self._context = llama.llama_init_from_model(self._model, params)
         self._memory = llama.llama_get_memory(self._context)
         self._vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
-        self._batch = llama.llama_batch_init(len(PROMPT) * _MAX_STREAMS, 0, 1)
+        self._batch = llama.llama_batch_init(_BATCH_TOKENS, 0, 1)
 
-    def decode(self, streams: int, tokens: int) -> tuple[float, float]:
-        """Returns seconds of wall and CPU time from the first token of all streams to their last."""
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, clock: child.Clock) -> None:
+        length = len(prompts[0])
         llama.llama_memory_clear(self._memory, True)
-        self._fill([(token, at, stream) for stream in range(streams) for at, token in enumerate(PROMPT)], len(PROMPT))
-        best = self._step(streams)
-        wall, cpu = time.perf_counter(), time.process_time()
-        for at in range(len(PROMPT), len(PROMPT) + tokens - 1):
-            self._fill([(token, at, stream) for stream, token in enumerate(best)], 1)
-            best = self._step(streams)
-        return time.perf_counter() - wall, time.process_time() - cpu
+        self._fill([(token, at, row) for row, prompt in enumerate(prompts) for at, token in enumerate(prompt)], length)
+        best = self._step(len(prompts))
+        clock.prompts_are_done()
+        for at in range(length, length + tokens - 1):
+            self._fill([(token, at, row) for row, token in enumerate(best)], 1)
+            best = self._step(len(prompts))
 
     def _fill(self, entries: list[tuple[int, int, int]], every: int) -> None:
         batch = self._batch
@@ -63,12 +61,7 @@ class BareLlama:
 
 def main() -> None:
     path, threads, context = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    bare = BareLlama(path, threads, context)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        streams, tokens = map(int, line.split())
-        wall_s, cpu_s = bare.decode(streams, tokens)
-        print(json.dumps({"wall_s": wall_s, "cpu_s": cpu_s}), flush=True)
+    child.serve(BareLlama(path, threads, context).generate)
 
 
 if __name__ == "__main__":

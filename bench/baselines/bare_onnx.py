@@ -1,9 +1,7 @@
-"""A generation loop written directly on onnxruntime, to be run as a process of its own.
+"""A generation loop written directly on onnxruntime: `python -m bench.baselines.bare_onnx FOLDER THREADS CONTEXT`.
 
-`python -m bench.baselines.bare_onnx FOLDER THREADS CONTEXT` reads requests from standard input, one line of JSON each:
-prompts of equal length and a number of tokens. It generates greedily in one batch and answers with its `Timing`
-(`bench.baselines.child`). It works for graphs with GroupQueryAttention: past and present share one buffer that is
-written in place, and everything is bound."""
+It reads and writes the lines of `bench.baselines.child`, and generates greedily in one batch. It works for graphs with
+GroupQueryAttention: past and present share one buffer that is written in place, and everything is bound."""
 
 import sys
 from collections.abc import Sequence

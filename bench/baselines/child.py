@@ -1,12 +1,16 @@
 """The protocol between a benchmark and a baseline in its own process: one line of JSON each way."""
 
+import asyncio
+import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+
+from bench.streams import Timing
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -14,21 +18,6 @@ class Ask(msgspec.Struct, frozen=True):
 
     prompts: list[list[int]]
     tokens: int
-
-
-class Timing(msgspec.Struct, frozen=True):
-    """The answer: times in seconds, and tokens."""
-
-    prompt_s: float
-    """Time until every prompt had its first token."""
-    decode_s: float
-    """Time from there on, while all rows decoded."""
-    cpu_s: float
-    """CPU time in that period."""
-    decoded: int
-    """Tokens of all rows in that period."""
-    whole_s: float
-    """Time until every prompt had its last token."""
 
 
 class Clock:
@@ -62,32 +51,27 @@ def serve(generate: Callable[[Sequence[Sequence[int]], int, Clock], None]) -> No
         print(msgspec.json.encode(clock.took(ask)).decode(), flush=True)
 
 
-class Child:
-    """The parent's side of `python -m MODULE MODEL THREADS CONTEXT`."""
+@contextlib.contextmanager
+def running(module: str, model: Path, threads: int, context: int) -> Iterator[Callable[[Ask], Awaitable[Timing]]]:
+    """Runs `python -m MODULE MODEL THREADS CONTEXT`; yields a function that asks it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, str(model), str(threads), str(context)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    source, sink = process.stdout, process.stdin
 
-    def __init__(self, module: str, model: Path, threads: int, context: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(model), str(threads), str(context)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._read() == "ready"
+    def call(ask: Ask) -> Timing:
+        sink.write(msgspec.json.encode(ask).decode() + "\n")
+        sink.flush()
+        return msgspec.json.decode(source.readline(), type=Timing)
 
-    def call(self, line: str) -> str:
-        """Sends a line and returns the answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def generate(self, ask: Ask) -> Timing:
-        return msgspec.json.decode(self.call(msgspec.json.encode(ask).decode()), type=Timing)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+    try:
+        assert source.readline() == "ready\n"
+        yield lambda ask: asyncio.to_thread(call, ask)
+    finally:
+        process.kill()
+        process.wait()

@@ -4,21 +4,18 @@
 cmake, which takes about 10 minutes on 2 cores. Benchmarks find them through the variable LLAMA_CPP_BIN=FOLDER/bin."""
 
 import argparse
-import asyncio
 import contextlib
-import json
 import os
-import socket
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenbus.protocol.process.parent import end_with_parent
+from bench import http_client, system
 
 _TARGETS = ("llama-server", "llama-bench", "llama-batched-bench")
 _FLAGS = (
@@ -44,70 +41,36 @@ def binary(name: str) -> Path:
 class LlamaServer:
     """A running llama-server."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self.base_url = f"http://127.0.0.1:{port}/v1"
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.base_url = f"{url}/v1"
         """Base URL of its OpenAI API."""
 
-    async def complete(self, token_ids: Sequence[int], max_tokens: int) -> list[float]:
+    async def complete(
+        self, token_ids: Sequence[int], max_tokens: int, on_token: Callable[[], None] = lambda: None
+    ) -> list[float]:
         """Returns when each token of a greedy completion arrived, by `time.perf_counter`."""
-        body = {
-            "prompt": list(token_ids),
-            "n_predict": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        return [time.perf_counter() async for event in self.events("/completion", body) if event.get("tokens")]
+        body = {"prompt": list(token_ids), "n_predict": max_tokens, "temperature": 0, "ignore_eos": True}
+        times = []
+        async for event in self.events(body):
+            if event.get("tokens"):
+                times.append(time.perf_counter())
+                on_token()
+        return times
 
-    async def events(self, path: str, body: object) -> AsyncIterator[dict[str, Any]]:
-        """Yields the data of the events with which a request is answered."""
-        async for line in self._lines("POST", path, body):
-            if line.startswith(b"data: ") and line != b"data: [DONE]":
-                yield json.loads(line[6:])
-
-    async def until_ready(self) -> None:
-        async with asyncio.timeout(300):
-            while True:
-                with contextlib.suppress(OSError):
-                    if b'{"status":"ok"}' in [line async for line in self._lines("GET", "/health")]:
-                        return
-                await asyncio.sleep(0.2)
-
-    async def _lines(self, method: str, path: str, body: object = None) -> AsyncIterator[bytes]:
-        """Yields the lines of a response's body as they arrive. HTTP 1.0 avoids chunked encoding."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 24)
-        try:
-            data = b"" if body is None else json.dumps(body).encode()
-            head = f"{method} {path} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-            writer.write(head.encode() + data)
-            while line := await reader.readline():
-                yield line.strip()
-        finally:
-            writer.close()
+    def events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Yields the events of a completion."""
+        return http_client.events(f"{self._url}/completion", body | {"stream": True})
 
 
 @contextlib.asynccontextmanager
 async def running(model: Path, threads: int, *flags: str) -> AsyncIterator[LlamaServer]:
     """Runs llama-server with `model`; `flags` are further arguments."""
-    with socket.socket() as free, tempfile.TemporaryFile() as log:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        command = [str(binary("llama-server")), "-m", str(model), "-t", str(threads), "-tb", str(threads)]
-        process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
-            [*command, "--host", "127.0.0.1", "--port", str(port), *flags],
-            stdout=log,
-            stderr=log,
-            preexec_fn=end_with_parent,
-        )
-        try:
-            server = LlamaServer(port)
-            await server.until_ready()
-            yield server
-        finally:
-            process.kill()
-            process.wait()
+    command = [str(binary("llama-server")), "-m", str(model), "-t", str(threads), "-tb", str(threads), *flags]
+    with system.other_server(lambda port: [*command, "--host", "127.0.0.1", "--port", str(port)]) as port:
+        url = f"http://127.0.0.1:{port}"
+        await http_client.until_answered(f"{url}/health")
+        yield LlamaServer(url)
 
 
 def build(folder: Path) -> None:

@@ -8,17 +8,16 @@ each client, measured in tokens per second of all clients; and prompts with one 
 each round, measured by the median time to the first token. Without --model, a random 0.5B model is made."""
 
 import asyncio
+import functools
 import random
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench import flags, system
+from bench import benchmark_model, flags, http_client, system
 from bench.baselines import llama_server
-from bench.gateway import sse
-from bench.models import benchmark_model
-from bench.paired import quartiles
+from bench.paired import interleave, show
 
 _CLIENTS = 8
 _WORDS = ("the", "fox", "went", "over", "a", "hill", "and", "saw", "some", "blue", "birds", "sing", "at", "night")
@@ -47,7 +46,7 @@ async def throughput(url: str, tokens: int) -> float:
     """Returns the tokens per second of all clients together."""
     began = time.perf_counter()
     asked = [body(f"Client {number} wants a story.", tokens, number) for number in range(_CLIENTS)]
-    replies = await asyncio.gather(*(sse.complete(url, one) for one in asked))
+    replies = await asyncio.gather(*(http_client.complete(url, one) for one in asked))
     generated = sum(int(reply.usage["completion_tokens"]) for reply in replies)
     assert generated == tokens * _CLIENTS, generated
     return generated / (time.perf_counter() - began)
@@ -56,34 +55,37 @@ async def throughput(url: str, tokens: int) -> float:
 async def first_token(url: str, prefix: str) -> float:
     """Returns the median time to the first piece of text, of all clients at once, in seconds."""
     asked = [body(f"Client {number} wants a story.", 4, number, prefix) for number in range(_CLIENTS)]
-    replies = await asyncio.gather(*(sse.complete(url, one) for one in asked))
+    replies = await asyncio.gather(*(http_client.complete(url, one) for one in asked))
     return statistics.median(reply.times[0] - reply.began for reply in replies)
+
+
+class Seen(NamedTuple):
+    tokens_per_s: float
+    first_s: float
+
+
+async def one_round(url: str, tokens: int, prefix: int, number: int) -> Seen:
+    rng = random.Random(number)
+    common = " ".join(rng.choice(_WORDS) for _ in range(int(prefix / _TOKENS_PER_WORD)))
+    return Seen(await throughput(url, tokens), await first_token(url, common))
 
 
 async def measure(model: Path, pairs: int, threads: int, tokens: int, prefix: int) -> None:
     context = _CLIENTS * (prefix * 2 + 256)
     ours = ("--threads", str(threads), "--kv-tokens", str(context), "--context-length", str(context // _CLIENTS))
-    speeds: list[tuple[float, float]] = []
-    firsts: list[tuple[float, float]] = []
     async with (
         system.started(model, ours) as running,
-        sse.gateway(running.nats_url, running.folder) as (url, _),
+        system.gateway(running) as (url, _),
         llama_server.running(model, threads, "--jinja", "-np", str(_CLIENTS), "-c", str(context)) as server,
     ):
-        for number in range(pairs + 1):  # the first one warms up, and is not counted
-            speed = (await throughput(server.base_url, tokens), await throughput(url, tokens))
-            rng = random.Random(number)
-            common = " ".join(rng.choice(_WORDS) for _ in range(int(prefix / _TOKENS_PER_WORD)))
-            first = (await first_token(server.base_url, common), await first_token(url, common))
-            print(f"  round {number}: tokens/s {speed[0]:.1f} and {speed[1]:.1f}, s {first[0]:.2f} and {first[1]:.2f}")
-            if number:
-                speeds.append(speed)
-                firsts.append(first)
-    print(f"{model.name}, {_CLIENTS} clients, {threads} threads, {pairs} interleaved pairs, llama-server and tokenbus")
-    for name, seen in ((f"tokens/s, {tokens} each", speeds), (f"s to the first token, {prefix} shared", firsts)):
-        theirs, mine = (statistics.median(column) for column in zip(*seen, strict=True))
-        ratio = quartiles([ours_now / other for other, ours_now in seen])
-        print(f"  {name:32s} {theirs:8.2f} and {mine:8.2f}: {ratio}")
+        seen = await interleave(
+            functools.partial(one_round, server.base_url, tokens, prefix),
+            functools.partial(one_round, url, tokens, prefix),
+            pairs,
+        )
+    print(f"{model.name}, {_CLIENTS} clients, {threads} threads, {pairs} interleaved pairs")
+    for place, unit in enumerate((f"tokens/s, {tokens} each", f"s to the first token, {prefix} shared")):
+        show(("llama-server", "tokenbus"), unit, [(other[place], own[place]) for other, own in seen], decimals=2)
 
 
 def main() -> None:

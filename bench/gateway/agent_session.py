@@ -9,20 +9,17 @@ answer) that the next turn finds cached, by the numbers that each server reports
 weights, both with room for the whole session."""
 
 import asyncio
-import contextlib
 import json
 import random
 import statistics
 import tempfile
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import flags, system
+from bench import flags, http_client, system
 from bench.baselines import llama_server
-from bench.gateway import sse
-from bench.models import random_model
-from bench.models.shape import PRESETS
+from tests.support.models import random_model
+from tests.support.models.shape import PRESETS
 
 _WORDS = ("the", "fox", "went", "over", "a", "hill", "and", "saw", "some", "blue", "birds", "sing", "at", "night")
 _TOKENS_PER_WORD = 1.625
@@ -80,7 +77,7 @@ class Session:
         }
         blocks: list[dict[str, Any]] = []
         usage: dict[str, int] = {}
-        async for event in sse.events(f"{self._url}/messages", body):
+        async for event in http_client.events(f"{self._url}/messages", body):
             match event["type"]:
                 case "message_start":
                     usage |= event["message"]["usage"]
@@ -127,37 +124,18 @@ def _history(block: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": block["id"], "name": block["name"], "input": json.loads(block["json"] or "{}")}
 
 
-@contextlib.asynccontextmanager
-async def servers(model: Path, context: int, workers: int) -> AsyncIterator[dict[str, str]]:
-    """Yields the base URLs of both."""
-    ours = ("--threads", "1", "--kv-tokens", str(context), "--context-length", str(context))
-    async with (
-        system.started(model, ours) as running,
-        sse.gateway(running.nats_url, running.folder) as (url, _),
-        llama_server.running(model, 1, "--jinja", "-np", "1", "-c", str(context)) as server,
-    ):
-        others = [
-            system.start(
-                running.folder / f"worker{number}.log",
-                *("worker", "--nats", running.nats_url, "--model", str(model), "--served-name", "m", *ours),
-            )
-            for number in range(1, workers)
-        ]
-        try:
-            yield {"tokenbus": url, "llama-server": server.base_url}
-        finally:
-            for other in others:
-                other.terminate()
-                other.wait(timeout=30)
-
-
 async def measure(turns: int, tokens: int, workers: int) -> None:
     context = tokens * 2
+    ours = ("--threads", "1", "--kv-tokens", str(context), "--context-length", str(context))
     with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
         model = Path(folder) / "demo-shape.gguf"
         random_model.write(model, PRESETS["demo"]._replace(context=context), "f16", threads=2)
-        async with servers(model, context, workers) as urls:
-            sessions = {name: Session(url, seed=1) for name, url in urls.items()}
+        async with (
+            system.started(model, *[ours] * workers) as running,
+            system.gateway(running) as (url, _),
+            llama_server.running(model, 1, "--jinja", "-np", "1", "-c", str(context)) as server,
+        ):
+            sessions = {"tokenbus": Session(url, seed=1), "llama-server": Session(server.base_url, seed=1)}
             for session in sessions.values():
                 session.begin(tokens // 3)
             for _ in range(turns):

@@ -7,12 +7,11 @@ interleaved pairs: one at a time for the first token, then --streams at once for
 compared with that of this process while it reads from NATS."""
 
 import asyncio
-import statistics
 import time
 from typing import Any
 
-from bench import flags, system
-from bench.gateway import sse
+from bench import flags, http_client, streams, system
+from bench.paired import show_difference
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
@@ -32,66 +31,48 @@ def body(tokens: int) -> dict[str, Any]:
 
 
 async def over_nats(client: Client) -> float:
-    """Returns the seconds to the first piece of text."""
+    """Returns the milliseconds to the first piece of text."""
     began, first = time.perf_counter(), 0.0
-    async for chunk in client.generate("m", request(4)):
-        if chunk.error:
-            raise SystemExit(f"the system refused: {chunk.error.message}")
+    async for chunk in streams.chunks(client, request(4)):
         if chunk.text and not first:
             first = time.perf_counter() - began
-    return first
+    return 1e3 * first
 
 
 async def over_http(url: str) -> float:
-    """Returns the seconds to the first piece of text."""
-    reply = await sse.complete(url, body(4))
-    return reply.times[0] - reply.began
+    """Returns the milliseconds to the first piece of text."""
+    reply = await http_client.complete(url, body(4))
+    return 1e3 * (reply.times[0] - reply.began)
 
 
-async def cpu_of_client(client: Client, streams: int) -> float:
-    """Returns the CPU seconds per token of this process, which only reads."""
-
-    async def read() -> None:
-        async for chunk in client.generate("m", request(_TOKENS)):
-            if chunk.error:
-                raise SystemExit(f"the system refused: {chunk.error.message}")
-
+async def cpu_of_client(client: Client, num_streams: int) -> float:
+    """Returns the CPU microseconds per token of this process, which only reads."""
     began = time.process_time()
-    await asyncio.gather(*(read() for _ in range(streams)))
-    return (time.process_time() - began) / (streams * _TOKENS)
+    await asyncio.gather(*(streams.drain(client, request(_TOKENS)) for _ in range(num_streams)))
+    return 1e6 * (time.process_time() - began) / (num_streams * _TOKENS)
 
 
-async def cpu_of_gateway(url: str, pid: int, streams: int) -> float:
-    """Returns the CPU seconds per token of the gateway's process."""
+async def cpu_of_gateway(url: str, pid: int, num_streams: int) -> float:
+    """Returns the CPU microseconds per token of the gateway's process."""
     began = system.cpu_seconds(pid)
-    await asyncio.gather(*(sse.complete(url, body(_TOKENS)) for _ in range(streams)))
-    return (system.cpu_seconds(pid) - began) / (streams * _TOKENS)
+    await asyncio.gather(*(http_client.complete(url, body(_TOKENS)) for _ in range(num_streams)))
+    return 1e6 * (system.cpu_seconds(pid) - began) / (num_streams * _TOKENS)
 
 
-async def measure(pairs: int, rounds: int, streams: int) -> None:
-    settings = ("--threads", "1", "--context-length", "512", "--kv-tokens", str(512 * streams))
-    async with (
-        system.started(MODEL_PATH, settings) as running,
-        sse.gateway(running.nats_url, running.folder) as (url, pid),
-    ):
+async def measure(pairs: int, rounds: int, num_streams: int) -> None:
+    settings = ("--threads", "1", "--context-length", "512", "--kv-tokens", str(512 * num_streams))
+    async with system.started(MODEL_PATH, settings) as running, system.gateway(running) as (url, pid):
         firsts = [(await over_nats(running.client), await over_http(url)) for _ in range(pairs + 5)][5:]
         costs = [
-            (await cpu_of_client(running.client, streams), await cpu_of_gateway(url, pid, streams))
+            (await cpu_of_client(running.client, num_streams), await cpu_of_gateway(url, pid, num_streams))
             for _ in range(rounds + 1)
         ][1:]
-    for title, scale, unit, seen in (
-        (f"time to the first token, {pairs} interleaved pairs", 1e3, "ms", firsts),
-        (f"CPU time a token, {streams} streams of {_TOKENS}, {rounds} interleaved pairs", 1e6, "us", costs),
+    for title, unit, seen in (
+        (f"time to the first token, {pairs} interleaved pairs", "ms", firsts),
+        (f"CPU time a token, {num_streams} streams of {_TOKENS}, {rounds} interleaved pairs", "us", costs),
     ):
         print(f"demo model, {title}")
-        columns = {
-            "client of the bus": [one for one, _ in seen],
-            "gateway": [other for _, other in seen],
-            "difference": [other - one for one, other in seen],
-        }
-        for name, column in columns.items():
-            low, middle, high = (scale * value for value in statistics.quantiles(column, n=4))
-            print(f"  {name:<18} {middle:7.2f} {unit} (quartiles {low:.2f} to {high:.2f})")
+        show_difference(("client of the bus", "gateway"), unit, seen)
 
 
 def main() -> None:

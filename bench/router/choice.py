@@ -9,6 +9,7 @@ import gc
 import random
 import statistics
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,38 +21,40 @@ from tokenbus.router.placement.policies import KvAware
 _ANYONE = PlacementOptions()
 
 
-class Testbed:
-    """A fleet with full prefix caches, and prompts that continue what the workers hold."""
+class Router:
+    """The core of a router, with workers whose prefix caches are full."""
 
-    def __init__(self, workers: int, num_blocks: int, seed: int) -> None:
-        self.rng, self._numbers = random.Random(seed), np.random.default_rng(seed)
-        self._told = cached_blocks.conversations(workers, num_blocks, self._numbers)
-        self.fleet = cached_blocks.fleet(workers, 2 * num_blocks // workers + 1_024)
-        cached_blocks.fill(self.fleet, self._told, self._numbers)
+    def __init__(self, workers: int, told: Sequence[cached_blocks.Conversation], rng: np.random.Generator) -> None:
+        held = sum(len(one.token_ids) for one in told) // (4 * cached_blocks.BLOCK)
+        self.fleet = cached_blocks.fleet(workers, 2 * held // workers + 1_024)
+        cached_blocks.fill(self.fleet, told, rng)
+        self._policy, self._rng = KvAware(), random.Random(1)
 
-    def prompts(self, tokens: int, count: int) -> list[bytes]:
-        return cached_blocks.prompts(self._told, tokens, count, self._numbers)
-
-    def choose(self, number: int, data: bytes, policy: KvAware) -> None:
+    def choose(self, key: str, data: bytes, now: float = 0.5, options: PlacementOptions = _ANYONE) -> Placement:
         """Does what a router does for each request, except for sending it."""
-        scheme = self.fleet.hash_scheme_of("m")
+        scheme = self.fleet.hash_scheme_of(cached_blocks.MODEL)
         assert scheme is not None
-        prompt = PlacementRequest(f"r{number}", len(data) // 4, scheme.hashes(data, "default"))
-        placement = self.fleet.place("m", prompt, policy, self.rng, 0.5, _ANYONE)
-        assert isinstance(placement, Placement)
-        self.fleet.unbook(placement.worker.card.address, prompt.key)
+        prompt = PlacementRequest(key, len(data) // 4, scheme.hashes(data, "default"))
+        found = self.fleet.place(cached_blocks.MODEL, prompt, self._policy, self._rng, now, options)
+        assert isinstance(found, Placement)
+        return found
+
+    def unbook(self, key: str, placement: Placement) -> None:
+        self.fleet.unbook(placement.worker.card.address, key)
 
 
 def measure(workers: int, num_blocks: int, tokens: int, count: int) -> list[float]:
-    """Returns the microseconds of each choice, sorted."""
-    bed = Testbed(workers, num_blocks, seed=1)
-    policy = KvAware()
+    """Returns the microseconds of each choice, sorted. Each prompt continues what a worker holds."""
+    rng = np.random.default_rng(1)
+    told = cached_blocks.conversations(workers, num_blocks, rng)
+    router = Router(workers, told, rng)
     gc.collect()
     gc.freeze()
     taken = []
-    for number, data in enumerate(bed.prompts(tokens, count)):
+    for number, data in enumerate(cached_blocks.prompts(told, tokens, count, rng)):
         began = time.process_time_ns()
-        bed.choose(number, data, policy)
+        key = f"r{number}"
+        router.unbook(key, router.choose(key, data))
         taken.append((time.process_time_ns() - began) / 1e3)
     return sorted(taken)
 

@@ -9,7 +9,6 @@ outside the measurement. A choice is measured in CPU time of all threads of this
 
 import asyncio
 import gc
-import random
 import statistics
 import sys
 import time
@@ -22,14 +21,12 @@ import uvloop
 
 from bench import flags, paired
 from bench.baselines import dynamo_wheel
-from bench.router import cached_blocks
+from bench.router import cached_blocks, choice
 from tokenbus.protocol.wire import block_hash
-from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
-from tokenbus.router.placement.policies import KvAware
+from tokenbus.router.placement.placement import PlacementOptions
 from tokenbus.router.placement.predictions import PREDICTION_TTL_S
 
 _SEED = 1
-_ANYONE = PlacementOptions()
 _EXPLAINED = PlacementOptions(explain=True)
 _SAMPLES = 100
 
@@ -63,39 +60,26 @@ class TokenbusSide:
     """The core of a router, with workers whose caches are full."""
 
     def __init__(self, workers: int, told: Sequence[cached_blocks.Conversation]) -> None:
-        held = sum(len(one.token_ids) for one in told) // (4 * cached_blocks.BLOCK)
-        self._fleet = cached_blocks.fleet(workers, 2 * held // workers + 1_024)
-        cached_blocks.fill(self._fleet, told, np.random.default_rng(_SEED))
-        self._policy = KvAware()
-        self._rng = random.Random(_SEED)
+        self._router = choice.Router(workers, told, np.random.default_rng(_SEED))
         self._now = 0.5
-
-    def choose(self, key: str, token_ids: list[int], options: PlacementOptions = _ANYONE) -> Placement:
-        """Does what a router does for each request, except for sending it."""
-        data = block_hash.pack_token_ids(token_ids)
-        scheme = self._fleet.hash_scheme_of("m")
-        assert scheme is not None
-        prompt = PlacementRequest(key, len(token_ids), scheme.hashes(data, "default"))
-        found = self._fleet.place("m", prompt, self._policy, self._rng, self._now, options)
-        assert isinstance(found, Placement)
-        return found
 
     def round(self, prompts: Sequence[list[int]]) -> list[Sample]:
         watch, placed = Watch(), []
         for number, token_ids in enumerate(prompts):
             with watch:
-                placed.append(self.choose(f"r{number}", token_ids))
+                data = block_hash.pack_token_ids(token_ids)
+                placed.append(self._router.choose(f"r{number}", data, self._now))
         for number, one in enumerate(placed):
-            self._fleet.unbook(one.worker.card.address, f"r{number}")
+            self._router.unbook(f"r{number}", one)
         return watch.taken
 
     def overlap(self, token_ids: list[int]) -> dict[int, int]:
         """Returns the leading blocks that each worker holds, without workers that hold none. All predictions have
         expired."""
         self._now += PREDICTION_TTL_S
-        self._fleet.renew_all_leases(self._now)
-        found = self.choose("sample", token_ids, _EXPLAINED)
-        self._fleet.unbook(found.worker.card.address, "sample")
+        self._router.fleet.renew_all_leases(self._now)
+        found = self._router.choose("sample", block_hash.pack_token_ids(token_ids), self._now, _EXPLAINED)
+        self._router.unbook("sample", found)
         assert found.report is not None
         return {int(one.worker_id[1:]): one.overlap_blocks for one in found.report.candidates if one.overlap_blocks}
 
@@ -165,7 +149,7 @@ def compare(name: str, first: Round, second: Round, supplies: tuple[Supply, Supp
     for clock, label in enumerate(Sample._fields):
         measured = [[[one[clock] for one in taken] for taken in found[1:]] for found in samples]
         ratios = [statistics.median(b) / statistics.median(a) for a, b in zip(*measured, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = paired.quartiles(ratios)
         cells = "".join(_cell([value for taken in found for value in taken]) for found in measured)
         lines.append(f"{name:28}{label:>6}{cells}    {middle:.3f} ({low:.3f} to {high:.3f})")
     return lines

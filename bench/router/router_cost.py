@@ -14,19 +14,17 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import nats
 from nats.aio.client import Client as Nats
 from nats.aio.msg import Msg
 from tokenizers import Tokenizer
 
-from bench.system import card, cpu_seconds, start
-from tokenbus.cli.console import nats_server
-from tokenbus.client import Client
+from bench import flags, system
+from bench.paired import quartiles
+from bench.system import cpu_seconds
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import codec, internal, subjects
@@ -90,28 +88,18 @@ async def _first_ms(ask: Callable[[], Awaitable[float]], count: int) -> float:
 
 
 async def measure(options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as folder:
-        server = await nats_server.start(0, Path(folder) / "nats.log")
-        router = start(Path(folder) / "router.log", "router", "--nats", server.url)
-        model = ("--model", str(MODEL_PATH), "--served-name", "m", "--threads", "1", "--worker-id", _WORKER)
-        worker = start(Path(folder) / "worker.log", "worker", "--nats", server.url, *model)
+    async with system.started(MODEL_PATH, ("--threads", "1", "--worker-id", _WORKER)) as running:
         hops = [
-            await asyncio.create_subprocess_exec(sys.executable, "-c", _HOPS, server.url, name)
+            await asyncio.create_subprocess_exec(sys.executable, "-c", _HOPS, running.nats_url, name)
             for name in ("first", "second")
         ]
+        connection = await nats.connect(running.nats_url)
         try:
-            async with await Client.connect(server.url) as client:
-                await card(client)
-            connection = await nats.connect(server.url)
-            tokenizer = await _tokenizer(connection)
-            await _compare(options, Wire(connection), tokenizer, router.pid)
-            await connection.close()
+            await _compare(options, Wire(connection), await _tokenizer(connection), running.router_pid)
         finally:
-            for process in (router, worker):
-                process.kill()
+            await connection.close()
             for hop in hops:
                 hop.kill()
-            server.stop()
 
 
 async def _compare(options: argparse.Namespace, wire: Wire, tokenizer: Tokenizer, pid: int) -> None:
@@ -179,15 +167,13 @@ def _show(rows: list[tuple[float, ...]], idle: float) -> None:
         ("added p50, ids", added, "ms"),
         ("added p50, text, beyond encode", added_text, "ms"),
     ):
-        low, middle, high = statistics.quantiles(values, n=4)
+        low, middle, high = quartiles(values)
         print(f"{name:34}{middle:10.2f} {unit} ({low:.2f} to {high:.2f})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--requests", type=int, default=1_000)
+    parser = flags.parser(__doc__, requests=1_000, rounds=7)
     parser.add_argument("--at-once", type=int, default=16, help="requests in flight while CPU time is measured")
-    parser.add_argument("--rounds", type=int, default=7)
     asyncio.run(measure(parser.parse_args()))
 
 

@@ -6,52 +6,44 @@ Compared with llama-server with eight slots, in interleaved pairs. Each round ha
 has it cached from an earlier round."""
 
 import asyncio
+import functools
 import random
 import statistics
 import time
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
-from bench import flags, streams, system
+from bench import benchmark_model, flags, streams, system
 from bench.baselines import llama_server
-from bench.models import benchmark_model
-from bench.paired import quartiles
+from bench.paired import interleave, show
 
 _REQUESTS, _TAIL, _TOKENS = 8, 16, 2
+
+
+async def first_token_s(complete: streams.Complete, prefix: int, number: int) -> float:
+    """Returns the median time to first token."""
+    rng = random.Random(number)
+    common = benchmark_model.random_prompt(rng, prefix)
+    prompts = [common + benchmark_model.random_prompt(rng, _TAIL) for _ in range(_REQUESTS)]
+    began = time.perf_counter()
+    answers = await asyncio.gather(*(complete(prompt, _TOKENS) for prompt in prompts))
+    return statistics.median(times[0] - began for times in answers)
 
 
 async def measure(model: Path, prefix: int, pairs: int, threads: int) -> None:
     context = str(_REQUESTS * (prefix + _TAIL + 16))
     ours = ("--threads", str(threads), "--kv-tokens", context, "--context-length", str(prefix + _TAIL + 16))
-    seen = []
     async with (
         system.running(model, *ours) as client,
         llama_server.running(model, threads, "-np", str(_REQUESTS), "-c", context) as server,
     ):
-        for number in range(pairs):
-            prompts = _prompts(number, prefix)
-            theirs = await _first_tokens([server.complete(prompt, _TOKENS) for prompt in prompts])
-            seen.append((theirs, await _first_tokens([streams.complete(client, one, _TOKENS) for one in prompts])))
-            print(f"  round {number + 1}: llama-server {theirs:.2f} s, tokenbus {seen[-1][1]:.2f} s", flush=True)
+        seen = await interleave(
+            functools.partial(first_token_s, server.complete, prefix),
+            functools.partial(first_token_s, functools.partial(streams.complete, client), prefix),
+            pairs,
+            warm_up=0,
+        )
     print(f"{model.name}, {_REQUESTS} requests with one {prefix}-token prefix, {threads} threads, {pairs} pairs")
-    print(
-        f"  llama-server   {statistics.median(theirs for theirs, _ in seen):6.2f} s to the first token, in the median"
-    )
-    print(f"  tokenbus       {statistics.median(ours_s for _, ours_s in seen):6.2f} s")
-    print(f"  tokenbus / llama-server   {quartiles([ours_s / theirs for theirs, ours_s in seen])}")
-
-
-def _prompts(number: int, prefix: int) -> list[list[int]]:
-    rng = random.Random(number)
-    common = [rng.randrange(10, benchmark_model.VOCABULARY) for _ in range(prefix)]
-    return [common + [rng.randrange(10, benchmark_model.VOCABULARY) for _ in range(_TAIL)] for _ in range(_REQUESTS)]
-
-
-async def _first_tokens(answers: list[Coroutine[Any, Any, list[float]]]) -> float:
-    """Returns the median time to first token."""
-    began = time.perf_counter()
-    return statistics.median(times[0] - began for times in await asyncio.gather(*answers))
+    show(("llama-server", "tokenbus"), "s to the first token, in the median", seen, decimals=2)
 
 
 def main() -> None:

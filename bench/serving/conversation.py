@@ -8,7 +8,7 @@ for the conversation's prompts, relative to those that were new in them."""
 import asyncio
 import random
 
-from bench import flags, system
+from bench import flags, streams, system
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
@@ -20,7 +20,7 @@ async def say(client: Client, turns: list[messages.ChatMessage]) -> messages.Usa
     """Sends a conversation and appends the model's answer to it."""
     text, usage = "", None
     request = messages.GenerateRequest(messages=list(turns), max_tokens=24, temperature=0)
-    async for chunk in client.generate("m", request):
+    async for chunk in streams.chunks(client, request):
         text += chunk.text
         usage = chunk.usage if isinstance(chunk.usage, messages.Usage) else usage
     assert usage is not None

@@ -6,13 +6,12 @@ It sends prompts of 16 tokens to the demo model, one at a time, in interleaved p
 `EngineClient` in this process, and through a whole system on this machine."""
 
 import asyncio
-import statistics
 import time
 
-from bench import flags, system
+from bench import flags, streams, system
+from bench.paired import show_difference
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
-from tokenbus.protocol.wire import messages
 from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine_client import engine_process
@@ -23,7 +22,7 @@ _SETTINGS = EngineSettings(model=str(MODEL_PATH), threads=1, context_length=512,
 
 
 async def from_the_engine(engine: EngineClient, number: int) -> float:
-    """Returns the seconds from the request to the first token."""
+    """Returns the milliseconds from the request to the first token."""
     began = time.perf_counter()
     first: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     ended = asyncio.Event()
@@ -37,17 +36,13 @@ async def from_the_engine(engine: EngineClient, number: int) -> float:
     sampling = engine_request.Sampling(max_tokens=2, ignore_eos=True)
     engine.generate(engine_request.EngineRequest(key=f"r{number}", token_ids=_PROMPT, sampling=sampling), take)
     await ended.wait()
-    return await first
+    return 1e3 * await first
 
 
 async def through_the_system(client: Client) -> float:
+    """Returns the milliseconds from the request to the first token."""
     began = time.perf_counter()
-    first = 0.0
-    request = messages.GenerateRequest(token_ids=_PROMPT, max_tokens=2, temperature=0, ignore_eos=True)
-    async for chunk in client.generate("m", request):
-        if chunk.tokens and not first:
-            first = time.perf_counter() - began
-    return first
+    return 1e3 * ((await streams.complete(client, _PROMPT, 2))[0] - began)
 
 
 async def measure(pairs: int) -> None:
@@ -63,14 +58,7 @@ async def measure(pairs: int) -> None:
     finally:
         await engine.cleanup()
     print(f"demo model, {len(_PROMPT)}-token prompt, {pairs} interleaved pairs, time to the first token")
-    columns = {
-        "bare engine": [bare for bare, _ in seen],
-        "whole system": [whole for _, whole in seen],
-        "difference": [whole - bare for bare, whole in seen],
-    }
-    for name, column in columns.items():
-        low, middle, high = (1e3 * value for value in statistics.quantiles(column, n=4))
-        print(f"  {name:<14} {middle:6.2f} ms (quartiles {low:.2f} to {high:.2f})")
+    show_difference(("bare engine", "whole system"), "ms", seen)
 
 
 def main() -> None:

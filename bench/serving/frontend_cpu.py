@@ -6,10 +6,10 @@ The demo model runs with full batches. The result is the frontend process's CPU 
 by the tokens it published, and the same for the client in this process."""
 
 import asyncio
-import statistics
 import time
 
-from bench import flags, system
+from bench import flags, streams, system
+from bench.paired import show_column
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
@@ -18,30 +18,23 @@ _TOKENS = 400
 REQUEST = messages.GenerateRequest(prompt="Once upon a time", max_tokens=_TOKENS, temperature=0, ignore_eos=True)
 
 
-async def one_round(client: Client, streams: int, front_pid: int) -> tuple[float, float]:
-    """Returns the CPU seconds per token of the frontend and of this process."""
-
-    async def read() -> None:
-        async for chunk in client.generate("m", REQUEST):
-            if chunk.error:
-                raise SystemExit(f"the system refused: {chunk.error.message}")
-
+async def one_round(client: Client, num_streams: int, front_pid: int) -> tuple[float, float]:
+    """Returns the CPU microseconds per token of the frontend and of this process."""
     frontend, own = system.cpu_seconds(front_pid), time.process_time()
-    await asyncio.gather(*(read() for _ in range(streams)))
-    tokens = streams * _TOKENS
-    return (system.cpu_seconds(front_pid) - frontend) / tokens, (time.process_time() - own) / tokens
+    await asyncio.gather(*(streams.drain(client, REQUEST) for _ in range(num_streams)))
+    scale = 1e6 / (num_streams * _TOKENS)
+    return (system.cpu_seconds(front_pid) - frontend) * scale, (time.process_time() - own) * scale
 
 
-async def measure(streams: int, rounds: int) -> None:
-    settings = ("--threads", "1", "--max-num-seqs", str(streams), "--kv-tokens", str(512 * streams))
+async def measure(num_streams: int, rounds: int) -> None:
+    settings = ("--threads", "1", "--max-num-seqs", str(num_streams), "--kv-tokens", str(512 * num_streams))
     async with system.running(MODEL_PATH, *settings, "--context-length", "512") as client:
-        pid = (await system.card(client)).pids.front
-        await one_round(client, streams, pid)
-        seen = [await one_round(client, streams, pid) for _ in range(rounds)]
-    print(f"demo model, {streams} streams of {_TOKENS} tokens, CPU time a token, {rounds} rounds")
+        pid = (await system.cards(client))[0].pids.front
+        await one_round(client, num_streams, pid)
+        seen = [await one_round(client, num_streams, pid) for _ in range(rounds)]
+    print(f"demo model, {num_streams} streams of {_TOKENS} tokens, CPU time a token, {rounds} rounds")
     for name, column in zip(("front", "client"), zip(*seen, strict=True), strict=True):
-        low, middle, high = (1e6 * value for value in statistics.quantiles(column, n=4))
-        print(f"  {name:<8} {middle:6.1f} us (quartiles {low:.1f} to {high:.1f})")
+        show_column(name, "us", column)
 
 
 def main() -> None:

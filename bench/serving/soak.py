@@ -64,21 +64,11 @@ async def ask(client: Client, rng: random.Random, tally: Tally) -> None:
 
 
 async def measure(minutes: float, over: int) -> None:
-    flags = (
-        "--threads",
-        "1",
-        "--max-num-seqs",
-        str(_SEQUENCES),
-        "--max-waiting",
-        str(_WAITING),
-        "--expected-tokens",
-        "64",
-        "--host-cache-mib",
-        str(_HOST_CACHE_MIB),
-    )
+    sizes = ("--max-num-seqs", str(_SEQUENCES), "--max-waiting", str(_WAITING), "--expected-tokens", "64")
+    memory = ("--kv-tokens", "4096", "--context-length", "1024", "--host-cache-mib", str(_HOST_CACHE_MIB))
     tally = Tally()
-    async with system.running(MODEL_PATH, *flags, "--kv-tokens", "4096", "--context-length", "1024") as client:
-        card = await system.card(client)
+    async with system.running(MODEL_PATH, "--threads", "1", *sizes, *memory) as client:
+        (card,) = await system.cards(client)
         ends_at = time.monotonic() + 60 * minutes
 
         async def live(seed: int) -> None:
@@ -87,17 +77,17 @@ async def measure(minutes: float, over: int) -> None:
                 await ask(client, rng, tally)
 
         lives = [asyncio.create_task(live(seed)) for seed in range(over * (_SEQUENCES + _WAITING))]
-        sizes = await _watch(card, ends_at, lives)
+        resident = await _watch(card, ends_at, lives)
         await asyncio.gather(*lives)
         await asyncio.sleep(1.0)
-        load = (await system.card(client)).load
+        load = (await system.cards(client))[0].load
     print(f"{minutes:g} minutes, {len(lives)} clients: {sum(tally.ends.values())} requests, {dict(tally.ends)}")
-    print(f"  resident memory of frontend and engine, MiB, each half minute: {sizes}")
+    print(f"  resident memory of frontend and engine, MiB, each half minute: {resident}")
     print(f"  at the end: {load}")
     assert not tally.wrong, tally.wrong[:5]
     assert load is not None
     assert (load.running, load.waiting, load.used_blocks) == (0, 0, 0), load
-    steady = sizes[int(_WARM_UP_S / 30) :]
+    steady = resident[int(_WARM_UP_S / 30) :]
     assert len(steady) < 2 or max(steady[-1]) <= _GROWTH * max(steady[0]), "memory has grown"
 
 

@@ -5,28 +5,44 @@ Run: .venv/bin/python -m bench.serving.versions ../other [--pairs 15] [--streams
 
 Each checkout has a broker, a router and a worker of its own, which serve the same file all the time; the client is this
 checkout's. The other checkout needs its own environment (`make .venv/.ready` there). Two costs are compared: generating
-tokens from the first to the last, and computing a prompt that no worker has cached. Above 1, this checkout is worse.
+tokens while all streams decode, and computing a prompt that no worker has cached. Above 1, this checkout is worse.
 The CPU time is that of the engine alone, which other programs on the machine affect less than wall time. Without
 --model, a 0.5B model in Q8_0 with random weights is made."""
 
 import argparse
 import asyncio
+import functools
+import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from bench import flags, streams, system
-from bench.models import benchmark_model
-from bench.paired import quartiles
-from bench.serving.decode import Timing, through_the_system
+from bench import benchmark_model, flags, streams, system
+from bench.paired import interleave, quartiles
 from tokenbus.client import Client
 
 
-async def compute_prompt(client: Client, engine_pid: int, prompt: list[int]) -> Timing:
-    """Returns what a prompt costs until its first token arrives."""
+class Cost(NamedTuple):
+    cpu_s: float
+    wall_s: float
+
+
+class Costs(NamedTuple):
+    decode: Cost
+    """Of a token."""
+    prompt: Cost
+
+
+async def costs(client: Client, engine_pid: int, options: argparse.Namespace, number: int) -> Costs:
+    complete, rng = functools.partial(streams.complete, client), random.Random(number)
+    prompts = [benchmark_model.random_prompt(rng, 16) for _ in range(options.streams)]
+    took = await streams.decode(complete, prompts, options.tokens, engine_pid)
     cpu, wall = system.cpu_seconds(engine_pid), time.perf_counter()
-    await streams.complete(client, prompt, 1)
-    return Timing(time.perf_counter() - wall, system.cpu_seconds(engine_pid) - cpu)
+    await complete(benchmark_model.prompt(number, options.prompt), 1)
+    prompt = Cost(system.cpu_seconds(engine_pid) - cpu, time.perf_counter() - wall)
+    return Costs(Cost(took.cpu_s / took.decoded, took.decode_s / took.decoded), prompt)
 
 
 async def compare(other: Path, options: argparse.Namespace, model: Path) -> None:
@@ -36,20 +52,21 @@ async def compare(other: Path, options: argparse.Namespace, model: Path) -> None
         system.started(model, settings, python=other / ".venv/bin/python") as theirs,
         system.started(model, settings, python=Path(sys.executable)) as ours,
     ):
-        sides = [(one.client, (await system.card(one.client)).pids.engine) for one in (theirs, ours)]
-        decoded, prompts = [], []
-        for number in range(options.pairs + 1):
-            prompt = benchmark_model.prompt(number, options.prompt)
-            decoded.append([await through_the_system(*side, options.streams, options.tokens) for side in sides])
-            prompts.append([await compute_prompt(*side, prompt) for side in sides])
+        pids = [await system.engine_pid(one.client) for one in (theirs, ours)]
+        seen = await interleave(
+            lambda number: costs(theirs.client, pids[0], options, number),
+            lambda number: costs(ours.client, pids[1], options, number),
+            options.pairs,
+        )
     print(f"{model.name}, {options.threads} threads, {options.pairs} interleaved pairs; cost, this / other")
-    for name, seen in (
-        (f"decode, {options.streams} streams of {options.tokens} tokens", decoded[1:]),
-        (f"a prompt of {options.prompt} tokens", prompts[1:]),
-    ):
-        print(f"  {name}")
-        print(f"    engine's CPU time   {quartiles([b.cpu_s / a.cpu_s for a, b in seen])}")
-        print(f"    wall time           {quartiles([b.wall_s / a.wall_s for a, b in seen])}")
+    _show(f"decode, {options.streams} streams of {options.tokens} tokens", [(a.decode, b.decode) for a, b in seen])
+    _show(f"a prompt of {options.prompt} tokens", [(a.prompt, b.prompt) for a, b in seen])
+
+
+def _show(name: str, seen: Sequence[tuple[Cost, Cost]]) -> None:
+    print(f"  {name}")
+    print(f"    engine's CPU time   {quartiles([b.cpu_s / a.cpu_s for a, b in seen])}")
+    print(f"    wall time           {quartiles([b.wall_s / a.wall_s for a, b in seen])}")
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
-from bench.models import random_model, random_vocabulary
 from tests.architectures import hyperparameters
 from tests.architectures.hyperparameters import VOCABULARY, Value
+from tests.support.models import random_model, random_vocabulary
 from tokenbus.worker.engine.gguf import backend
 
 _LIBRARY = Path(llama.__file__).parent / "lib" / "libggml-base.so"

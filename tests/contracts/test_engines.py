@@ -10,14 +10,14 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.models import random_encoder
-from bench.models.random_encoder import EncoderShape
 from tests.contracts import adapter_rules, constraint_rules, kit, reasoning_rules, stream_rules
 from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support import encoder
 from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
 from tests.support.engines import DEMO, ONNX, demo_engine, exact_demo, gqa_demo, stateful, thread_engine
 from tests.support.hostile_constraints import ALL as ALL_HOSTILE
+from tests.support.models import random_encoder
+from tests.support.models.random_encoder import EncoderShape
 from tokenbus.protocol.wire import codec, errors, internal
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker.contract import contract, engine_request

@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 
-from bench.models import random_encoder
-from bench.models.random_encoder import EncoderShape
+from tests.support.models import random_encoder
+from tests.support.models.random_encoder import EncoderShape
 from tests.support.system import Gateway, running_gateway, up_with_output
 from tokenbus.gateway import openapi
 from tokenbus.gateway.dialects import DIALECTS

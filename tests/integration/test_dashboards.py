@@ -13,11 +13,11 @@ from typing import Any
 import openai
 import pytest
 
-from bench.run_sender import RunSender
 from tests.support import alert_rules
 from tests.support.exact_client import until_ready
 from tests.support.prometheus import WINDOW, Prometheus
 from tests.support.raw_client import PREFIX
+from tests.support.run_sender import RunSender
 from tests.support.system import Gateway, System, running_gateway
 from tokenbus import demo
 

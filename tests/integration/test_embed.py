@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from llama_cpp import llama_cpp as llama
 
-from bench.models import random_encoder
-from bench.models.random_encoder import EncoderShape
 from tests.support import encoder, encoder_math
 from tests.support.exact_client import until_ready
+from tests.support.models import random_encoder
+from tests.support.models.random_encoder import EncoderShape
 from tests.support.raw_client import PREFIX, RawClient
 from tests.support.system import System
 from tokenbus import demo

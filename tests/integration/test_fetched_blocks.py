@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.run_sender import RunSender
 from tests.support import adapters
+from tests.support.run_sender import RunSender
 from tests.support.system import System
 from tokenbus.protocol.wire import messages
 from tokenbus.protocol.wire.block_hash import Adapter

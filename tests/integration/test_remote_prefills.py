@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.run_sender import RunSender
+from tests.support.run_sender import RunSender
 from tests.support.system import System
 from tokenbus.protocol.wire import codec, internal, messages
 

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.models import random_encoder
-from bench.models.random_encoder import EncoderShape
 from tests.support import encoder_math
 from tests.support.exact_client import until_ready
+from tests.support.models import random_encoder
+from tests.support.models.random_encoder import EncoderShape
 from tests.support.raw_client import PREFIX, RawClient
 from tests.support.system import System, command
 from tokenbus.client.client import Client

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.models import random_adapter
 from tests.support import safetensors_model
+from tests.support.models import random_adapter
 
 DEMO_SHAPES: Mapping[str, tuple[int, int]] = {
     f"blk.{layer}.{name}.weight": shape

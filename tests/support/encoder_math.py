@@ -1,11 +1,11 @@
-"""Computes with numpy, and nothing of llama.cpp, what random encoders (bench/models/random_encoder.py) compute."""
+"""Computes with numpy, and nothing of llama.cpp, what random encoders (models/random_encoder.py) compute."""
 
 from pathlib import Path
 
 import gguf
 import numpy as np
 
-from bench.models.random_encoder import EPSILON, ROPE_BASE, EncoderShape, Weights
+from tests.support.models.random_encoder import EPSILON, ROPE_BASE, EncoderShape, Weights
 
 
 def read_weights(path: Path) -> Weights:

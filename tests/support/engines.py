@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from llama_cpp import llama_cpp as llama
 
-from bench.models import random_stateful
+from tests.support.models import random_stateful
 from tokenbus import demo
 from tokenbus.demo import export_onnx
 from tokenbus.worker.contract import engine_output

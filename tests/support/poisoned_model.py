@@ -8,10 +8,10 @@ import gguf
 import msgspec
 import numpy as np
 
-from bench.models import random_model, random_stateful
-from bench.models.shape import Shape
 from tests.support import adapters
 from tests.support.engines import DEMO
+from tests.support.models import random_model, random_stateful
+from tests.support.models.shape import Shape
 from tokenbus.worker.contract.engine_settings import EngineSettings
 
 POISON = 301

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.models import random_encoder
-from bench.models.random_encoder import EncoderShape
 from tests.support import scripted_model
+from tests.support.models import random_encoder
+from tests.support.models.random_encoder import EncoderShape
 from tests.support.system import Gateway, running_gateway, running_up, running_worker
 from tests.third_party import script
 

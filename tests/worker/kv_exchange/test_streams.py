@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.run_sender import RunSender, Streamed
 from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
 from tests.support.engines import thread_engine
+from tests.support.run_sender import RunSender, Streamed
 from tokenbus.cli.console import nats_server
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.bus import Bus

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from llama_cpp import llama_cpp as llama
 
-from bench.models import random_model
-from bench.models.shape import Shape
 from tests.support import broken_models
 from tests.support.engines import DEMO, demo_engine, gguf_runner
+from tests.support.models import random_model
+from tests.support.models.shape import Shape
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker.contract import contract

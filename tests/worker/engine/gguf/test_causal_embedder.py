@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.models import random_encoder
-from bench.models.random_encoder import EncoderShape
 from tests.support import encoder_math, poisoned_model
+from tests.support.models import random_encoder
+from tests.support.models.random_encoder import EncoderShape
 from tests.support.poisoned_model import POISON
 from tokenbus.protocol.wire import messages
 from tokenbus.worker.contract.engine_errors import ModelError

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from llama_cpp import llama_cpp as llama
 
-from bench.models import random_stateful
 from tests.support.engines import gguf_runner
+from tests.support.models import random_stateful
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import probe

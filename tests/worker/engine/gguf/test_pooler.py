@@ -8,9 +8,9 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from bench.models import random_encoder
-from bench.models.random_encoder import EncoderShape
 from tests.support import encoder_math, poisoned_model
+from tests.support.models import random_encoder
+from tests.support.models.random_encoder import EncoderShape
 from tests.support.poisoned_model import POISON
 from tokenbus.demo import corpus
 from tokenbus.worker.contract.engine_errors import ModelError

@@ -1,6 +1,6 @@
 """Measures what streams and a long prompt cost each other, with disaggregated prefill and without.
 
-Run: .venv/bin/python -m bench.serving.kv.disaggregation [--model FILE.gguf] [--tokens 1200] [--streams 4] [--prompts 2]
+Run: .venv/bin/python -m bench.serving.disaggregation [--model FILE.gguf] [--tokens 1200] [--streams 4] [--prompts 2]
     [--pairs 1]
 
 Two workers with one thread, each on a core of its own, a router and a broker. In each pair, prompts arrive one after
@@ -15,20 +15,14 @@ import asyncio
 import itertools
 import os
 import statistics
-import subprocess
-import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import flags, streams, system
-from bench.models import benchmark_model
+from bench import benchmark_model, flags, streams, system
 from bench.paired import Ratio, quartiles
-from tokenbus.cli.console import nats_server
 from tokenbus.client import Client
-from tokenbus.protocol.wire import messages
 
 _MAX_FOREIGN_SHARE = 0.1
 _SETTLED = 8
@@ -47,41 +41,6 @@ class Seen(NamedTuple):
     """The time to the first token of each prompt."""
     foreign_share: float
     """The share of the machine's CPU time that other processes used."""
-
-
-@asynccontextmanager
-async def _fleet(model: Path, roles: Sequence[str], more: Sequence[str]) -> AsyncIterator[tuple[Client, list[int]]]:
-    """Yields a client, and the processes whose time counts, except for their children."""
-    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
-        folder = Path(name)
-        broker = await nats_server.start(0, folder / "nats.log")
-        name_flags = ("--nats", broker.url, "--model", str(model), "--served-name", "m")
-        served = ("worker", *name_flags, "--threads", "1", "--context-length", "4096", "--kv-tokens", "16384", *more)
-        processes: list[subprocess.Popen[bytes]] = []
-        for core, role in zip(sorted(os.sched_getaffinity(0)), roles, strict=False):
-            flags_of_one = ("--role", role, "--worker-id", f"{role}-{core}")
-            processes.append(system.start(folder / f"{core}.log", *served, *flags_of_one))
-            os.sched_setaffinity(processes[-1].pid, {core})
-        processes.append(system.start(folder / "router.log", "router", "--nats", broker.url))
-        try:
-            async with await Client.connect(broker.url) as client:
-                await _until_ready(client, len(roles))
-                yield client, [os.getpid(), broker.pid, *(one.pid for one in processes)]
-        finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait(timeout=60)
-            broker.stop()
-
-
-async def _until_ready(client: Client, count: int) -> None:
-    await system.card(client)
-    while True:
-        cards = [one for served in (await client.models()).models for one in served.workers or []]
-        if sum(one.state is messages.WorkerState.READY for one in cards) >= count:
-            return
-        await asyncio.sleep(0.1)
 
 
 class _Stream:
@@ -107,7 +66,10 @@ class _Stream:
 async def _measure(
     model: Path, roles: Sequence[str], num_streams: int, tokens: int, prompts: int, more: Sequence[str]
 ) -> Seen:
-    async with _fleet(model, roles, more) as (client, pids):
+    common = ("--threads", "1", "--context-length", "4096", "--kv-tokens", "16384", *more)
+    workers = [(*common, "--role", role, "--worker-id", f"{role}-{place}") for place, role in enumerate(roles)]
+    async with system.started(model, *workers, pinned=True) as fleet:
+        client, pids = fleet.client, [os.getpid(), fleet.broker_pid, fleet.router_pid, *fleet.worker_pids]
         # a worker's first prompts take longer, and routers learn workers' speeds from them
         await streams.complete(client, benchmark_model.prompt(next(_serials), tokens), 2)
         running = [_Stream(client) for _ in range(num_streams)]

@@ -1,12 +1,13 @@
 """The model of a measurement: the one given, or a temporary 0.5B model with random weights."""
 
 import contextlib
+import random
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bench.models import random_model, random_onnx
-from bench.models.shape import PRESETS
+from tests.support.models import random_model, random_onnx
+from tests.support.models.shape import PRESETS
 
 VOCABULARY = 1_000
 """Random prompts use ids from 10 up to this, which every model has."""
@@ -15,6 +16,10 @@ VOCABULARY = 1_000
 def prompt(serial: int, num_tokens: int) -> list[int]:
     """Returns the token ids of a prompt that shares no block with those of other serial numbers."""
     return [10 + (serial * 37 + place * place) % (VOCABULARY - 10) for place in range(num_tokens)]
+
+
+def random_prompt(rng: random.Random, num_tokens: int) -> list[int]:
+    return [rng.randrange(10, VOCABULARY) for _ in range(num_tokens)]
 
 
 def model(given: Path | None) -> contextlib.AbstractContextManager[Path]:
@@ -27,11 +32,6 @@ def model(given: Path | None) -> contextlib.AbstractContextManager[Path]:
 def onnx_model(given: Path | None) -> contextlib.AbstractContextManager[Path]:
     """Yields the path of an ONNX folder, in F32 with GroupQueryAttention."""
     return _made(given, "random-0.5b-onnx", lambda path: random_onnx.write(path, PRESETS["0.5b"]))
-
-
-def same_in_gguf(given: Path | None) -> contextlib.AbstractContextManager[Path]:
-    """Yields the path of a GGUF file with the same weights as `onnx_model`."""
-    return _made(given, "random-0.5b-f32.gguf", lambda path: random_model.write(path, PRESETS["0.5b"], "f32"))
 
 
 @contextlib.contextmanager

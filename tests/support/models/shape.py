@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from bench.models import random_vocabulary
+from tests.support.models import random_vocabulary
 
 _MOST_LAYERS = 512
 """llama.cpp's LLAMA_MAX_LAYERS: one more layer aborts the process that loads the model."""

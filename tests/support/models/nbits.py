@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from bench.models.shape import ImpossibleModelError, Shape
+from tests.support.models.shape import ImpossibleModelError, Shape
 
 BLOCK = 32
 _INT8_ARITHMETIC = 4

@@ -1,6 +1,6 @@
 """Measures how long streams pause when their engine is killed, with and without copies that outlive it.
 
-Run: .venv/bin/python -m bench.serving.kv.engine_kill [--model FILE.gguf] [--streams 8] [--prompt 1000] [--pairs 1]
+Run: .venv/bin/python -m bench.serving.engine_kill [--model FILE.gguf] [--streams 8] [--prompt 1000] [--pairs 1]
 
 Once every stream has a token, the engine gets SIGKILL. The next one continues all streams; the pause of a stream is the
 longest time between two of its tokens from then on."""
@@ -9,12 +9,11 @@ import asyncio
 import itertools
 import os
 import signal
-import statistics
 import time
 from pathlib import Path
 
-from bench import flags, streams, system
-from bench.models import benchmark_model
+from bench import benchmark_model, flags, streams, system
+from bench.paired import interleave, show
 
 _AFTER = 24
 """The tokens that an answer still lacks when the first stream begins to wait for the last one."""
@@ -40,7 +39,7 @@ class _Stream:
 
 async def longest_pause_s(model: Path, count: int, prompt_tokens: int, worker_flags: tuple[str, ...]) -> float:
     async with system.running(model, *worker_flags) as client:
-        engine = (await system.card(client)).pids.engine
+        engine = await system.engine_pid(client)
         running = [_Stream() for _ in range(count)]
         # Every stream must outlast the prompts of all others.
         tasks = []
@@ -65,16 +64,14 @@ async def longest_pause_s(model: Path, count: int, prompt_tokens: int, worker_fl
 
 async def measure(model: Path, count: int, prompt_tokens: int, pairs: int, worker_flags: list[str]) -> None:
     common = ("--context-length", "4096", "--kv-tokens", "16384", "--threads", "2", *worker_flags)
-    seen = []
-    for number in range(pairs):
-        off = await longest_pause_s(model, count, prompt_tokens, (*common, "--host-cache-mib", "0"))
-        on = await longest_pause_s(model, count, prompt_tokens, common)
-        seen.append((off, on))
-        print(f"  pair {number + 1}: {off:.1f} s without copies, {on:.2f} s with: {on / off:.3f}", flush=True)
+    seen = await interleave(
+        lambda _: longest_pause_s(model, count, prompt_tokens, (*common, "--host-cache-mib", "0")),
+        lambda _: longest_pause_s(model, count, prompt_tokens, common),
+        pairs,
+        warm_up=0,
+    )
     print(f"{model.name}, {count} streams of {prompt_tokens} tokens, longest pause, median of {pairs} pairs")
-    print(f"  without copies  {statistics.median(off for off, _ in seen):6.2f} s")
-    print(f"  with copies     {statistics.median(on for _, on in seen):6.2f} s")
-    print(f"  ratio           {statistics.median(on / off for off, on in seen):6.3f}")
+    show(("without copies", "with copies"), "s", seen, decimals=2)
 
 
 def main() -> None:

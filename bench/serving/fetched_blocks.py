@@ -1,6 +1,6 @@
 """Measures how much sooner the first token arrives if a prompt's KV blocks are fetched from another worker.
 
-Run: .venv/bin/python -m bench.serving.kv.fetched_blocks [--model FILE.gguf] [--tokens 512] [--pairs 7] [--threads 2]
+Run: .venv/bin/python -m bench.serving.fetched_blocks [--model FILE.gguf] [--tokens 512] [--pairs 7] [--threads 2]
 
 Two workers over NATS on this machine. In each pair one computes a prompt of its own, and the other fetches it. With
 `--gaps`, four streams run at the second worker beside requests that follow each other, and the gaps between their
@@ -10,18 +10,15 @@ import asyncio
 import itertools
 import random
 import statistics
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import nats
 
-from bench import flags, system
-from bench.models import benchmark_model
+from bench import benchmark_model, flags, system
 from bench.paired import quartiles
-from bench.run_sender import RunSender, Streamed
-from tokenbus.cli.console import nats_server
+from tests.support.run_sender import RunSender, Streamed
 from tokenbus.protocol.wire import codec, internal, messages
 
 _STREAMS = 4
@@ -31,29 +28,16 @@ _FIRST = 8
 
 @asynccontextmanager
 async def _workers(model: Path, threads: int) -> AsyncIterator[RunSender]:
-    with tempfile.TemporaryDirectory(prefix="tokenbus-bench-") as name:
-        broker = await nats_server.start(0, Path(name) / "nats.log")
-        served: tuple[str, ...] = ("worker", "--nats", broker.url, "--model", str(model), "--served-name", "demo")
-        served += ("--threads", str(threads), "--kv-tokens", "8192", "--context-length", "4096")
-        logs = {worker: Path(name) / f"{worker}.log" for worker in ("a", "b")}
-        processes = [system.start(log, *served, "--worker-id", worker) for worker, log in logs.items()]
-        client = await nats.connect(broker.url)
-        try:
-            sender = RunSender(client)
-            await sender.open("a", "b")
-            yield sender
-        finally:
-            await client.close()
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait(timeout=30)
-            broker.stop()
+    common = ("--threads", str(threads), "--kv-tokens", "8192", "--context-length", "4096")
+    workers = [(*common, "--worker-id", name) for name in ("a", "b")]
+    async with system.started(model, *workers) as one, await nats.connect(one.nats_url) as connection:
+        sender = RunSender(connection, "m")
+        await sender.open("a", "b")
+        yield sender
 
 
 def _prompt(number: int, tokens: int) -> list[int]:
-    rng = random.Random(number)
-    return [rng.randrange(10, benchmark_model.VOCABULARY) for _ in range(tokens + 1)]
+    return benchmark_model.random_prompt(random.Random(number), tokens + 1)
 
 
 def _timings(streamed: Streamed) -> messages.Timings:

@@ -15,10 +15,10 @@ import onnxruntime
 import pytest
 from onnx import external_data_helper, numpy_helper
 
-from bench.models import nbits, random_model, random_onnx, random_vocabulary
-from bench.models.shape import PRESETS, ImpossibleModelError, Shape, tensors
 from tests.support import engines
 from tests.support.greedy import greedy
+from tests.support.models import nbits, random_model, random_onnx, random_vocabulary
+from tests.support.models.shape import PRESETS, ImpossibleModelError, Shape, tensors
 from tokenbus.demo import onnx_graph
 from tokenbus.protocol.wire import internal
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
@@ -66,7 +66,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.models.random_onnx", *arguments]
+    command = [sys.executable, "-m", "tests.support.models.random_onnx", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -1,6 +1,6 @@
 """Writes a GGUF file with random weights, of any llama shape and quantization.
 
-    python -m bench.models.random_model OUT.gguf --preset 0.5b --quantization q8_0
+    python -m tests.support.models.random_model OUT.gguf --preset 0.5b --quantization q8_0
 
 Speed, memory and size match a real model of that shape; its output is noise.
 """
@@ -15,8 +15,8 @@ from typing import BinaryIO
 import gguf
 import numpy as np
 
-from bench.models import quantization, random_vocabulary
-from bench.models.shape import ImpossibleModelError, Shape, Tensor, add_flags, check, shape_of, tensors
+from tests.support.models import quantization, random_vocabulary
+from tests.support.models.shape import ImpossibleModelError, Shape, Tensor, add_flags, check, shape_of, tensors
 from tokenbus.demo import chats
 from tokenbus.protocol.telemetry import logs
 
@@ -134,7 +134,7 @@ def _pad(file: BinaryIO) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.models.random_model",
+        prog="python -m tests.support.models.random_model",
         description="Write a GGUF file with random weights for benchmarks.",
         allow_abbrev=False,
     )

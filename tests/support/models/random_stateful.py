@@ -1,6 +1,6 @@
 """Writes a GGUF file with random weights of a model whose state can't be cut at a token.
 
-    python -m bench.models.random_stateful OUT.gguf --kind hybrid --preset 0.5b
+    python -m tests.support.models.random_stateful OUT.gguf --kind hybrid --preset 0.5b
 
 The kinds are `hybrid` (LFM2: convolutions and attention), `recurrent` (Mamba) and `window` (Gemma 3: five of six layers
 attend to a window).
@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from bench.models import random_model, random_vocabulary
+from tests.support.models import random_model, random_vocabulary
 
 KINDS = ("hybrid", "recurrent", "window")
 _ARCHITECTURES = {"hybrid": "lfm2", "recurrent": "mamba", "window": "gemma3"}
@@ -175,7 +175,7 @@ def _weights(name: str, size: tuple[int, ...], rng: np.random.Generator) -> Arra
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.models.random_stateful", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.models.random_stateful", allow_abbrev=False)
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
     parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--preset", choices=PRESETS, default="0.5b", help="the shape (%(default)s)")

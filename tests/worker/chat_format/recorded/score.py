@@ -10,7 +10,7 @@ from canitoolcall import checks, chunking
 from canitoolcall.fixtures import Family, Fixture, load_families, load_fixtures
 from canitoolcall.results import CheckResult, Observation, ParseResult, Status, StreamAccumulator
 
-from bench.tool_calls.outputs import IDS, generation_prompt_of, rules_of, tokens_of
+from tests.worker.chat_format.recorded.outputs import IDS, generation_prompt_of, rules_of, tokens_of
 from tokenbus.worker.chat_format.parsing import deltas
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
 

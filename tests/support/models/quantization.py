@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 from llama_cpp import llama_cpp as llama
 
-from bench.models.shape import ImpossibleModelError, Shape, tensors
+from tests.support.models.shape import ImpossibleModelError, Shape, tensors
 from tokenbus.worker.engine.gguf import backend
 
 PLAIN = {

@@ -7,7 +7,7 @@ import functools
 import pytest
 from canitoolcall.results import Status
 
-from bench.tool_calls.score import MODES, RECORDED, cases, check
+from tests.worker.chat_format.recorded.score import MODES, RECORDED, cases, check
 
 
 @functools.cache

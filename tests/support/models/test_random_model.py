@@ -11,10 +11,10 @@ import gguf
 import msgspec
 import pytest
 
-from bench.models import quantization, random_model, random_vocabulary
-from bench.models.shape import PRESETS, ImpossibleModelError, Shape, check, tensors
 from tests.support import engines
 from tests.support.greedy import greedy
+from tests.support.models import quantization, random_model, random_vocabulary
+from tests.support.models.shape import PRESETS, ImpossibleModelError, Shape, check, tensors
 from tokenbus.demo import chats
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.engine.gguf.runner import GgufRunner
@@ -38,7 +38,7 @@ def tensor_types(path: Path) -> dict[str, gguf.GGMLQuantizationType]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.models.random_model", *arguments]
+    command = [sys.executable, "-m", "tests.support.models.random_model", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from bench.models.shape import Shape
+from tests.support.models.shape import Shape
 
 
 def shapes_of(shape: Shape) -> dict[str, tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Writes a GGUF file with random weights of a model that makes embeddings or scores documents.
 
-    python -m bench.models.random_encoder OUT.gguf --preset minilm
+    python -m tests.support.models.random_encoder OUT.gguf --preset minilm
 
 Models of the architecture `qwen3` attend to the tokens before each token, the others to the whole input. The vectors
 are noise."""
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import gguf
 import numpy as np
 
-from bench.models import random_vocabulary
+from tests.support.models import random_vocabulary
 from tokenbus.demo import chats
 from tokenbus.protocol.telemetry import logs
 
@@ -185,7 +185,7 @@ def _qwen3(shape: EncoderShape) -> Iterator[tuple[str, tuple[int, ...]]]:
 def main() -> None:
     logs.configure("bench")
     parser = argparse.ArgumentParser(
-        prog="python -m bench.models.random_encoder",
+        prog="python -m tests.support.models.random_encoder",
         description="Write a GGUF file with random weights that makes embeddings, or scores documents.",
         allow_abbrev=False,
     )

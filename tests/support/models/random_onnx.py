@@ -1,6 +1,6 @@
 """Writes a folder with an ONNX model of random weights, of any llama shape, as published models are laid out.
 
-    python -m bench.models.random_onnx FOLDER --preset 0.5b [--flavour plain] [--bits 4]
+    python -m tests.support.models.random_onnx FOLDER --preset 0.5b [--flavour plain] [--bits 4]
 
 The weights equal those of `random_model` with the same seed, except for rounding, so that engines for the two formats
 can be compared on them. The folder has a genai_config.json, so that onnxruntime-genai can load it too.
@@ -17,8 +17,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from bench.models import nbits, random_model, random_vocabulary
-from bench.models.shape import ImpossibleModelError, Shape, add_flags, check, shape_of, tensors
+from tests.support.models import nbits, random_model, random_vocabulary
+from tests.support.models.shape import ImpossibleModelError, Shape, add_flags, check, shape_of, tensors
 from tokenbus.demo import chats, export_onnx, onnx_graph
 from tokenbus.protocol.telemetry import logs
 
@@ -149,7 +149,7 @@ def _genai(shape: Shape, flavour: onnx_graph.Flavour) -> export_onnx.Json:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.models.random_onnx",
+        prog="python -m tests.support.models.random_onnx",
         description="Write an ONNX model with random weights for benchmarks.",
         allow_abbrev=False,
     )

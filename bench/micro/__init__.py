@@ -1,1 +1,0 @@
-"""Benchmarks of single parts in one process."""

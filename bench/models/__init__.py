@@ -1,1 +1,0 @@
-"""Models with random weights, made for measurements."""

@@ -1,1 +1,0 @@
-"""Blocks of keys and values: copied, fetched, kept and found again."""

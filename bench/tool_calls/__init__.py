@@ -1,1 +1,0 @@
-"""Counts the recorded model outputs of the public suite `canitoolcall` that the parser reads correctly."""
