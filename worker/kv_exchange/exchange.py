@@ -14,8 +14,8 @@ from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
 from tokenbus.worker.kv_exchange.holder import Holder
-from tokenbus.worker.kv_exchange.nats_transport import Connect, NatsTransport
 from tokenbus.worker.kv_exchange.remote_prefills import RemotePrefill
+from tokenbus.worker.kv_exchange.transport import BlockTransport, Connect
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics
 
 
@@ -27,7 +27,7 @@ class KvExchange:
         self._metrics = metrics
         self._holder = Holder(lambda epoch: epoch == announcer.epoch)
         self._holder.on_remote_prefill = self._remote_prefill_changed
-        self._transport: NatsTransport | None = None
+        self._transport: BlockTransport | None = None
         self._fetcher: Fetcher | None = None
         self._fetches: dict[str, asyncio.Task[None]] = {}
         self._counted_bytes = 0
@@ -49,7 +49,7 @@ class KvExchange:
         """Serves the requests of other workers, which arrive over `incoming`. `connect` opens a connection for blocks
         when the first are to move."""
         model, worker_id = self._announcer.model, self._announcer.worker_id
-        self._transport = NatsTransport(
+        self._transport = BlockTransport(
             incoming, connect, names, model, worker_id, self._holder, lambda: self._is_computing
         )
         self._fetcher = Fetcher(self._transport)
@@ -136,9 +136,8 @@ class KvExchange:
         assert serving is not None
         engine, config = serving
         assert self._fetcher is not None
-        token_ids = request.token_ids + (request.resumed.token_ids if request.resumed else [])
-        packed = block_hash.pack_token_ids(token_ids)
-        prefix = contract.CachedPrefix(request.tenant, request.cache_salt, request.adapters, packed)
+        token_ids = run.token_ids + (run.resume_from.token_ids if run.resume_from is not None else b"")
+        prefix = contract.CachedPrefix(request.tenant, request.cache_salt, request.adapters, token_ids)
         first = self._num_held(prefix, config)
         fetch = await self._fetcher.fetch(source, prefix, first, engine, config, request.key, request.priority)
         del self._fetches[request.key]

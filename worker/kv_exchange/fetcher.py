@@ -16,8 +16,7 @@ from tokenbus.protocol.wire import codec, internal
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange import block_check
-from tokenbus.worker.kv_exchange.pace import Pace
-from tokenbus.worker.kv_exchange.transport import LeasedBlocks, TransferError, Transport
+from tokenbus.worker.kv_exchange.transport import BlockTransport, LeasedBlocks, Pace, TransferError
 
 MAX_FETCHES = 2
 MAX_REMOTE_PREFILLS = 16
@@ -49,7 +48,7 @@ class Fetch(NamedTuple):
 class Fetcher:
     """The fetches of one worker."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: BlockTransport) -> None:
         self._transport = transport
         self._pace = Pace()
         self.num_running = 0
@@ -121,38 +120,28 @@ class Fetcher:
     async def _fetch(
         self, source: internal.FetchSource, request: internal.BlockLeaseRequest, fetching: "_Fetching"
     ) -> None:
+        """Reads blocks in order, a few ahead of the next one."""
+        assert fetching.config.kv_format is not None
+        num_bytes = fetching.config.kv_format.num_bytes
         lease = await self._transport.lease(source.worker_id, request)
         reads: deque[asyncio.Task[bytes]] = deque()
+        following, end = fetching.first, fetching.first + min(lease.num_blocks, fetching.num_wanted)
         try:
-            await self._read(lease, reads, fetching, source)
+            while reads or following < end:
+                while following < end and len(reads) < _BLOCKS_AHEAD:
+                    reads.append(tasks.awaited(self._read_block(lease, following, num_bytes, fetching.engine)))
+                    following += 1
+                async with asyncio.timeout(None if source.leg_ms else STALL_S):
+                    block = await asyncio.shield(reads[0])
+                reads.popleft()
+                if problem := fetching.take(block):
+                    self._log.error("block_refused", source=source.worker_id, problem=problem)
+                    raise TransferError("refused", problem)
         finally:
             for read in reads:
                 read.cancel()
             await asyncio.gather(*reads, return_exceptions=True)
             lease.close()
-
-    async def _read(
-        self,
-        lease: LeasedBlocks,
-        reads: "deque[asyncio.Task[bytes]]",
-        fetching: "_Fetching",
-        source: internal.FetchSource,
-    ) -> None:
-        """Reads blocks in order, a few ahead of the next one."""
-        assert fetching.config.kv_format is not None
-        num_bytes = fetching.config.kv_format.num_bytes
-        end = fetching.first + min(lease.num_blocks, fetching.num_wanted)
-        following = fetching.first
-        while reads or following < end:
-            while following < end and len(reads) < _BLOCKS_AHEAD:
-                reads.append(tasks.awaited(self._read_block(lease, following, num_bytes, fetching.engine)))
-                following += 1
-            async with asyncio.timeout(None if source.leg_ms else STALL_S):
-                block = await asyncio.shield(reads[0])
-            reads.popleft()
-            if problem := fetching.take(block):
-                self._log.error("block_refused", source=source.worker_id, problem=problem)
-                raise TransferError("refused", problem)
 
     async def _read_block(self, lease: LeasedBlocks, block: int, num_bytes: int, engine: contract.Engine) -> bytes:
         if engine.load().running:

@@ -1,6 +1,7 @@
 """Serves this worker's KV blocks to others, which read them under a lease."""
 
 import asyncio
+import enum
 import time
 from collections.abc import Callable
 
@@ -10,7 +11,6 @@ from tokenbus.protocol.wire.block_hash import TOKEN_BYTES, Adapter
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange.leases import Lease, Leases
 from tokenbus.worker.kv_exchange.remote_prefills import RemotePrefill
-from tokenbus.worker.kv_exchange.transport import NoBlock
 
 _BATCH_BYTES = 1024 * 1024
 """Bytes requested from the engine at a time; it answers between two steps."""
@@ -19,6 +19,15 @@ _BATCHES_AHEAD = 4
 """Batches requested before they are read, so that a reader seldom waits for a step."""
 _PATIENCE_S = 0.25
 """A reader that waits this long for a block is told to ask again, which shows that this worker is alive."""
+
+
+class NoBlock(enum.Enum):
+    """Why a holder does not return a block."""
+
+    GONE = enum.auto()
+    """It no longer has the block, or never had it."""
+    LATER = enum.auto()
+    """It does not have the block yet."""
 
 
 class _OpenLease:
@@ -43,7 +52,6 @@ class _OpenLease:
         self._batches: dict[int, asyncio.Task[list[bytes]]] = {}
 
     async def read(self, block: int) -> bytes | NoBlock:
-        """Returns the content of a block."""
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 return await self._read(block)
@@ -114,14 +122,15 @@ class Holder:
     def set_engine(self, engine: contract.Engine | None, config: contract.EngineConfig | None) -> None:
         """Sets the engine whose blocks are served, or None. Existing leases end."""
         self._engine, self._config = engine, config
-        for name in self._leases.names():
+        for name in list(self._open):
             self.end(name)
 
     async def grant(self, request: internal.BlockLeaseRequest) -> internal.BlockLease:
-        engine, config, now = self._engine, self._config, time.monotonic()
+        """Answers another worker's request for blocks."""
+        engine, config = self._engine, self._config
         if engine is None or config is None or not _may_read(request, config) or not self._has_epoch(request.epoch):
             return internal.BlockLease()
-        self._drop_expired(now)
+        self.tick(time.monotonic())
         adapters = tuple(Adapter(one.digest, one.scale) for one in request.adapters)
         prefix = contract.CachedPrefix(request.tenant, request.cache_salt, adapters, request.token_ids)
         if request.computed_for:
@@ -170,24 +179,23 @@ class Holder:
         return internal.BlockLease(lease=lease.name, num_blocks=end - request.first)
 
     async def read(self, lease: str, block: int) -> bytes | NoBlock:
+        """Returns the content of a block, given its number in the prompt. It does not wait long for one."""
         now = time.monotonic()
-        self._drop_expired(now)
+        self.tick(now)
         known = self._leases.use(lease, now)
         if known is None or not known.first <= block < known.end:
             return NoBlock.GONE
         return await self._open[lease].read(block)
 
     def end(self, lease: str) -> None:
+        """Ends a lease, if it has not ended."""
         self._leases.end(lease)
-        self._drop_expired(time.monotonic())
+        self.tick(time.monotonic())
 
     def tick(self, now: float) -> None:
-        """Ends unused leases."""
-        self._drop_expired(now)
-
-    def _drop_expired(self, now: float) -> None:
+        """Ends unused leases, and the remote prefills of those that have ended."""
         self._leases.expire(now)
-        for name in self._open.keys() - self._leases.names():
+        for name in [one for one in self._open if one not in self._leases]:
             remote_prefill = self._open.pop(name).remote_prefill
             if remote_prefill is not None:
                 # not now: a dying engine has yet to be examined for the request that killed it

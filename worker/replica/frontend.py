@@ -20,7 +20,7 @@ from tokenbus.worker.broker.fence import Fence
 from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState, Serving
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange.exchange import KvExchange
-from tokenbus.worker.kv_exchange.nats_transport import Connect
+from tokenbus.worker.kv_exchange.transport import Connect
 from tokenbus.worker.replica.drain import Drain
 from tokenbus.worker.replica.endpoints import Endpoints, OnLoad, OnWant
 from tokenbus.worker.settings.settings import FrontendSettings

@@ -8,7 +8,7 @@ from tests.support.arithmetic import block_of, exchanging, make_config
 from tokenbus.protocol.wire import block_hash, internal, messages
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange import block_check
-from tokenbus.worker.kv_exchange.transport import LeasedBlocks, TransferError
+from tokenbus.worker.kv_exchange.transport import TransferError
 
 SIZE = 16
 CONFIG = exchanging(make_config(kv_block_size=SIZE, context_length=4_096))
@@ -74,7 +74,7 @@ class StubTransport:
         self.requests: list[internal.BlockLeaseRequest] = []
         self.num_closed = 0
 
-    async def lease(self, worker_id: str, request: internal.BlockLeaseRequest) -> LeasedBlocks:
+    async def lease(self, worker_id: str, request: internal.BlockLeaseRequest) -> "StubTransport":
         self.requests.append(request)
         if not self.num_blocks:
             raise TransferError("nothing", "it has none")

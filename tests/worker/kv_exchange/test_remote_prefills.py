@@ -1,6 +1,7 @@
 """A holder computes blocks for others: what it promises, when it gives them, and what ends that."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -10,10 +11,9 @@ from tokenbus.protocol.wire import codec, errors, internal, limits, messages
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.contract.engine_request import EngineRequest
 from tokenbus.worker.kv_exchange import holder as holders
-from tokenbus.worker.kv_exchange.holder import Holder
+from tokenbus.worker.kv_exchange.holder import Holder, NoBlock
 from tokenbus.worker.kv_exchange.leases import MAX_LEASES, REMOTE_PREFILL_LEASE_S
 from tokenbus.worker.kv_exchange.remote_prefills import RemotePrefill
-from tokenbus.worker.kv_exchange.transport import NoBlock
 
 
 class ComputingEngine(StubEngine):
@@ -127,12 +127,13 @@ async def test_a_remote_prefill_ends_with_its_lease_and_leaves_what_is_computed(
 
 
 async def test_a_remote_prefill_that_nobody_reads_ends(end: Fixture) -> None:
-    lease = await end.ask()
-    used_at = end.holder._leases._used_at[lease.lease]
-    end.holder.tick(used_at + REMOTE_PREFILL_LEASE_S - 0.01)
+    before = time.monotonic()
+    await end.ask()
+    after = time.monotonic()
+    end.holder.tick(before + REMOTE_PREFILL_LEASE_S - 0.01)
     await asyncio.sleep(0)
     assert end.outcomes == [""]
-    end.holder.tick(used_at + REMOTE_PREFILL_LEASE_S)
+    end.holder.tick(after + REMOTE_PREFILL_LEASE_S)
     await asyncio.sleep(0)
     assert end.outcomes == ["", "cancelled"]
 

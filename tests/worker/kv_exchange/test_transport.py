@@ -1,21 +1,23 @@
-"""Over a real broker: leases, parts, and both ends in the hands of an enemy."""
+"""Over a real broker: leases, parts, and both ends in the hands of an enemy. Blocks move no faster than the pace."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, StubEngine, block, prefix
 from tokenbus.cli.console import nats_server
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.wire import block_hash, codec, internal, subjects
-from tokenbus.worker.kv_exchange import nats_transport
+from tokenbus.worker.kv_exchange import transport
 from tokenbus.worker.kv_exchange.holder import Holder
 from tokenbus.worker.kv_exchange.leases import LEASE_S, UNREAD_S
-from tokenbus.worker.kv_exchange.nats_transport import NatsTransport
-from tokenbus.worker.kv_exchange.transport import TransferError
+from tokenbus.worker.kv_exchange.transport import BlockTransport, Pace, TransferError
 
 NAMES = subjects.Subjects()
 ADAPTERS_ASKED = [internal.RunAdapter(digest=one.digest, scale=one.scale) for one in ADAPTERS]
@@ -32,7 +34,7 @@ class End:
         self.incoming = incoming
         self.num_connections = 0
         self._url = url
-        self.transport = NatsTransport(incoming, self._connect, NAMES, "demo", name, self.holder, lambda: False)
+        self.transport = BlockTransport(incoming, self._connect, NAMES, "demo", name, self.holder, lambda: False)
 
     async def _connect(self) -> Bus:
         self.num_connections += 1
@@ -98,7 +100,7 @@ async def test_blocks_arrive_as_they_were_sent_over_connections_that_are_opened_
 
 
 async def test_a_block_of_many_parts_is_put_together(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nats_transport, "part_bytes", lambda max_payload: 7)
+    monkeypatch.setattr(transport, "part_bytes", lambda max_payload: 7)
     _, b = ends
     lease = await b.transport.lease("a", request())
     assert await lease.read(5, NUM_BYTES) == block(5)
@@ -155,11 +157,11 @@ async def test_a_third_lease_is_refused_until_one_ends(ends: tuple[End, End]) ->
 
 
 async def test_a_lease_that_nobody_reads_ends_and_its_blocks_with_it(
-    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[End, End],
 ) -> None:
     a, b = ends
     lease = await b.transport.lease("a", request())
-    a.holder._leases._used_at = {name: used_at - LEASE_S for name, used_at in a.holder._leases._used_at.items()}
+    a.holder.tick(time.monotonic() + LEASE_S)
     with pytest.raises(TransferError) as gone:
         await lease.read(0, NUM_BYTES)
     assert gone.value.outcome == "evicted"
@@ -195,7 +197,7 @@ async def test_an_answer_that_is_no_part_or_has_a_wrong_checksum_is_refused(
     ends: tuple[End, End], answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = ends
-    monkeypatch.setattr(nats_transport, "ANSWER_S", 0.5)
+    monkeypatch.setattr(transport, "ANSWER_S", 0.5)
     lease = await b.transport.lease("a", request())
 
     async def lie(read: internal.BlockRead, reply: str) -> None:
@@ -234,9 +236,9 @@ async def test_the_connection_is_closed_a_minute_after_its_last_use(ends: tuple[
     _, b = ends
     await b.transport.lease("a", request())
     used_at = b.transport._used_at
-    b.transport.close_if_idle(used_at + nats_transport.IDLE_S - 1)
+    b.transport.close_if_idle(used_at + transport.IDLE_S - 1)
     assert b.transport._bus is not None
-    b.transport.close_if_idle(used_at + nats_transport.IDLE_S)
+    b.transport.close_if_idle(used_at + transport.IDLE_S)
     while b.transport._bus is not None:
         await asyncio.sleep(0.01)
     lease = await b.transport.lease("a", request())
@@ -261,3 +263,19 @@ async def test_a_lease_that_is_granted_after_its_fetch_was_cancelled_is_given_ba
         began = asyncio.get_running_loop().time()
         await a.holder.none_leased.wait()
     assert asyncio.get_running_loop().time() - began < UNREAD_S / 2
+
+
+@given(st.lists(st.tuples(st.integers(1, 300_000), st.floats(0, 0.05)), min_size=1, max_size=60))
+def test_what_has_moved_by_any_time_is_the_pace_times_the_time_and_a_burst(moves: list[tuple[int, float]]) -> None:
+    pace, now, moved = Pace(1_000_000.0), 0.0, 0
+    for num_bytes, wait_s in moves:
+        now += wait_s
+        at = now + pace.delay_s(num_bytes, now)
+        assert moved <= 1_000_000 * (at + 0.05) + 1
+        moved += num_bytes
+
+
+def test_after_a_pause_there_is_no_more_than_one_burst() -> None:
+    pace = Pace(1_000.0)
+    assert pace.delay_s(1_000, 100.0) == 0
+    assert pace.delay_s(1, 100.0) == pytest.approx(0.95)
