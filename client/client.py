@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -177,19 +177,13 @@ class Client:
 
         Waits a little longer than the request's `timeout_ms` unless told otherwise, as the calls below do. They raise
         ValueError for an invalid model name."""
-        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
-        request = request if request.id else codec.replace(request, id=secrets.token_urlsafe(16))
-        with self._cancelling(request.id):
-            return await self._ask_once(self._names.embed(model, self._tenant), request, _embeds, timeout_s)
+        return await self._ask_under_id(self._names.embed(model, self._tenant), request, _embeds, timeout_s)
 
     async def rerank(
         self, model: str, request: messages.RerankRequest, timeout_s: float | None = None
     ) -> messages.RerankReply:
         """Returns a request's documents ordered by relevance. Raises RequestError on failure."""
-        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
-        request = request if request.id else codec.replace(request, id=secrets.token_urlsafe(16))
-        with self._cancelling(request.id):
-            return await self._ask_once(self._names.rerank(model, self._tenant), request, _reranks, timeout_s)
+        return await self._ask_under_id(self._names.rerank(model, self._tenant), request, _reranks, timeout_s)
 
     async def tokenize(
         self, model: str, request: messages.TokenizeRequest, timeout_s: float | None = None
@@ -220,14 +214,21 @@ class Client:
         timeout_s = timeout_s or _timeout_s(request.timeout_ms)
         return await self._ask_once(self._names.detokenize(model, self._tenant), request, _detokenizes, timeout_s)
 
-    @contextlib.contextmanager
-    def _cancelling(self, request_id: str | None) -> Iterator[None]:
-        """Cancels a request whose caller is cancelled."""
+    async def _ask_under_id(
+        self,
+        subject: str,
+        request: messages.EmbedRequest | messages.RerankRequest,
+        decoder: codec.Decoder[ReplyT],
+        timeout_s: float | None,
+    ) -> ReplyT:
+        """Asks for what takes long: the request is cancelled if the caller is."""
+        request_id = request.id or secrets.token_urlsafe(16)
+        request = codec.replace(request, id=request_id)
         try:
-            yield
+            return await self._ask_once(subject, request, decoder, timeout_s or _timeout_s(request.timeout_ms))
         except asyncio.CancelledError:
             with contextlib.suppress(bus.OutboundBufferLimitError, ConnectionError):
-                self._connection.publish(self._names.cancel(request_id or "", self._tenant), b"")
+                self._connection.publish(self._names.cancel(request_id, self._tenant), b"")
             raise
 
     async def _ask_once(
@@ -282,8 +283,7 @@ class Client:
     async def _request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
         message = bus.Outgoing(subject, payload, headers=codec.content_headers(self._encoding))
         try:
-            last = await self._inbox.stage(message)
-            return await self._inbox.request(last, timeout_s)
+            return await self._inbox.request(message, timeout_s)
         except bus.NoRespondersError as error:
             raise errors.request_error(errors.Code.NO_WORKER, "no router listens on this broker") from error
         except (TimeoutError, ConnectionError) as error:

@@ -142,11 +142,6 @@ class Inbox:
         stream.uploaded(time.monotonic())
         stream.refuse(problem, time.monotonic())
 
-    async def stage(self, message: bus.Outgoing) -> bus.Outgoing:
-        """Sends all parts of a large message but the last, and returns that one; `PartsSender.stage` lists the
-        errors."""
-        return await self._parts.stage(message)
-
     def send_cancel(self, stream: Stream) -> None:
         self._orphans.put(stream.request_id, True, time.monotonic())
         self._connection.publish(self._names.cancel(stream.request_id, self._tenant, self._model_of(stream)), b"")
@@ -170,9 +165,11 @@ class Inbox:
         return stream.served_by if asked.rpartition(":")[0] == stream.served_by else None
 
     async def request(self, message: bus.Outgoing, timeout_s: float) -> Msg:
-        """Sends a request and returns its single answer; raises what `Bus.request` does.
+        """Sends a request, in parts if it is large, and returns its single answer; raises what `PartsSender.stage` and
+        `Bus.request` do.
 
         A router answers only to the tenant's inboxes, and the connection's own may not be one."""
+        message = await self._parts.stage(message)
         if not self._is_own:
             return await self._connection.request(message.subject, message.payload, timeout_s, headers=message.headers)
         answered: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
@@ -260,7 +257,7 @@ class Inbox:
             now = time.monotonic()
             pause_s = now - ticked_at
             ticked_at = now
-            self._for_each(partial(_tick, now, pause_s if pause_s > _MAX_PAUSE_S else 0.0))
+            self._for_each(partial(Stream.tick, now=now, pause_s=pause_s if pause_s > _MAX_PAUSE_S else 0.0))
 
     def _for_each(self, act: Callable[[Stream], None]) -> None:
         """Calls `act` with each open stream. If that raises, this stream ends in `internal`, and no other."""
@@ -270,7 +267,3 @@ class Inbox:
             except Exception:  # outermost frame of a stream: it ends, and the others are still served
                 structlog.get_logger().exception("stream_failed", request_id=stream.request_id)
                 stream.fail(errors.make_error(errors.Code.INTERNAL))
-
-
-def _tick(now: float, pause_s: float, stream: Stream) -> None:
-    stream.tick(now, pause_s)
