@@ -148,7 +148,7 @@ class Dispatcher:
         Raises RequestError if the client may have received something that this router does not know, or if too many
         workers in a row were lost with the request."""
         while time.monotonic() < worker.settled_at and not flight.cancelled:
-            if worker.last_seq is not None and _knows_all_text(flight, worker):
+            if worker.log.end_seq is not None and _knows_all_text(flight, worker):
                 break
             await asyncio.sleep(_SETTLE_POLL_S)
         if not self._may_go_on(flight, worker):
@@ -156,7 +156,7 @@ class Dispatcher:
         if flight.cancelled:
             return True
         # a frontend that fences itself has not died
-        code = flight.completion.add_loss(is_death=worker.last_seq is None)
+        code = flight.completion.add_loss(is_death=worker.log.end_seq is None)
         if code is not None:
             raise errors.request_error(code, "too many workers in a row were lost with the request")
         return True
@@ -243,10 +243,7 @@ def _can_serve(card: messages.Card, flight: Flight) -> bool:
 
 
 def _knows_all_text(flight: Flight, worker: Worker) -> bool:
-    """Returns whether this router knows exactly which tokens the client has received, or will receive, from a lost
-    worker."""
-    is_sealed = flight.completion.last_seq <= worker.log.sealed_seq
-    return worker.log_is_whole and (is_sealed or not flight.request.is_streamed)
+    return worker.log.tells_all(flight.completion.last_seq, is_streamed=flight.request.is_streamed)
 
 
 def _final_error(flight: Flight, refused: dict[str, errors.Error]) -> errors.Error:

@@ -6,7 +6,22 @@ The state is complete again once all parts have arrived and the buffered events 
 
 An event precedes the chunks with its tokens. It is *sealed* once something has arrived that the worker sent after these
 chunks: then they have reached the broker too. An event with tokens proves nothing about the one before it, since the
-tokens of one step may take several events, and the chunks of all of them follow the last."""
+tokens of one step may take several events, and the chunks of all of them follow the last.
+
+When the worker is lost, this decides whether the router knows exactly what the client of a stream has received
+(`tells_all`). `last_seq` is the event with the last token that the router knows, `end_seq` the last event of the
+incarnation, once its successor has named it:
+
+    events    0 ---- last_seq ---- sealed_seq ---- seq ----- end_seq
+              the router has       their chunks    arrived   may still arrive
+              its token            are out
+
+    behind, or seq before end_seq    no: the missing events may have tokens that the client has
+    last_seq after sealed_seq        no: the worker may have ended between the event and its chunks
+    otherwise                        yes
+
+A client that does not stream gets only a terminal, so the second line does not count for its request. Until
+`Worker.settled_at` more may arrive, and a no may become a yes."""
 
 from collections import deque
 from typing import NamedTuple
@@ -50,6 +65,7 @@ class WorkerEventLog:
         self.seq: int | None = None
         self.sealed_seq = -1
         """Everything that belongs to this event and earlier ones has reached the broker."""
+        self.end_seq: int | None = None
         self.is_behind = True
         self.num_lost = 0
         """Events that never arrived."""
@@ -89,6 +105,13 @@ class WorkerEventLog:
         """Records that everything that belongs to an event has reached the broker."""
         if self.seq is not None:
             self.sealed_seq = max(self.sealed_seq, min(seq, self.seq))
+
+    def tells_all(self, last_seq: int, *, is_streamed: bool) -> bool:
+        """Returns whether the client of a stream has received, or will receive, exactly the tokens that were in the log
+        up to event `last_seq`."""
+        seq = -1 if self.seq is None else self.seq
+        is_whole = not self.is_behind and (self.end_seq is None or seq >= self.end_seq)
+        return is_whole and (last_seq <= self.sealed_seq or not is_streamed)
 
     def mark_behind(self) -> None:
         """Records that something may have been missed: only a snapshot requested from now on can close the gap."""

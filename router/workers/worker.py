@@ -74,8 +74,6 @@ class Worker:
         """Keys of running requests whose blocks it should report as stored before they end."""
         self.num_unreported = 0
         """Keys of those that have ended since it last reported a stored block."""
-        self.last_seq: int | None = None
-        """The last entry of its event log that can still arrive, if its successor has named it."""
         self.settled_at = 0.0
         """Once superseded, the time after which nothing more can arrive; until then 0."""
 
@@ -137,13 +135,7 @@ class Worker:
         self.settled_at = now + _RESTART_SETTLE_S
         for ended in (successor.previous, *successor.earlier):  # the cards of intermediate epochs may have been lost
             if ended is not None and ended.epoch == self.card.epoch:
-                self.last_seq, self.settled_at = ended.seq, now + SETTLE_S
-
-    @property
-    def log_is_whole(self) -> bool:
-        """Whether every entry of its event log that may have reached the broker has arrived."""
-        seq = -1 if self.log.seq is None else self.log.seq
-        return not self.log.is_behind and (self.last_seq is None or seq >= self.last_seq)
+                self.log.end_seq, self.settled_at = ended.seq, now + SETTLE_S
 
     def is_overdue(self, now: float) -> bool:
         """Whether it has been silent for too long but its lease has not been ended yet."""

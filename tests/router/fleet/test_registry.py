@@ -111,7 +111,7 @@ def ended(*epochs: str) -> list[messages.PreviousEpoch]:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "last_seq", "settled_at"),
+    ("epochs", "end_seq", "settled_at"),
     [
         ([], None, 1.5),
         (["100-b"], 7, 3.0),
@@ -121,29 +121,29 @@ def ended(*epochs: str) -> list[messages.PreviousEpoch]:
     ],
 )
 def test_a_frontend_that_fenced_itself_says_what_may_still_come_of_its_epoch_even_if_later_cards_were_missed(
-    epochs: list[str], last_seq: int | None, settled_at: float
+    epochs: list[str], end_seq: int | None, settled_at: float
 ) -> None:
     fleet = fleet_of(card(epoch="100-b"))
     named = ended(*epochs)
     successor = card(epoch="101-a", previous=named[0] if named else None, earlier=named[1:])
     lost = fleet.apply_card(successor, 1.0).lost
     assert lost is not None
-    assert (lost.last_seq, lost.settled_at) == (last_seq, settled_at)
+    assert (lost.log.end_seq, lost.settled_at) == (end_seq, settled_at)
 
 
 @pytest.mark.parametrize(
-    ("seqs", "last_seq", "is_whole"),
+    ("seqs", "end_seq", "is_whole"),
     [((), None, False), ((0,), None, True), ((0, 2), None, False), ((0, 1), 1, True), ((0, 1), 2, False)],
 )
 def test_a_log_is_whole_without_a_gap_up_to_the_last_entry_that_can_come(
-    seqs: tuple[int, ...], last_seq: int | None, is_whole: bool
+    seqs: tuple[int, ...], end_seq: int | None, is_whole: bool
 ) -> None:
     fleet = fleet_of(card())
     for seq in seqs:
         fleet.apply_events("demo", events(seq=seq), 0.0)
     worker = known(fleet)
-    worker.last_seq = last_seq
-    assert worker.log_is_whole is is_whole
+    worker.log.end_seq = end_seq
+    assert worker.log.tells_all(-1, is_streamed=False) is is_whole
 
 
 @pytest.mark.parametrize(
