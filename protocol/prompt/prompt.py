@@ -70,7 +70,7 @@ class PromptBuilder:
         if not request.add_special_tokens:
             return packed
         first, rest = packed[: block_hash.TOKEN_BYTES], packed[block_hash.TOKEN_BYTES :]
-        return block_hash.pack_token_ids(self.with_bos(block_hash.unpack_token_ids(first))) + rest
+        return block_hash.pack_token_ids(self.with_bos(block_hash.unpack_token_ids(first).tolist())) + rest
 
     def from_text(self, text: str, max_prompt_tokens: int | None = None, *, add_bos: bool = True) -> list[int]:
         """Returns the token ids of a text, in which special tokens are not parsed.

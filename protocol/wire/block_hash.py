@@ -87,13 +87,13 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     return ids.tobytes()
 
 
-def unpack_token_ids(data: bytes) -> list[int]:
+def unpack_token_ids(data: bytes) -> "array[int]":
     """Reverses `pack_token_ids`. Raises ValueError for a length that is not a multiple of four."""
     ids = array("I")
     ids.frombytes(data)
     if _BIG_ENDIAN:
         ids.byteswap()
-    return ids.tolist()
+    return ids
 
 
 def _shortest_decimal(scale: float) -> str:

@@ -92,7 +92,7 @@ class _Generation:
         self.sink = sink
         self._serial = next(self._serials)
         self._resumed = request.resumed
-        self._first = None if self._resumed is None else _first_token_of(self._resumed)
+        self._first: engine_output.FirstTokenStats | None = self._resumed
         self.num_tokens = 0
 
     @property
@@ -108,7 +108,9 @@ class _Generation:
         check_completion(tokens, None)
         self.num_tokens = len(tokens)
         texts = [token.text for token in tokens]
-        self.sink(engine_output.Output(token_ids=self._resumed.token_ids, text="".join(texts), resumed_texts=texts))
+        self.sink(
+            engine_output.Output(token_ids=list(self._resumed.token_ids), text="".join(texts), resumed_texts=texts)
+        )
 
     def step(self) -> None:
         """Samples a token, which may be the last one."""
@@ -156,12 +158,6 @@ class _Generation:
                 ),
             )
         )
-
-
-def _first_token_of(resumed: engine_request.ResumedCompletion) -> engine_output.FirstTokenStats:
-    return engine_output.FirstTokenStats(
-        cached_tokens=resumed.cached_tokens, queue_ms=resumed.queue_ms, prefill_ms=resumed.prefill_ms
-    )
 
 
 class TimedEngine:

@@ -19,11 +19,11 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
 class FirstTokenStats(msgspec.Struct, frozen=True, kw_only=True):
     """The account of how a generation reached its first token."""
 
-    cached_tokens: int
+    cached_tokens: int = 0
     """Prompt tokens that were cached."""
-    queue_ms: float
+    queue_ms: float = 0.0
     """Time from the accept to the first step."""
-    prefill_ms: float
+    prefill_ms: float = 0.0
     """Time from the first step to the first token."""
 
 
@@ -50,8 +50,8 @@ class AnswerParts(NamedTuple):
 class Output(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a generation; the one with a `finish_reason` is the terminal."""
 
-    token_ids: list[int]
-    text: str
+    token_ids: list[int] = []
+    text: str = ""
     reasoning: str = ""
     """More of the reasoning, which is not part of the text."""
     tool_calls: tuple[ToolCallPart, ...] = ()

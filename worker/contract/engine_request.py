@@ -1,13 +1,14 @@
 """A request for one generation, as an engine receives it: checked, with every default filled in."""
 
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.params import SamplingParams
-from tokenbus.worker.contract.engine_output import Logprob
+from tokenbus.worker.contract.engine_output import FirstTokenStats, Logprob
 
 
 class Sampling(SamplingParams, frozen=True, kw_only=True):
@@ -36,19 +37,13 @@ class Sampling(SamplingParams, frozen=True, kw_only=True):
         )
 
 
-class ResumedCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The beginning of a completion that another worker has sampled."""
+class ResumedCompletion(FirstTokenStats, frozen=True, kw_only=True):
+    """The beginning of a completion that another worker has sampled, with that worker's account of its first token."""
 
-    token_ids: list[int]
-    """At least one."""
+    token_ids: Sequence[int]
+    """At least one. An array, where there may be many."""
     logprobs: list[Logprob] = []
     """Those of the last tokens; tokens that come from a client have none."""
-    cached_tokens: int = 0
-    """Prompt tokens that the first worker had cached."""
-    queue_ms: float = 0.0
-    """Time from the first accept to the first step."""
-    prefill_ms: float = 0.0
-    """Time from the first step to the first token."""
     elapsed_ms: float = 0.0
     """Time since the first accept."""
 
@@ -107,7 +102,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one generation, checked and complete."""
 
     key: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
+    """The prompt: an array, where it may be long."""
     sampling: Sampling
     stop: tuple[str, ...] = ()
     tenant: str = ""

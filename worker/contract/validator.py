@@ -39,7 +39,7 @@ class StreamValidator:
 
     def _check_resumed(self, output: engine_output.Output) -> None:
         resumed, count = self._request.resumed, self._num_tokens
-        given = resumed.token_ids if resumed is not None else []
+        given = list(resumed.token_ids) if resumed is not None else []
         self._require(output.is_resumed == (count < len(given)), "the given tokens are resumed, before all others")
         if output.resumed_texts is not None:
             self._require(output.token_ids == given, "a resumed output has other tokens than the given ones")

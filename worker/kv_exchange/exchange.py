@@ -31,7 +31,7 @@ class KvExchange:
         self._fetcher: Fetcher | None = None
         self._fetches: dict[str, asyncio.Task[None]] = {}
         self._counted_bytes = 0
-        self._log = structlog.get_logger()
+        self._log = structlog.get_logger().bind(worker_id=announcer.worker_id)
 
     def __repr__(self) -> str:
         return f"<KvExchange {len(self._fetches)} fetching, {self._holder!r}>"
@@ -115,7 +115,6 @@ class KvExchange:
             self._log.info(
                 "remote_prefill_ended",
                 request_id=remote_prefill.request_id,
-                worker_id=self._announcer.worker_id,
                 outcome=remote_prefill.outcome,
                 tokens=remote_prefill.num_tokens,
                 duration_ms=round(1e3 * (time.monotonic() - remote_prefill.began_at), 1),
@@ -150,7 +149,6 @@ class KvExchange:
         self._log.info(
             "blocks_fetched",
             request_id=request.key,
-            worker_id=self._announcer.worker_id,
             source=source.worker_id,
             was_remote_prefill=source.leg_ms > 0,
             outcome=fetch.outcome,

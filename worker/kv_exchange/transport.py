@@ -71,9 +71,6 @@ class Pace:
         self._bytes_per_s = bytes_per_s
         self._free_at = 0.0
 
-    def __repr__(self) -> str:
-        return f"<Pace {self._bytes_per_s / 1e6:.0f} MB/s>"
-
     def delay_s(self, num_bytes: int, now: float) -> float:
         """Returns how long to wait before these bytes may move."""
         delay_s = max(0.0, self._free_at - _BURST_S - now)
@@ -294,9 +291,6 @@ class LeasedBlocks:
         self._subject = subject
         self._name = lease.lease
         self._turns = asyncio.Semaphore(MAX_OUTSTANDING)
-
-    def __repr__(self) -> str:
-        return f"<LeasedBlocks {self.num_blocks}>"
 
     async def read(self, block: int, num_bytes: int) -> bytes:
         """Returns the content of a block, given its number in the prompt and its exact size. Several may be read

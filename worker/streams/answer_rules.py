@@ -5,7 +5,7 @@ be called are a separate constraint."""
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,7 +33,7 @@ class AnswerRules(NamedTuple):
 
 
 def answer_rules(
-    run: internal.Run, prompt: list[int], chat: ChatRules | None, *, can_constrain: bool = True
+    run: internal.Run, prompt: Sequence[int], chat: ChatRules | None, *, can_constrain: bool = True
 ) -> AnswerRules:
     """Raises RequestError for what the chat format, or an engine that can't constrain its output, can't do.
 

@@ -72,7 +72,7 @@ class Guardians:
         self._sender: PartsSender | None = None
         self._large_offers: dict[str, asyncio.Task[None]] = {}
         """Offers being sent in parts, by the stream's key."""
-        self._log = structlog.get_logger()
+        self._log = structlog.get_logger().bind(worker_id=announcer.worker_id)
 
     def __repr__(self) -> str:
         return f"<Guardians {sorted({str(stream.guardian) for stream in self._streams})}>"
@@ -128,7 +128,7 @@ class Guardians:
             try:
                 missing = set(_unguarded.decode(message.data).request_ids)
             except errors.RequestError as error:
-                self._log.error("unguarded_refused", worker_id=self._announcer.worker_id, error=str(error))
+                self._log.error("unguarded_refused", error=str(error))
                 return
             self._answering.put(token, True, now)
             self._num_unanswered.pop(token, None)
@@ -151,9 +151,7 @@ class Guardians:
     def _lose(self, token: str, streams: Sequence[WorkerStream]) -> None:
         if not streams:
             return
-        self._log.warning(
-            "guardian_lost", worker_id=self._announcer.worker_id, router_id=streams[0].guardian, streams=len(streams)
-        )
+        self._log.warning("guardian_lost", router_id=streams[0].guardian, streams=len(streams))
         for stream in streams:
             stream.guardian = None
         self._offer(streams)
@@ -200,14 +198,14 @@ class Guardians:
             if isinstance(error, errors.RequestError) and error.error.code is not errors.Code.PAYLOAD_TOO_LARGE:
                 return
             stream.guardian = ""  # no router can take it
-            self._log.error("stream_not_offered", worker_id=self._announcer.worker_id, request_id=stream.key)
+            self._log.error("stream_not_offered", request_id=stream.key)
 
     def _on_reply(self, message: Msg) -> None:
         try:
             reply = _replies.decode(message.data)
             validation.check_router_id(reply.router_id)
         except errors.RequestError as error:
-            self._log.error("guard_reply_refused", worker_id=self._announcer.worker_id, error=str(error))
+            self._log.error("guard_reply_refused", error=str(error))
             return
         stream = self._streams.find(reply.request_id)
         if stream is None or stream.run.attempt != reply.attempt or stream.guardian is not None:
@@ -219,7 +217,6 @@ class Guardians:
         self._announcer.publish_events()
         self._log.info(
             "guardian_changed",
-            worker_id=self._announcer.worker_id,
             request_id=stream.key,
             router_id=reply.router_id,
         )

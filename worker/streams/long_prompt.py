@@ -17,9 +17,6 @@ class LongPrompt:
         self._timer = BackoffTimer(FIRST_S)
         self._is_logged = False
 
-    def __repr__(self) -> str:
-        return f"<LongPrompt since {self._began_at:.1f}, {self._timer!r}>"
-
     def is_due(self, now: float, *, is_computed: bool) -> bool:
         """Returns whether to log now. The end is logged if anything was logged before."""
         if is_computed:

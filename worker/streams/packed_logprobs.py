@@ -7,31 +7,42 @@ packed tokens can be put together, and cut apart, without being read:
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from tokenbus.worker.contract import engine_output
 
 _RECORD = struct.Struct("<Id")
 
 
-def pack(logprobs: Iterable[engine_output.Logprob]) -> bytes:
-    """Packs log probabilities; all of them must have the same number of alternatives."""
+def num_bytes(num_alternatives: int) -> int:
+    """Returns the size of a token with that many alternatives."""
+    return (1 + num_alternatives) * _RECORD.size
+
+
+def pack(logprobs: Sequence[engine_output.Logprob], num_alternatives: int) -> bytes:
+    """Packs log probabilities, with the likeliest `num_alternatives` of each, which must have as many."""
+    assert all(len(one.top) >= num_alternatives for one in logprobs), logprobs
     return b"".join(
         _RECORD.pack(token_id, logprob)
         for one in logprobs
-        for token_id, logprob in ((one.token_id, one.logprob), *one.top)
+        for token_id, logprob in ((one.token_id, one.logprob), *one.top[:num_alternatives])
     )
 
 
-def unpack(data: bytes, num_alternatives: int) -> list[engine_output.Logprob]:
-    """Reverses `pack` for tokens with `num_alternatives` each. Raises ValueError for malformed data."""
-    width = 1 + num_alternatives
-    if len(data) % (width * _RECORD.size):
+def unpack_foreign(data: bytes, num_alternatives: int) -> list[engine_output.Logprob]:
+    """Unpacks what another worker says that it has packed. Raises ValueError if that can't be."""
+    if len(data) % num_bytes(num_alternatives):
         raise ValueError(f"{len(data)} bytes are not log probabilities with {num_alternatives} alternatives each")
-    records: list[tuple[int, float]] = list(_RECORD.iter_unpack(data))
     # no probability is above 1; written so that NaN is refused
-    if not all(logprob <= 0 for _, logprob in records):
+    if not all(logprob <= 0 for _, logprob in _RECORD.iter_unpack(data)):
         raise ValueError("a log probability is above 0")
+    return unpack(data, num_alternatives)
+
+
+def unpack(data: bytes, num_alternatives: int) -> list[engine_output.Logprob]:
+    """Reverses `pack` for tokens with `num_alternatives` each."""
+    width = 1 + num_alternatives
+    records: list[tuple[int, float]] = list(_RECORD.iter_unpack(data))
     return [
         engine_output.Logprob(token_id, logprob, records[at + 1 : at + width])
         for at, (token_id, logprob) in enumerate(records)

@@ -18,6 +18,7 @@ from msgspec import UNSET
 
 from tokenbus.protocol.wire import block_hash, messages
 from tokenbus.worker.contract import engine_output
+from tokenbus.worker.streams import packed_logprobs
 
 _JSON_GROWTH = 6
 """A control character of one byte becomes six bytes of JSON."""
@@ -93,20 +94,21 @@ class ReplayBuffer:
     """The text and token ids of one completion. Offsets count tokens, text offsets count bytes of UTF-8.
 
     A token's text is what could be published when it was sampled: nothing if it was held back, more than its own if it
-    completed an earlier token's character. `num_logprobs` are kept for each token: its own and the likeliest others."""
+    completed an earlier token's character. With `num_alternatives`, the log probability of each token is kept, and
+    those of that many of the likeliest others."""
 
-    def __init__(self, num_logprobs: int = 0) -> None:
+    def __init__(self, num_alternatives: int | None = None) -> None:
         self._text = _Track()
         self._reasoning: _Track | None = None
         self._arguments: _Track | None = None
         """Both exist once the answer has any."""
         self._calls: list[_Call] = []
         self._token_ids = array("I")
-        self._num_logprobs = num_logprobs
+        self._num_alternatives = num_alternatives
+        self._logprobs = bytearray()
+        """Packed, of all tokens from `_first` on."""
         self._first = 0
         """The first token that can be published again."""
-        self._logprob_ids = array("I")
-        self._logprobs = array("d")
 
     def __repr__(self) -> str:
         return f"<ReplayBuffer of {self.num_tokens} tokens, {self.text_bytes} bytes>"
@@ -133,7 +135,7 @@ class ReplayBuffer:
         """Memory that the buffer takes, in bytes."""
         tracks = sum(len(track.data) + 4 * len(track.ends) for track in self._tracks)
         calls = sum(300 + len(call.id) + len(call.name) for call in self._calls)
-        return tracks + calls + 4 * len(self._token_ids) + 12 * len(self._logprobs)
+        return tracks + calls + 4 * len(self._token_ids) + len(self._logprobs)
 
     def append_resumed(
         self,
@@ -150,11 +152,12 @@ class ReplayBuffer:
             self._token_ids.extend(token_ids)
             self._text.extend(texts)
         for place, token_id in enumerate(token_ids) if parts else ():
-            self._append_texts((token_id,), texts[place], *(parts or {}).get(place, ("", ())))
-        if self._num_logprobs:
+            self._append_parts(1, *(parts or {}).get(place, ("", ())))
+            self._token_ids.append(token_id)
+            self._text.append(1, texts[place])
+        if self._num_alternatives is not None:
             self._first = len(token_ids) - len(logprobs)
-            for one in logprobs:
-                self._append_logprob(one)
+            self._logprobs += packed_logprobs.pack(logprobs, self._num_alternatives)
 
     def text_offset(self, offset: int) -> int:
         """Returns where the text of token `offset` begins."""
@@ -169,11 +172,13 @@ class ReplayBuffer:
         tool_calls: Sequence[engine_output.ToolCallPart] = (),
     ) -> None:
         """Adds what was sampled and published next; what comes without a token belongs to the last token."""
-        if self._num_logprobs:
+        if self._num_alternatives is not None:
             assert len(logprobs) == len(token_ids), (logprobs, token_ids)
-            for one in logprobs:
-                self._append_logprob(one)
-        self._append_texts(token_ids, text, reasoning, tool_calls)
+            self._logprobs += packed_logprobs.pack(logprobs, self._num_alternatives)
+        if reasoning or tool_calls or self._reasoning is not None or self._arguments is not None:
+            self._append_parts(len(token_ids), reasoning, tool_calls)
+        self._token_ids.extend(token_ids)
+        self._text.append(len(token_ids), text)
 
     def to_deltas(self, parts: Sequence[engine_output.ToolCallPart]) -> list[messages.ToolCallDelta]:
         """Returns parts of tool calls, which are about to be appended, as they are published."""
@@ -197,7 +202,8 @@ class ReplayBuffer:
 
     def segment(self, start: int, stop: int) -> Segment:
         """Returns the tokens from `start` up to `stop`."""
-        ids, logprobs = list(self._token_ids[start:stop]), self.logprobs(start, stop)
+        ids, packed = self._token_ids[start:stop].tolist(), self.packed_logprobs(start, stop)
+        logprobs = packed_logprobs.unpack(packed, self._num_alternatives or 0)
         plain = Segment(start, stop - start, self._text.offset(start), self._text.text(start, stop), ids, logprobs)
         if self._reasoning is not None:
             plain = plain._replace(
@@ -209,49 +215,30 @@ class ReplayBuffer:
         """Returns the token ids from `start` up to `stop` in wire format."""
         return block_hash.pack_token_ids(self._token_ids[start:stop])
 
-    def logprobs(self, start: int, stop: int) -> list[engine_output.Logprob]:
-        """Returns the log probabilities of the tokens from `start` up to `stop`, if they are kept."""
-        width = self._num_logprobs
-        found = []
-        first = max(0, start - self._first)
-        for at in range(first * width, (stop - self._first) * width, width) if width else ():
-            pairs = list(zip(self._logprob_ids[at : at + width], self._logprobs[at : at + width], strict=True))
-            found.append(engine_output.Logprob(*pairs[0], top=pairs[1:]))
-        return found
+    def packed_logprobs(self, start: int, stop: int) -> bytes:
+        """Returns the log probabilities of the tokens from `start` up to `stop` in packed form, if they are kept."""
+        if self._num_alternatives is None:
+            return b""
+        first, end = max(0, start - self._first), max(0, stop - self._first)
+        token_bytes = packed_logprobs.num_bytes(self._num_alternatives)
+        return bytes(self._logprobs[first * token_bytes : end * token_bytes])
 
     @property
     def _tracks(self) -> list[_Track]:
         return [track for track in (self._text, self._reasoning, self._arguments) if track is not None]
 
-    @property
-    def _has_parts(self) -> bool:
-        """Whether the answer has had reasoning or tool calls."""
-        return self._reasoning is not None or self._arguments is not None
-
-    def _append_texts(
-        self, token_ids: Sequence[int], text: str, reasoning: str, tool_calls: Sequence[engine_output.ToolCallPart]
-    ) -> None:
-        """Adds tokens, and all that came with them but their log probabilities."""
-        if reasoning or tool_calls or self._has_parts:
-            self._append_parts(len(token_ids), reasoning, tool_calls)
-        self._token_ids.extend(token_ids)
-        self._text.append(len(token_ids), text)
-
     def _append_parts(self, num_tokens: int, reasoning: str, tool_calls: Sequence[engine_output.ToolCallPart]) -> None:
         """Adds what came with tokens, before the tokens themselves are added."""
         if reasoning and self._reasoning is None:
             self._reasoning = _Track(self.num_tokens)
-        if tool_calls and self._arguments is None:
-            self._arguments = _Track(self.num_tokens)
         if self._reasoning is not None:
             self._reasoning.append(num_tokens, reasoning)
-        if self._arguments is not None:
-            self._append_calls(num_tokens, tool_calls)
-
-    def _append_calls(self, num_tokens: int, parts: Sequence[engine_output.ToolCallPart]) -> None:
-        assert self._arguments is not None
+        if tool_calls and self._arguments is None:
+            self._arguments = _Track(self.num_tokens)
+        if self._arguments is None:
+            return
         self._arguments.append(num_tokens, "")
-        for part in parts:
+        for part in tool_calls:
             if part.call == len(self._calls):
                 last = max(0, self.num_tokens + num_tokens - 1)
                 self._calls.append(_Call(last, len(self._arguments.data), part.id, part.name))
@@ -283,7 +270,8 @@ class ReplayBuffer:
     def _last_that_fits(self, start: int, end: int, max_bytes: int) -> int:
         """Returns the end of the longest segment from `start` that fits, at least one token; a binary search."""
         low, high = start + 1, end
-        token_bytes = _TOKEN_ID_BYTES + _LOGPROB_BYTES * self._num_logprobs
+        num_logprobs = 0 if self._num_alternatives is None else 1 + self._num_alternatives
+        token_bytes = _TOKEN_ID_BYTES + _LOGPROB_BYTES * num_logprobs
         first_call = bisect.bisect_left(self._calls, start, key=lambda call: call.token)
         while low < high:
             middle = (low + high + 1) // 2
@@ -294,15 +282,6 @@ class ReplayBuffer:
             size = _JSON_GROWTH * text_bytes + token_bytes * (middle - start) + call_bytes
             low, high = (middle, high) if size <= max_bytes else (low, middle - 1)
         return low
-
-    def _append_logprob(self, one: engine_output.Logprob) -> None:
-        alternatives = one.top[: self._num_logprobs - 1]
-        assert len(alternatives) == self._num_logprobs - 1, one
-        self._logprob_ids.append(one.token_id)
-        self._logprobs.append(one.logprob)
-        for token_id, logprob in alternatives:
-            self._logprob_ids.append(token_id)
-            self._logprobs.append(logprob)
 
 
 def _to_delta(part: engine_output.ToolCallPart, arguments_offset: int) -> messages.ToolCallDelta:

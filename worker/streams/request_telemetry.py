@@ -23,10 +23,7 @@ class StreamTelemetry:
         self._model = model
         self._worker_id = worker_id
         self._waits = WaitLog()
-        self._log = structlog.get_logger()
-
-    def __repr__(self) -> str:
-        return f"<StreamTelemetry of {self._worker_id}>"
+        self._log = structlog.get_logger().bind(worker_id=worker_id)
 
     def started(
         self,
@@ -51,7 +48,6 @@ class StreamTelemetry:
         self._log.info(
             "request_started",
             request_id=stream.key,
-            worker_id=self._worker_id,
             attempt=stream.run.attempt,
             prompt_tokens=len(request.token_ids),
             max_tokens=request.sampling.max_tokens,
@@ -67,7 +63,6 @@ class StreamTelemetry:
             self._log.info(
                 "reasoning_limit_ignored",
                 request_id=stream.key,
-                worker_id=self._worker_id,
                 max_reasoning_tokens=asked.max_tokens,
             )
 
@@ -82,7 +77,6 @@ class StreamTelemetry:
         self._log.info(
             "prompt_computing",
             request_id=stream.key,
-            worker_id=self._worker_id,
             prompt_tokens=num_tokens,
             computed_tokens=computed_tokens,
             cached_tokens=cached_tokens,
@@ -107,7 +101,6 @@ class StreamTelemetry:
             self._log.warning(
                 "request_waiting",
                 request_id=wait.request_id,
-                worker_id=wait.worker_id,
                 attempt=wait.attempt,
                 waits_for=wait.waits_for,
                 waited_s=round(wait.waited_s, 1),
@@ -119,16 +112,16 @@ class StreamTelemetry:
 
     def replayed(self, stream: WorkerStream, offset: int) -> None:
         """Records that a client asks for lost chunks for the first time."""
-        self._log.info("stream_replayed", request_id=stream.key, worker_id=self._worker_id, offset=offset)
+        self._log.info("stream_replayed", request_id=stream.key, offset=offset)
 
     def client_gone(self, stream: WorkerStream) -> None:
         """Records that a stream's client is gone."""
         self._metrics.clients_gone.inc()
-        self._log.info("client_gone", request_id=stream.key, worker_id=self._worker_id)
+        self._log.info("client_gone", request_id=stream.key)
 
     def failed(self, stream: WorkerStream) -> None:
         """Records a bug that is about to end a stream; call it from the `except` clause."""
-        self._log.exception("stream_failed", request_id=stream.key, worker_id=self._worker_id)
+        self._log.exception("stream_failed", request_id=stream.key)
 
     def abandoned(self, stream: WorkerStream, reason: str) -> None:
         """Records the end of a stream without a terminal."""
@@ -136,7 +129,6 @@ class StreamTelemetry:
         self._log.info(
             "request_finished",
             request_id=stream.key,
-            worker_id=self._worker_id,
             attempt=stream.run.attempt,
             finish_reason=reason,
         )
@@ -168,7 +160,6 @@ class StreamTelemetry:
         self._log.info(
             "request_finished",
             request_id=stream.key,
-            worker_id=self._worker_id,
             attempt=terminal.attempt,
             finish_reason=terminal.finish_reason,
             stopped_by=stopped_by,

@@ -2,6 +2,7 @@
 the seed, which is random if the client gave none."""
 
 import secrets
+from array import array
 from typing import Any
 
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, params, reasoning, subjects
@@ -97,7 +98,7 @@ def _to_resumed(
     """Raises RequestError if the tokens are malformed, or their log probabilities do not belong to them."""
     token_ids = _unpack_token_ids(resume_from.token_ids, "resume_from.token_ids")
     logprobs = [] if asked.logprobs is None else _unpack_logprobs(resume_from.logprobs, asked.logprobs, config)
-    if [one.token_id for one in logprobs] != token_ids[len(token_ids) - len(logprobs) :]:
+    if [one.token_id for one in logprobs] != token_ids[len(token_ids) - len(logprobs) :].tolist():
         raise errors.invalid_field("resume_from.logprobs", "must be those of the last tokens")
     if asked.logprobs is not None and not asked.is_streamed and len(logprobs) < len(token_ids):
         raise errors.invalid_field("resume_from.logprobs", "must be those of all tokens for a whole answer")
@@ -127,7 +128,7 @@ def _reasoning_limit(
     return engine_request.ReasoningLimit(max_tokens=most, parsing=rules.reading, message=message)
 
 
-def _unpack_token_ids(packed: bytes, param: str) -> list[int]:
+def _unpack_token_ids(packed: bytes, param: str) -> "array[int]":
     try:
         return block_hash.unpack_token_ids(packed)
     except ValueError as error:
@@ -138,7 +139,7 @@ def _unpack_logprobs(
     packed: bytes, num_alternatives: int, config: contract.EngineConfig
 ) -> list[engine_output.Logprob]:
     try:
-        logprobs = packed_logprobs.unpack(packed, min(num_alternatives, config.vocab_size))
+        logprobs = packed_logprobs.unpack_foreign(packed, min(num_alternatives, config.vocab_size))
     except ValueError as error:
         raise errors.invalid_field("resume_from.logprobs", str(error)) from error
     if any(token_id >= config.vocab_size for one in logprobs for token_id, _ in one.top):

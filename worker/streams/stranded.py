@@ -24,9 +24,6 @@ class StrandedStreams:
         self._outbox = outbox
         self._announced_at = 0.0
 
-    def __repr__(self) -> str:
-        return f"<StrandedStreams, announced at {self._announced_at:.1f}>"
-
     def tick(self, streams: Iterable[WorkerStream], now: float) -> None:
         """Ends the streams that have been stranded too long, and tells routers of the others."""
         keys: list[str] = []

@@ -7,6 +7,7 @@ the client sees."""
 import time
 from collections.abc import Iterator, Sequence
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokenbus.protocol.telemetry import backoff, tracing
@@ -15,7 +16,7 @@ from tokenbus.worker.contract import engine_output
 from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.long_prompt import LongPrompt
-from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
+from tokenbus.worker.streams.replay_buffer import ReplayBuffer
 
 _NO_TIMINGS = messages.Timings(queue_ms=0.0, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=0.0)
 _ANSWER_SIZE = "the whole answer does not fit one message: stream it"
@@ -63,8 +64,8 @@ class WorkerStream:
         self._token_bytes = token_bytes
         self.hash_scheme = hash_scheme
         asked = run.params.logprobs
-        self._num_alternatives = 0 if asked is None else min(asked, len(token_bytes))
-        self._replay_buffer = ReplayBuffer(0 if asked is None else 1 + self._num_alternatives)
+        self._num_alternatives = None if asked is None else min(asked, len(token_bytes))
+        self._replay_buffer = ReplayBuffer(self._num_alternatives)
         self.num_resumed = 0
         """The number of tokens sampled before this run."""
         self.created = int(time.time())
@@ -136,7 +137,8 @@ class WorkerStream:
         if output.progress is not None:
             return self.head(output.progress)
         if output.first_token is not None:
-            self.first_token = self._to_first_token(output.first_token)
+            account = msgspec.structs.asdict(output.first_token)
+            self.first_token = internal.FirstToken(stream_no=self.stream_no, max_tokens=self.max_tokens, **account)
         if output.finish_reason is not None:
             self.terminal = self._terminal(output)
             return self.terminal
@@ -151,41 +153,35 @@ class WorkerStream:
         self._append(output)
         return chunk
 
-    def snapshot(self, known_tokens: int | None) -> internal.RunningRequest:
-        """Returns the stream as a snapshot lists it, with the tokens after the first `known_tokens`; with none if that
-        is None. All its tokens must have been published."""
+    def state(self, known_tokens: int | None) -> internal.StreamState:
+        """Returns the stream so far, with the tokens after the first `known_tokens`; with none if that is None. All its
+        tokens must have been published."""
         buffer, end = self._replay_buffer, self._replay_buffer.num_tokens
         start = end if known_tokens is None else max(0, known_tokens)
+        return internal.StreamState(
+            num_tokens=end,
+            token_ids=buffer.packed_token_ids(start, end),
+            logprobs=buffer.packed_logprobs(start, end),
+            first_token=self.first_token,
+        )
+
+    def snapshot(self, known_tokens: int | None) -> internal.RunningRequest:
+        """Returns the stream as a snapshot lists it, with its `state`."""
         return internal.RunningRequest(
             id=self.key,
             attempt=self.run.attempt,
             stream_no=self.stream_no,
-            num_tokens=end,
-            token_ids=buffer.packed_token_ids(start, end),
-            logprobs=packed_logprobs.pack(buffer.logprobs(start, end)),
-            first_token=self.first_token,
             router_id=self.guardian or "",
+            **msgspec.structs.asdict(self.state(known_tokens)),
         )
 
-    def strand(self, output: engine_output.Output, now: float) -> None:
-        """Keeps the terminal with which the engine gave up the stream: a router may still take it."""
+    def strand(self, output: engine_output.Output, now: float) -> bool:
+        """Keeps a terminal with which the engine gives up a stranded stream: a router may still take it. Returns False
+        for any other output."""
+        if output.error is None or output.error.code is not errors.Code.WORKER_LOST:
+            return False
         self.last_words, self.stranded_at = output, now
-
-    def says_stranded(self, output: engine_output.Output) -> bool:
-        """Whether an output says that the stream lacks its adapters here."""
-        return self.is_stranded and output.error is not None and output.error.code is errors.Code.WORKER_LOST
-
-    def give_up(self, known_tokens: int, epoch: str) -> internal.TakeReply:
-        """Returns what a router that knows the first `known_tokens` needs to continue the stream elsewhere."""
-        running = self.snapshot(known_tokens)
-        return internal.TakeReply(
-            ok=True,
-            epoch=epoch,
-            num_tokens=running.num_tokens,
-            token_ids=running.token_ids,
-            logprobs=running.logprobs,
-            first_token=running.first_token,
-        )
+        return True
 
     def say_last_words(self, output: engine_output.Output, max_bytes: int) -> messages.Chunk | None:
         """Returns the terminal for a stream that was given up, in case no worker continues it; None if it has no token,
@@ -198,15 +194,8 @@ class WorkerStream:
 
     def to_run(self, now: float) -> internal.Run:
         """Returns a run that continues the stream from here on."""
-        running, first = self.snapshot(0), self.first_token or self.run.resume_from
-        resume_from = internal.RunResume(
-            token_ids=running.token_ids,
-            logprobs=running.logprobs,
-            cached_tokens=first.cached_tokens if first else 0,
-            queue_ms=first.queue_ms if first else 0.0,
-            prefill_ms=first.prefill_ms if first else 0.0,
-            elapsed_ms=(now - self.began_at) * 1e3,
-        )
+        so_far, first = self.state(0), self.first_token or self.run.resume_from
+        age_s = now - self.began_at
         elapsed_ms = (now - self.accepted_at) * 1e3
         left_ms = None if self.run.remaining_ms is None else max(1.0, self.run.remaining_ms - elapsed_ms)
         age_ms = (self.run.age_ms or 0.0) + elapsed_ms
@@ -215,19 +204,13 @@ class WorkerStream:
             params=codec.replace(self.run.params, max_tokens=self.max_tokens),
             remaining_ms=left_ms,
             age_ms=age_ms,
-            resume_from=resume_from if running.num_tokens else None,
+            resume_from=internal.RunResume.of(so_far.token_ids, so_far.logprobs, first, age_s * 1e3),
         )
-
-    def forget_prompt(self) -> None:
-        """Frees memory that is not needed once the stream has ended."""
-        self.run = codec.replace(self.run, token_ids=b"")
 
     def pack_logprobs(self, output: engine_output.Output) -> bytes:
         """Returns the log probabilities of an output's tokens in packed form; empty if none were asked for."""
-        if self.run.params.logprobs is None:
-            return b""
         count = self._num_alternatives
-        return packed_logprobs.pack(codec.replace(one, top=one.top[:count]) for one in output.logprobs)
+        return b"" if count is None else packed_logprobs.pack(output.logprobs, count)
 
     def fail(self) -> messages.Chunk:
         """Ends the stream with an error, because of a bug; returns the terminal, which has no text."""
@@ -246,22 +229,17 @@ class WorkerStream:
 
     def _error_terminal(self, chunk: messages.Chunk, error: errors.Error) -> messages.Chunk:
         """Returns an error terminal that takes the place of a chunk."""
+        prompt, completion = self.num_prompt_tokens, chunk.offset + chunk.tokens
+        usage = messages.Usage(
+            prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, cached_tokens=0
+        )
         return codec.replace(
             self._empty(chunk.offset, chunk.text_offset),
             tokens=chunk.tokens,
             finish_reason=messages.FinishReason.ERROR,
-            usage=chunk.usage or self._usage(chunk.offset + chunk.tokens),
+            usage=chunk.usage or usage,
             timings=chunk.timings or _NO_TIMINGS,
             error=error,
-        )
-
-    def _usage(self, completion_tokens: int) -> messages.Usage:
-        prompt = self.num_prompt_tokens
-        return messages.Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt + completion_tokens,
-            cached_tokens=0,
         )
 
     def replay(self, offset: int, max_bytes: int) -> Iterator[messages.Chunk]:
@@ -272,7 +250,7 @@ class WorkerStream:
             # the terminal's own tokens are in the terminal
             end = None if self.terminal is None else self.terminal.offset
             for segment in self._replay_buffer.segments(offset, max_bytes, end):
-                yield self._segment_chunk(segment)
+                yield self._chunk(*segment)
                 chunks += 1
         last = self.terminal or (None if chunks else self.head())
         if last is not None:
@@ -292,26 +270,23 @@ class WorkerStream:
 
     def _output_chunk(self, output: engine_output.Output) -> messages.Chunk:
         """Returns a chunk with an output that is about to be added to the replay buffer."""
-        buffer, token_ids = self._replay_buffer, output.token_ids
-        chunk = self._tokens_chunk(
-            buffer.num_tokens, len(token_ids), buffer.text_bytes, output.text, token_ids, output.logprobs
+        buffer, tool_calls = self._replay_buffer, output.tool_calls
+        return self._chunk(
+            buffer.num_tokens,
+            len(output.token_ids),
+            buffer.text_bytes,
+            output.text,
+            output.token_ids,
+            output.logprobs,
+            buffer.reasoning_bytes if output.reasoning else 0,
+            output.reasoning,
+            buffer.to_deltas(tool_calls) if tool_calls else (),
         )
-        if output.reasoning or output.tool_calls:
-            deltas = buffer.to_deltas(output.tool_calls)
-            return _with_parts(chunk, buffer.reasoning_bytes, output.reasoning, deltas)
-        return chunk
 
     def _append(self, output: engine_output.Output) -> None:
         self._replay_buffer.append(output.token_ids, output.text, output.logprobs, output.reasoning, output.tool_calls)
 
-    def _segment_chunk(self, segment: Segment) -> messages.Chunk:
-        """Returns a chunk with everything that came with tokens."""
-        chunk = self._tokens_chunk(
-            segment.offset, segment.num_tokens, segment.text_offset, segment.text, segment.token_ids, segment.logprobs
-        )
-        return _with_parts(chunk, segment.reasoning_offset, segment.reasoning, segment.tool_calls)
-
-    def _tokens_chunk(
+    def _chunk(
         self,
         offset: int,
         num_tokens: int,
@@ -319,8 +294,11 @@ class WorkerStream:
         text: str,
         token_ids: list[int],
         logprobs: list[engine_output.Logprob],
+        reasoning_offset: int,
+        reasoning: str,
+        tool_calls: Sequence[messages.ToolCallDelta],
     ) -> messages.Chunk:
-        """Returns a chunk with tokens and their text."""
+        """Returns a chunk with tokens and all that came with them: the fields of a `Segment`."""
         asked = self.run.params
         return messages.Chunk(
             id=self._id,
@@ -331,6 +309,9 @@ class WorkerStream:
             text=text,
             token_ids=token_ids if asked.return_token_ids else UNSET,
             logprobs=UNSET if asked.logprobs is None else self._named_logprobs(logprobs),
+            reasoning_offset=reasoning_offset if reasoning else UNSET,
+            reasoning=reasoning or UNSET,
+            tool_calls=list(tool_calls) if tool_calls else UNSET,
         )
 
     def _terminal(self, output: engine_output.Output) -> messages.Chunk:
@@ -339,7 +320,7 @@ class WorkerStream:
         else:
             # nothing was streamed: the terminal carries the whole completion
             self._append(output)
-            last = self._segment_chunk(self._replay_buffer.all())
+            last = self._chunk(*self._replay_buffer.all())
         reason, error = output.finish_reason, output.error
         stopped_by: messages.StoppedBy | UnsetType = UNSET
         if reason is messages.FinishReason.CANCELLED and self.cancel_error is not None:
@@ -383,15 +364,6 @@ class WorkerStream:
             was_leg=self.run.fetch_from.leg_ms > 0,
         )
 
-    def _to_first_token(self, found: engine_output.FirstTokenStats) -> internal.FirstToken:
-        return internal.FirstToken(
-            stream_no=self.stream_no,
-            cached_tokens=found.cached_tokens,
-            queue_ms=found.queue_ms,
-            prefill_ms=found.prefill_ms,
-            max_tokens=self.max_tokens,
-        )
-
     def _named_logprobs(self, logprobs: list[engine_output.Logprob]) -> list[messages.TokenLogprob]:
         """Returns log probabilities with the texts of their tokens."""
         named = []
@@ -407,15 +379,3 @@ class WorkerStream:
         token = self._token_bytes[token_id]
         text = token.decode(errors="replace")
         return messages.TokenAlternative(id=token_id, text=text, bytes=list(token), logprob=logprob)
-
-
-def _with_parts(
-    chunk: messages.Chunk,
-    reasoning_offset: int,
-    reasoning: str,
-    tool_calls: Sequence[messages.ToolCallDelta],
-) -> messages.Chunk:
-    """Returns a chunk with the parts of an answer that are not its text."""
-    if reasoning:
-        chunk = codec.replace(chunk, reasoning_offset=reasoning_offset, reasoning=reasoning)
-    return codec.replace(chunk, tool_calls=list(tool_calls)) if tool_calls else chunk

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
+import msgspec
+
 from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
@@ -165,7 +167,7 @@ class Streams:
             return internal.TakeReply(ok=False, epoch=epoch)
         if stream.guardian and stream.guardian != take.router_id:  # otherwise both would continue it
             return internal.TakeReply(ok=False, epoch=epoch)
-        reply = stream.give_up(take.known_tokens, epoch)
+        reply = internal.TakeReply(ok=True, epoch=epoch, **msgspec.structs.asdict(stream.state(take.known_tokens)))
         if len(reply.token_ids) + len(reply.logprobs) > _MAX_TAKEN_BYTES:
             return internal.TakeReply(ok=False, epoch=epoch)
         self._abandon(stream, "taken")
@@ -403,8 +405,7 @@ class Streams:
             if output.finish_reason is messages.FinishReason.CANCELLED:
                 stream.last_words = output
             return
-        if stream.says_stranded(output):
-            stream.strand(output, time.monotonic())
+        if stream.is_stranded and stream.strand(output, time.monotonic()):
             return
         try:
             sink(output)
@@ -417,16 +418,15 @@ class Streams:
     def _put(self, stream: WorkerStream, output: engine_output.Output) -> None:
         if output.is_resumed:
             stream.resume(output)
-            return
-        if output.is_constraint_ready:
+        elif output.is_constraint_ready:
             self._outbox.put_head(stream, time.monotonic())
-            return
-        self._outbox.put(stream, output, time.monotonic())
+        else:
+            self._outbox.put(stream, output, time.monotonic())
 
     def _close(self, stream: WorkerStream) -> None:
         """Keeps a stream that has ended for a while, so that its client can ask for lost chunks."""
         self._forget(stream)
-        stream.forget_prompt()
+        stream.run = codec.replace(stream.run, token_ids=b"")  # the rest is small
         self._ended.put(stream.key, stream, time.monotonic(), stream.memory_bytes)
         # it may have ended only here, and the engine would continue
         if self._engine is not None:

@@ -23,6 +23,7 @@ from tokenbus.protocol.wire.internal.event_log import (
     SnapshotPart,
     SnapshotRequest,
     Started,
+    StreamState,
 )
 from tokenbus.protocol.wire.internal.runs import (
     Control,
@@ -71,6 +72,7 @@ __all__ = [
     "SnapshotPart",
     "SnapshotRequest",
     "Started",
+    "StreamState",
     "Take",
     "TakeReply",
     "Tokenize",

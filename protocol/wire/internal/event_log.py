@@ -127,7 +127,23 @@ class SnapshotRequest(public.Message, frozen=True, kw_only=True, omit_defaults=T
     """Whether the tokens of all other requests are wanted too: all that their current attempt has sampled."""
 
 
-class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StreamState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A stream so far, for a router that may know some of its tokens.
+
+    A worker that continues it gets all of them (`RunResume`), and a client gives those that it has (`ResumeFrom`). Both
+    have other fields in version 1 of the wire."""
+
+    num_tokens: int = 0
+    """The number of its sampled tokens."""
+    token_ids: bytes = b""
+    """Its tokens that the router does not know, if they are wanted, as unsigned 32-bit little-endian integers."""
+    logprobs: bytes = b""
+    """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
+    first_token: FirstToken | None = None
+    """The report of its first token, once this worker has sampled one."""
+
+
+class RunningRequest(StreamState, frozen=True, kw_only=True, omit_defaults=True):
     """A request in a worker's snapshot."""
 
     id: str
@@ -136,14 +152,6 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The attempt that is running."""
     stream_no: int
     """Number of the stream."""
-    num_tokens: int = 0
-    """The number of its sampled tokens."""
-    token_ids: bytes = b""
-    """Its tokens that are not known yet, if they are wanted, as unsigned 32-bit little-endian integers."""
-    logprobs: bytes = b""
-    """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
-    first_token: FirstToken | None = None
-    """The report of its first token, once this worker has sampled one."""
     router_id: str = ""
     """Its guardian."""
 

@@ -6,7 +6,7 @@ import msgspec
 
 from tokenbus.protocol.wire import codec, errors, limits
 from tokenbus.protocol.wire import messages as public
-from tokenbus.protocol.wire.internal.event_log import FirstToken
+from tokenbus.protocol.wire.internal.event_log import FirstToken, StreamState
 from tokenbus.protocol.wire.params import COUNT, DURATION_MS, REMAINING_MS, SECONDS, GenerationParams, Range
 
 
@@ -26,6 +26,23 @@ class RunResume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Time from the first step to the first token, for `timings`."""
     elapsed_ms: Annotated[float, DURATION_MS] = 0.0
     """Time since the first accept, for `timings`."""
+
+    @classmethod
+    def of(
+        cls, token_ids: bytes, logprobs: bytes, first: "FirstToken | RunResume | None", elapsed_ms: float
+    ) -> "RunResume | None":
+        """Returns a completion with the numbers of its first token, or of the run that began with them; None if it has
+        no token."""
+        if not token_ids:
+            return None
+        return cls(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            cached_tokens=first.cached_tokens if first else 0,
+            queue_ms=first.queue_ms if first else 0.0,
+            prefill_ms=first.prefill_ms if first else 0.0,
+            elapsed_ms=elapsed_ms,
+        )
 
 
 class RunAdapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,23 +186,15 @@ class Take(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The router that asks. If the stream has another guardian, the worker refuses."""
 
 
-class TakeReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's answer to `take`. It follows the last chunk of the stream, and is the same if that router asks
-    again."""
+class TakeReply(public.Message, StreamState, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker's answer to `take`, with the stream so far. It follows the last chunk of the stream, and is the same if
+    that router asks again."""
 
     ok: bool
     """Whether the worker has given up the stream. If not, it is not leaving, does not have the stream, has already
     ended it, has too many tokens for a reply, or knows another router as the guardian."""
     epoch: str
     """The worker's epoch."""
-    num_tokens: int = 0
-    """The number of the stream's sampled tokens."""
-    token_ids: bytes = b""
-    """Its tokens that the router does not know, as unsigned 32-bit little-endian integers."""
-    logprobs: bytes = b""
-    """The log probabilities of `token_ids`, if the request asks for them, in a form that only workers read."""
-    first_token: FirstToken | None = None
-    """Its first token's cached prompt tokens and times, once it has a token."""
     last_words: public.Chunk | None = None
     """The terminal that ends the stream with what was generated, once it has a token: the router sends it if no other
     worker continues the stream."""

@@ -55,7 +55,7 @@ class PartialCompletion:
         self.token_ids.append(token_id)
         self.last_seq = seq
 
-    def restore(self, running: internal.RunningRequest | internal.TakeReply, seq: int) -> bool:
+    def restore(self, running: internal.StreamState, seq: int) -> bool:
         """Adds the tokens that are not known yet, from a snapshot made after entry `seq` or from a worker that gives up
         the request after it.
 
@@ -86,14 +86,5 @@ class PartialCompletion:
         """Returns what the next worker needs; None before the first token.
 
         `elapsed_ms` is the time since the first accept."""
-        if not self.token_ids:
-            return None
-        first = self.first_token
-        return internal.RunResume(
-            token_ids=block_hash.pack_token_ids(self.token_ids),
-            logprobs=bytes(self.logprobs),
-            cached_tokens=first.cached_tokens if first else 0,
-            queue_ms=first.queue_ms if first else 0.0,
-            prefill_ms=first.prefill_ms if first else 0.0,
-            elapsed_ms=elapsed_ms,
-        )
+        packed = block_hash.pack_token_ids(self.token_ids)
+        return internal.RunResume.of(packed, bytes(self.logprobs), self.first_token, elapsed_ms)

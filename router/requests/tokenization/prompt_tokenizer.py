@@ -100,7 +100,7 @@ class PromptTokenizer:
         if prompt.source.tools:
             _require(validation.RequiredFeature("tools", "tools"), workers[0])
         packed = await self._tokenize(prompt, workers, timeout_s, lambda: False, is_bounded=False)
-        return block_hash.unpack_token_ids(packed)
+        return block_hash.unpack_token_ids(packed).tolist()
 
     async def detokenize(self, model: str, token_ids: list[int], timeout_s: float) -> str:
         """Returns the text of tokens, as a worker writes them into a completion. Raises RequestError."""

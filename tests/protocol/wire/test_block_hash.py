@@ -176,7 +176,7 @@ def test_the_longest_salt_that_a_request_may_have_has_a_root() -> None:
 @given(st.lists(TOKEN_IDS, max_size=40))
 def test_token_ids_are_sent_as_32_bit_little_endian_integers_and_come_back(token_ids: list[int]) -> None:
     assert pack_token_ids(token_ids) == struct.pack(f"<{len(token_ids)}I", *token_ids)
-    assert unpack_token_ids(pack_token_ids(token_ids)) == token_ids
+    assert unpack_token_ids(pack_token_ids(token_ids)).tolist() == token_ids
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])

@@ -163,7 +163,7 @@ async def test_a_remote_prefill_computes_all_tokens_but_the_last_in_blocks_that_
     transport = StubTransport(999, never)
     source = codec.replace(SOURCE, leg_ms=1.0)
     await Fetcher(transport).fetch(source, prompt(num_tokens), first, StubEngine(), CONFIG)  # type: ignore[arg-type]
-    assert [list(block_hash.unpack_token_ids(one.token_ids)) for one in transport.requests] == [asked] * bool(asked)
+    assert [block_hash.unpack_token_ids(one.token_ids).tolist() for one in transport.requests] == [asked] * bool(asked)
 
 
 async def test_a_remote_prefill_is_asked_for_by_its_request_and_waits_longer_than_a_fetch(

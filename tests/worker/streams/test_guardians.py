@@ -41,7 +41,7 @@ class Guarded(Stage):
         assert message.reply == GUARDED
         guard = _guards.decode(message.data)
         given = guard.run.resume_from
-        tokens = [] if given is None else block_hash.unpack_token_ids(given.token_ids)
+        tokens = [] if given is None else block_hash.unpack_token_ids(given.token_ids).tolist()
         said = [token for name, token in self._said() if name == guard.stream_no]
         assert tokens[len(tokens) - len(said) :] == said, "an offer has the tokens of all entries before it"
         self.offers.append((self.world.now, guard))
@@ -225,14 +225,14 @@ def test_an_offer_has_everything_that_another_worker_would_need(stage: Guarded) 
     run = guard.run
     assert (run.request_id, run.attempt, run.epoch, run.router_id) == (KEY, 3, stage.epoch, "peer")
     assert (run.reply, run.encoding) == (stage.peer.inbox, codec.Encoding.JSON)
-    assert block_hash.unpack_token_ids(run.token_ids) == [1, 2, 3]
+    assert block_hash.unpack_token_ids(run.token_ids).tolist() == [1, 2, 3]
     assert (run.params.max_tokens, run.params.seed, run.routing_options) == (90, 1, wishes)
     elapsed_ms = (offered_at - accepted_at) * 1e3
     assert run.remaining_ms == pytest.approx(60_000.0 - elapsed_ms, abs=10.0)
     assert run.age_ms == pytest.approx(500.0 + elapsed_ms, abs=10.0)
     given = run.resume_from
     assert given is not None
-    tokens = block_hash.unpack_token_ids(given.token_ids)
+    tokens = block_hash.unpack_token_ids(given.token_ids).tolist()
     assert len(tokens) > 2
     assert tokens == stage.said[: len(tokens)]
     first = first_token(Token.of(tokens[0]))
@@ -259,7 +259,7 @@ def test_what_a_stream_had_when_it_came_and_what_it_has_sampled_since_is_offered
     stage.world.run_until(lambda: len(stage.offers) == 1)
     offered = stage.offers[0][1].run.resume_from
     assert offered is not None
-    tokens = block_hash.unpack_token_ids(offered.token_ids)
+    tokens = block_hash.unpack_token_ids(offered.token_ids).tolist()
     assert tokens[:3] == given
     assert len(tokens) > 5
     assert tokens[3:] == stage.said[: len(tokens) - 3]
@@ -384,7 +384,7 @@ def test_a_stream_too_large_for_a_message_is_offered_in_parts(stage: Guarded) ->
     stage.frontend.incoming.max_payload = 100_000
     stage.world.run(1.5)
     ((_, guard),) = stage.large_offers
-    assert block_hash.unpack_token_ids(guard.run.token_ids) == [7] * 100_000
+    assert block_hash.unpack_token_ids(guard.run.token_ids).tolist() == [7] * 100_000
     assert stage.offers == []
 
 

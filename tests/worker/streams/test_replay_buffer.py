@@ -55,7 +55,7 @@ def likely(token_id: int, *alternatives: int) -> engine_output.Logprob:
 
 
 def test_each_token_keeps_its_own_log_probability_and_those_of_its_alternatives() -> None:
-    buffer = ReplayBuffer(num_logprobs=3)
+    buffer = ReplayBuffer(num_alternatives=2)
     said = [likely(5, 5, 6), likely(7, 8, 9), likely(1, 2, 3)]
     buffer.append([5], "a", said[:1])
     buffer.append([7, 1], "b", said[1:])
@@ -64,7 +64,7 @@ def test_each_token_keeps_its_own_log_probability_and_those_of_its_alternatives(
 
 
 def test_surplus_alternatives_are_dropped_and_too_few_are_a_fault() -> None:
-    buffer = ReplayBuffer(num_logprobs=2)
+    buffer = ReplayBuffer(num_alternatives=1)
     buffer.append([5], "a", [likely(5, 6, 7)])
     assert buffer.all().logprobs == [likely(5, 6)]
     with pytest.raises(AssertionError):
@@ -73,7 +73,7 @@ def test_surplus_alternatives_are_dropped_and_too_few_are_a_fault() -> None:
 
 def test_a_token_without_its_log_probability_is_a_fault_if_those_are_kept() -> None:
     with pytest.raises(AssertionError):
-        ReplayBuffer(num_logprobs=1).append([5], "a")
+        ReplayBuffer(num_alternatives=0).append([5], "a")
 
 
 def test_log_probabilities_that_nobody_asked_for_are_not_kept() -> None:
@@ -84,13 +84,13 @@ def test_log_probabilities_that_nobody_asked_for_are_not_kept() -> None:
 
 def test_memory_counts_text_tokens_and_log_probabilities() -> None:
     assert buffer_of([(1, "né"), (1, "")]).memory_bytes == 3 + 2 * 8
-    buffer = ReplayBuffer(num_logprobs=2)
+    buffer = ReplayBuffer(num_alternatives=1)
     buffer.append([5], "a", [likely(5, 6)])
     assert buffer.memory_bytes == 1 + 8 + 2 * 12
 
 
 def test_log_probabilities_count_for_the_size_of_a_segment() -> None:
-    buffer = ReplayBuffer(num_logprobs=1)
+    buffer = ReplayBuffer(num_alternatives=0)
     for token_id in range(4):
         buffer.append([token_id], "a", [likely(token_id)])
     two = 2 * (6 + 11 + 2_700)
@@ -121,7 +121,7 @@ def test_the_segments_from_any_token_on_are_what_was_appended_from_there_on(
 
 
 def test_what_another_worker_has_published_can_be_published_again() -> None:
-    buffer = ReplayBuffer(num_logprobs=2)
+    buffer = ReplayBuffer(num_alternatives=1)
     said = [likely(5, 6), likely(7, 8), likely(9, 1)]
     buffer.append_resumed([5, 7], ["né", "b"], said[:2])
     buffer.append([9], "c", said[2:])
@@ -138,7 +138,7 @@ def test_what_another_worker_has_published_is_kept_as_if_it_had_been_published_h
 
 
 def test_tokens_whose_log_probabilities_are_unknown_count_but_are_not_published_again() -> None:
-    buffer = ReplayBuffer(num_logprobs=2)
+    buffer = ReplayBuffer(num_alternatives=1)
     buffer.append_resumed([4, 5, 6], ["é", "b", "c"], [likely(6, 1)])
     buffer.append([7], "d", [likely(7, 1)])
     assert (buffer.num_tokens, buffer.text_bytes) == (4, 5)
@@ -151,7 +151,7 @@ def test_tokens_whose_log_probabilities_are_unknown_count_but_are_not_published_
 
 
 def test_reasoning_and_calls_of_another_worker_come_with_the_log_probabilities_that_are_known() -> None:
-    buffer = ReplayBuffer(2)
+    buffer = ReplayBuffer(1)
     parts = {
         0: engine_output.AnswerParts("why"),
         2: engine_output.AnswerParts("", (engine_output.ToolCallPart(0, "{", "id", "f"),)),

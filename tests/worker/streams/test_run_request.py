@@ -1,5 +1,7 @@
 """A run becomes the engine's request. Its sampling is its own where it says so, else the model's, else the wire's."""
 
+from array import array
+
 import pytest
 
 from tests.support.arithmetic import make_config
@@ -135,7 +137,7 @@ def run(prompt: bytes = b"\1\0\0\0", resume_from: internal.RunResume | None = No
 
 
 def given(*token_ids: int, logprobs: list[engine_output.Logprob] | None = None, **fields: float) -> internal.RunResume:
-    packed = packed_logprobs.pack(logprobs or [])
+    packed = packed_logprobs.pack(logprobs, len(logprobs[0].top)) if logprobs else b""
     return internal.RunResume(token_ids=block_hash.pack_token_ids(token_ids), logprobs=packed, **fields)  # type: ignore[arg-type]
 
 
@@ -147,7 +149,7 @@ def to_request(asked: internal.Run) -> engine_request.EngineRequest:
 def test_a_run_that_continues_a_completion_says_how_it_began() -> None:
     resume = given(7, 8, cached_tokens=16, queue_ms=1.5, prefill_ms=2.5, elapsed_ms=60.0)
     assert to_request(run(resume_from=resume)).resumed == engine_request.ResumedCompletion(
-        token_ids=[7, 8], cached_tokens=16, queue_ms=1.5, prefill_ms=2.5, elapsed_ms=60.0
+        token_ids=array("I", [7, 8]), cached_tokens=16, queue_ms=1.5, prefill_ms=2.5, elapsed_ms=60.0
     )
     assert to_request(run()).resumed is None
 

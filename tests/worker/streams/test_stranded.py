@@ -29,8 +29,7 @@ class Worker:
 def stranded() -> WorkerStream:
     one = stream()
     one.is_stranded = True
-    assert one.says_stranded(LOST)
-    one.strand(LOST, now=100.0)
+    assert one.strand(LOST, now=100.0)
     return one
 
 
@@ -53,6 +52,6 @@ def test_a_client_may_still_cancel_it() -> None:
 
 def test_only_the_loss_of_its_adapter_strands_a_stream() -> None:
     one = stream()
-    assert not one.says_stranded(LOST)
+    assert not one.strand(LOST, now=100.0)
     one.is_stranded = True
-    assert not one.says_stranded(terminal())
+    assert not one.strand(terminal(), now=100.0)

@@ -346,7 +346,7 @@ def test_a_snapshot_has_the_tokens_behind_those_that_are_known(known_tokens: int
     one.chunk(spoken("b", likely(3, 1)))
     seen = one.snapshot(known_tokens)
     assert (seen.id, seen.attempt, seen.stream_no) == ("acme:r-1", 4, 6)
-    assert block_hash.unpack_token_ids(seen.token_ids) == token_ids
+    assert block_hash.unpack_token_ids(seen.token_ids).tolist() == token_ids
     assert [found.token_id for found in packed_logprobs.unpack(seen.logprobs, 1)] == token_ids
 
 
@@ -363,7 +363,7 @@ def test_resumed_tokens_are_in_a_snapshot() -> None:
     one = stream()
     one.resume(given(("a", 1), ("", 2)))
     one.chunk(output("b", 3))
-    assert block_hash.unpack_token_ids(one.snapshot(1).token_ids) == [2, 3]
+    assert block_hash.unpack_token_ids(one.snapshot(1).token_ids).tolist() == [2, 3]
 
 
 def test_a_new_stream_has_sent_no_token() -> None:

@@ -54,7 +54,7 @@ def granted(reply: internal.TakeReply | None) -> list[int]:
     """Returns the tokens of a reply that gives up the stream."""
     assert reply is not None
     assert reply.ok
-    return block_hash.unpack_token_ids(reply.token_ids)
+    return block_hash.unpack_token_ids(reply.token_ids).tolist()
 
 
 def test_a_stream_that_is_taken_ends_without_a_word_behind_all_its_tokens(stage: Leaving) -> None:

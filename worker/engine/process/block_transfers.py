@@ -8,6 +8,7 @@ from collections.abc import Sequence as Listing
 
 import structlog
 
+from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.contract import contract
 from tokenbus.worker.engine.device.runner import Copies, Runner
 from tokenbus.worker.engine.kv.ops import KvOp
@@ -93,6 +94,4 @@ class BlockTransfers:
 
 
 def _unpack(prefix: contract.CachedPrefix) -> tuple[Domain, "array[int]"]:
-    token_ids = array("I")
-    token_ids.frombytes(prefix.token_ids)
-    return Domain(prefix.tenant, prefix.cache_salt, prefix.adapters), token_ids
+    return Domain(prefix.tenant, prefix.cache_salt, prefix.adapters), block_hash.unpack_token_ids(prefix.token_ids)

@@ -3,7 +3,6 @@
 import contextlib
 import queue
 import time
-from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
@@ -243,7 +242,7 @@ class StepLoop:
         """Starts compiling a sequence's constraint; the result comes back as a command."""
         assert command.constraint is not None
         token_ids = block_hash.unpack_token_ids(command.token_ids)
-        sampled = token_ids[len(token_ids) - command.num_sampled :]
+        sampled = token_ids[len(token_ids) - command.num_sampled :].tolist()
         self._compiling[command.seq_no] = command
         job = CompileJob(command.seq_no, command.tenant, command.constraint, sampled)
         self._compilation.submit(job, is_suspect=command.isolated)
@@ -264,9 +263,8 @@ class StepLoop:
 
     def _add_sequence(self, command: ipc.Add, matcher: SequenceMatcher | None) -> None:
         """Gives a sequence to the scheduler; one that can't be created ends, without affecting the others."""
-        token_ids = array("I")
         try:
-            token_ids.frombytes(command.token_ids)
+            token_ids = block_hash.unpack_token_ids(command.token_ids)
             self._check_adapters(command)
             sequence = Sequence(
                 command.seq_no,

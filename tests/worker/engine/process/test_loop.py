@@ -371,7 +371,7 @@ def test_isolated_steps_are_announced_before_and_end_with_a_token() -> None:
 def test_a_sequence_of_an_earlier_engine_goes_on_where_it_was() -> None:
     whole = run(add(1, num_prompt=5)).tokens(1)
     started = add(1, num_prompt=5)
-    token_ids = block_hash.unpack_token_ids(started.token_ids) + whole[:2]
+    token_ids = block_hash.unpack_token_ids(started.token_ids).tolist() + whole[:2]
     story = run(msgspec.structs.replace(started, token_ids=block_hash.pack_token_ids(token_ids), num_sampled=2))
     assert story.tokens(1) == whole[2:]
     assert story.ends() == {1: EngineFinishReason.LENGTH}
