@@ -1,5 +1,7 @@
 """Decides which requests an engine can serve, and how many at once."""
 
+from collections.abc import Sequence
+
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.contract import contract, engine_request
 
@@ -47,7 +49,7 @@ def check(request: engine_request.EngineRequest, config: contract.EngineConfig) 
         raise errors.prompt_too_long(len(request.token_ids), config.context_length)
 
 
-def _check_vocabulary(name: str, token_ids: list[int], config: contract.EngineConfig) -> None:
+def _check_vocabulary(name: str, token_ids: Sequence[int], config: contract.EngineConfig) -> None:
     # one C call: a prompt may have 100,000 tokens
     outside = max(token_ids)
     if outside >= config.vocab_size:

@@ -26,9 +26,6 @@ class AnswerReader:
         self._calls: dict[int, engine_output.ToolCallPart] = {}
         self.reasoning_tokens = 0
 
-    def __repr__(self) -> str:
-        return f"<AnswerReader {self._parser.calls} calls>"
-
     @property
     def has_calls(self) -> bool:
         """Whether the answer has tool calls, all complete."""

@@ -24,13 +24,11 @@ from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
 from tokenbus.worker.engine_client.engine_adapters import EngineAdapters
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineLink
 from tokenbus.worker.engine_client.generation import Generation
-from tokenbus.worker.engine_client.idle import Idle
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.pending_calls import PendingCalls
 from tokenbus.worker.engine_client.pooling_calls import PoolingCalls
-from tokenbus.worker.engine_client.prefill_speed import PrefillSpeed
 from tokenbus.worker.engine_client.sequences import OpenSequences
-from tokenbus.worker.engine_client.watchdog import StepWatchdog
+from tokenbus.worker.engine_client.step_times import Idle, PrefillSpeed, StepWatchdog
 from tokenbus.worker.files.device_memory import DeviceMemory
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -69,8 +67,9 @@ class EngineClient(asyncio.Protocol):
         self._recovered: list[tuple[int, int]] = []
         self._watchdog = StepWatchdog(time.monotonic())
         self._idle = Idle()
-        self._ready: asyncio.Future[ipc.Ready] | None = None
-        self._death: asyncio.Future[str] | None = None
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[ipc.Ready] = loop.create_future()
+        self._death: asyncio.Future[str] = loop.create_future()
         self._log = structlog.get_logger()
         self.on_kv_events: Callable[[list[int], list[tuple[int, int]]], None] = lambda removed, stored: None
         """See the contract."""
@@ -81,15 +80,13 @@ class EngineClient(asyncio.Protocol):
     @property
     def has_died(self) -> bool:
         """Whether the engine served once and no longer does."""
-        return self._config is not None and self._is_dead
+        return self._config is not None and self._death.done()
 
     async def start(self, worker_id: str) -> contract.EngineConfig:
         """Raises EngineStartError if the model can't be loaded, EngineDiedError if the process died."""
         assert self._link is None, "an engine is started once"
-        loop = asyncio.get_running_loop()
-        self._ready, self._death = loop.create_future(), loop.create_future()
         self._link = link = await self._launch()
-        self._transport, _ = await loop.create_connection(lambda: self, sock=link.sock)
+        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=link.sock)
         ready = await self._ready
         self.token_bytes, self._bundle, self._config = ready.token_bytes, ready.bundle, ready.config
         if ready.config.chat_format is not None:
@@ -158,7 +155,7 @@ class EngineClient(asyncio.Protocol):
             if self._adapters.has_all(generation.request):
                 self._open(generation)
             else:  # one was unloaded while the request used it, and this engine never had it
-                generation.fail(errors.Code.WORKER_LOST, time.monotonic())
+                generation.fail(errors.make_error(errors.Code.WORKER_LOST), time.monotonic())
         if generations:
             self._log.warning("streams_taken_over", count=len(generations))
 
@@ -179,19 +176,16 @@ class EngineClient(asyncio.Protocol):
     async def embed(self, request: internal.Embed) -> internal.EmbedResult:
         if self._require_running().embeddings is None:
             raise errors.request_error(errors.Code.UNSUPPORTED, "this model makes no embeddings", param="model")
-        self._admit_call()
-        return await self._pooling.embed(request)
+        self._expect_calls()
+        result = await self._pooling.call(request)
+        return internal.EmbedResult(vectors=result.rows, prompt_tokens=result.prompt_tokens)
 
     async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
         if "rerank" not in self._require_running().features:
             raise errors.request_error(errors.Code.UNSUPPORTED, "this model scores no documents", param="model")
-        self._admit_call()
-        return await self._pooling.rerank(request)
-
-    def _admit_call(self) -> None:
-        """Raises RequestError if the engine may not get another call."""
-        self._pooling.check()
         self._expect_calls()
+        result = await self._pooling.call(request)
+        return internal.RerankResult(scores=result.rows, prompt_tokens=result.prompt_tokens)
 
     def _expect_calls(self) -> None:
         """Restarts an idle engine's step watchdog, since it is about to get calls."""
@@ -235,7 +229,7 @@ class EngineClient(asyncio.Protocol):
         if gap_s > _STALL_S:
             self._watchdog.restart(now)
         is_busy = self._sequences.num_computing or self._pooling
-        if not is_busy or self._is_dead or not self._watchdog.is_stuck(now, timeout_s):
+        if not is_busy or self._death.done() or not self._watchdog.is_stuck(now, timeout_s):
             return
         assert self._link is not None
         longest_s = round(self._watchdog.longest_step_s, 3)
@@ -245,7 +239,6 @@ class EngineClient(asyncio.Protocol):
         self._link.kill()
 
     async def died(self) -> str:
-        assert self._death is not None, "start comes first"
         # shielded, or a cancelled caller would cancel the future for all others
         return await asyncio.shield(self._death)
 
@@ -269,13 +262,9 @@ class EngineClient(asyncio.Protocol):
             self._link.kill()
             return "the engine process did not end, and was killed"
 
-    @property
-    def _is_dead(self) -> bool:
-        return self._death is None or self._death.done()
-
     def _require_running(self) -> contract.EngineConfig:
         """Raises RequestError if the engine does not run."""
-        if self._config is None or self._is_dead:
+        if self._config is None or self._death.done():
             raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
         return self._config
 
@@ -314,7 +303,7 @@ class EngineClient(asyncio.Protocol):
         self._transport.write(ipc.encode(command))
 
     def _send_if_alive(self, command: ipc.Command) -> None:
-        if self._config is not None and not self._is_dead:
+        if self._config is not None and not self._death.done():
             self._send(command)
 
     def data_received(self, data: bytes) -> None:
@@ -324,7 +313,6 @@ class EngineClient(asyncio.Protocol):
 
     def _receive(self, body: bytes) -> None:
         assert self._link is not None
-        assert self._ready is not None
         match ipc.report_decoder.decode(body):
             case ipc.StepReport() as report:
                 self._take_step(report, self._link.crash_attribution)
@@ -334,11 +322,11 @@ class EngineClient(asyncio.Protocol):
             case ipc.ConstraintCompiled() as compiled:
                 self._take_constraint(compiled)
             case ipc.TokenizeCallResult(call_id, token_ids, error):
-                self._tokenizing.end(call_id, block_hash.unpack_token_ids(token_ids), error)
+                self._tokenizing.end(call_id, block_hash.unpack_token_ids(token_ids).tolist(), error)
             case ipc.AdapterResult() as loaded:
                 self._adapters.loaded(loaded)
             case ipc.ExportedBlocks(call_id) as exported:
-                self._exporting.resolve(call_id, exported)
+                self._exporting.end(call_id, exported)
             case ipc.MemoryRead(found):
                 self.device_memory = found
             case ipc.BlocksRefused(count):
@@ -405,8 +393,6 @@ class EngineClient(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Leaves the open streams for another engine, or for `fail_streams`; the transport calls it."""
         assert self._link is not None
-        assert self._death is not None
-        assert self._ready is not None
         if exc is not None:  # a write failed, perhaps before all reports were read
             with contextlib.suppress(OSError):
                 while data := self._link.sock.recv(_RECEIVE_BYTES):
@@ -421,7 +407,7 @@ class EngineClient(asyncio.Protocol):
         self._pooling.lose_engine(attribution.suspect_calls(self), may_be_unbegun=not is_computing)
         for generation in self._sequences.lose_engine(attribution, self):
             self._log.error("request_crashes_engine", request_id=generation.request.key)
-            generation.fail(errors.Code.REQUEST_CRASHES_ENGINE, time.monotonic())
+            generation.fail(errors.make_error(errors.Code.REQUEST_CRASHES_ENGINE), time.monotonic())
         self._nothing_follows()
 
     def _end_all(self, unstarted: errors.Code) -> None:
@@ -429,7 +415,8 @@ class EngineClient(asyncio.Protocol):
         now = time.monotonic()
         self._pooling.fail()
         for generation in self._sequences.take_all():
-            generation.fail(unstarted if generation.started_at is None else errors.Code.WORKER_LOST, now)
+            code = unstarted if generation.started_at is None else errors.Code.WORKER_LOST
+            generation.fail(errors.make_error(code), now)
         # the engine's memory goes with it, so every block counts as free
         known = self._load
         self._load = messages.Load(free_blocks=known.free_blocks + known.used_blocks + known.cached_blocks)

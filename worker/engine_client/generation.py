@@ -59,6 +59,7 @@ class Generation:
         self._elapsed_ms = 0.0
         """The completion's age when it was accepted here."""
         self.started_at: float | None = None
+        """When the first engine started to compute it, which ended its queue time."""
         self._first_token: engine_output.FirstTokenStats | None = None
         self.last_token_at: float | None = None
         self.sampled = array("I")
@@ -97,12 +98,9 @@ class Generation:
         else:
             texts, parts = self._read_resumed(resumed.token_ids, rule)
         self.sampled.extend(resumed.token_ids)
-        self._elapsed_ms = resumed.elapsed_ms
-        self._first_token = engine_output.FirstTokenStats(
-            cached_tokens=resumed.cached_tokens, queue_ms=resumed.queue_ms, prefill_ms=resumed.prefill_ms
-        )
+        self._elapsed_ms, self._first_token = resumed.elapsed_ms, resumed
         whole = engine_output.Output(
-            token_ids=resumed.token_ids,
+            token_ids=list(resumed.token_ids),
             text="".join(texts),
             logprobs=resumed.logprobs,
             resumed_texts=texts,
@@ -112,12 +110,7 @@ class Generation:
 
     def end_resumed(self, now: float) -> None:
         """Ends a generation that was complete with the request's last resumed token."""
-        self._complete(engine_output.Output(token_ids=[], text=""), now)
-
-    def begin(self, now: float) -> None:
-        """Notes that an engine has started to compute it; the first start ends its queue time."""
-        if self.started_at is None:
-            self.started_at = now
+        self._complete(engine_output.Output(), now)
 
     def progress(self, processed_tokens: int, cached_tokens: int) -> bool:
         """Hands out the prompt's progress, if it has changed and the client wants it; returns whether the sink
@@ -129,21 +122,21 @@ class Generation:
         seen = messages.Progress(
             prompt_tokens=len(self.request.token_ids), processed_tokens=processed_tokens, cached_tokens=cached_tokens
         )
-        self._hand_out(engine_output.Output(token_ids=[], text="", progress=seen))
+        self._hand_out(engine_output.Output(progress=seen))
         return self._sink_failed
 
     def constraint_ready(self) -> bool:
         """Reports that the constraint is compiled, unless it has been reported; returns whether the sink failed."""
         if not self._is_constraint_ready:
             self._is_constraint_ready = True
-            self._hand_out(engine_output.Output(token_ids=[], text="", is_constraint_ready=True))
+            self._hand_out(engine_output.Output(is_constraint_ready=True))
         return self._sink_failed
 
     def advance(self, output: SequenceOutput, now: float) -> bool:
         """Takes a step's output; returns whether the generation has ended, possibly before the engine knows."""
         if not output.token_ids:
             assert output.finish_reason is not None
-            self._fail(self._failure(output.finish_reason), now)
+            self.fail(self._failure(output.finish_reason), now)
             return True
         # it survived a step, so earlier crashes were not its fault
         self.crashes = 0
@@ -153,7 +146,7 @@ class Generation:
             first_token = self._first_token = self._account(now, output.cached_tokens or 0)
         if self.request.is_warm_up:  # the token was sampled only because every prompt ends with one
             self._ending = _Ending(messages.FinishReason.LENGTH)
-            self._complete(engine_output.Output(token_ids=[], text=""), now)
+            self._complete(engine_output.Output(), now)
             return True
         text, count = self._add_texts(output.token_ids, output.finish_reason)
         token_ids, logprobs = output.token_ids, output.logprobs
@@ -162,29 +155,25 @@ class Generation:
         self.sampled.extend(token_ids)
         made = engine_output.Output(token_ids=token_ids, text=text, logprobs=logprobs, first_token=first_token)
         if self._ending is None:
-            self._hand_out(self._with_parts(made))
+            self._hand_out(made)
             return self.has_ended or self._sink_failed  # its sink may have cancelled it
         self._complete(made, now)
         return True
 
     def cancel(self, now: float) -> None:
         held = self._rest(self._detokenizer.flush(), cut_off=True)
-        self._finish(engine_output.Output(token_ids=[], text=held, finish_reason=messages.FinishReason.CANCELLED), now)
+        self._finish(engine_output.Output(text=held, finish_reason=messages.FinishReason.CANCELLED), now)
 
-    def fail(self, code: errors.Code, now: float) -> None:
-        """Ends it with an error because its engine is gone."""
-        self._fail(errors.make_error(code), now)
+    def fail(self, error: errors.Error, now: float) -> None:
+        """Ends it with an error: its engine is gone, or its constraint can't be compiled."""
+        self._finish(engine_output.Output(finish_reason=messages.FinishReason.ERROR, error=error), now)
 
-    def refuse(self, problem: errors.Error, now: float) -> None:
-        """Ends it because its constraint can't be compiled."""
-        self._fail(problem, now)
-
-    def _add_resumed(self, token_ids: list[int], rule: FinishRule) -> list[str]:
+    def _add_resumed(self, token_ids: Sequence[int], rule: FinishRule) -> list[str]:
         """Counts the given tokens and returns the text that came with each. Only the last of them may complete the
         generation; otherwise raises RequestError.
 
         All of it blocks the worker's event loop, so the work per token matters: there may be 100,000."""
-        *before, last = token_ids
+        before, last = token_ids[:-1], token_ids[-1]
         texts = self._detokenizer.push_all(before)
         finishing = (place for place, token_id in enumerate(before) if rule.finish_reason(token_id, place + 1))
         place = min(len(texts), next(finishing, len(before)))
@@ -194,7 +183,7 @@ class Generation:
         return [*texts, text]
 
     def _read_resumed(
-        self, token_ids: list[int], rule: FinishRule
+        self, token_ids: Sequence[int], rule: FinishRule
     ) -> tuple[list[str], dict[int, engine_output.AnswerParts]]:
         """Does the same for a parsed answer; also returns what else came with tokens."""
         assert self._reader is not None
@@ -257,32 +246,24 @@ class Generation:
             return held
         return self._reader.read_text(held) + self._reader.finish(cut_off=cut_off)
 
-    def _with_parts(self, output: engine_output.Output) -> engine_output.Output:
-        """Returns an output with the reasoning and tool calls read since the last one."""
-        if self._reader is None or not self._reader.has_parts:
-            return output
-        reasoning, tool_calls = self._reader.take_parts()
-        return codec.replace(output, reasoning=reasoning, tool_calls=tool_calls)
-
     def _failure(self, reason: EngineFinishReason) -> errors.Error:
         constraint = self.request.constraint
         if reason is EngineFinishReason.CONSTRAINT_FAILED and constraint is not None:
             return errors.invalid_field(constraint.param, _TOO_COSTLY).error
         return _FAILURES[reason]
 
-    def _fail(self, error: errors.Error, now: float) -> None:
-        self._finish(
-            engine_output.Output(token_ids=[], text="", finish_reason=messages.FinishReason.ERROR, error=error), now
-        )
-
     def _finish(self, terminal: engine_output.Output, now: float) -> None:
         """Hands out the terminal, with usage and timings."""
         assert not self.has_ended, self
         self.has_ended = True
         terminal = codec.replace(terminal, usage=self._usage(), timings=self._timings(now))
-        self._hand_out(self._with_parts(terminal))
+        self._hand_out(terminal)
 
     def _hand_out(self, output: engine_output.Output) -> None:
+        """Gives an output to the sink, with the reasoning and tool calls read since the last one."""
+        if self._reader is not None and self._reader.has_parts:
+            reasoning, tool_calls = self._reader.take_parts()
+            output = codec.replace(output, reasoning=reasoning, tool_calls=tool_calls)
         try:
             self._sink(output)
         except Exception as error:  # a bug in one sink ends its own stream, never its neighbours' step

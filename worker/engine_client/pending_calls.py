@@ -22,9 +22,9 @@ class PendingCalls(Generic[ResultT]):
     def __len__(self) -> int:
         return len(self._open)
 
-    async def call(self, send: Callable[[int], None], abort: Callable[[int], None] | None = None) -> ResultT:
-        """Sends a call under a new id with `send`, and waits for its result. Raises the RequestError that it is
-        rejected with. `abort` takes the call back if the caller is cancelled."""
+    async def call(self, send: Callable[[int], None]) -> ResultT:
+        """Sends a call under a new id with `send`, and waits for its result. Raises the RequestError that it ends
+        with."""
         self._last_call_id += 1
         call_id = self._last_call_id
         future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
@@ -32,33 +32,21 @@ class PendingCalls(Generic[ResultT]):
         try:
             send(call_id)
             return await future
-        except asyncio.CancelledError:
-            if abort is not None:
-                abort(call_id)
-            raise
         finally:
             del self._open[call_id]
 
-    def resolve(self, call_id: int, answer: ResultT) -> None:
-        """Completes a call; its caller may be gone."""
+    def end(self, call_id: int, result: ResultT, error: errors.Error | None = None) -> None:
+        """Ends a call with its result, or with an error if there is one. Its caller may be gone."""
         future = self._open.get(call_id)
-        if future is not None and not future.done():
-            future.set_result(answer)
-
-    def reject(self, call_id: int, error: errors.Error) -> None:
-        """Fails a call; its caller may be gone."""
-        future = self._open.get(call_id)
-        if future is not None and not future.done():
-            future.set_exception(errors.RequestError(error))
-
-    def end(self, call_id: int, answer: ResultT, error: errors.Error | None) -> None:
-        """Completes a call, or fails it if there is an error."""
+        if future is None or future.done():
+            return
         if error is None:
-            self.resolve(call_id, answer)
+            future.set_result(result)
         else:
-            self.reject(call_id, error)
+            future.set_exception(errors.RequestError(error))
 
     def fail_all(self) -> None:
         """Fails every call with `worker_lost`: no reply will come."""
-        for call_id in self._open:
-            self.reject(call_id, errors.make_error(errors.Code.WORKER_LOST))
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(errors.request_error(errors.Code.WORKER_LOST))

@@ -70,22 +70,11 @@ class PoolingCalls:
         self._send, self._ended = send, ended
         self._send_next()
 
-    def check(self) -> None:
-        """Raises RequestError if no further call may be made now."""
+    async def call(self, request: internal.Embed | internal.Rerank) -> ipc.PoolResult:
+        """Returns the embeddings or scores of all inputs. Raises RequestError if there are too many calls, or if the
+        engine refuses this one or dies."""
         if len(self._calls) >= _MAX_PENDING:
             raise errors.request_error(errors.Code.OVERLOADED)
-
-    async def embed(self, request: internal.Embed) -> internal.EmbedResult:
-        """Returns the embeddings of all inputs. Raises RequestError if the engine refuses it or dies."""
-        result = await self._call(request)
-        return internal.EmbedResult(vectors=result.rows, prompt_tokens=result.prompt_tokens)
-
-    async def rerank(self, request: internal.Rerank) -> internal.RerankResult:
-        """Returns the scores of all documents. Raises RequestError if the engine refuses it or dies."""
-        result = await self._call(request)
-        return internal.RerankResult(scores=result.rows, prompt_tokens=result.prompt_tokens)
-
-    async def _call(self, request: internal.Embed | internal.Rerank) -> ipc.PoolResult:
         self._last_call_id += 1
         call = self._calls[self._last_call_id] = _Call(self._last_call_id, request)
         self._send_next()

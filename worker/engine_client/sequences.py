@@ -127,7 +127,8 @@ class OpenSequences:
         for number in numbers:
             if generation := self._generations.get(number):
                 self._started.add(number)
-                generation.begin(now)
+                if generation.started_at is None:
+                    generation.started_at = now
 
     def constraint_started(self, number: int) -> None:
         """Notes that the engine itself is compiling a constraint."""
@@ -143,7 +144,7 @@ class OpenSequences:
             self._releasing.discard(number)
             if generation is not None:
                 self._remove(number)
-                generation.refuse(problem, now)
+                generation.fail(problem, now)
         elif generation is not None and generation.constraint_ready() and number in self._generations:
             self._release(number)  # else its sink has aborted it
 

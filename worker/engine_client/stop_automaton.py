@@ -38,9 +38,6 @@ class StopAutomaton:
         self._fallbacks = array("I", bytes(4 * len(self._chars)))
         self._add_fallbacks()
 
-    def __repr__(self) -> str:
-        return f"<StopAutomaton of {len(self._chars)} nodes>"
-
     def advance(self, state: int, text: str) -> tuple[int, int | None]:
         """Returns the state after `text`, or, if a stop string is completed in it, the state and the place of that.
 

@@ -154,7 +154,7 @@ def test_an_end_without_a_token_is_an_error_with_its_reason(end: EngineFinishRea
 
 def test_a_generation_whose_engine_is_gone_ends_in_the_given_error() -> None:
     recording = Recording()
-    recording.generation.fail(errors.Code.WORKER_LOST, now=12.0)
+    recording.generation.fail(errors.make_error(errors.Code.WORKER_LOST), now=12.0)
     assert recording.terminal.error == errors.make_error(errors.Code.WORKER_LOST)
     assert recording.terminal.usage == messages.Usage(
         prompt_tokens=3, completion_tokens=0, total_tokens=3, cached_tokens=0
@@ -167,7 +167,7 @@ def test_a_second_terminal_is_impossible() -> None:
     with pytest.raises(AssertionError):
         recording.generation.cancel(now=12.0)
     with pytest.raises(AssertionError):
-        recording.generation.fail(errors.Code.WORKER_LOST, now=12.0)
+        recording.generation.fail(errors.make_error(errors.Code.WORKER_LOST), now=12.0)
     assert len(recording.outputs) == 1
 
 

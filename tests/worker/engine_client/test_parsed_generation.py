@@ -59,7 +59,7 @@ class Answering:
         sink = StreamValidator(request, self.outputs.append)
         self.generation = Generation(request, sink, PIECES, 10.0, AnswerReader(RULES, request))
         self.generation.resume([EOS])
-        self.generation.begin(10.25)
+        self.generation.started_at = 10.25
 
     def sample(self, *token_ids: int) -> "Answering":
         if self.generation.is_complete:

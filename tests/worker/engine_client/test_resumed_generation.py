@@ -32,7 +32,7 @@ class Engine:
         self.rule = FinishRule(request.sampling, [EOS])
         self.generation = Generation(request, StreamValidator(request, self.outputs.append), PIECES, accepted_at=10.0)
         self.generation.resume([EOS])
-        self.generation.begin(10.25)
+        self.generation.started_at = 10.25
 
     def sample(self, *token_ids: int) -> None:
         """Samples tokens until the generation ends; if it ended with the given ones, it is told so."""

@@ -440,7 +440,13 @@ class FrameDecoder:
 def receive(sock: socket.socket) -> Iterator[bytes]:
     """Yields the bodies of frames from a blocking socket until its other end closes."""
     decoder = FrameDecoder()
-    while data := _receive(sock):
+    while True:
+        try:
+            data = sock.recv(1 << 16)
+        except OSError:  # closed at either end
+            return
+        if not data:
+            return
         yield from decoder.feed(data)
 
 
@@ -459,10 +465,3 @@ def receive_with_sockets(sock: socket.socket) -> Iterator[tuple[OpenReplica, soc
             opened = open_decoder.decode(body)
             theirs = socket.socket(fileno=received.popleft())
             yield opened, theirs, received.popleft() if opened.has_memory else None
-
-
-def _receive(sock: socket.socket) -> bytes:
-    try:
-        return sock.recv(1 << 16)
-    except OSError:  # closed at either end
-        return b""
