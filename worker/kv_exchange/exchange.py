@@ -63,7 +63,7 @@ class KvExchange:
 
     def engine_changed(self, serving: Serving | None) -> None:
         """Serves the blocks of another engine. Fetches for a dead engine end: the next one computes their prompts."""
-        self._holder.set_engine(*serving or (None, None))
+        self._holder.engine_changed(serving)
         for key in list(self._fetches):
             self.cancel(key)
 
@@ -133,12 +133,11 @@ class KvExchange:
         source, serving = run.fetch_from, self._announcer.serving
         assert source is not None
         assert serving is not None
-        engine, config = serving
         assert self._fetcher is not None
         token_ids = run.token_ids + (run.resume_from.token_ids if run.resume_from is not None else b"")
         prefix = contract.CachedPrefix(request.tenant, request.cache_salt, request.adapters, token_ids)
-        first = self._num_held(prefix, config)
-        fetch = await self._fetcher.fetch(source, prefix, first, engine, config, request.key, request.priority)
+        first = self._num_held(prefix, serving.config)
+        fetch = await self._fetcher.fetch(source, prefix, first, serving, request.key, request.priority)
         del self._fetches[request.key]
         self._metrics.kv_fetched_bytes.inc(fetch.num_bytes)
         if source.leg_ms > 0:

@@ -14,6 +14,7 @@ import structlog
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
+from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange import block_check
 from tokenbus.worker.kv_exchange.transport import BlockTransport, LeasedBlocks, Pace, TransferError
@@ -68,16 +69,15 @@ class Fetcher:
         source: internal.FetchSource,
         prefix: contract.CachedPrefix,
         first: int,
-        engine: contract.Engine,
-        config: contract.EngineConfig,
+        serving: Serving,
         computed_for: str = "",
         priority: int = 0,
     ) -> Fetch:
         """Fetches the blocks of a prefix from block `first` on, into an engine. The source of a remote prefill
         computes them for the request `computed_for`, with its priority. Raises only CancelledError."""
-        began = time.monotonic()
+        began, (engine, config) = time.monotonic(), serving
         is_remote_prefill = source.leg_ms > 0
-        fetching = _Fetching(prefix, first, engine, config, is_remote_prefill=is_remote_prefill)
+        fetching = _Fetching(prefix, first, serving, is_remote_prefill=is_remote_prefill)
         if not fetching.num_wanted:  # they have been computed here since the router's choice
             return Fetch("nothing")
         self.num_remote_prefills += is_remote_prefill
@@ -153,24 +153,17 @@ class _Fetching:
     """The blocks of one fetch on their way to the engine."""
 
     def __init__(
-        self,
-        prefix: contract.CachedPrefix,
-        first: int,
-        engine: contract.Engine,
-        config: contract.EngineConfig,
-        *,
-        is_remote_prefill: bool = False,
+        self, prefix: contract.CachedPrefix, first: int, serving: Serving, *, is_remote_prefill: bool = False
     ) -> None:
-        self._size = config.kv_block_size
+        self.engine, self.config = serving
+        self._size = self.config.kv_block_size
         num_tokens = len(prefix.token_ids) // TOKEN_BYTES
         num_blocks = num_tokens // self._size
         if is_remote_prefill and num_blocks > first:
-            num_blocks = _num_filled(num_tokens, self._size, config.context_length)
+            num_blocks = _num_filled(num_tokens, self._size, self.config.context_length)
         # the last block may hold the last token, which is computed in any case: the others are useful
         self.prefix = _in_blocks(prefix, num_blocks, self._size)
         self.first = first
-        self.engine = engine
-        self.config = config
         self.num_wanted = max(0, num_blocks - first)
         self.num_fetched = 0
         self.num_bytes = 0

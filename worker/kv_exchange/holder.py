@@ -8,6 +8,7 @@ from collections.abc import Callable
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, errors, internal, limits
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES, Adapter
+from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange.leases import Lease, Leases
 from tokenbus.worker.kv_exchange.remote_prefills import RemotePrefill
@@ -33,18 +34,13 @@ class NoBlock(enum.Enum):
 class _OpenLease:
     """The blocks of a lease, as they arrive from the engine in batches."""
 
-    def __init__(
-        self,
-        lease: Lease,
-        engine: contract.Engine,
-        config: contract.EngineConfig,
-        remote_prefill: RemotePrefill | None = None,
-    ) -> None:
+    def __init__(self, lease: Lease, serving: Serving, remote_prefill: RemotePrefill | None = None) -> None:
         """`remote_prefill` computes the blocks of the lease if they do not exist already."""
+        config = serving.config
         assert config.kv_format is not None
         self.remote_prefill = remote_prefill
         self._lease = lease
-        self._engine = engine
+        self._engine = serving.engine
         self._block_bytes = TOKEN_BYTES * config.kv_block_size
         self._batch_size = max(1, _BATCH_BYTES // config.kv_format.num_bytes)
         if remote_prefill is not None:  # a batch can be read once it is fully computed
@@ -105,8 +101,7 @@ class Holder:
         self._has_epoch = has_epoch
         self._leases = Leases()
         self._open: dict[str, _OpenLease] = {}
-        self._engine: contract.Engine | None = None
-        self._config: contract.EngineConfig | None = None
+        self._serving: Serving | None = None
         self._granting = 0
         self.none_leased = asyncio.Event()
         """Set while no other worker reads blocks; after a lease expires, from the next tick on."""
@@ -119,46 +114,43 @@ class Holder:
     def num_leases(self) -> int:
         return len(self._leases)
 
-    def set_engine(self, engine: contract.Engine | None, config: contract.EngineConfig | None) -> None:
-        """Sets the engine whose blocks are served, or None. Existing leases end."""
-        self._engine, self._config = engine, config
+    def engine_changed(self, serving: Serving | None) -> None:
+        """Serves the blocks of another engine, or none. Existing leases end."""
+        self._serving = serving
         for name in list(self._open):
             self.end(name)
 
     async def grant(self, request: internal.BlockLeaseRequest) -> internal.BlockLease:
         """Answers another worker's request for blocks."""
-        engine, config = self._engine, self._config
-        if engine is None or config is None or not _may_read(request, config) or not self._has_epoch(request.epoch):
+        serving = self._serving
+        if serving is None or not _may_read(request, serving.config) or not self._has_epoch(request.epoch):
             return internal.BlockLease()
         self.tick(time.monotonic())
         adapters = tuple(Adapter(one.digest, one.scale) for one in request.adapters)
         prefix = contract.CachedPrefix(request.tenant, request.cache_salt, adapters, request.token_ids)
         if request.computed_for:
-            return self._start_remote_prefill(request, prefix, engine, config)
+            return self._start_remote_prefill(request, prefix, serving)
         if self._leases.num_free(is_remote_prefill=False) <= self._granting:
             return internal.BlockLease(busy=True)
         self._granting += 1
         try:
-            num_cached, _ = await engine.export_blocks(prefix, request.first, 0)
+            num_cached, _ = await serving.engine.export_blocks(prefix, request.first, 0)
         except errors.RequestError:
             return internal.BlockLease()
         finally:
             self._granting -= 1
-        if num_cached <= request.first or self._engine is not engine:
+        if num_cached <= request.first or self._serving is not serving:
             return internal.BlockLease()
         lease = self._leases.grant(prefix, request.first, num_cached, time.monotonic())
-        self._open[lease.name] = _OpenLease(lease, engine, config)
+        self._open[lease.name] = _OpenLease(lease, serving)
         self.none_leased.clear()
         return internal.BlockLease(lease=lease.name, num_blocks=num_cached - request.first)
 
     def _start_remote_prefill(
-        self,
-        request: internal.BlockLeaseRequest,
-        prefix: contract.CachedPrefix,
-        engine: contract.Engine,
-        config: contract.EngineConfig,
+        self, request: internal.BlockLeaseRequest, prefix: contract.CachedPrefix, serving: Serving
     ) -> internal.BlockLease:
         """Makes the engine compute a prompt, whose blocks may be read as they are finished."""
+        engine, config = serving
         end = min(len(prefix.token_ids) // TOKEN_BYTES, config.context_length - 1) // config.kv_block_size
         prefix = codec.replace(prefix, token_ids=prefix.token_ids[: TOKEN_BYTES * config.kv_block_size * end])
         if end <= request.first:
@@ -173,7 +165,7 @@ class Holder:
             self._leases.end(lease.name)
             return internal.BlockLease(busy=error.error.code is errors.Code.OVERLOADED)
         remote_prefill.on_ended = self.on_remote_prefill
-        self._open[lease.name] = _OpenLease(lease, engine, config, remote_prefill)
+        self._open[lease.name] = _OpenLease(lease, serving, remote_prefill)
         self.none_leased.clear()
         self.on_remote_prefill(remote_prefill)
         return internal.BlockLease(lease=lease.name, num_blocks=end - request.first)

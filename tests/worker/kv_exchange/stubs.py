@@ -3,9 +3,11 @@
 import asyncio
 from array import array
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 from tests.support.arithmetic import block_of, exchanging, make_config
 from tokenbus.protocol.wire import block_hash, internal, messages
+from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange import block_check
 from tokenbus.worker.kv_exchange.transport import TransferError
@@ -60,6 +62,10 @@ class StubEngine:
         while num_cached < num_asked and num_cached in self.blocks:
             num_cached += 1
         return num_cached, [self.blocks[at] for at in range(first, min(num_cached, first + max_blocks))]
+
+
+def serving(engine: StubEngine, config: contract.EngineConfig = CONFIG) -> Serving:
+    return Serving(cast(contract.Engine, engine), config)
 
 
 Read = Callable[[int, int], Awaitable[bytes]]

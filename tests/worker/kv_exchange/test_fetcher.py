@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, SIZE, SOURCE, StubEngine, StubTransport, block, prefix
+from tests.worker.kv_exchange.stubs import ADAPTERS, SIZE, SOURCE, StubEngine, StubTransport, block, prefix, serving
 from tokenbus.protocol.wire import block_hash, codec
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange import fetcher
@@ -23,7 +23,7 @@ async def never(number: int, num_bytes: int) -> bytes:
 
 
 async def fetch(transport: StubTransport, engine: StubEngine, num_blocks: int, first: int = 0) -> Fetch:
-    return await Fetcher(transport).fetch(SOURCE, prefix(num_blocks), first, engine, CONFIG)  # type: ignore[arg-type]
+    return await Fetcher(transport).fetch(SOURCE, prefix(num_blocks), first, serving(engine))
 
 
 async def test_blocks_come_in_order_and_only_those_that_are_missing() -> None:
@@ -95,7 +95,7 @@ async def test_a_bug_in_a_transport_is_no_error_of_the_request() -> None:
 async def test_a_fetch_that_is_cancelled_ends_its_lease_and_its_reads() -> None:
     transport, engine = StubTransport(9, never), StubEngine()
     fetches = Fetcher(transport)
-    task = asyncio.create_task(fetches.fetch(SOURCE, prefix(9), 0, engine, CONFIG))  # type: ignore[arg-type]
+    task = asyncio.create_task(fetches.fetch(SOURCE, prefix(9), 0, serving(engine)))
     while not transport.requests:
         await asyncio.sleep(0)
     task.cancel()
@@ -139,7 +139,7 @@ def prompt(num_tokens: int) -> contract.CachedPrefix:
 
 @pytest.mark.parametrize(("num_tokens", "wanted"), [(1, 0), (15, 0), (16, 1), (17, 1), (47, 2), (48, 3)])
 def test_all_whole_blocks_of_a_prompt_are_fetched(num_tokens: int, wanted: int) -> None:
-    fetching = fetcher._Fetching(prompt(num_tokens), 0, StubEngine(), CONFIG)  # type: ignore[arg-type]
+    fetching = fetcher._Fetching(prompt(num_tokens), 0, serving(StubEngine()))
     assert fetching.num_wanted == wanted
     assert fetching.prefix.token_ids == prompt(SIZE * wanted).token_ids
 
@@ -162,7 +162,7 @@ async def test_a_remote_prefill_computes_all_tokens_but_the_last_in_blocks_that_
     monkeypatch.setattr(fetcher, "STALL_S", 0.01)
     transport = StubTransport(999, never)
     source = codec.replace(SOURCE, leg_ms=1.0)
-    await Fetcher(transport).fetch(source, prompt(num_tokens), first, StubEngine(), CONFIG)  # type: ignore[arg-type]
+    await Fetcher(transport).fetch(source, prompt(num_tokens), first, serving(StubEngine()))
     assert [block_hash.unpack_token_ids(one.token_ids).tolist() for one in transport.requests] == [asked] * bool(asked)
 
 
@@ -173,7 +173,7 @@ async def test_a_remote_prefill_is_asked_for_by_its_request_and_waits_longer_tha
     transport, engine = StubTransport(9, never), StubEngine()
     engine.prefill_tokens_per_s = 1e9  # a fetch would have no time at all
     source = codec.replace(SOURCE, leg_ms=50.0)
-    ended = await Fetcher(transport).fetch(source, prefix(9), 0, engine, CONFIG, "acme:r-1", -3)  # type: ignore[arg-type]
+    ended = await Fetcher(transport).fetch(source, prefix(9), 0, serving(engine), "acme:r-1", -3)
     assert ended.outcome == "timeout"
     assert fetcher.REMOTE_PREFILL_PATIENCE * 0.05 + 0.02 <= ended.seconds < 1.0
     (request,) = transport.requests
@@ -182,7 +182,7 @@ async def test_a_remote_prefill_is_asked_for_by_its_request_and_waits_longer_tha
 
 async def test_who_only_fetches_asks_for_nothing_to_be_computed() -> None:
     transport = StubTransport(9, real)
-    await Fetcher(transport).fetch(SOURCE, prefix(9), 0, StubEngine(), CONFIG, "acme:r-1", -3)  # type: ignore[arg-type]
+    await Fetcher(transport).fetch(SOURCE, prefix(9), 0, serving(StubEngine()), "acme:r-1", -3)
     assert (transport.requests[0].computed_for, transport.requests[0].priority) == ("", 0)
 
 
@@ -192,7 +192,7 @@ async def test_remote_prefills_and_fetches_are_bounded_apart() -> None:
         tasks = []
         for _ in range(most):
             assert fetches.has_room(source)
-            task = fetches.fetch(source, prefix(9), 0, StubEngine(), CONFIG)  # type: ignore[arg-type]
+            task = fetches.fetch(source, prefix(9), 0, serving(StubEngine()))
             tasks.append(asyncio.create_task(task))
             await asyncio.sleep(0)
         assert not fetches.has_room(source)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, SIZE, StubEngine, block, prefix
+from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, SIZE, StubEngine, block, prefix, serving
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.contract.engine_request import EngineRequest
@@ -57,7 +57,7 @@ class Fixture:
     def __init__(self) -> None:
         self.engine = ComputingEngine()
         self.holder = Holder(lambda epoch: epoch == "1-x")
-        self.holder.set_engine(self.engine, CONFIG)  # type: ignore[arg-type]
+        self.holder.engine_changed(serving(self.engine))
         self.outcomes: list[str] = []
         self.holder.on_remote_prefill = self._note
 
@@ -145,7 +145,7 @@ async def test_what_was_computed_before_a_remote_prefill_failed_is_given_and_the
     lease = await end.ask()
     end.engine.compute(12 * SIZE)
     if dies:
-        end.holder.set_engine(None, None)
+        end.holder.engine_changed(None)
         assert await end.holder.read(lease.lease, 0) is NoBlock.GONE
         return
     end.engine.fail()

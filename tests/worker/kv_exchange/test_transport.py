@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, StubEngine, block, prefix
+from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, StubEngine, block, prefix, serving
 from tokenbus.cli.console import nats_server
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.bus import Bus
@@ -30,7 +30,7 @@ class End:
     def __init__(self, url: str, name: str, incoming: Bus) -> None:
         self.engine = StubEngine()
         self.holder = Holder(lambda epoch: epoch == "1-x")
-        self.holder.set_engine(self.engine, CONFIG)  # type: ignore[arg-type]
+        self.holder.engine_changed(serving(self.engine))
         self.incoming = incoming
         self.num_connections = 0
         self._url = url
@@ -110,7 +110,7 @@ async def test_a_question_larger_than_a_message_comes_in_parts(ends: tuple[End, 
     a, b = ends
     long = CONFIG.context_length
     config = codec.replace(CONFIG, context_length=400_000)
-    a.holder.set_engine(a.engine, config)  # type: ignore[arg-type]
+    a.holder.engine_changed(serving(a.engine, config))
     lease = await b.transport.lease("a", request(token_ids=block_hash.pack_token_ids(range(300_000))))
     assert (long, lease.num_blocks) == (4_096, 40)
 
@@ -179,7 +179,7 @@ async def test_blocks_that_were_evicted_meanwhile_are_gone(ends: tuple[End, End]
 async def test_a_holder_without_an_engine_gives_nothing(ends: tuple[End, End]) -> None:
     a, b = ends
     lease = await b.transport.lease("a", request())
-    a.holder.set_engine(None, None)
+    a.holder.engine_changed(None)
     with pytest.raises(TransferError):
         await lease.read(0, NUM_BYTES)
     with pytest.raises(TransferError):
