@@ -28,22 +28,21 @@ from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
 
 
-class ThreadLink:
+class ThreadLink(engine_process.EngineLink):
     """A step loop in a thread of this process, at the other end of a socket."""
 
     def __init__(self, load: Callable[[Callable[[float], None]], Runner]) -> None:
-        self.sock, self._theirs = socket.socketpair()
-        self.pid = 0
-        self.crash_attribution = CrashAttribution()
+        ours, self._theirs = socket.socketpair()
+        super().__init__(ours, 0, CrashAttribution(), self._cut, self._until_ended)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(load,), daemon=True)
         self._thread.start()
 
-    def kill(self) -> None:
+    def _cut(self) -> None:
         """Cuts the connection, like the death of a process."""
         self._theirs.shutdown(socket.SHUT_RDWR)
 
-    async def wait(self) -> str:
+    async def _until_ended(self) -> str:
         await asyncio.to_thread(self._thread.join)
         return "the loop ended"
 

@@ -28,12 +28,33 @@ from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.pending_calls import PendingCalls
 from tokenbus.worker.engine_client.pooling_calls import PoolingCalls
 from tokenbus.worker.engine_client.sequences import OpenSequences
-from tokenbus.worker.engine_client.step_times import Idle, PrefillSpeed, StepWatchdog
+from tokenbus.worker.engine_client.step_times import PrefillSpeed, StepWatchdog
 from tokenbus.worker.files.device_memory import DeviceMemory
 
 _CLOSE_TIMEOUT_S = 5.0
 _STALL_S = 1.0
 _RECEIVE_BYTES = 256 * 1024
+
+
+class _Idle(asyncio.Event):
+    """An event that is set while there is no work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.since: float | None = None
+        """When the last work ended; None while there is any."""
+        self.set()
+
+    def set(self) -> None:
+        """Marks the engine idle."""
+        if not self.is_set():
+            self.since = time.monotonic()
+        super().set()
+
+    def clear(self) -> None:
+        """Marks the engine busy."""
+        self.since = None
+        super().clear()
 
 
 class EngineClient(asyncio.Protocol):
@@ -66,10 +87,9 @@ class EngineClient(asyncio.Protocol):
         """The memory of its devices other than the host, as last read."""
         self._recovered: list[tuple[int, int]] = []
         self._watchdog = StepWatchdog(time.monotonic())
-        self._idle = Idle()
-        loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[ipc.Ready] = loop.create_future()
-        self._death: asyncio.Future[str] = loop.create_future()
+        self._idle = _Idle()
+        self._ready: asyncio.Future[ipc.Ready] | None = None
+        self._death: asyncio.Future[str] | None = None
         self._log = structlog.get_logger()
         self.on_kv_events: Callable[[list[int], list[tuple[int, int]]], None] = lambda removed, stored: None
         """See the contract."""
@@ -80,13 +100,15 @@ class EngineClient(asyncio.Protocol):
     @property
     def has_died(self) -> bool:
         """Whether the engine served once and no longer does."""
-        return self._config is not None and self._death.done()
+        return self._config is not None and self._is_dead
 
     async def start(self, worker_id: str) -> contract.EngineConfig:
         """Raises EngineStartError if the model can't be loaded, EngineDiedError if the process died."""
         assert self._link is None, "an engine is started once"
+        loop = asyncio.get_running_loop()
+        self._ready, self._death = loop.create_future(), loop.create_future()
         self._link = link = await self._launch()
-        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=link.sock)
+        self._transport, _ = await loop.create_connection(lambda: self, sock=link.sock)
         ready = await self._ready
         self.token_bytes, self._bundle, self._config = ready.token_bytes, ready.bundle, ready.config
         if ready.config.chat_format is not None:
@@ -229,7 +251,7 @@ class EngineClient(asyncio.Protocol):
         if gap_s > _STALL_S:
             self._watchdog.restart(now)
         is_busy = self._sequences.num_computing or self._pooling
-        if not is_busy or self._death.done() or not self._watchdog.is_stuck(now, timeout_s):
+        if not is_busy or self._is_dead or not self._watchdog.is_stuck(now, timeout_s):
             return
         assert self._link is not None
         longest_s = round(self._watchdog.longest_step_s, 3)
@@ -239,6 +261,7 @@ class EngineClient(asyncio.Protocol):
         self._link.kill()
 
     async def died(self) -> str:
+        assert self._death is not None, "start comes first"
         # shielded, or a cancelled caller would cancel the future for all others
         return await asyncio.shield(self._death)
 
@@ -262,9 +285,13 @@ class EngineClient(asyncio.Protocol):
             self._link.kill()
             return "the engine process did not end, and was killed"
 
+    @property
+    def _is_dead(self) -> bool:
+        return self._death is None or self._death.done()
+
     def _require_running(self) -> contract.EngineConfig:
         """Raises RequestError if the engine does not run."""
-        if self._config is None or self._death.done():
+        if self._config is None or self._is_dead:
             raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
         return self._config
 
@@ -303,7 +330,7 @@ class EngineClient(asyncio.Protocol):
         self._transport.write(ipc.encode(command))
 
     def _send_if_alive(self, command: ipc.Command) -> None:
-        if self._config is not None and not self._death.done():
+        if self._config is not None and not self._is_dead:
             self._send(command)
 
     def data_received(self, data: bytes) -> None:
@@ -313,6 +340,7 @@ class EngineClient(asyncio.Protocol):
 
     def _receive(self, body: bytes) -> None:
         assert self._link is not None
+        assert self._ready is not None
         match ipc.report_decoder.decode(body):
             case ipc.StepReport() as report:
                 self._take_step(report, self._link.crash_attribution)
@@ -393,6 +421,8 @@ class EngineClient(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Leaves the open streams for another engine, or for `fail_streams`; the transport calls it."""
         assert self._link is not None
+        assert self._death is not None
+        assert self._ready is not None
         if exc is not None:  # a write failed, perhaps before all reports were read
             with contextlib.suppress(OSError):
                 while data := self._link.sock.recv(_RECEIVE_BYTES):

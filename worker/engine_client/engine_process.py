@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import Protocol
 
 from tokenbus.protocol import tasks
 from tokenbus.worker.contract.engine_settings import EngineSettings
@@ -24,21 +25,18 @@ class EngineDiedError(RuntimeError):
     """The engine process ended while a replica was starting; another start may help."""
 
 
-class EngineLink(Protocol):
+@dataclasses.dataclass(eq=False)
+class EngineLink:
     """A replica's step loop at the other end of a socket."""
 
     sock: socket.socket
     pid: int
     crash_attribution: CrashAttribution
     """Shared by all replicas of the process."""
-
-    def kill(self) -> None:
-        """Kills the process at once, with every replica in it. Safe to call again."""
-        ...
-
-    async def wait(self) -> str:
-        """Waits until the other side has ended, as it does when the socket is closed; returns how."""
-        ...
+    kill: Callable[[], None]
+    """Kills the process at once, with every replica in it. Safe to call again."""
+    wait: Callable[[], Awaitable[str]]
+    """Waits until the other side has ended, as it does when the socket is closed; returns how."""
 
 
 class EngineProcess:
@@ -59,7 +57,7 @@ class EngineProcess:
         if self._running is not None:
             self._running.kill()
 
-    async def open(self, settings: EngineSettings, memory_fd: int | None = None) -> "ReplicaLink":
+    async def open(self, settings: EngineSettings, memory_fd: int | None = None) -> EngineLink:
         """Loads a replica, in a new process if none is running. `memory_fd` is a file for its copies of blocks.
 
         Raises EngineDiedError."""
@@ -73,23 +71,6 @@ class EngineProcess:
                 self._running = await _start(self._variables)
             self._last_number += 1
             return self._running.open(self._last_number, settings, memory_fd)
-
-
-class ReplicaLink:
-    """One replica in the engine process."""
-
-    def __init__(self, running: "_Running", sock: socket.socket, closed: "asyncio.Future[str]") -> None:
-        self._running = running
-        self._closed = closed
-        self.sock = sock
-        self.pid = running.pid
-        self.crash_attribution = running.crash_attribution
-
-    def kill(self) -> None:
-        self._running.kill()
-
-    async def wait(self) -> str:
-        return await self._running.wait_closed(self._closed)
 
 
 class _Running:
@@ -121,7 +102,7 @@ class _Running:
         self.kill()
         await asyncio.shield(self._end)
 
-    def open(self, number: int, settings: EngineSettings, memory_fd: int | None) -> ReplicaLink:
+    def open(self, number: int, settings: EngineSettings, memory_fd: int | None) -> EngineLink:
         ours, theirs = socket.socketpair()
         descriptors = [theirs.fileno()] if memory_fd is None else [theirs.fileno(), memory_fd]
         message = ipc.OpenReplica(number, settings, has_memory=memory_fd is not None)
@@ -133,7 +114,7 @@ class _Running:
         finally:
             theirs.close()
         closed = self._closed[number] = asyncio.get_running_loop().create_future()
-        return ReplicaLink(self, ours, closed)
+        return EngineLink(ours, self.pid, self.crash_attribution, self.kill, partial(self.wait_closed, closed))
 
     def kill(self) -> None:
         self._is_killed = True

@@ -1,12 +1,8 @@
-"""The times of an engine's steps, as its frontend sees them: whether one will never end, how fast prompts are computed,
-since when there are none.
+"""The times of an engine's steps, as its frontend sees them: whether one will never end, how fast prompts are computed.
 
 An engine reports every step once it is computed. While it has work and reports nothing, the step in progress ages. A
 fixed limit alone would kill large models on slow devices, so a step counts as stuck only when it is older than the
 limit and also ten times older than the longest step so far."""
-
-import asyncio
-import time
 
 _STUCK_FACTOR = 10
 _SPEED_WEIGHT = 0.3
@@ -56,24 +52,3 @@ class PrefillSpeed:
             rate = num_tokens / seconds
             known = self.tokens_per_s
             self.tokens_per_s = rate if known is None else known + _SPEED_WEIGHT * (rate - known)
-
-
-class Idle(asyncio.Event):
-    """An event that is set while there is no work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.since: float | None = None
-        """When the last work ended; None while there is any."""
-        self.set()
-
-    def set(self) -> None:
-        """Marks the engine idle."""
-        if not self.is_set():
-            self.since = time.monotonic()
-        super().set()
-
-    def clear(self) -> None:
-        """Marks the engine busy."""
-        self.since = None
-        super().clear()

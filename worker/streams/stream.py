@@ -176,9 +176,9 @@ class WorkerStream:
         )
 
     def strand(self, output: engine_output.Output, now: float) -> bool:
-        """Keeps a terminal with which the engine gives up a stranded stream: a router may still take it. Returns False
-        for any other output."""
-        if output.error is None or output.error.code is not errors.Code.WORKER_LOST:
+        """Keeps the terminal with which the engine gives up a stranded stream: a router may still take it. Returns
+        False for any other output."""
+        if not self.is_stranded or output.error is None or output.error.code is not errors.Code.WORKER_LOST:
             return False
         self.last_words, self.stranded_at = output, now
         return True

@@ -405,7 +405,7 @@ class Streams:
             if output.finish_reason is messages.FinishReason.CANCELLED:
                 stream.last_words = output
             return
-        if stream.is_stranded and stream.strand(output, time.monotonic()):
+        if output.error is not None and stream.strand(output, time.monotonic()):
             return
         try:
             sink(output)
