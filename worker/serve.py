@@ -84,9 +84,13 @@ class WorkerProcess:
 
     async def run(self) -> None:
         """Runs until every replica is drained. Raises what `serve` raises."""
+
+        def describe() -> dict[str, Any]:
+            return {"workers": [replica.describe() for replica in self._replicas]}
+
         async with (
             tracing.exporting(self._settings.otlp_traces_endpoint, "worker", self._name) as self._tracer,
-            status.serving(self._settings.status_page, self._page().registry, self._unready_reason, self._describe),
+            status.serving(self._settings.status_page, self._page().registry, self._unready_reason, describe),
         ):
             await self._serve()
 
@@ -127,10 +131,6 @@ class WorkerProcess:
         if not self._replicas or self._is_draining:
             return "no replica accepts requests"
         return next(filter(None, (replica.unready_reason for replica in self._replicas)), "")
-
-    def _describe(self) -> dict[str, Any]:
-        """Returns what the status page shows of the replicas."""
-        return {"workers": [replica.describe() for replica in self._replicas]}
 
     def drain(self) -> None:
         """Drains every replica."""

@@ -69,7 +69,6 @@ PURE = (
     "worker/engine/memory/need.py",
     "worker/contract/memory_plan.py",
     "worker/engine/memory/room.py",
-    "worker/on_demand/planned_model.py",
     "worker/engine/scheduling/*.py",
     "worker/engine/kv/*.py",
     "worker/engine/onnx/cache/*.py",

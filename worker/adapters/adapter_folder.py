@@ -59,7 +59,8 @@ class AdapterFolder:
         files = await asyncio.to_thread(_stamps, self._path)
         for name in [name for name in self._tried if name not in files]:
             del self._tried[name]
-            await self._unload(name)
+            if (settings := self._own.pop(name, None)) is not None:
+                await self._adapters.unload(name, settings)
         for name, stamp in files.items():
             if self._tried.get(name) != stamp == self._seen.get(name):
                 await self._load(name, stamp)
@@ -79,10 +80,6 @@ class AdapterFolder:
         else:
             self._own[name] = settings
         self._tried[name] = stamp
-
-    async def _unload(self, name: str) -> None:
-        if (settings := self._own.pop(name, None)) is not None:
-            await self._adapters.unload_own(settings)
 
 
 def _stamps(folder: Path) -> dict[str, Stamp]:

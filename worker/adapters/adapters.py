@@ -47,9 +47,6 @@ class Adapters:
     def __len__(self) -> int:
         return len(self._loaded)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._loaded
-
     def want(self, adapters: Iterable[AdapterSettings]) -> None:
         """Sets the adapters of the first engine."""
         self._wanted = {one.name: one for one in adapters}
@@ -108,28 +105,23 @@ class Adapters:
         self._log.info("adapter_loaded", adapter=settings.name, digest=loaded.digest, path=settings.path)
         self._on_changed()
 
-    async def unload(self, name: str) -> None:
-        """Withdraws an adapter; requests that use it keep it. Raises RequestError for an unknown name."""
+    async def unload(self, name: str, own: AdapterSettings | None = None) -> None:
+        """Withdraws an adapter; requests that use it keep it. Raises RequestError for an unknown name.
+
+        An owner that may withdraw only what it has loaded itself, with the settings `own`, does nothing if the name has
+        since been unloaded or taken by another owner."""
         async with self._changing:
+            if own is not None and (name not in self._loaded or self._wanted.get(name) is not own):
+                return
             if name not in self._loaded:
                 problem = f"there is no adapter {name[: limits.MAX_NAME_BYTES]!r} here"
                 raise errors.request_error(errors.Code.MODEL_NOT_FOUND, problem, param="adapter")
-            self._unload(name)
-
-    async def unload_own(self, settings: AdapterSettings) -> None:
-        """Withdraws what was loaded with these settings, unless the name has since been unloaded or taken by another
-        owner."""
-        async with self._changing:
-            if settings.name in self._loaded and self._wanted.get(settings.name) is settings:
-                self._unload(settings.name)
-
-    def _unload(self, name: str) -> None:
-        before = self._loaded.pop(name)
-        del self._wanted[name]
-        self._require_engine().unload_adapter(before.digest)
-        self._retire([before])
-        self._log.info("adapter_unloaded", adapter=name, digest=before.digest)
-        self._on_changed()
+            before = self._loaded.pop(name)
+            del self._wanted[name]
+            self._require_engine().unload_adapter(before.digest)
+            self._retire([before])
+            self._log.info("adapter_unloaded", adapter=name, digest=before.digest)
+            self._on_changed()
 
     def _retire(self, withdrawn: Iterable[_Loaded]) -> None:
         """Keeps withdrawn adapters until no stream uses them any more."""

@@ -1,1 +1,1 @@
-"""Fetches models from the Hub into its cache before an engine loads them. Nothing here imports an engine's library."""
+"""Finds a model by its name, and the engine that serves it. Nothing here imports an engine's library."""

@@ -5,22 +5,25 @@ import importlib.util
 import platform
 import re
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import structlog
+
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.files import gguf_metadata
+from tokenbus.worker.files import gguf_metadata, transfer
 from tokenbus.worker.files.gguf_layout import GgufLayout, stem_of
 from tokenbus.worker.files.model_files import Layout, ModelFiles, is_hub_name
 from tokenbus.worker.files.onnx_layout import OnnxLayout, is_onnx_model, model_folder
 from tokenbus.worker.files.safetensors_layout import SafetensorsLayout
-from tokenbus.worker.models.find import find as find_model
 
 _PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "gguf": {"llama_cpp": ("llama-cpp-python",)},
     "onnx": {"onnxruntime": ("onnxruntime-gpu", "onnxruntime"), "onnx": ("onnx",)},
 }
 """The modules that an engine imports, and the packages that have them: with CUDA first, then without."""
+_LOG_INTERVAL_S = 5.0
 _NAME = re.compile(r"[\w-]+")
 
 
@@ -43,7 +46,7 @@ def check(model: str, engine: str = "auto") -> None:
             )
     if engine == "sim" or is_hub_name(model):
         return
-    found = find_model(model, layouts(engine), lambda _: None)
+    found = find_as(model, layouts(engine), lambda _: None)
     if engine == "gguf" and found.weights.suffix != ".safetensors":
         gguf_metadata.check(found.weights)
 
@@ -69,7 +72,37 @@ def layouts(engine: str) -> tuple[Layout, ...]:
 
 def find(model: str, progress: Callable[[float], None]) -> ModelFiles:
     """Finds a model as the engine that serves it on a CPU would. Raises ModelError, saying what to do, if it can't."""
-    return find_model(model, layouts(engine_of(model)), progress)
+    return find_as(model, layouts(engine_of(model)), progress)
+
+
+def find_as(model: str, layouts: Sequence[Layout], progress: Callable[[float], None]) -> ModelFiles:
+    """Finds a model by the first layout that recognises it, downloading it from the Hub if necessary.
+
+    `progress` is called with the share downloaded, from 0 to 1. Raises ModelError, saying what to do, if there is no
+    such model or it can't be fetched."""
+    if not is_hub_name(model):
+        path = Path(model)
+        return next((layout for layout in layouts if layout.recognises(path)), layouts[0]).find(path)
+    from tokenbus.worker.hub import fetch  # slow to import, and local models don't need it
+
+    return fetch.fetch(model, layouts, _logged(model, progress))
+
+
+def _logged(model: str, progress: Callable[[float], None]) -> transfer.OnBytes:
+    """Logs the progress of a download every few seconds, and passes on the share."""
+    rate, logged_at = transfer.DownloadRate(), time.monotonic()
+
+    def on_bytes(done_bytes: int, total_bytes: int) -> None:
+        nonlocal logged_at
+        now = time.monotonic()
+        bytes_per_s = rate.update(done_bytes, now)
+        if now - logged_at >= _LOG_INTERVAL_S:
+            logged_at = now
+            shown = transfer.describe(done_bytes, total_bytes, bytes_per_s)
+            structlog.get_logger().info("model_downloading", repo=model, progress=shown)
+        progress(min(1.0, done_bytes / total_bytes) if total_bytes else 1.0)
+
+    return on_bytes
 
 
 def served_name(model: str) -> str:

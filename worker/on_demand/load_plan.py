@@ -9,12 +9,12 @@ one at a time. Idle models, the least recently used first, make room for the fir
 requests is never unloaded. But if the first one waits for long, a busy model accepts no new requests, and is unloaded
 as soon as the running ones have ended: otherwise busy models could keep out all others."""
 
+import enum
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.engine.memory.need import MemoryNeed, mib
-from tokenbus.worker.on_demand.planned_model import LINGER_S, LoadState, PlannedModel
 
 _WANT_TTL_S = 3.0
 """A model that has not been requested for this long is no longer wanted; routers ask twice a second."""
@@ -22,6 +22,10 @@ _FAILURE_TTL_S = 10.0
 """A model that could not be loaded is not retried for this long."""
 _PATIENCE_S = 5.0
 """The first model in the order waits this long before a busy one is drained."""
+_LINGER_S = 0.2
+"""A model that has been idle for less than this is not unloaded: its clients may be about to send more requests."""
+_FIRST_USE_S = 2.0
+"""The same for a model that was loaded and not yet used: the requests that it was loaded for are on their way."""
 
 
 class LoadStep(NamedTuple):
@@ -38,12 +42,52 @@ class Unload(NamedTuple):
     """Whether it was idle for long, or another model needs its memory."""
 
 
+class LoadState(enum.StrEnum):
+    """The states of a model."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"
+
+
+class _Model:
+    """One model: its state, demand and use."""
+
+    def __init__(self) -> None:
+        self.state = LoadState.UNLOADED
+        self.need: MemoryNeed | None = None
+        self.wanted_since: float | None = None
+        self.wanted_at = 0.0
+        """When it was last requested."""
+        self.idle_since: float | None = None
+        """When its last request ended; None while there are any."""
+        self.was_used = False
+        """Whether it has had a request since it was loaded."""
+        self.failure: errors.Error | None = None
+        self.failed_at = 0.0
+
+    def idle_s(self, now: float) -> float:
+        """Returns how long it has been unused."""
+        return now - self.idle_since if self.state is LoadState.LOADED and self.idle_since is not None else 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes, or will take."""
+        assert self.need is not None
+        return self.need.total_bytes
+
+    def is_idle(self, now: float) -> bool:
+        """Whether it may be unloaded now."""
+        return self.state is LoadState.LOADED and self.idle_s(now) >= (_LINGER_S if self.was_used else _FIRST_USE_S)
+
+
 class LoadPlan:
     """The on-demand models of one worker."""
 
     def __init__(self, names: Iterable[str], budget_bytes: int, idle_unload_s: float = 0.0) -> None:
         """A budget of 0 makes free memory the only limit, and an `idle_unload_s` of 0 unloads only to make room."""
-        self._models = {name: PlannedModel() for name in names}
+        self._models = {name: _Model() for name in names}
         self.budget_bytes = budget_bytes
         self._idle_unload_s = idle_unload_s
 
@@ -159,7 +203,7 @@ class LoadPlan:
         """Returns a model that has been unused for too long, if any."""
         if not self._idle_unload_s:
             return ""
-        limit_s = max(self._idle_unload_s, LINGER_S)
+        limit_s = max(self._idle_unload_s, _LINGER_S)
         return next((name for name, one in self._models.items() if one.idle_s(now) >= limit_s), "")
 
     def _first_wanted(self, now: float) -> str | None:

@@ -10,7 +10,6 @@ from tokenbus.worker.engine.memory.need import ModelFacts
 from tokenbus.worker.files import config_json, gguf_metadata
 from tokenbus.worker.files.model_files import Layout, ModelFiles, is_hub_name
 from tokenbus.worker.models import registry
-from tokenbus.worker.models.find import find
 
 _F16_BYTES, _F32_BYTES = 2, 4
 _ONNX_CONTEXT = 4_096
@@ -26,7 +25,7 @@ def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFa
     if engine == "sim":
         return ModelFacts(0, 0, 0, 0, 0, 0)
     layouts = registry.layouts(engine)
-    files = find(settings.model, layouts, progress)
+    files = registry.find_as(settings.model, layouts, progress)
     num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else 16
     if files.weights.suffix == ".gguf":
         size = gguf_facts.weight_bytes(files.weights)
@@ -50,7 +49,7 @@ def weight_bytes(settings: EngineSettings) -> int:
         return 0
     layouts = registry.layouts(registry.engine_of(settings.model) if settings.engine == "auto" else settings.engine)
     try:
-        return _size(find(settings.model, layouts, lambda _: None), layouts)
+        return _size(registry.find_as(settings.model, layouts, lambda _: None), layouts)
     except (ModelError, OSError):
         return 0
 

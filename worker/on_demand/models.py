@@ -14,8 +14,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.need import MemoryNeed, mib
 from tokenbus.worker.files import device_memory
 from tokenbus.worker.on_demand import model_facts, sizes
-from tokenbus.worker.on_demand.load_plan import LoadPlan, LoadStep, Unload
-from tokenbus.worker.on_demand.planned_model import LoadState
+from tokenbus.worker.on_demand.load_plan import LoadPlan, LoadState, LoadStep, Unload
 from tokenbus.worker.on_demand.replica import OnDemandReplica
 from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
 from tokenbus.worker.telemetry.metrics import WorkerMetrics

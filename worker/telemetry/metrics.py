@@ -245,9 +245,6 @@ class ReplicaMetrics(WorkerMetrics):
         self._last_load = messages.Load()
         self.failures_in_a_row = 0
         """The requests that have failed here since the last success."""
-        self._steps = {kind: self.steps.labels(kind) for kind in ipc.StepKind}
-        self._logits = {stat: self.logits.labels(stat) for stat in ("mean", "smallest", "largest")}
-        self._non_finite_logits = [self.non_finite_logits.labels(kind) for kind in ("nan", "inf", "-inf")]
         self._step_counters = [
             (self.preemptions, "preemptions"),
             (self.preempted_tokens.labels("restored"), "restored_tokens"),
@@ -273,16 +270,16 @@ class ReplicaMetrics(WorkerMetrics):
 
     def observe_step(self, stats: ipc.StepStats) -> None:
         """Observes a computed step."""
-        self._steps[stats.kind].observe(stats.seconds)
+        self.steps.labels(stats.kind).observe(stats.seconds)
         self.inference_seconds.inc(stats.seconds)
         self.idle_seconds.inc(stats.gap_s)
         self.checkpoint_bytes.set(stats.checkpoint_bytes)
         if stats.logits is not None:
-            for stat, gauge in self._logits.items():
-                gauge.set(getattr(stats.logits, stat))
-        for child, count in zip(self._non_finite_logits, stats.non_finite_logits, strict=True):
+            for stat in ("mean", "smallest", "largest"):
+                self.logits.labels(stat).set(getattr(stats.logits, stat))
+        for kind, count in zip(("nan", "inf", "-inf"), stats.non_finite_logits, strict=True):
             if count:
-                child.inc(count)
+                self.non_finite_logits.labels(kind).inc(count)
         for child, name in self._step_counters:
             if count := getattr(stats, name):
                 child.inc(count)

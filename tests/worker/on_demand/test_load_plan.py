@@ -5,8 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.engine.memory.need import MemoryNeed
-from tokenbus.worker.on_demand.load_plan import LoadPlan, LoadStep, Unload
-from tokenbus.worker.on_demand.planned_model import LoadState
+from tokenbus.worker.on_demand.load_plan import LoadPlan, LoadState, LoadStep, Unload
 
 PLENTY = 1 << 40
 MIB = 1 << 20

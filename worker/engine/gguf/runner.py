@@ -51,7 +51,7 @@ from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.gguf_layout import GgufLayout
 from tokenbus.worker.files.model_files import ModelFiles
 from tokenbus.worker.files.safetensors_layout import SafetensorsLayout
-from tokenbus.worker.models import find
+from tokenbus.worker.models import registry
 
 _LEAST_KV_TOKENS = 2_048
 """No smaller context is tried if planned memory is no longer free."""
@@ -121,7 +121,7 @@ def _open(
 
 def _find(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFiles:
     """Finds a model's GGUF, or makes it if the model is published as safetensors."""
-    files = find.find(settings.model, (GgufLayout(), SafetensorsLayout()), progress)
+    files = registry.find_as(settings.model, (GgufLayout(), SafetensorsLayout()), progress)
     if converted.is_convertible(files):
         kind = settings.quantize or converted.DEFAULT_TYPE
         return converted.convert(settings.model, files, kind, settings.threads, progress)

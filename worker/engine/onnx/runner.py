@@ -40,7 +40,7 @@ from tokenbus.worker.files import generation_config
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.model_files import ModelFiles
 from tokenbus.worker.files.onnx_layout import OnnxLayout
-from tokenbus.worker.models import find
+from tokenbus.worker.models import registry
 
 
 def load(settings: EngineSettings, progress: Callable[[float], None], models: LoadedModels[OnnxModel]) -> Runner:
@@ -50,7 +50,7 @@ def load(settings: EngineSettings, progress: Callable[[float], None], models: Lo
     settings_resolution.validate(settings)
     chosen = device.choose(settings)
     layout = OnnxLayout(on_gpu=chosen.kind != "cpu")
-    files = ModelFiles.from_paths(settings.files) or find.find(settings.model, (layout,), progress)
+    files = ModelFiles.from_paths(settings.files) or registry.find_as(settings.model, (layout,), progress)
     model = models.acquire(model_key(files, settings, chosen), lambda: OnnxModel(files, settings, chosen))
     try:
         make = embedder.make_runner if model.graph.logits is None else OnnxRunner
