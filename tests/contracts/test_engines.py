@@ -26,7 +26,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings, SchedulerSe
 from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client.client import EngineClient
-from tokenbus.worker.engine_client.listener import EngineListener
+from tokenbus.worker.engine_client.listener import EngineListener, Observation
 
 _SIM = msgspec.structs.replace(DEMO, model="dynamo", engine="sim", sim_speedup=20.0)
 FACTORIES: dict[str, Callable[[], EngineClient]] = {
@@ -250,8 +250,9 @@ class _CountsPreemptions(EngineListener):
     def __init__(self) -> None:
         self.count = 0
 
-    def step_computed(self, stats: ipc.StepStats) -> None:
-        self.count += stats.preemptions
+    def observe(self, seen: Observation) -> None:
+        if isinstance(seen, ipc.StepStats):
+            self.count += seen.preemptions
 
 
 async def answers(settings: EngineSettings, *, together: bool) -> tuple[list[list[int]], int]:

@@ -115,7 +115,7 @@ class EngineClient(asyncio.Protocol):
             self._chat_rules = ChatRules(ready.config.chat_format, ready.token_bytes)
         self._pooling.use(self._send_if_alive, self._update_idle)
         self._recovered = ready.stored
-        self.listener.copies_recovered(ready.recovery)
+        self.listener.observe(ready.recovery)
         self._load = messages.Load(free_blocks=ready.config.total_kv_blocks)
         self._log.info("engine_ready", worker_id=worker_id, pid=link.pid, source=ready.config.source)
         return ready.config
@@ -357,8 +357,8 @@ class EngineClient(asyncio.Protocol):
                 self._exporting.end(call_id, exported)
             case ipc.MemoryRead(found):
                 self.device_memory = found
-            case ipc.BlocksRefused(count):
-                self.listener.blocks_refused(count)
+            case ipc.BlocksRefused() as refused:
+                self.listener.observe(refused)
             case ipc.PoolingBatch(call_ids):
                 self._pooling.begin(call_ids)
                 on_probation = self._pooling.are_on_probation
@@ -367,9 +367,9 @@ class EngineClient(asyncio.Protocol):
                 self._pooling.ended(result)
             case ipc.StepIsolated(number):
                 self._link.crash_attribution.step_isolated(self, number)
-            case ipc.MemoryPoisoned(numbers):
+            case ipc.MemoryPoisoned(numbers) as poisoned:
                 self._link.crash_attribution.memory_poisoned(self, numbers)
-                self.listener.memory_poisoned()
+                self.listener.observe(poisoned)
             case ipc.Loading(fraction):
                 self.listener.loading(fraction)
             case ipc.Ready() as ready:
@@ -381,7 +381,7 @@ class EngineClient(asyncio.Protocol):
     def _take_constraint(self, compiled: ipc.ConstraintCompiled) -> None:
         now = time.monotonic()
         self._watchdog.restart(now)
-        self.listener.constraint_compiled(compiled)
+        self.listener.observe(compiled)
         self._sequences.constraint_compiled(compiled, now)
         self._update_idle()
         self.listener.step_done()
@@ -393,9 +393,9 @@ class EngineClient(asyncio.Protocol):
         self._load = report.load
         if report.stats is not None:
             self._prefill_speed.observe(num_computed, report.stats.seconds)
-            self.listener.step_computed(report.stats)
+            self.listener.observe(report.stats)
         if report.kv_pool is not None:
-            self.listener.kv_pool_changed(report.kv_pool)
+            self.listener.observe(report.kv_pool)
         if report.removed or report.stored:
             self.on_kv_events(report.removed, report.stored)
         self._sequences.start(report.started, now)

@@ -27,7 +27,7 @@ from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.sim import faults
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
-from tokenbus.worker.engine_client.listener import EngineListener
+from tokenbus.worker.engine_client.listener import EngineListener, Observation
 from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 from tokenbus.worker.replica.endpoints import OnLoad, OnWant
 from tokenbus.worker.replica.frontend import Frontend
@@ -225,59 +225,29 @@ class Replica(EngineListener):
             gpu_layers=plan.gpu_layers,
         )
 
-    def copies_recovered(self, recovery: RecoveredCopies) -> None:
-        """Logs and counts the copies that an engine has recovered from an earlier one."""
-        self._metrics.observe_recovery(recovery)
-        if recovery.blocks or recovery.discarded:
-            self._log.info(
-                "host_cache_recovered",
-                blocks=recovery.blocks,
-                bytes=recovery.num_bytes,
-                discarded=dict(recovery.discarded),
-            )
-
-    def memory_poisoned(self) -> None:
-        """Counts an engine that ends because its memory is poisoned."""
-        self._metrics.poisoned_engines.inc()
-
     def engine_died(self) -> None:
         """Announces that there is no engine for now."""
         self._health.engine_died()
         self.frontend.engine_died()
 
-    def step_computed(self, stats: ipc.StepStats) -> None:
-        """Counts a step."""
-        self._metrics.observe_step(stats)
-
-    def kv_pool_changed(self, stats: ipc.KvPoolStats) -> None:
-        """Shows the engine's part of the KV pool, and logs and counts what it has given up for other replicas."""
-        self._metrics.observe_kv_pool(stats)
-        idle, preempted = stats.reclaimed_idle, stats.reclaimed_used
-        if idle or preempted:
-            self._log.info("kv_reclaimed", held_bytes=stats.held, idle_bytes=idle, preempted_bytes=preempted)
-
-    def constraint_compiled(self, compiled: ipc.ConstraintCompiled) -> None:
-        """Observes how long a constraint took, and counts it if it was refused."""
-        self._metrics.observe_constraint(compiled)
+    def observe(self, seen: Observation) -> None:
+        self._metrics.observe(seen)
+        match seen:
+            case ipc.KvPoolStats(reclaimed_idle=idle, reclaimed_used=preempted) if idle or preempted:
+                self._log.info("kv_reclaimed", held_bytes=seen.held, idle_bytes=idle, preempted_bytes=preempted)
+            case RecoveredCopies(blocks, num_bytes, discarded) if blocks or discarded:
+                self._log.info("host_cache_recovered", blocks=blocks, bytes=num_bytes, discarded=dict(discarded))
 
     def constraint_given_up(self) -> None:
-        """Counts a constraint that could not be followed to its end."""
         self._metrics.constraint_refusals.labels("given_up").inc()
 
-    def blocks_refused(self, count: int) -> None:
-        """Counts fetched blocks that could not be used."""
-        self._metrics.kv_refused_blocks.inc(count)
-
     def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
-        """Logs a prompt that takes long."""
         self.frontend.streams.prompt_progress(key, computed_tokens, cached_tokens)
 
     def token_interval(self, seconds: float, count: int) -> None:
-        """Counts intervals between tokens."""
         self._metrics.itl.observe_many(seconds, count)
 
     def step_done(self) -> None:
-        """Publishes a step's chunks."""
         self.frontend.step_done()
 
     def _make_supervisor(self) -> EngineSupervisor:

@@ -15,6 +15,7 @@ from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
 from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine_client.listener import Observation
 
 _LABELS = ("model", "worker_id")
 FETCH_OUTCOMES = (
@@ -268,8 +269,31 @@ class ReplicaMetrics(WorkerMetrics):
     def __repr__(self) -> str:
         return f"<ReplicaMetrics of {self._worker_id}>"
 
-    def observe_step(self, stats: ipc.StepStats) -> None:
-        """Observes a computed step."""
+    def observe(self, seen: Observation) -> None:
+        """Counts what an engine reports."""
+        match seen:
+            case ipc.StepStats():
+                self._observe_step(seen)
+            case ipc.KvPoolStats():
+                for part in ("held", "share", "cap", "budget"):
+                    self.kv_pool.labels(part).set(getattr(seen, part))
+                self.kv_reclaimed.labels("idle").inc(seen.reclaimed_idle)
+                self.kv_reclaimed.labels("preempted").inc(seen.reclaimed_used)
+            case ipc.ConstraintCompiled():
+                self.compile.observe(seen.seconds)
+                if seen.problem is not None:
+                    self.constraint_refusals.labels("too_costly" if seen.is_too_costly else "invalid").inc()
+            case ipc.BlocksRefused(count):
+                self.kv_refused_blocks.inc(count)
+            case ipc.MemoryPoisoned():
+                self.poisoned_engines.inc()
+            case RecoveredCopies():
+                self.recovered_blocks.inc(seen.blocks)
+                self.recovered_bytes.inc(seen.num_bytes)
+                for reason, num_slots in seen.discarded.items():
+                    self.discarded_slots.labels(reason).inc(num_slots)
+
+    def _observe_step(self, stats: ipc.StepStats) -> None:
         self.steps.labels(stats.kind).observe(stats.seconds)
         self.inference_seconds.inc(stats.seconds)
         self.idle_seconds.inc(stats.gap_s)
@@ -283,26 +307,6 @@ class ReplicaMetrics(WorkerMetrics):
         for child, name in self._step_counters:
             if count := getattr(stats, name):
                 child.inc(count)
-
-    def observe_kv_pool(self, stats: ipc.KvPoolStats) -> None:
-        """Sets an engine's part of a KV pool, and counts what it has given up."""
-        for part in ("held", "share", "cap", "budget"):
-            self.kv_pool.labels(part).set(getattr(stats, part))
-        self.kv_reclaimed.labels("idle").inc(stats.reclaimed_idle)
-        self.kv_reclaimed.labels("preempted").inc(stats.reclaimed_used)
-
-    def observe_constraint(self, compiled: ipc.ConstraintCompiled) -> None:
-        """Observes a constraint that was compiled, or could not be."""
-        self.compile.observe(compiled.seconds)
-        if compiled.problem is not None:
-            self.constraint_refusals.labels("too_costly" if compiled.is_too_costly else "invalid").inc()
-
-    def observe_recovery(self, recovery: RecoveredCopies) -> None:
-        """Counts the copies of an earlier engine that a new one has found."""
-        self.recovered_blocks.inc(recovery.blocks)
-        self.recovered_bytes.inc(recovery.num_bytes)
-        for reason, count in recovery.discarded.items():
-            self.discarded_slots.labels(reason).inc(count)
 
     def count_load(self, load: messages.Load) -> None:
         """Adds an engine's counts since the last call; a new engine counts from 0."""

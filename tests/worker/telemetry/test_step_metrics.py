@@ -36,7 +36,7 @@ def test_every_count_of_a_step_is_added_to_a_counter_that_is_exported_from_the_s
         if any(expected.values()):
             counts = {name: count for count, name in enumerate(names, 1)}
             for _ in range(2):
-                replica.observe_step(ipc.StepStats(ipc.StepKind.DECODE, 0.1, 0.0, **counts))
+                replica.observe(ipc.StepStats(ipc.StepKind.DECODE, 0.1, 0.0, **counts))
         found = samples(metrics)
         for name, (metric, labels) in COUNTED.items():
             own = frozenset(({"model": "m", "worker_id": "w1"} | labels).items())
@@ -48,7 +48,7 @@ def test_the_memory_of_checkpoints_is_that_of_the_last_step() -> None:
     replica = ReplicaMetrics(metrics, "m", "w1")
     own = frozenset({"model": "m", "worker_id": "w1"}.items())
     for size in (0, 700, 300):
-        replica.observe_step(ipc.StepStats(ipc.StepKind.DECODE, 0.1, 0.0, checkpoint_bytes=size))
+        replica.observe(ipc.StepStats(ipc.StepKind.DECODE, 0.1, 0.0, checkpoint_bytes=size))
         assert samples(metrics)["tokenbus_worker_checkpoint_bytes", own] == size
 
 
@@ -58,7 +58,7 @@ def test_logits_are_those_of_the_last_row_that_was_looked_at_and_what_is_no_numb
     row = LogitsSummary(0, 0, 0, 3, 1.5, -2.0, 4.0)
     for logits, non_finite in ((row, (1, 2, 3)), (None, (1, 0, 0))):
         stats = ipc.StepStats(ipc.StepKind.DECODE, 0.1, 0.0, logits=logits, non_finite_logits=non_finite)
-        replica.observe_step(stats)
+        replica.observe(stats)
     found = samples(metrics)
     own = {"model": "m", "worker_id": "w1"}
     seen = {

@@ -18,7 +18,7 @@ from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
 from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess
-from tokenbus.worker.engine_client.listener import EngineListener
+from tokenbus.worker.engine_client.listener import EngineListener, Observation
 
 PROMPT = [10 + number * number % 200 for number in range(300)]
 TOKENS = 20
@@ -47,8 +47,9 @@ class Engines(EngineListener):
         self._client: EngineClient | None = None
         self._pid = 0
 
-    def copies_recovered(self, recovery: RecoveredCopies) -> None:
-        self.recovery = recovery
+    def observe(self, seen: Observation) -> None:
+        if isinstance(seen, RecoveredCopies):
+            self.recovery = seen
 
     async def start(self, settings: EngineSettings) -> None:
         self._client = EngineClient(lambda: self._process.open(settings, self.fd), max_waiting=64)
