@@ -3,7 +3,6 @@ own)."""
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import structlog
 from tokenizers import Tokenizer
@@ -11,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenbus.protocol.prompt import template, token_bound
 from tokenbus.protocol.prompt.rendering import PromptPieces, Renderer, RendererSetup
 from tokenbus.protocol.prompt.tokenizer_bundle import PromptRules, TokenizerBundle
-from tokenbus.protocol.wire import block_hash, errors, internal, messages
+from tokenbus.protocol.wire import block_hash, errors, internal
 
 Encode = Callable[[str], list[int]]
 """Returns the token ids of a text in which no special token is parsed."""
@@ -42,17 +41,15 @@ class PromptBuilder:
         return f"<PromptBuilder of {self.rules.vocab_size} tokens>"
 
     def build(self, request: internal.Tokenize, max_prompt_tokens: int | None = None) -> list[int]:
-        """Returns the token ids of a text or a conversation. Raises RequestError as `from_text` and `from_messages`
-        do."""
-        add_bos = request.add_special_tokens
-        if request.messages is not None:
-            arguments, tools = request.chat_template_kwargs, request.tools
-            return self.from_messages(request.messages, arguments, max_prompt_tokens, tools, add_bos=add_bos)
-        if request.text is None:
-            raise errors.request_error(errors.Code.INVALID_REQUEST, "text or messages is required", param="text")
-        if request.suffix:
-            return self.from_gap(request.text, request.suffix, max_prompt_tokens)
-        return self.from_text(request.text, max_prompt_tokens, add_bos=add_bos)
+        """Returns the token ids of a text, of the texts around a gap, or of a conversation.
+
+        Raises RequestError as `Renderer.render` does, prompt_too_long if the texts certainly have more than
+        `max_prompt_tokens` (the bound is a lower one, so the result may still be longer), and unsupported if the model
+        has no usable template or no fill-in-the-middle tokens."""
+        ids: list[int] = []
+        for piece in self._pieces(request, max_prompt_tokens):
+            ids.extend([piece] if isinstance(piece, int) else self._encode(piece))
+        return self.with_bos(ids) if request.add_special_tokens else ids
 
     def pack(
         self,
@@ -64,74 +61,32 @@ class PromptBuilder:
         may cache texts across conversations."""
         if request.messages is None or remembering is None:
             return block_hash.pack_token_ids(self.build(request, max_prompt_tokens))
-        pieces = self._pieces(request.messages, request.chat_template_kwargs, max_prompt_tokens, request.tools)
-        pack = remembering(self._encode)
+        pieces, pack = self._pieces(request, max_prompt_tokens), remembering(self._encode)
         packed = b"".join(block_hash.pack_token_ids([one]) if isinstance(one, int) else pack(one) for one in pieces)
         if not request.add_special_tokens:
             return packed
         first, rest = packed[: block_hash.TOKEN_BYTES], packed[block_hash.TOKEN_BYTES :]
         return block_hash.pack_token_ids(self.with_bos(block_hash.unpack_token_ids(first).tolist())) + rest
 
-    def from_text(self, text: str, max_prompt_tokens: int | None = None, *, add_bos: bool = True) -> list[int]:
-        """Returns the token ids of a text, in which special tokens are not parsed.
-
-        Raises RequestError(prompt_too_long) if the text certainly has more than `max_prompt_tokens`. Since the bound is
-        a lower one, the result may still be longer."""
-        self._check_length([text], max_prompt_tokens)
-        ids = self._encode(text)
-        return self.with_bos(ids) if add_bos else ids
-
-    def from_gap(self, text: str, suffix: str, max_prompt_tokens: int | None = None) -> list[int]:
-        """Returns the token ids of a prompt whose completion fills the gap between two texts.
-
-        Raises RequestError as `from_text` does, and if the model has no fill-in-the-middle tokens."""
-        fim = self.rules.fim
-        if fim is None:
-            raise errors.request_error(errors.Code.UNSUPPORTED, "suffix is not served by this model", param="suffix")
-        self._check_length([text, suffix], max_prompt_tokens)
-        return self.with_bos([fim.prefix, *self._encode(text), fim.suffix, *self._encode(suffix), fim.middle])
-
-    def from_messages(
-        self,
-        conversation: list[messages.ChatMessage],
-        arguments: dict[str, Any] | None,
-        max_prompt_tokens: int | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        *,
-        add_bos: bool = True,
-    ) -> list[int]:
-        """Returns the token ids of a conversation, rendered with the model's chat template.
-
-        Raises RequestError as `from_text` and `Renderer.render` do, and if the model has no usable template."""
-        ids: list[int] = []
-        for piece in self._pieces(conversation, arguments, max_prompt_tokens, tools):
-            ids.extend([piece] if isinstance(piece, int) else self._encode(piece))
-        return self.with_bos(ids) if add_bos else ids
-
-    def _pieces(
-        self,
-        conversation: list[messages.ChatMessage],
-        arguments: dict[str, Any] | None,
-        max_prompt_tokens: int | None,
-        tools: list[dict[str, Any]] | None,
-    ) -> PromptPieces:
-        pieces = self.render(conversation, arguments, tools)
+    def _pieces(self, request: internal.Tokenize, max_prompt_tokens: int | None) -> PromptPieces:
+        pieces: PromptPieces
+        if request.messages is not None:
+            if self._renderer is None:
+                problem = f"{self.chat_unsupported_reason}: send prompt or token_ids"
+                raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="messages")
+            pieces = self._renderer.render(request.messages, request.chat_template_kwargs, request.tools)
+        elif request.text is None:
+            raise errors.request_error(errors.Code.INVALID_REQUEST, "text or messages is required", param="text")
+        elif request.suffix:
+            fim = self.rules.fim
+            if fim is None:
+                problem = "suffix is not served by this model"
+                raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="suffix")
+            pieces = [fim.prefix, request.text, fim.suffix, request.suffix, fim.middle]
+        else:
+            pieces = [request.text]  # special tokens in it are not parsed
         self._check_length([piece for piece in pieces if isinstance(piece, str)], max_prompt_tokens)
         return pieces
-
-    def render(
-        self,
-        conversation: list[messages.ChatMessage],
-        arguments: dict[str, Any] | None,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> PromptPieces:
-        """Renders a conversation with the model's chat template. Raises RequestError as `Renderer.render` does, and if
-        the model has no usable template."""
-        if self._renderer is None:
-            raise errors.request_error(
-                errors.Code.UNSUPPORTED, f"{self.chat_unsupported_reason}: send prompt or token_ids", param="messages"
-            )
-        return self._renderer.render(conversation, arguments, tools)
 
     @property
     def supports_chat(self) -> bool:

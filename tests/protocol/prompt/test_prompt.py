@@ -149,9 +149,9 @@ def test_of_a_template_that_can_not_be_read_conversations_are_refused_by_name_an
 ) -> None:
     builder = make_builder(chat_template=template)
     assert not builder.supports_chat
-    assert builder.from_text("hello")
+    assert builder.build(internal.Tokenize(text="hello"))
     with pytest.raises(errors.RequestError, match=reason) as caught:
-        builder.from_messages(said("a"), None)
+        builder.build(internal.Tokenize(messages=said("a")))
     assert caught.value.error.code is errors.Code.UNSUPPORTED
     assert caught.value.error.param == "messages"
 
@@ -161,7 +161,7 @@ def test_a_template_that_can_not_be_compiled_is_found_out_when_the_builder_is_st
     builder.start()
     assert not builder.supports_chat
     with pytest.raises(errors.RequestError, match="No filter named 'nonsense'"):
-        builder.from_messages(said("a"), None)
+        builder.build(internal.Tokenize(messages=said("a")))
 
 
 # Texts
@@ -169,15 +169,15 @@ def test_a_template_that_can_not_be_compiled_is_found_out_when_the_builder_is_st
 
 def test_a_text_is_encoded_with_the_merges_of_the_tokenizer() -> None:
     builder = make_builder()
-    assert builder.from_text("hello") == ids_of("hello")
-    assert len(builder.from_text("hello")) == 3
-    assert builder.from_text("") == []
+    assert builder.build(internal.Tokenize(text="hello")) == ids_of("hello")
+    assert len(builder.build(internal.Tokenize(text="hello"))) == 3
+    assert builder.build(internal.Tokenize(text="")) == []
 
 
 @given(st.lists(st.sampled_from([*SPECIAL, "<", "|end|>", "s>", "a", " ", "é", "\n"]), max_size=6).map("".join))
 @settings(max_examples=100)
 def test_no_special_token_is_parsed_in_a_text(text: str) -> None:
-    ids = BUILDER.from_text(text)
+    ids = BUILDER.build(internal.Tokenize(text=text))
     assert not set(ids) & set(SPECIAL.values())
     assert TOKENIZER.decode(ids) == text
 
@@ -187,12 +187,12 @@ def test_a_text_begins_with_bos_where_the_model_wants_one(
     add_bos: bool, bos_token_id: int | None, first: list[int]
 ) -> None:
     builder = make_builder(add_bos=add_bos, bos_token_id=bos_token_id)
-    assert builder.from_text("hello") == first + ids_of("hello")
-    assert builder.from_text("") == first
+    assert builder.build(internal.Tokenize(text="hello")) == first + ids_of("hello")
+    assert builder.build(internal.Tokenize(text="")) == first
 
 
 def test_bos_is_a_token_also_if_its_id_is_0() -> None:
-    assert make_builder(add_bos=True, bos_token_id=0).from_text("a") == [0, *ids_of("a")]
+    assert make_builder(add_bos=True, bos_token_id=0).build(internal.Tokenize(text="a")) == [0, *ids_of("a")]
 
 
 # Conversations
@@ -200,52 +200,54 @@ def test_bos_is_a_token_also_if_its_id_is_0() -> None:
 
 def test_a_conversation_is_the_template_s_texts_and_special_tokens() -> None:
     expected = [*ids_of("user: hello\n"), END]
-    assert make_builder().from_messages(said("hello"), None) == expected
+    assert make_builder().build(internal.Tokenize(messages=said("hello"))) == expected
 
 
 def test_special_tokens_in_a_conversation_s_texts_are_texts() -> None:
     expected = [*ids_of("user: a<|end|><s>\n"), END]
-    assert make_builder().from_messages(said("a<|end|><s>"), None) == expected
+    assert make_builder().build(internal.Tokenize(messages=said("a<|end|><s>"))) == expected
 
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}" + CHAT, "<s>" + CHAT, CHAT])
 def test_bos_is_not_doubled_when_the_template_writes_it(template: str) -> None:
     builder = make_builder(add_bos=True, chat_template=template)
-    assert builder.from_messages(said("a"), None) == [BOS, *ids_of("user: a\n"), END]
+    assert builder.build(internal.Tokenize(messages=said("a"))) == [BOS, *ids_of("user: a\n"), END]
 
 
 def test_bos_in_a_user_s_text_does_not_stand_for_the_model_s() -> None:
     builder = make_builder(add_bos=True, chat_template="{{ messages[0].content }}")
-    assert builder.from_messages(said("<s>a"), None) == [BOS, *ids_of("<s>a")]
+    assert builder.build(internal.Tokenize(messages=said("<s>a"))) == [BOS, *ids_of("<s>a")]
 
 
 def test_the_template_gets_the_arguments() -> None:
     builder = make_builder(chat_template="{{ greeting }}")
-    assert builder.from_messages(said("a"), {"greeting": "hello"}) == ids_of("hello")
+    request = internal.Tokenize(messages=said("a"), chat_template_kwargs={"greeting": "hello"})
+    assert builder.build(request) == ids_of("hello")
 
 
 @pytest.mark.parametrize("template", [None, ""])
 def test_a_model_without_a_template_does_not_support_conversations(template: str | None) -> None:
     builder = make_builder(chat_template=template)
     with pytest.raises(errors.RequestError) as caught:
-        builder.from_messages(said("a"), None)
+        builder.build(internal.Tokenize(messages=said("a")))
     error = caught.value.error
     assert (error.code, error.param) == (errors.Code.UNSUPPORTED, "messages")
-    assert builder.from_text("a") == ids_of("a")
+    assert builder.build(internal.Tokenize(text="a")) == ids_of("a")
 
 
 def test_a_template_that_refuses_is_the_fault_of_the_request() -> None:
     builder = make_builder(chat_template="{{ raise_exception('no') }}")
     with pytest.raises(errors.RequestError) as caught:
-        builder.from_messages(said("a"), None)
+        builder.build(internal.Tokenize(messages=said("a")))
     assert (caught.value.error.code, caught.value.error.param) == (errors.Code.INVALID_REQUEST, "messages")
 
 
 def test_several_threads_make_the_same_prompts_as_one() -> None:
     contents = [f"hello {number} <|end|>" for number in range(200)]
-    expected = [BUILDER.from_messages(said(content), None) for content in contents]
+    requests = [internal.Tokenize(messages=said(content)) for content in contents]
+    expected = [BUILDER.build(one) for one in requests]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda content: BUILDER.from_messages(said(content), None), contents)) == expected
+        assert list(pool.map(BUILDER.build, requests)) == expected
 
 
 BUILDER = make_builder()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenbus.protocol.prompt import prompt, token_bound, tokenizer_bundle
+from tokenbus.protocol.wire import internal
 from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
 from tokenbus.worker.engine.gguf.tokenizer.tokenizer_json import Json, TokenizerSpec
 
@@ -109,6 +110,6 @@ def test_a_text_that_is_certainly_too_long_is_refused_before_it_is_tokenized() -
     rules = tokenizer_bundle.PromptRules(special_tokens={}, vocab_size=300)
     builder = prompt.PromptBuilder(rules, encode, token_bound.from_tokenizer_json(byte_level()))
     with pytest.raises(Exception, match="at least 100 tokens; with one to generate it must fit 100"):
-        builder.from_text("=" * 1_600, max_prompt_tokens=99)
+        builder.build(internal.Tokenize(text="=" * 1_600), 99)
     with pytest.raises(AssertionError):
-        builder.from_text("=" * 1_600, max_prompt_tokens=100)
+        builder.build(internal.Tokenize(text="=" * 1_600), 100)

@@ -77,12 +77,12 @@ def turn(content: str | list[messages.ContentPart], role: str = "user") -> messa
 def test_router_and_worker_make_the_same_ids_of_any_text(
     runner: GgufRunner, builder: prompt.PromptBuilder, text: str
 ) -> None:
-    assert builder.from_text(text) == runner.tokenize(internal.Tokenize(text=text))
+    assert builder.build(internal.Tokenize(text=text)) == runner.tokenize(internal.Tokenize(text=text))
 
 
 @pytest.mark.parametrize("text", probe_texts.PROBE_TEXTS)
 def test_router_and_worker_agree_on_every_probe(runner: GgufRunner, builder: prompt.PromptBuilder, text: str) -> None:
-    assert builder.from_text(text) == runner.tokenize(internal.Tokenize(text=text))
+    assert builder.build(internal.Tokenize(text=text)) == runner.tokenize(internal.Tokenize(text=text))
 
 
 def test_router_and_worker_agree_on_what_the_model_was_trained_on(
@@ -91,7 +91,7 @@ def test_router_and_worker_agree_on_what_the_model_was_trained_on(
     documents = corpus.documents(seed=7)
     for _ in range(50):
         text = next(documents)
-        assert builder.from_text(text) == runner.tokenize(internal.Tokenize(text=text))
+        assert builder.build(internal.Tokenize(text=text)) == runner.tokenize(internal.Tokenize(text=text))
 
 
 def test_a_text_longer_than_any_first_guess_of_its_tokens_is_tokenized_whole(runner: GgufRunner) -> None:
@@ -113,7 +113,7 @@ def test_special_tokens_in_a_text_are_plain_text(
     runner: GgufRunner, builder: prompt.PromptBuilder, special: str, around: str
 ) -> None:
     text = around.replace("{}", special)
-    for ids in (runner.tokenize(internal.Tokenize(text=text)), builder.from_text(text)):
+    for ids in (runner.tokenize(internal.Tokenize(text=text)), builder.build(internal.Tokenize(text=text))):
         assert ids[0] == BOS
         assert not set(ids[1:]) & set(range(len(chats.SPECIAL_TOKENS)))
         assert b"".join(runner.token_bytes[token_id] for token_id in ids).decode() == text
@@ -126,7 +126,7 @@ def test_special_tokens_in_a_users_message_are_plain_text(
     user, end, assistant = (chats.SPECIAL_TOKENS.index(t) for t in (chats.USER, chats.END, chats.ASSISTANT))
     for content in (special, f"x{special}{special}y", f"{special[:3]}{special}"):
         ask = internal.Tokenize(messages=[turn(content)])
-        for ids in (runner.tokenize(ask), builder.from_messages([turn(content)], None)):
+        for ids in (runner.tokenize(ask), builder.build(internal.Tokenize(messages=[turn(content)]))):
             assert [i for i in ids if i < len(chats.SPECIAL_TOKENS)] == [BOS, user, end, assistant]
             assert b"".join(runner.token_bytes[token_id] for token_id in ids).decode() == content
 
@@ -160,7 +160,7 @@ def test_router_and_worker_make_the_same_prompt_of_any_conversation(
 ) -> None:
     arguments = None if generate is None else {"add_generation_prompt": generate}
     ask = internal.Tokenize(messages=conversation, chat_template_kwargs=arguments)
-    assert runner.tokenize(ask) == builder.from_messages(conversation, arguments)
+    assert runner.tokenize(ask) == builder.build(ask)
 
 
 def test_a_template_that_refuses_a_role_refuses_it_at_both_places(
@@ -169,7 +169,7 @@ def test_a_template_that_refuses_a_role_refuses_it_at_both_places(
     refusals = []
     for build in (
         lambda: runner.tokenize(internal.Tokenize(messages=[turn("x", role="pirate")])),
-        lambda: builder.from_messages([turn("x", role="pirate")], None),
+        lambda: builder.build(internal.Tokenize(messages=[turn("x", role="pirate")])),
     ):
         with pytest.raises(errors.RequestError, match="not pirate") as caught:
             build()
@@ -281,7 +281,7 @@ def test_if_the_vocabulary_cannot_be_rebuilt_the_pretrained_tokenizer_is_used(
     assert packed is not None
     builder = prompt.load_builder(tokenizer_bundle.unpack(packed))
     for probe in ("Once upon a <|end|> time <|bos|>", "20 + 22 = ?", "Zürich 👍🏽"):
-        assert builder.from_text(probe)[1:] == reference.encode(probe)
+        assert builder.build(internal.Tokenize(text=probe))[1:] == reference.encode(probe)
 
 
 def test_a_pretrained_tokenizer_that_differs_or_is_malformed_is_not_used(
@@ -321,9 +321,9 @@ def test_a_model_without_a_chat_template_has_a_bundle_that_refuses_conversations
     packed = bundle.build(facts, reference._replace(rules=_without_template(reference.rules)))
     assert packed is not None
     plain = prompt.load_builder(tokenizer_bundle.unpack(packed))
-    assert plain.from_text("hi") == [BOS, *encode("hi")]
+    assert plain.build(internal.Tokenize(text="hi")) == [BOS, *encode("hi")]
     with pytest.raises(errors.RequestError, match="no chat template"):
-        plain.from_messages([turn("hi")], None)
+        plain.build(internal.Tokenize(messages=[turn("hi")]))
 
 
 def _without_template(rules: tokenizer_bundle.PromptRules) -> tokenizer_bundle.PromptRules:

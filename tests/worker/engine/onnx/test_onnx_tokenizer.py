@@ -155,7 +155,7 @@ def test_a_router_makes_the_demo_models_prompts_of_its_bundle(gguf: GgufRunner) 
     conversation = [messages.ChatMessage(role="user", content=f"What is 3 + 4? {chats.END} é漢")]
     ids = gguf.tokenize(internal.Tokenize(messages=conversation))
     assert found.tokenize(internal.Tokenize(messages=conversation)) == ids
-    assert builder.from_messages(conversation, None) == ids
+    assert builder.build(internal.Tokenize(messages=conversation)) == ids
 
 
 @given(text=st.text(max_size=40))
@@ -222,7 +222,7 @@ def test_added_tokens_keep_their_ids_where_special_ones_are_taken_out(tmp_path: 
     in_router = prompt.load_builder(tokenizer_bundle.unpack(made.bundle))
     for text, number in plain.items():
         assert number in made.encode(text)
-        assert number in in_router.from_text(text)
+        assert number in in_router.build(internal.Tokenize(text=text))
 
 
 # sizes
