@@ -70,7 +70,7 @@ async def call(parsed: ParsedCall[Any, Any], exchange: HttpExchange) -> None:
     open_call = OpenCall()
     with exchange.limit.track(open_call):
         reply = await open_call.run(parsed.send(exchange.client, exchange.served_as, parsed.request))
-    exchange.log.set_usage(parsed.usage_of(reply))
+    exchange.log.usage = parsed.usage_of(reply)
     await exchange.writer.send_json(200, parsed.encode(reply))
 
 

@@ -66,7 +66,7 @@ class EndpointApp:
             # around the whole request: draining waits for its end, and the library keeps it until then
             with services.limit.admit(), services.bodies.holding() as held:
                 tenant = services.tenants.authenticate(request)
-                log.set_tenant(tenant.name)
+                log.tenant = tenant.name
                 parsed = await self._parse(request, held, log)
                 await self._answer(parsed, request, tenant.client, writer, log, span)
         except body.ClientDisconnectedError:
@@ -124,7 +124,7 @@ class EndpointApp:
 
     async def _send_error(self, response: ErrorResponse, writer: ResponseWriter, log: RequestLog) -> None:
         """Sends an error. If a response has already started, it is cut off instead: uvicorn closes the connection."""
-        log.set_code(response.code)
+        log.code = response.code
         if not writer.has_started:
             await writer.send_error(self._form.status_of(response), response, self._form.encode)
 

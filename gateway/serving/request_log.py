@@ -21,16 +21,17 @@ class RequestLog:
         self._metrics = metrics
         self._endpoint = endpoint
         self._began = time.monotonic()
-        self._tenant: str | None = None
+        self.tenant: str | None = None
         self._was_logged = False
         self._first_s: float | None = None
         self._terminals: dict[int, messages.Chunk] = {}
         """By choice, in order of arrival."""
         self._n = 1
-        self._usage: messages.Usage | None = None
+        self.usage: messages.Usage | None = None
         """The tokens of a call; those of completions are in the terminals."""
         self._resubmitted_as: str | None = None
-        self._code: str | None = None
+        self.code: str | None = None
+        """The code of the error with which the request was refused."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -44,10 +45,7 @@ class RequestLog:
     @property
     def _key(self) -> str:
         """The request's name in the logs of routers and workers."""
-        return subjects.request_key(self._tenant, self.request_id) if self._tenant else self.request_id
-
-    def set_tenant(self, tenant: str) -> None:
-        self._tenant = tenant
+        return subjects.request_key(self.tenant, self.request_id) if self.tenant else self.request_id
 
     def received(
         self, model: str | None = None, *, stream: bool | None = None, body_bytes: int = 0, n: int = 1
@@ -73,14 +71,6 @@ class RequestLog:
         if chunk.finish_reason is not None:
             self._terminals[choice] = chunk
 
-    def set_usage(self, usage: messages.Usage | None) -> None:
-        """Records the tokens computed for a reply other than a completion."""
-        self._usage = usage
-
-    def set_code(self, code: str) -> None:
-        """Records the error code with which the request was refused."""
-        self._code = code
-
     def finished(self, status: int | None, disconnect: Disconnect | None = None) -> None:
         """Writes the last line, and counts the request. `status` is None if nothing was sent, and `disconnect` says how
         the client was lost, if that happened before it had its whole answer."""
@@ -89,7 +79,7 @@ class RequestLog:
         terminals = self._terminals
         terminal = terminals[next(reversed(terminals))] if terminals else None
         usages = {choice: one.usage for choice, one in terminals.items() if one.usage}
-        usage = total_usage(usages, self._n) or self._usage
+        usage = total_usage(usages, self._n) or self.usage
         error = terminal.error if terminal and terminal.error else None
         reason = terminal.finish_reason if terminal else messages.FinishReason.CANCELLED if disconnect else None
         self._count(status, usage, disconnect)
@@ -100,7 +90,7 @@ class RequestLog:
             status=status,
             finish_reason=reason,
             stopped_by=terminal.stopped_by or None if terminal else None,
-            code=str(error.code) if error else self._code,
+            code=str(error.code) if error else self.code,
             disconnect=disconnect,
             worker_id=terminal.worker_id or None if terminal else None,
             prompt_tokens=usage.prompt_tokens if usage else 0,
