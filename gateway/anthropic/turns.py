@@ -46,7 +46,7 @@ _IN_MESSAGE = {
 class CacheBreakpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Says that the prompt up to this point is worth keeping."""
 
-    type: Literal["ephemeral"] = "ephemeral"
+    type: Literal["ephemeral"] | None = "ephemeral"
     ttl: Literal["5m", "1h"] | None = None
     """None means five minutes."""
 

@@ -119,6 +119,30 @@ def test_a_body_that_the_document_forbids_is_refused(path: str, change: dict[str
     assert not is_taken(path, GOOD[path] | change)
 
 
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_field_that_may_be_left_out_may_be_null(path: str) -> None:
+    assert not not_nullable(schema_of(path), set())
+
+
+def not_nullable(schema: Any, seen: set[str]) -> list[str]:
+    """The properties below a schema that need no value and don't allow null, which counts as none."""
+    if isinstance(schema, list):
+        return [found for one in schema for found in not_nullable(one, seen)]
+    if not isinstance(schema, dict):
+        return []
+    name = schema.get("$ref", "").rpartition("/")[2]
+    if not name:
+        inner = [value for key, value in schema.items() if key != "components"]
+        return not_nullable(inner, seen)
+    if name in seen:
+        return []
+    seen.add(name)
+    referred = DOCUMENT["components"]["schemas"][name]
+    optional = {key: one for key, one in referred["properties"].items() if key not in referred.get("required", ())}
+    found = [f"{name}.{key}" for key, one in optional.items() if {"type": "null"} not in one.get("anyOf", ())]
+    return found + not_nullable(list(referred["properties"].values()), seen)
+
+
 def test_answers_are_as_the_document_says(base_url: str) -> None:
     assert json.loads(get(base_url, "/openapi.json"))["paths"].keys() == DOCUMENT["paths"].keys()
     prompts = {"messages": SAID, "max_tokens": 2, "logprobs": True, "top_logprobs": 1}
