@@ -227,6 +227,10 @@ async def check_engine(model: str) -> AsyncIterator[Finding]:
         return
     await engine.close()
     yield Finding("ok", f"an engine can serve it: {config.engine_version}, context of {config.context_length} tokens")
+    if config.memory is not None:
+        parts = ", ".join(f"{part.replace('_', ' ')} {mib(size)}" for part, size in config.memory.parts().items())
+        total, tokens = mib(config.memory.planned_bytes), config.kv_tokens
+        yield Finding("ok", f"it plans to take {total} ({parts}), with KV memory for {tokens:,} tokens")
     if config.embeddings is not None:
         yield Finding("ok", f"it makes embeddings: {config.embeddings}")
     if config.kv_lane_bytes:

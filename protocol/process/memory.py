@@ -32,10 +32,20 @@ def release_pages(address: int, num_bytes: int) -> None:
     """Returns whole pages of a range to the operating system; they are zero when they are read again.
 
     Does nothing on systems other than Linux, whose pages may stay as they are."""
+    _advise(address, num_bytes, "MADV_DONTNEED")
+
+
+def use_small_pages(address: int, num_bytes: int) -> None:
+    """Keeps the system from giving a range huge pages, of which each takes 2 MiB once a byte of it is written."""
+    _advise(address, num_bytes, "MADV_NOHUGEPAGE")
+
+
+def _advise(address: int, num_bytes: int, advice: str) -> None:
+    """Says how the whole pages of a range are used, on Linux."""
     first = -(-address // _PAGE_BYTES) * _PAGE_BYTES
     end = (address + num_bytes) // _PAGE_BYTES * _PAGE_BYTES
     if sys.platform == "linux" and first < end:
-        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), getattr(mmap, advice))
 
 
 @functools.cache

@@ -118,7 +118,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     without that, `last` for a model that generates and `mean` for an encoder. With `none`, a model that generates makes
     no embeddings."""
     max_embed_tokens: int = 0
-    """The most tokens of an input to embed, for a GGUF that generates; 0 means 2,048, or the context if that is less.
+    """The most tokens of an input to embed, for a model that generates; 0 means 2,048, or the context if that is less.
     Its KV memory is separate from `kv_tokens`."""
     kv_limit_bytes: int = 0
     """A limit on the device's memory for KV; 0 adds none to the other settings."""

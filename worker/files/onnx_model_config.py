@@ -21,6 +21,8 @@ class GenaiDecoder(msgspec.Struct, frozen=True):
     filename: str | None = None
     num_key_value_heads: int | None = None
     head_size: int | None = None
+    num_attention_heads: int = 0
+    hidden_size: int = 0
 
 
 class GenaiModel(msgspec.Struct, frozen=True):
@@ -57,6 +59,9 @@ class OnnxModelConfig(NamedTuple):
     sliding_window: int | None
     """The most tokens that a token attends to."""
     head_sizes: HeadSizes
+    num_heads: int = 0
+    """The number of a layer's attention heads; 0 if the files don't say. So with `width`, that of a hidden state."""
+    width: int = 0
     architecture: str = ""
     """The name of its transformers class without the task, in lower case, such as `llama`; empty if unknown."""
 
@@ -74,6 +79,8 @@ def read(sidecars: dict[str, Path]) -> OnnxModelConfig:
             kv_heads=genai.decoder.num_key_value_heads or config.kv_heads or None,
             head_width=genai.decoder.head_size or width or None,
         ),
+        num_heads=config.num_attention_heads or genai.decoder.num_attention_heads,
+        width=config.hidden_size or genai.decoder.hidden_size,
         architecture=next(iter(config.architectures), genai.type).lower().removesuffix("forcausallm"),
     )
 

@@ -1,18 +1,19 @@
 """Reads from a model's files the facts from which its memory is estimated, but no weights."""
 
+import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import model_facts as gguf_facts
+from tokenbus.worker.engine.memory import need
 from tokenbus.worker.engine.memory.need import ModelFacts
 from tokenbus.worker.files import config_json, gguf_metadata
 from tokenbus.worker.files.model_files import Layout, ModelFiles, is_hub_name
 from tokenbus.worker.models import registry
 
 _F16_BYTES, _F32_BYTES = 2, 4
-_ONNX_CONTEXT = 4_096
 _TYPE_BITS = {"f32": 32.0, "q8": 8.5, "q6": 6.6, "q5": 5.7, "q4": 4.9, "iq4": 4.5, "q3": 4.0, "q2": 3.0}
 """Bits per weight by the prefix of a conversion's type, a little more than usual; 16 for all others."""
 
@@ -33,10 +34,14 @@ def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFa
     config = config_json.read(files.sidecars.get("config.json"), config_json.ModelSizes)
     weight_bytes = _size(files, layouts)
     if engine == "onnx":
-        rows = num_seqs + max(4, num_seqs // 2)
-        context = min(settings.context_length or config.trained_context or _ONNX_CONTEXT, _ONNX_CONTEXT)
-        return _of_config(config, weight_bytes, _F32_BYTES, num_seqs)._replace(
-            trained_context=context, kv_tokens=settings.kv_tokens or rows * context
+        facts = _of_config(config, weight_bytes + files.weights.stat().st_size, _F32_BYTES, num_seqs)
+        facts = facts._replace(copies_lanes=True, heads=config.num_attention_heads)
+        if _keeps_cache_in_place(files.weights):
+            return facts._replace(score_copies=1, max_score_bytes=need.GQA_SCORE_BYTES)
+        return facts._replace(
+            kv_bytes_per_token=2 * facts.kv_bytes_per_token,
+            score_copies=need.SCORE_COPIES,
+            max_score_bytes=need.MAX_SCORE_BYTES,
         )
     weight_bytes = int(weight_bytes * _bits_of(settings.quantize or "f16") / config.weight_bits)
     return _of_config(config, weight_bytes, _F16_BYTES, num_seqs + gguf_facts.OTHER_ROWS)
@@ -71,6 +76,12 @@ def _size(files: ModelFiles, layouts: Sequence[Layout]) -> int:
     layout = next((one for one in layouts if one.is_weights(name)), layouts[0])
     parts = layout.parts_of(name, [path.name for path in folder.iterdir()])
     return sum(_bytes_of(folder / part) for part in parts)
+
+
+def _keeps_cache_in_place(graph: Path) -> bool:
+    """Whether a graph has the nodes that need one copy of the cache. Reading it would take the frontend a library."""
+    with graph.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(b"GroupQueryAttention") >= 0
 
 
 def _bytes_of(path: Path) -> int:

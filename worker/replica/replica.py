@@ -51,7 +51,7 @@ def successor_settings(settings: EngineSettings, config: contract.EngineConfig) 
     if config.memory is not None:
         settings = msgspec.structs.replace(
             settings,
-            gpu_layers=config.memory.gpu_layers,
+            gpu_layers=config.memory.gpu_layers if config.engine == "gguf" else settings.gpu_layers,
             host_cache_limit_bytes=max(1, config.memory.host_cache_bytes),
             memory_share=0.0,
         )

@@ -17,6 +17,7 @@ from tokenbus.worker.files.device_memory import DeviceMemory
 if TYPE_CHECKING:  # a frontend imports this module, and numpy would cost it a tenth of a second
     from tokenbus.worker.engine.device.draws import Matrix
     from tokenbus.worker.engine.device.logits_health import LogitsHealth
+    from tokenbus.worker.engine.scheduling.lanes import LaneShare
 
 
 class BatchLimits(NamedTuple):
@@ -174,6 +175,9 @@ class Copies(Protocol):
 @runtime_checkable
 class LaneLender(Protocol):
     """A runner whose lanes can be lent to other replicas, if its configuration has a `kv_lane_bytes`."""
+
+    own_lanes: "LaneShare"
+    """The lanes that it may hold if it shares memory with no other replica."""
 
     def release_lanes(self) -> None:
         """Returns the memory of empty lanes to the system."""

@@ -17,9 +17,10 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.gguf import backend, context, devices, pooling_type, settings_resolution
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters, LlamaAdapter
-from tokenbus.worker.engine.gguf.memory_planner import MemoryPlanner
+from tokenbus.worker.engine.gguf.gguf_memory import GgufMemory
 from tokenbus.worker.engine.gguf.tokenizer import bundle
 from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
+from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.engine.models import chat_formats, pretrained_tokenizer
 from tokenbus.worker.files import generation_config, gguf_metadata, in_use
 from tokenbus.worker.files.device_memory import DeviceMemory
@@ -73,15 +74,16 @@ class GgufModel:
         # Routers tokenize prompts, and a model that generates nothing gets none.
         self.pooling = pooling_type.of_model(self.metadata)
         generates = self.pooling is None
-        self.placement = self._planner.plan_weights(files.weights, self.metadata, settings)
+        self.memory = GgufMemory(files.weights, self.metadata)
+        self.placement = self._planner.plan_weights(self.memory, settings)
         try:
             self.handle = _load(files.weights, settings, self.placement.gpu_layers, progress)
         except BaseException:
-            self._planner.release_weights(files.weights)
+            self._planner.release_weights(self.memory)
             raise
         if problem := _unsupported_kind(self.handle, generates=generates):
             llama.llama_model_free(self.handle)
-            self._planner.release_weights(files.weights)
+            self._planner.release_weights(self.memory)
             raise ModelError(f"{files.weights}: {problem}")
         self.has_partial_state = generates and context.has_partial_state(self.handle)
         vocab = llama.llama_model_get_vocab(self.handle)
@@ -143,7 +145,7 @@ class GgufModel:
         """Frees the model's memory. No context may still use the model."""
         self._held.close()
         llama.llama_model_free(self.handle)
-        self._planner.release_weights(self.files.weights)
+        self._planner.release_weights(self.memory)
 
 
 def _load(

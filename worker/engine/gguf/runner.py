@@ -38,12 +38,12 @@ from tokenbus.worker.engine.gguf.adapters import ContextAdapters
 from tokenbus.worker.engine.gguf.batch import LlamaBatch
 from tokenbus.worker.engine.gguf.causal_embedder import CausalEmbedder
 from tokenbus.worker.engine.gguf.lanes import Lanes
-from tokenbus.worker.engine.gguf.memory_planner import MemoryPlanner, PlannedContext
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.memory.planner import MemoryPlanner, PlannedReplica
 from tokenbus.worker.engine.models import features, reasoning
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.files import generation_config
@@ -85,11 +85,11 @@ def _open_largest(
     """Makes a context of the size that memory allows, or a smaller one if that memory is gone by then."""
     wanted = settings
     while True:
-        planned = planner.plan_context(model.files.weights, model.metadata, model.placement, wanted)
+        planned = planner.plan_replica(model.memory, model.placement, wanted)
         try:
             return _open(model, settings.context_length, planned, planner, release)
         except BaseException as error:
-            planner.release(planned.part)
+            planner.claims.release(planned.part)
             fewer = planned.settings.kv_tokens // 2
             can_shrink = isinstance(error, context.ContextTooLargeError) and not settings.kv_tokens
             if not can_shrink or fewer < max(settings.context_length, _LEAST_KV_TOKENS):
@@ -101,12 +101,12 @@ def _open_largest(
 def _open(
     model: GgufModel,
     least_context: int,
-    planned: PlannedContext,
+    planned: PlannedReplica,
     planner: MemoryPlanner,
     release: Callable[[], None],
 ) -> Runner:
     def release_all() -> None:
-        planner.release(planned.part)
+        planner.claims.release(planned.part)
         release()
 
     runner: Runner
@@ -114,7 +114,7 @@ def _open(
         runner = GgufRunner(model, planned.settings, release_all, least_context=least_context)
     else:
         runner = pooler.make_runner(model, planned.settings, release_all)
-    planner.took(planned.part)
+    planner.claims.took(planned.part)
     runner.config = codec.replace(runner.config, memory=planned.memory)
     return runner
 

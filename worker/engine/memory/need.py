@@ -18,6 +18,12 @@ _LOGITS_COPIES = 2
 _F32_BYTES = 4
 _MASK_BYTES = 2
 """Bytes of the attention mask for each pair of a batch's token and a KV cache's, with flash attention."""
+SCORE_COPIES = 4
+"""The buffers of onnxruntime in which plain attention keeps the scores of all heads at once."""
+MAX_SCORE_BYTES = 256 << 20
+"""ONNX engines compute a prompt in runs so short that none of these takes more than this."""
+GQA_SCORE_BYTES = 64 << 20
+"""The most memory for the scores of a GroupQueryAttention node, which computes them in parts."""
 _TOKEN_BYTES = 64
 """The bytes that prefix tree, scheduler and streams keep per token of the KV cache."""
 
@@ -50,6 +56,14 @@ class ModelFacts(NamedTuple):
     """The longest input that a generating model can also embed, in separate KV memory and buffers."""
     pools: bool = False
     """Whether the model generates nothing: a whole input is computed at once, and no prefix is kept."""
+    copies_lanes: bool = False
+    """Whether each lane holds tokens of its own: then copies of shared prefixes may take another context."""
+    batch_tokens: int = 0
+    """The most tokens that the device computes at once; 0: what the settings say."""
+    score_copies: int = 0
+    """The buffers that hold the scores of all heads at the same time; 0 if attention keeps only a mask."""
+    max_score_bytes: int = 0
+    """The most bytes of one such buffer; 0 sets no limit."""
 
 
 class DevicePlacement(NamedTuple):
@@ -116,16 +130,16 @@ class MemoryNeed(NamedTuple):
 
 def estimate(facts: ModelFacts, settings: EngineSettings, sizes: Sizes) -> MemoryNeed:
     """Returns the memory that a model takes with these sizes."""
-    batch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
+    batch = facts.batch_tokens or min(settings.ubatch_tokens, settings.max_num_batched_tokens)
     if facts.pools:
         batch = max(batch, sizes.context_length)
     states = batch * _STATES * facts.width * _F32_BYTES
     logits = facts.rows * facts.vocab_size * _F32_BYTES * _LOGITS_COPIES
     tables = facts.vocab_size * _VOCABULARY_BYTES
     num_windowed = min(sizes.kv_tokens, facts.window_tokens) + facts.embed_tokens
-    cells = sizes.kv_tokens + facts.embed_tokens
+    cells = sizes.kv_tokens + facts.embed_tokens + (sizes.context_length if facts.copies_lanes else 0)
     kv = cells * facts.kv_bytes_per_token + num_windowed * facts.window_bytes_per_token + facts.state_bytes
-    attention = cells * batch * _mask_bytes(facts, settings) if facts.kv_bytes_per_token else 0
+    attention = _attention_bytes(facts, settings, batch, cells, sizes.context_length)
     states *= 2 if facts.embed_tokens else 1
     return MemoryNeed(
         weight_bytes=facts.weight_bytes,
@@ -138,11 +152,16 @@ def estimate(facts: ModelFacts, settings: EngineSettings, sizes: Sizes) -> Memor
     )
 
 
-def _mask_bytes(facts: ModelFacts, settings: EngineSettings) -> int:
+def _attention_bytes(facts: ModelFacts, settings: EngineSettings, batch: int, cells: int, length: int) -> int:
     """Returns the memory for attention between tokens while a layer is computed."""
+    if facts.score_copies:
+        scores = facts.heads * batch * length * _F32_BYTES
+        return facts.score_copies * min(scores, facts.max_score_bytes or scores)
+    if not facts.kv_bytes_per_token:
+        return 0
     if settings.flash_attention == "off":  # the scores of all heads exist at the same time
-        return (facts.heads + 2) * _F32_BYTES
-    return _MASK_BYTES
+        return cells * batch * (facts.heads + 2) * _F32_BYTES
+    return cells * batch * _MASK_BYTES
 
 
 def mib(num_bytes: int) -> str:

@@ -14,10 +14,9 @@ from tokenbus.worker.engine.device.pooling_runner import PoolingRunner
 from tokenbus.worker.engine.device.runner import BatchLimits, WholePass
 from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.model import OnnxModel
-from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
+from tokenbus.worker.engine.onnx.settings_resolution import DEFAULT_INPUT, CacheSize
 from tokenbus.worker.files.onnx_model_config import pooling_mode
 
-_DEFAULT_LENGTH = 512
 _CLOSE = 1e-2
 """The largest difference, as a share of a vector's length, between a vector computed alone and in a batch."""
 
@@ -92,10 +91,10 @@ def make_runner(model: OnnxModel, settings: EngineSettings, release: Callable[[]
     Raises ModelError if it can't be served."""
     if settings.pooling == "none":
         raise ModelError(f"{model.files.weights}: can only embed; leave --pooling none out")
-    trained = model.model_config.context_length or _DEFAULT_LENGTH
+    trained = model.model_config.context_length or DEFAULT_INPUT
     longest = min(settings.context_length or trained, trained)
     embedder = OnnxEmbedder(model, settings, max_input_tokens=longest)
-    size = CacheSize(block_size=longest, context_length=longest, max_num_seqs=1, num_rows=1)
+    size = CacheSize(block_size=longest, context_length=longest, max_num_seqs=1, num_rows=1, kv_tokens=longest)
     return PoolingRunner(
         model.describe(settings, size, (), embedder), model.tokenizer, model.device_memory, release, embedder=embedder
     )

@@ -15,6 +15,7 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.runner import Embedder
+from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.engine.models import chat_formats
 from tokenbus.worker.engine.onnx.graphs import device, external_data, graph, graph_edits
 from tokenbus.worker.engine.onnx.graphs.device import Device
@@ -22,6 +23,7 @@ from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
 from tokenbus.worker.engine.onnx.graphs.session import Session
 from tokenbus.worker.engine.onnx.lora import projections
 from tokenbus.worker.engine.onnx.lora.matrices import OnnxAdapter, no_adapters
+from tokenbus.worker.engine.onnx.onnx_memory import OnnxMemory
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
 from tokenbus.worker.files import generation_config, in_use, onnx_model_config
@@ -47,7 +49,7 @@ def model_key(files: ModelFiles, settings: EngineSettings, device: Device) -> On
 class OnnxModel:
     """A loaded model. Raises ModelError for one that can't be served, saying why and what would work."""
 
-    def __init__(self, files: ModelFiles, settings: EngineSettings, device: Device) -> None:
+    def __init__(self, files: ModelFiles, settings: EngineSettings, device: Device, planner: MemoryPlanner) -> None:
         where = str(files.weights)
         self.device = device
         self.files = files
@@ -58,8 +60,9 @@ class OnnxModel:
         self.tokenizer = OnnxTokenizer(files.sidecars, self.graph.vocab_size, where)
         self.chat_format = chat_formats.infer(self.tokenizer.rules) if self.graph.logits is not None else None
         self.fingerprint = _fingerprint(files.weights, model)
-        # A run of plain attention reads one copy of the cache and writes another.
-        self.bytes_per_token = self.graph.bytes_per_token * (1 if self.graph.uses_gqa else 2)
+        self._planner = planner
+        self.memory = OnnxMemory(files.weights, model, self.graph, self.model_config, device)
+        self.placement = planner.plan_weights(self.memory, settings)
         generates = self.graph.logits is not None
         self.projections = projections.find(model, self.graph.kv_width) if generates else ()
         self.adapters: LoadedModels[OnnxAdapter] = LoadedModels()
@@ -69,7 +72,11 @@ class OnnxModel:
         """Whether the graph has inputs for adapters."""
         self._opening = threading.Lock()
         last_logits_only = self._edit(model)
-        session = Session(model, files.weights, settings, device)
+        try:
+            session = Session(model, files.weights, settings, device)
+        except BaseException:
+            planner.release_weights(self.memory)
+            raise
         self.graph_runner = GraphRunner(self.graph, session, self.tokenizer.size, last_logits_only=last_logits_only)
         structlog.get_logger().info(
             "onnx_loaded", provider=device.kind, gqa=self.graph.uses_gqa, last_logits_only=last_logits_only
@@ -93,7 +100,7 @@ class OnnxModel:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             kv_block_size=size.block_size,
             total_kv_blocks=size.total_blocks,
-            kv_tokens=size.num_rows * size.context_length if self.graph.logits is not None else 0,
+            kv_tokens=size.kv_tokens if self.graph.logits is not None else 0,
             prefix_cache=self.graph.logits is not None,
             vocab_size=self.tokenizer.size,
             features=(*features, "embed") if embedder is not None else features,
@@ -102,7 +109,7 @@ class OnnxModel:
             pid=os.getpid(),
             files=self.files.to_paths(),
             devices=(device.describe(self.device),),
-            kv_bytes=size.num_rows * size.context_length * self.bytes_per_token,
+            kv_bytes=size.kv_tokens * self.memory.bytes_per_token,
             embeddings=None if embedder is None else embedder.describe(),
             chat_format=self.chat_format,
         )
@@ -116,6 +123,7 @@ class OnnxModel:
         """Frees the session's memory, by dropping the last reference to it."""
         self._held.close()
         del self.graph_runner
+        self._planner.release_weights(self.memory)
 
     def take_adapters(self) -> None:
         """Reopens the graph with inputs for adapters, unless it has them already: a graph without is a little faster.

@@ -22,18 +22,22 @@ from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.identity import kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.engine.models import features, reasoning
+from tokenbus.worker.engine.models.settings_resolution import resolve
 from tokenbus.worker.engine.onnx import embedder, host_moves, probe, settings_resolution
 from tokenbus.worker.engine.onnx.adapters import ReplicaAdapters
 from tokenbus.worker.engine.onnx.cache import row_memory, saved_tokens
 from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, DecodeResult, KvCache
 from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
+from tokenbus.worker.engine.onnx.cache.own_lanes import OwnLanes
 from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
 from tokenbus.worker.engine.onnx.graphs import device
 from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.onnx.model import OnnxModel, model_key
+from tokenbus.worker.engine.onnx.onnx_memory import embed_tokens
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.files import generation_config
@@ -43,7 +47,12 @@ from tokenbus.worker.files.onnx_layout import OnnxLayout
 from tokenbus.worker.models import registry
 
 
-def load(settings: EngineSettings, progress: Callable[[float], None], models: LoadedModels[OnnxModel]) -> Runner:
+def load(
+    settings: EngineSettings,
+    progress: Callable[[float], None],
+    models: LoadedModels[OnnxModel],
+    planner: MemoryPlanner | None = None,
+) -> Runner:
     """Returns a runner over a model that replicas share. `progress` gets the fraction loaded, from 0 to 1.
 
     Raises ModelError if the files can't be served, or for settings that the model or the machine can't meet."""
@@ -51,13 +60,36 @@ def load(settings: EngineSettings, progress: Callable[[float], None], models: Lo
     chosen = device.choose(settings)
     layout = OnnxLayout(on_gpu=chosen.kind != "cpu")
     files = ModelFiles.from_paths(settings.files) or registry.find_as(settings.model, (layout,), progress)
-    model = models.acquire(model_key(files, settings, chosen), lambda: OnnxModel(files, settings, chosen))
+    planner = planner or MemoryPlanner()
+    model = models.acquire(model_key(files, settings, chosen), lambda: OnnxModel(files, settings, chosen, planner))
     try:
-        make = embedder.make_runner if model.graph.logits is None else OnnxRunner
-        return make(model, settings, lambda: models.release(model))
+        return _open(model, settings, planner, lambda: models.release(model))
     except BaseException:
         models.release(model)
         raise
+
+
+def _open(model: OnnxModel, settings: EngineSettings, planner: MemoryPlanner, release: Callable[[], None]) -> Runner:
+    """Returns a replica with the sizes that memory allows."""
+    resolved = resolve(settings, model.generation_config, max_num_seqs=settings_resolution.MAX_ROWS)
+    settings_resolution.validate(resolved)
+    # sequences that were not asked for are as many as fit
+    resolved = codec.replace(resolved, max_num_seqs=settings.max_num_seqs, kv_block_size=settings.kv_block_size)
+    planned = planner.plan_replica(model.memory, model.placement, resolved)
+
+    def release_all() -> None:
+        planner.claims.release(planned.part)
+        release()
+
+    make = embedder.make_runner if model.graph.logits is None else OnnxRunner
+    try:
+        runner: Runner = make(model, planned.settings, release_all)
+    except BaseException:
+        planner.claims.release(planned.part)
+        raise
+    planner.claims.took(planned.part)
+    runner.config = codec.replace(runner.config, memory=planned.memory)
+    return runner
 
 
 def lends_lanes(settings: EngineSettings) -> bool:
@@ -82,9 +114,12 @@ class OnnxRunner:
         self.token_bytes = self._tokenizer.token_bytes
         self.bundle: bytes | None = self._tokenizer.bundle
         self._min_free_bytes = settings.onnx.min_free_mib << 20
-        free_bytes = device.free_bytes(model.device)
-        pool_bytes = settings.kv_pool_bytes if model.device.kind == "cpu" else 0
-        limits = settings_resolution.CacheLimits(_trained(model), model.bytes_per_token, free_bytes, pool_bytes)
+        limits = settings_resolution.CacheLimits(
+            model.memory.trained_context or None,
+            model.memory.bytes_per_token,
+            settings.kv_pool_bytes if model.device.kind == "cpu" else 0,
+            settings_resolution.has_own_rows(settings, model.device),
+        )
         size = settings_resolution.size_cache(settings, model.generation_config, limits)
         self.num_lanes = size.num_rows
         self.canary: Listing[int] = probe.canary(self._tokenizer.size)
@@ -92,6 +127,7 @@ class OnnxRunner:
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
         self._lanes = LaneLengths(size.num_rows)
         self._cache = self._make_cache(settings, size)
+        self.own_lanes = OwnLanes(self._cache, self._lanes, size.kv_tokens, size.context_length)
         self._missing: dict[str, str] = {}
         self.embedder = self._make_embedder(settings, size)
         self.reranker: Reranker | None = None
@@ -115,7 +151,7 @@ class OnnxRunner:
             host_kv_blocks=0 if self.copies is None else self.copies.layout.num_slots,
             writes_through=settings.host_cache_policy != "write-back",
             idle_blocks_cost=False,
-            kv_lane_bytes=size.context_length * model.bytes_per_token if model.device.kind == "cpu" else 0,
+            kv_lane_bytes=size.context_length * model.memory.bytes_per_token if model.device.kind == "cpu" else 0,
             missing=self._missing,
         )
 
@@ -191,7 +227,8 @@ class OnnxRunner:
 
     def _prompt(self, part: ScheduledTokens) -> Array:
         """Computes a part of a prompt, in several runs if the graph computes the logits of every token."""
-        most, end = self._model.graph_runner.max_row_tokens, part.start + part.num_tokens
+        end = part.start + part.num_tokens
+        most = min(self._model.graph_runner.max_row_tokens, self._model.memory.max_run_tokens(end))
         adapters = self._inputs_for(part)
         for start in range(part.start, end, most):
             chunk = ScheduledTokens(part.sequence, start, min(most, end - start))
@@ -215,7 +252,9 @@ class OnnxRunner:
         if self._model.graph.hidden is None or settings.pooling == "none":
             return None
         try:
-            return embedder.OnnxEmbedder(self._model, settings, max_input_tokens=size.context_length)
+            return embedder.OnnxEmbedder(
+                self._model, settings, max_input_tokens=embed_tokens(settings, size.context_length)
+            )
         except ModelError as error:
             self._missing["embeddings"] = str(error)
             return None
@@ -224,8 +263,7 @@ class OnnxRunner:
         """Raises ModelError if there is not enough memory, or if the graph computes different results in batches."""
         model, where = self._model, str(self._model.files.weights)
         if model.graph.uses_gqa:
-            is_lent = settings.kv_pool_bytes > 0 and model.device.kind == "cpu"
-            made = self._make_static_cache(self._lanes, size.context_length, is_lent=is_lent)
+            made = self._make_static_cache(self._lanes, size.context_length)
             lanes = LaneLengths(probe.LANES)
             trial = self._make_static_cache(lanes, probe.TOKENS)
             if probe.batches_agree(trial, lanes, self._tokenizer.size, where):
@@ -257,16 +295,16 @@ class OnnxRunner:
         block_bytes = size.block_size * token_bytes
         return sizing.make_store(self.kv_identity, size.block_size, block_bytes, settings, find_problem)
 
-    def _make_static_cache(self, lanes: LaneLengths, context_length: int, *, is_lent: bool = False) -> StaticCache:
+    def _make_static_cache(self, lanes: LaneLengths, context_length: int) -> StaticCache:
         num_rows = len(lanes.lengths) + 1  # one is the spare row
         try:
             memory = row_memory.allocate_rows(self._model.graph.kv, num_rows, context_length, self._model.device)
         except Exception as error:  # without room on a GPU, onnxruntime raises its own class
-            size = num_rows * context_length * self._model.bytes_per_token
+            size = num_rows * context_length * self._model.memory.bytes_per_token
             raise ModelError(
                 f"there is no memory for a cache of {size} bytes: pass a smaller --context-length or --max-num-seqs"
             ) from error
-        return StaticCache(self._model.graph_runner, memory, lanes, is_lent=is_lent)
+        return StaticCache(self._model.graph_runner, memory, lanes, is_releasable=self._model.device.kind == "cpu")
 
 
 def _identity(model: OnnxModel, size: CacheSize) -> str:
@@ -278,13 +316,3 @@ def _identity(model: OnnxModel, size: CacheSize) -> str:
 def _is_decode(part: ScheduledTokens) -> bool:
     """Whether a part is one token after others, which can share a run with other sequences' tokens."""
     return part.num_tokens == 1 and part.start > 0 and part.samples
-
-
-def _trained(model: OnnxModel) -> int | None:
-    """Returns the tokens that one sequence may have.
-
-    A plain graph applies its window to columns, including padding, so a row must not be longer than the window."""
-    trained, window = model.model_config.context_length, model.model_config.sliding_window
-    if model.graph.uses_gqa or window is None:
-        return trained
-    return window if trained is None else min(trained, window)

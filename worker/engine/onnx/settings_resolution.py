@@ -6,16 +6,17 @@ from typing import NamedTuple
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import CHOICES, EngineSettings
 from tokenbus.worker.engine.models.settings_resolution import AUTO, SettingRule, common_rules, require, resolve
-from tokenbus.worker.engine.onnx.graphs.device import EXECUTION_PROVIDERS, named
+from tokenbus.worker.engine.onnx.graphs.device import EXECUTION_PROVIDERS, Device, named
 from tokenbus.worker.files.generation_config import GenerationConfig
 
 _SHORT_CONTEXT = 4_096
-"""The default context where memory is short, if the model was made for that much."""
-_MAX_CONTEXT = 262_144
-_MAX_ROWS = 256
+"""The default context of rows that are a fixed part of memory, if the model was made for that much."""
+DEFAULT_INPUT = 512
+"""The longest input of an encoder whose files don't say how long it may be."""
+MAX_ROWS = 256
 _DEFAULT_MAX_PADDINGS = 4_096
-_DEFAULT_MEMORY_SHARE = 4
-"""By default, one in this many bytes of free memory is used for the cache."""
+_LEAST_ROWS = 4
+"""If rows are a fixed part of memory, a context is chosen of which there are at least this many."""
 _PROVIDERS = ("auto", *EXECUTION_PROVIDERS)
 _GGUF_ONLY = (
     "kv_layout",
@@ -27,23 +28,24 @@ _GGUF_ONLY = (
     "split_mode",
     "tensor_split",
     "ubatch_tokens",
-    "max_embed_tokens",
 )
 """Settings that have no meaning here. They are refused rather than silently ignored."""
 
 
 class CacheSize(NamedTuple):
-    """The size of the cache: rows for running sequences and for idle prefixes, each as long as a context."""
+    """The size of the cache: rows for running sequences and for idle prefixes, each as long as a context, and the
+    tokens that all of them together may hold."""
 
     block_size: int
     context_length: int
     """The tokens of one sequence, and of one row: a multiple of the block size."""
     max_num_seqs: int
     num_rows: int
+    kv_tokens: int
 
     @property
     def total_blocks(self) -> int:
-        return self.num_rows * (self.context_length // self.block_size)
+        return self.kv_tokens // self.block_size
 
 
 class CacheLimits(NamedTuple):
@@ -52,10 +54,10 @@ class CacheLimits(NamedTuple):
     trained: int | None
     """The tokens that the model was trained for; None if its files don't say."""
     bytes_per_token: int
-    free_bytes: int | None
-    """The free memory of the device; None if the system doesn't say."""
     pool_bytes: int = 0
     """The memory that the cache may borrow in full; 0 if it has its own limit."""
+    has_own_rows: bool = False
+    """Whether a row takes memory only for the tokens that it holds, and the memory is this cache's alone."""
 
 
 def validate(settings: EngineSettings) -> None:
@@ -64,7 +66,7 @@ def validate(settings: EngineSettings) -> None:
     for name in _GGUF_ONLY:
         if getattr(settings, name) != getattr(default, name):
             raise ModelError(f"--{name.replace('_', '-')} is for --engine gguf; remove it")
-    require(common_rules(settings, max_num_seqs=_MAX_ROWS))
+    require(common_rules(settings, max_num_seqs=MAX_ROWS))
     require(_rules(settings))
     if len(settings.devices) > 1:
         raise ModelError(
@@ -97,11 +99,12 @@ def max_paddings(settings: EngineSettings, generation_config: GenerationConfig) 
 
 
 def size_cache(settings: EngineSettings, generation_config: GenerationConfig, limits: CacheLimits) -> CacheSize:
-    """Returns the size of a cache that fits. Every row can hold a whole context, so nothing is ever preempted.
+    """Returns the size of a cache. Every row can hold a whole context, and if rows are a fixed part of memory, all of
+    them can at the same time.
 
     Raises ModelError if not even one context fits, or fewer than requested, or if a recommendation of the model can't
     be met."""
-    resolved = resolve(settings, generation_config, max_num_seqs=_MAX_ROWS)
+    resolved = resolve(settings, generation_config, max_num_seqs=MAX_ROWS)
     validate(resolved)
     block_size, context = resolved.kv_block_size, resolved.context_length or _default_context(resolved, limits)
     if limits.trained is not None and context > limits.trained:
@@ -110,6 +113,10 @@ def size_cache(settings: EngineSettings, generation_config: GenerationConfig, li
         raise ModelError(f"--kv-block-size {block_size} is above the context, {context}")
     # The pool counts in whole blocks, so the rest of the context could not be used.
     context = context // block_size * block_size
+    if limits.has_own_rows:
+        num_rows = min(_num_rows(resolved.max_num_seqs), MAX_ROWS)
+        tokens = _tokens_that_fit(resolved, limits, context)
+        return CacheSize(block_size, context, resolved.max_num_seqs, num_rows, tokens)
     fits = _rows_that_fit(resolved, limits, context)
     if settings.max_num_seqs > fits:
         raise ModelError(
@@ -117,7 +124,19 @@ def size_cache(settings: EngineSettings, generation_config: GenerationConfig, li
             f"room for {fits}: pass a smaller --context-length, fewer, or more --kv-tokens or --kv-budget"
         )
     num_seqs = min(resolved.max_num_seqs, fits)
-    return CacheSize(block_size, context, num_seqs, min(fits, _num_rows(num_seqs)))
+    num_rows = min(fits, _num_rows(num_seqs))
+    return CacheSize(block_size, context, num_seqs, num_rows, num_rows * context)
+
+
+def has_own_rows(settings: EngineSettings, device: Device) -> bool:
+    """Whether rows take memory only for the tokens that they hold, and no other replica uses it: not on a GPU, to whose
+    memory graphs are bound."""
+    return device.kind == "cpu" and not settings.kv_pool_bytes
+
+
+def short_enough(length: int, kv_tokens: int) -> int:
+    """Returns a context of which a few rows fit into that many tokens, up to `length`."""
+    return min(length, max(kv_tokens // _LEAST_ROWS, min(kv_tokens, _SHORT_CONTEXT)))
 
 
 def _num_rows(num_seqs: int) -> int:
@@ -126,16 +145,8 @@ def _num_rows(num_seqs: int) -> int:
 
 
 def _default_context(settings: EngineSettings, limits: CacheLimits) -> int:
-    """Returns a context that the model was trained for and that fits.
-
-    It is the longest with which each sequence and each idle prefix can have a row, so that a longer context never means
-    fewer sequences, but at least a short one."""
-    if settings.kv_tokens or settings.kv_limit_bytes or limits.pool_bytes or limits.free_bytes is None:
-        longest = _SHORT_CONTEXT
-    else:
-        share = limits.free_bytes * settings.memory_share / settings.memory_parts / _DEFAULT_MEMORY_SHARE
-        longest = max(_SHORT_CONTEXT, int(share) // (limits.bytes_per_token * _num_rows(settings.max_num_seqs)))
-    allowed = [limits.trained or _SHORT_CONTEXT, min(longest, _MAX_CONTEXT)]
+    """Returns a context that the model was trained for and that fits."""
+    allowed = [limits.trained or _SHORT_CONTEXT, _SHORT_CONTEXT]
     if settings.kv_tokens:
         allowed.append(max(settings.kv_tokens, settings.kv_block_size))
     if settings.kv_limit_bytes:
@@ -143,23 +154,33 @@ def _default_context(settings: EngineSettings, limits: CacheLimits) -> int:
     return min(allowed)
 
 
+def _tokens_that_fit(settings: EngineSettings, limits: CacheLimits, context: int) -> int:
+    """Returns the tokens of all rows together. Raises ModelError if there are too few for one context."""
+    allowed = [(settings.kv_tokens or context, f"--kv-tokens {settings.kv_tokens} are")]
+    if settings.kv_limit_bytes:  # less a context, for copies of shared prefixes
+        fits = settings.kv_limit_bytes // limits.bytes_per_token - context
+        allowed.append((fits, f"the {settings.kv_limit_bytes} bytes of the memory budget are"))
+    return _checked(min(allowed), context, context * limits.bytes_per_token, 1)
+
+
 def _rows_that_fit(settings: EngineSettings, limits: CacheLimits, context: int) -> int:
-    """Raises ModelError if there is no room for one row."""
+    """Returns the rows that fit. Raises ModelError if there is no room for one."""
     row_bytes = context * limits.bytes_per_token
-    allowed = [(_MAX_ROWS, "")]
+    allowed = [(MAX_ROWS * context, "")]
     if settings.kv_tokens:
-        allowed.append((settings.kv_tokens // context, f"--kv-tokens {settings.kv_tokens} are"))
+        allowed.append((settings.kv_tokens, f"--kv-tokens {settings.kv_tokens} are"))
     if budget := limits.pool_bytes or settings.kv_limit_bytes:
-        allowed.append((budget // row_bytes, f"the {budget} bytes of --kv-budget are"))
-    elif not settings.kv_tokens and limits.free_bytes is not None:
-        rows = limits.free_bytes // row_bytes
-        # One row is allowed as long as it fits at all.
-        share = max(rows // _DEFAULT_MEMORY_SHARE, min(rows, 1))
-        allowed.append((share, f"the {limits.free_bytes} bytes free are"))
-    fits, what = min(allowed)
-    if not fits:
+        allowed.append((budget // limits.bytes_per_token, f"the {budget} bytes of --kv-budget are"))
+    return _checked(min(allowed), context, row_bytes, context)
+
+
+def _checked(allowed: tuple[int, str], context: int, row_bytes: int, unit: int) -> int:
+    """Returns the whole units in a number of tokens. Raises ModelError, saying what they are, if they are too few for a
+    context."""
+    tokens, what = allowed
+    if tokens < context:
         raise ModelError(
             f"{what} too few for one context of {context} tokens, which takes {row_bytes} bytes: pass a smaller "
             "--context-length"
         )
-    return fits
+    return tokens // unit

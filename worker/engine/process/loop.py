@@ -433,9 +433,10 @@ class StepLoop:
 
     def _kv_pool_stats(self) -> ipc.KvPoolStats | None:
         lanes = self._scheduler.borrowed_lanes
-        if lanes is None:
+        usage = None if lanes is None else lanes.usage()
+        if lanes is None or usage is None:
             return None
         lane_bytes = self._runner.config.kv_lane_bytes
-        budget, held, share, cap, _ = lanes.usage()
+        budget, held, share, cap, _ = usage
         idle, used = lanes.take_reclaimed()
         return ipc.KvPoolStats(budget, held, share, cap, idle * lane_bytes, used * lane_bytes)

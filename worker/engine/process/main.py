@@ -26,9 +26,11 @@ from tokenbus.worker.engine.device.runner import LaneLender, Runner
 from tokenbus.worker.engine.host_cache.cache_folder import CacheFolder
 from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine.memory.claims import MemoryClaims
+from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.engine.process import ipc, replica
 from tokenbus.worker.engine.process.kv_pool import FixedKv, KvPool, KvShare
 from tokenbus.worker.engine.process.step_gate import StepGate
+from tokenbus.worker.engine.scheduling.lanes import LaneShare
 
 EXIT_DEVICE_FAILED = 3
 """The exit status that tells the frontend that the device is at fault, not a model."""
@@ -93,11 +95,13 @@ class ReplicaServer:
                 fixed.resize(runner.config.kv_bytes)
                 return runner
 
-        def join_pool(runner: Runner, wake: Callable[[], None]) -> KvShare | None:
+        def join_pool(runner: Runner, wake: Callable[[], None]) -> LaneShare | None:
             nonlocal kv_memory
-            if not settings.kv_pool_bytes or not runner.config.kv_lane_bytes:
+            if not runner.config.kv_lane_bytes:
                 return None
             assert isinstance(runner, LaneLender), runner
+            if not settings.kv_pool_bytes:
+                return runner.own_lanes
             kv_memory = share = self._kv_pool.join(settings, runner.config, runner, wake)
             return share
 
@@ -140,38 +144,41 @@ class ReplicaServer:
             self._control.sendall(ipc.encode(ipc.ExitReason(reason.strip()[:_MAX_EXIT_REASON_CHARS])))
 
 
-def _sim_loader(on_exit: OnExit) -> Loader:
+def _sim_loader(on_exit: OnExit, planner: MemoryPlanner) -> Loader:
     from tokenbus.worker.engine.sim.runner import SimRunner
 
     return Loader(lambda settings, _: SimRunner(settings))
 
 
-def _gguf_loader(on_exit: OnExit) -> Loader:
+def _gguf_loader(on_exit: OnExit, planner: MemoryPlanner) -> Loader:
     from tokenbus.worker.engine.gguf import backend
-    from tokenbus.worker.engine.gguf.memory_planner import MemoryPlanner
     from tokenbus.worker.engine.gguf.model import GgufModel
     from tokenbus.worker.engine.gguf.runner import load
 
     backend.on_abort(on_exit)
     models: LoadedModels[GgufModel] = LoadedModels()
-    planner = MemoryPlanner(MemoryClaims(claims.runtime_directory()))
     return Loader(lambda settings, progress: load(settings, progress, models, planner))
 
 
-def _onnx_loader(on_exit: OnExit) -> Loader:
+def _onnx_loader(on_exit: OnExit, planner: MemoryPlanner) -> Loader:
     from tokenbus.worker.engine.onnx.model import OnnxModel
     from tokenbus.worker.engine.onnx.runner import lends_lanes, load
 
     models: LoadedModels[OnnxModel] = LoadedModels()
-    return Loader(lambda settings, progress: load(settings, progress, models), lends_lanes)
+    return Loader(lambda settings, progress: load(settings, progress, models, planner), lends_lanes)
 
 
-_LOADERS: dict[str, Callable[[OnExit], Loader]] = {"gguf": _gguf_loader, "onnx": _onnx_loader, "sim": _sim_loader}
+_LOADERS: dict[str, Callable[[OnExit, MemoryPlanner], Loader]] = {
+    "gguf": _gguf_loader,
+    "onnx": _onnx_loader,
+    "sim": _sim_loader,
+}
 
 
 def _make_find(on_exit: OnExit) -> FindLoader:
     """Finds the loader of every engine, whose library is imported when the first model needs it."""
     loaders: dict[str, Loader] = {}
+    planner = MemoryPlanner(MemoryClaims(claims.runtime_directory()))
 
     def find_loader(settings: EngineSettings) -> Loader:
         if settings.fingerprint and not _FINGERPRINT.fullmatch(settings.fingerprint):
@@ -185,7 +192,7 @@ def _make_find(on_exit: OnExit) -> FindLoader:
             raise ModelError(f"--engine must be one of auto, {', '.join(_LOADERS)}, got {engine}")
         if engine not in loaders:
             try:
-                loaders[engine] = _LOADERS[engine](on_exit)
+                loaders[engine] = _LOADERS[engine](on_exit, planner)
             except (ImportError, OSError, RuntimeError) as error:  # llama_cpp raises RuntimeError for its library
                 raise ModelError(f"the {engine} engine is not installed, or not completely: {error}") from error
         return loaders[engine]

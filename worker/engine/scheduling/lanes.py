@@ -18,7 +18,9 @@ class LaneShare(Protocol):
         """Frees the memory of all lanes except these, which the replica holds, and reports it."""
         ...
 
-    def usage(self) -> KvUsage: ...
+    def usage(self) -> KvUsage | None:
+        """Returns its part of a pool; None if it has all of its memory to itself."""
+        ...
 
 
 class BorrowedLanes:
@@ -82,12 +84,14 @@ class BorrowedLanes:
         self._reclaimed_idle = self._reclaimed_used = 0
         return reclaimed
 
-    def usage(self) -> KvUsage:
+    def usage(self) -> KvUsage | None:
         return self._share.usage()
 
     def add_to(self, load: messages.Load, max_num_seqs: int) -> messages.Load:
         """Returns a load that includes what the pool allows."""
         usage = self._share.usage()
+        if usage is None:
+            return load
         return codec.replace(
             load, max_running=min(max_num_seqs, max(1, usage.attainable_lanes)), kv_pool_bytes=usage.held_bytes
         )

@@ -15,10 +15,11 @@ from tokenbus.worker.contract.engine_errors import ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.gguf import backend, context, devices, model_facts
-from tokenbus.worker.engine.gguf.memory_planner import MemoryPlanner
+from tokenbus.worker.engine.gguf.gguf_memory import GgufMemory
 from tokenbus.worker.engine.gguf.runner import load
 from tokenbus.worker.engine.memory.claims import MemoryClaims
 from tokenbus.worker.engine.memory.need import Sizes, estimate
+from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.files import device_memory, gguf_metadata
 from tokenbus.worker.files.device_memory import DeviceMemory, HostLimit
 from tokenbus.worker.replica.replica import successor_settings
@@ -132,17 +133,17 @@ def test_layers_go_to_a_gpu_as_they_fit_and_the_plan_says_how_many(
     host(3_000)
     monkeypatch.setattr(llama, "llama_supports_gpu_offload", lambda: True)
     monkeypatch.setattr(devices, "all_devices", lambda: {"CUDA0": 1})
-    found = gguf_metadata.read(demo.MODEL_PATH)
     layers, output = model_facts.layer_bytes(demo.MODEL_PATH)
     assert len(layers) == 4
     assert sum(layers) + output <= demo.MODEL_PATH.stat().st_size * 2
     for free, placed in ((8_192, 5), (0, 0)):
         monkeypatch.setattr(devices, "memory", lambda there, free=free: [DeviceMemory("CUDA0", free * MIB, free * MIB)])
         planner = MemoryPlanner()
-        placement = planner.plan_weights(demo.MODEL_PATH, found, PLAIN)
+        memory = GgufMemory(demo.MODEL_PATH, gguf_metadata.read(demo.MODEL_PATH))
+        placement = planner.plan_weights(memory, PLAIN)
         assert placement.gpu_layers == placed
-        planned = planner.plan_context(
-            demo.MODEL_PATH, found, placement, msgspec.structs.replace(PLAIN, max_num_seqs=16, kv_block_size=16)
+        planned = planner.plan_replica(
+            memory, placement, msgspec.structs.replace(PLAIN, max_num_seqs=16, kv_block_size=16)
         )
         assert planned.settings.gpu_layers == planned.memory.gpu_layers == placed
         assert planned.settings.kv_tokens == (16 * 2_048 if placed else 8_192)

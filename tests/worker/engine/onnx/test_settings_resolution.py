@@ -13,7 +13,8 @@ from tokenbus.worker.engine.onnx import settings_resolution
 from tokenbus.worker.engine.onnx.settings_resolution import CacheLimits
 from tokenbus.worker.files.generation_config import GenerationConfig
 
-ROOMY = CacheLimits(trained=4_096, bytes_per_token=1_000, free_bytes=1 << 40)
+FIXED = CacheLimits(trained=4_096, bytes_per_token=1_000)
+OWN = FIXED._replace(has_own_rows=True)
 
 
 def settings(**changes: Any) -> EngineSettings:
@@ -21,7 +22,7 @@ def settings(**changes: Any) -> EngineSettings:
 
 
 def shape(
-    limits: CacheLimits = ROOMY, generation_config: GenerationConfig | None = None, **changes: Any
+    limits: CacheLimits = FIXED, generation_config: GenerationConfig | None = None, **changes: Any
 ) -> settings_resolution.CacheSize:
     return settings_resolution.size_cache(settings(**changes), generation_config or GenerationConfig(), limits)
 
@@ -119,37 +120,25 @@ def test_a_device_is_named_in_one_way_only() -> None:
 
 
 def test_without_settings_or_recommendations_sixteen_sequences_of_4096_tokens_run_beside_eight_idle_rows() -> None:
-    assert shape() == settings_resolution.CacheSize(block_size=16, context_length=4_096, max_num_seqs=16, num_rows=24)
+    assert shape() == settings_resolution.CacheSize(16, 4_096, max_num_seqs=16, num_rows=24, kv_tokens=24 * 4_096)
     assert shape().total_blocks == 24 * 256
 
 
 def test_a_model_made_for_less_has_a_shorter_context_and_one_that_does_not_say_the_usual_one() -> None:
-    assert shape(ROOMY._replace(trained=1_000)).context_length == 992
-    assert shape(ROOMY._replace(trained=None)).context_length == 4_096
-    assert shape(ROOMY._replace(trained=131_072, free_bytes=None)).context_length == 4_096
-
-
-def test_a_context_is_as_long_as_leaves_a_row_for_each_sequence_and_idle_prefix() -> None:
-    long = ROOMY._replace(trained=131_072)
-    assert shape(long) == settings_resolution.CacheSize(16, 131_072, 16, 24)
-    some = long._replace(free_bytes=4 * 24 * 10_000 * 1_000)
-    assert shape(some) == settings_resolution.CacheSize(16, 10_000, 16, 24)
-    assert shape(some, max_num_seqs=4).context_length == 30_000
-    assert shape(some, memory_share=0.5).context_length == shape(some, memory_parts=2).context_length == 5_008 - 16
-    few = shape(long._replace(free_bytes=4 * 3 * 4_096 * 1_000))
-    assert (few.context_length, few.num_rows) == (4_096, 3)
-    assert shape(some, kv_tokens=100_000).context_length == 4_096
+    assert shape(FIXED._replace(trained=1_000)).context_length == 992
+    assert shape(FIXED._replace(trained=None)).context_length == 4_096
+    assert shape(FIXED._replace(trained=131_072)).context_length == 4_096
 
 
 def test_settings_come_before_recommendations_and_those_before_the_defaults() -> None:
     generation_config = GenerationConfig(
         context_length=1_024, max_num_seqs=3, kv_block_size=32, total_kv_blocks=400, max_paddings=7
     )
-    assert shape(generation_config=generation_config) == settings_resolution.CacheSize(32, 1_024, 3, 7)
+    assert shape(generation_config=generation_config) == settings_resolution.CacheSize(32, 1_024, 3, 7, 7 * 1_024)
     asked = shape(
         generation_config=generation_config, context_length=512, max_num_seqs=2, kv_block_size=8, kv_tokens=2_048
     )
-    assert asked == settings_resolution.CacheSize(8, 512, 2, 4)
+    assert asked == settings_resolution.CacheSize(8, 512, 2, 4, 2_048)
     assert settings_resolution.max_paddings(settings(), generation_config) == 7
     assert settings_resolution.max_paddings(settings(onnx=OnnxSettings(max_paddings=0)), generation_config) == 0
     assert settings_resolution.max_paddings(settings(), GenerationConfig()) == 4_096
@@ -189,20 +178,26 @@ def test_sequences_that_were_chosen_leave_a_step_room_for_a_prompt() -> None:
 # memory
 
 
-def test_memory_that_is_free_is_used_by_a_quarter() -> None:
-    row = 4_096 * 1_000
-    assert shape(ROOMY._replace(free_bytes=4 * 3 * row)).num_rows == 3
-    assert shape(ROOMY._replace(free_bytes=4 * 3 * row - 1)).num_rows == 2
-    assert shape(ROOMY._replace(free_bytes=row)) == settings_resolution.CacheSize(16, 4_096, 1, 1)
-    assert shape(ROOMY._replace(free_bytes=None)).num_rows == 24
+def test_rows_that_take_memory_as_they_are_written_share_the_tokens_that_were_planned() -> None:
+    found = shape(OWN, context_length=4_096, kv_tokens=10_000)
+    assert found == settings_resolution.CacheSize(16, 4_096, max_num_seqs=16, num_rows=24, kv_tokens=10_000)
+    assert found.total_blocks == 625
+    assert shape(OWN, context_length=4_096, kv_tokens=4_096, max_num_seqs=256).num_rows == 256
+    with pytest.raises(ModelError, match=r"^--kv-tokens 4095 are too few for one context of 4096 tokens"):
+        shape(OWN, context_length=4_096, kv_tokens=4_095)
 
 
-def test_memory_that_is_too_little_for_one_context_is_refused_with_both_sizes() -> None:
-    message = (
-        r"^the 4095999 bytes free are too few for one context of 4096 tokens, which takes 4096000 bytes: pass a sm"
-    )
-    with pytest.raises(ModelError, match=message):
-        shape(ROOMY._replace(free_bytes=4_096_000 - 1))
+def test_a_limit_in_bytes_leaves_a_context_for_copies_of_shared_prefixes() -> None:
+    assert shape(OWN, context_length=512, kv_tokens=9_000, kv_limit_bytes=2_512_000).kv_tokens == 2_000
+    with pytest.raises(ModelError, match=r"^the 1023999 bytes of the memory budget are too few for one context of 512"):
+        shape(OWN, context_length=512, kv_limit_bytes=1_023_999)
+
+
+def test_a_few_rows_fit_into_a_gpu_s_memory() -> None:
+    assert settings_resolution.short_enough(131_072, 100_000) == 25_000
+    assert settings_resolution.short_enough(8_192, 100_000) == 8_192
+    assert settings_resolution.short_enough(131_072, 9_000) == 4_096
+    assert settings_resolution.short_enough(131_072, 3_000) == 3_000
 
 
 def test_kv_tokens_are_whole_contexts_at_most() -> None:
@@ -213,10 +208,6 @@ def test_kv_tokens_are_whole_contexts_at_most() -> None:
     )
     with pytest.raises(ModelError, match=message):
         shape(context_length=512, kv_tokens=511)
-
-
-def test_kv_tokens_that_were_asked_for_are_taken_whatever_is_free() -> None:
-    assert shape(ROOMY._replace(free_bytes=1), context_length=512, kv_tokens=1_024).num_rows == 2
 
 
 def test_a_budget_in_bytes_is_kept() -> None:
@@ -246,7 +237,7 @@ def test_a_context_above_what_the_model_was_made_for_is_refused() -> None:
     assert shape(context_length=4_096).context_length == 4_096
     with pytest.raises(ModelError, match=r"^--context-length 4097 is above what the model was made for, 4096$"):
         shape(context_length=4_097)
-    assert shape(ROOMY._replace(trained=None), context_length=8_192).context_length == 8_192
+    assert shape(FIXED._replace(trained=None), context_length=8_192).context_length == 8_192
 
 
 def test_a_block_larger_than_the_context_is_refused() -> None:
@@ -255,7 +246,7 @@ def test_a_block_larger_than_the_context_is_refused() -> None:
     with pytest.raises(ModelError, match=r"^--kv-block-size 513 is above the context, 512$"):
         shape(context_length=512, kv_block_size=513)
     with pytest.raises(ModelError, match=r"^--kv-block-size 5000 is above the context, 4096$"):
-        shape(ROOMY._replace(trained=None), kv_block_size=5_000)
+        shape(FIXED._replace(trained=None), kv_block_size=5_000)
 
 
 numbers = st.integers(1, 10_000)
@@ -269,7 +260,7 @@ numbers = st.integers(1, 10_000)
     kv_limit_bytes=st.just(0) | st.integers(1, 10**9),
     trained=st.none() | numbers,
     bytes_per_token=st.integers(1, 10**6),
-    free_bytes=st.none() | st.integers(0, 10**11),
+    has_own_rows=st.booleans(),
 )
 def test_a_shape_keeps_every_limit_or_there_is_none(
     context: int,
@@ -279,7 +270,7 @@ def test_a_shape_keeps_every_limit_or_there_is_none(
     kv_limit_bytes: int,
     trained: int | None,
     bytes_per_token: int,
-    free_bytes: int | None,
+    has_own_rows: bool,
 ) -> None:
     asked = settings(
         context_length=context,
@@ -288,7 +279,7 @@ def test_a_shape_keeps_every_limit_or_there_is_none(
         kv_tokens=kv_tokens,
         kv_limit_bytes=kv_limit_bytes,
     )
-    limits = CacheLimits(trained, bytes_per_token, free_bytes)
+    limits = CacheLimits(trained, bytes_per_token, has_own_rows=has_own_rows)
     try:
         found = settings_resolution.size_cache(asked, GenerationConfig(), limits)
     except ModelError:
@@ -298,18 +289,18 @@ def test_a_shape_keeps_every_limit_or_there_is_none(
     assert found.context_length % found.block_size == 0
     assert 0 < found.context_length <= min(context or trained or 4_096, trained or 10_000)
     assert block_size in (-1, found.block_size)
-    size = found.num_rows * found.context_length
+    size = found.kv_tokens
+    assert found.context_length <= size
+    assert has_own_rows or size == found.num_rows * found.context_length
     assert not kv_tokens or size <= kv_tokens
-    assert not kv_limit_bytes or size * bytes_per_token <= kv_limit_bytes
-    assert kv_tokens or kv_limit_bytes or free_bytes is None or size * bytes_per_token <= free_bytes
-    again = msgspec.structs.replace(asked, kv_limit_bytes=size * bytes_per_token, context_length=found.context_length)
-    assert settings_resolution.size_cache(again, GenerationConfig(), limits._replace(free_bytes=0)) == found, (
-        "a restart has what there was"
-    )
+    most = size + found.context_length if has_own_rows else size
+    assert not kv_limit_bytes or most * bytes_per_token <= kv_limit_bytes
+    again = msgspec.structs.replace(asked, kv_limit_bytes=0, kv_tokens=size, context_length=found.context_length)
+    assert settings_resolution.size_cache(again, GenerationConfig(), limits) == found, "a restart has what there was"
 
 
 def test_a_chosen_context_is_as_long_as_the_budget_allows_and_one_that_was_asked_for_is_refused() -> None:
-    limits = settings_resolution.CacheLimits(trained=4_096, bytes_per_token=10, free_bytes=None)
+    limits = settings_resolution.CacheLimits(trained=4_096, bytes_per_token=10)
     budget = 10 * 1_000
     found = settings_resolution.size_cache(EngineSettings(model="m", kv_limit_bytes=budget), GenerationConfig(), limits)
     assert (found.context_length, found.num_rows) == (992, 1)

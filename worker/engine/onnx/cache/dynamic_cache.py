@@ -36,6 +36,10 @@ class DynamicCache:
     def __repr__(self) -> str:
         return f"<DynamicCache {set(self._batches.values())}>"
 
+    @property
+    def held_tokens(self) -> int:
+        return sum(len(batch.lanes) * batch.capacity for batch in set(self._batches.values()))
+
     def apply(self, changes: Listing[LaneChange]) -> None:
         for change in changes:
             match change:

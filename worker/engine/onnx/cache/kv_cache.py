@@ -29,6 +29,11 @@ class KvCache(Protocol):
     """The keys and values of all lanes. `decode` and `prompt` raise InsufficientMemoryError, after which they can be
     retried, and DeviceError."""
 
+    @property
+    def held_tokens(self) -> int:
+        """The tokens for which rows take memory, including copies and padding."""
+        ...
+
     def apply(self, changes: Listing[LaneChange]) -> None:
         """Carries out changes in order."""
         ...

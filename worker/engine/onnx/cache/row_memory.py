@@ -27,12 +27,12 @@ class RowMemory(Protocol):
         """Copies the tokens `start` to `end` of a row to another; the tokens after them may change there too."""
         ...
 
-    def erase(self, row: int, start: int) -> None:
-        """Overwrites the tokens of a row from `start` on."""
+    def erase(self, row: int, start: int, end: int) -> None:
+        """Overwrites the tokens `start` to `end` of a row."""
         ...
 
-    def release(self, row: int) -> None:
-        """Returns a row's memory to the system; it is zero when used again."""
+    def release(self, row: int, start: int = 0) -> None:
+        """Returns the memory of a row's tokens from `start` on to the system; it is zero when used again."""
         ...
 
     def view(self, row: int) -> Array:
@@ -41,11 +41,14 @@ class RowMemory(Protocol):
 
 
 class HostRows:
-    """Rows in host memory, which is allocated only as they are written."""
+    """Rows in host memory, which is allocated only as they are written.
+
+    Small pages: with a long context, each head of each tensor would otherwise take a huge page for its first tokens."""
 
     def __init__(self, kv: KvTensor, num_rows: int, row_tokens: int) -> None:
         self.row_shape = (kv.heads, row_tokens, kv.width)
         self.array = np.zeros((num_rows, *self.row_shape), kv.dtype)
+        memory.use_small_pages(self.address(0), self.array.nbytes)
 
     def address(self, row: int) -> int:
         return int(self.array.ctypes.data) + row * self.array.strides[0]
@@ -53,11 +56,17 @@ class HostRows:
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         self.array[target, :, start:end] = self.array[source, :, start:end]
 
-    def erase(self, row: int, start: int) -> None:
-        self.array[row, :, start:] = 0
+    def erase(self, row: int, start: int, end: int) -> None:
+        self.array[row, :, start:end] = 0
 
-    def release(self, row: int) -> None:
-        memory.release_pages(self.address(row), self.array.strides[0])
+    def release(self, row: int, start: int = 0) -> None:
+        if not start:
+            memory.release_pages(self.address(row), self.array.strides[0])
+            return
+        _, head_bytes, token_bytes, _ = self.array.strides
+        for head in range(self.row_shape[0]):
+            first = self.address(row) + head * head_bytes + start * token_bytes
+            memory.release_pages(first, head_bytes - start * token_bytes)
 
     def view(self, row: int) -> Array:
         tokens: Array = self.array[row]
@@ -86,10 +95,10 @@ class DeviceRows:
         binding.bind_output("y", *place, self.address(target))
         self._copier.run_with_iobinding(binding)
 
-    def erase(self, row: int, start: int) -> None:
+    def erase(self, row: int, start: int, end: int) -> None:
         pass  # GroupQueryAttention reads no token after a row's length, and no row but its own
 
-    def release(self, row: int) -> None:
+    def release(self, row: int, start: int = 0) -> None:
         raise AssertionError("rows in a GPU's memory are not lent")
 
     def view(self, row: int) -> Array:

@@ -36,6 +36,10 @@ class RowTable:
     def row_of(self, lane: int) -> int:
         return self._row_of[lane]
 
+    def lane_at(self, row: int) -> int:
+        """Returns the lane of a row; the spare row has none, which is one more than the last."""
+        return self._lane_at[row] if row != self.spare else self.spare
+
     def claim_first_free_row(self, lane: int) -> None:
         """Moves an empty lane to the first empty row, because the sequence in it will decode in the first rows."""
         assert not self._lengths[lane], lane

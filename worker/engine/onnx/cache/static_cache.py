@@ -5,7 +5,7 @@ rows, whose lengths may differ; sequences with other adapters are in the rows af
 tokens of a prompt are computed by a run over its row alone, because such a graph takes more than one token after a past
 only for a single row."""
 
-from collections.abc import Iterable
+from collections.abc import Container
 from collections.abc import Sequence as Listing
 
 import numpy as np
@@ -20,27 +20,36 @@ from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
 from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs, Binding
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 
+_SLACK_TOKENS = 256
+"""A row that has become shorter may still take memory for this many tokens."""
+
 
 class StaticCache:
-    """`memory` has one entry for each tensor of the cache, with one row more than there are lanes. If it is lent, empty
-    rows must take none."""
+    """`memory` has one entry for each tensor of the cache, with one row more than there are lanes. If it is releasable,
+    rows must take none beyond the tokens of their lanes."""
 
     def __init__(
-        self, graph_runner: GraphRunner, memory: Listing[RowMemory], lanes: LaneLengths, *, is_lent: bool = False
+        self, graph_runner: GraphRunner, memory: Listing[RowMemory], lanes: LaneLengths, *, is_releasable: bool = False
     ) -> None:
         self._graph_runner = graph_runner
         self._memory = memory
         self._lanes = lanes
         self._rows = RowTable(len(lanes.lengths), lanes.lengths)
         self._bindings: dict[tuple[int, int], Binding] = {}
-        self._written = set(range(len(lanes.lengths) + 1))
-        """Rows that may take memory, including new ones, since the heap clears reused memory by writing to it."""
-        self._is_lent = is_lent
-        if is_lent:
-            self.release_lanes()
+        self._is_releasable = is_releasable
+        self._written = [0] * (len(lanes.lengths) + 1)
+        """The tokens for which each row takes memory."""
+        if is_releasable:  # the heap clears reused memory by writing to it
+            for row in range(len(self._written)):
+                for one in memory:
+                    one.release(row)
 
     def __repr__(self) -> str:
         return f"<StaticCache {self._lanes!r} {self._rows!r}>"
+
+    @property
+    def held_tokens(self) -> int:
+        return sum(self._written)
 
     def apply(self, changes: Listing[LaneChange]) -> None:
         for change in changes:
@@ -55,7 +64,7 @@ class StaticCache:
     def erase(self, lane: int, end: int) -> None:
         row = self._rows.row_of(lane)
         for memory in self._memory:
-            memory.erase(row, end)
+            memory.erase(row, end, self._written[row])
 
     def save(self, lane: int, start: int, end: int) -> bytes:
         row = self._rows.row_of(lane)
@@ -63,7 +72,7 @@ class StaticCache:
 
     def load(self, lane: int, data: bytes | bytearray, start: int, end: int) -> None:
         row = self._rows.row_of(lane)
-        self._written.add(row)
+        self._note(row, end)
         for memory, saved in zip(self._memory, saved_tokens.unpack(self._graph_runner.graph.kv, data), strict=True):
             memory.view(row)[:, start:end] = saved[:, : end - start]
 
@@ -71,8 +80,8 @@ class StaticCache:
         copies = self._rows.gather([[part.lane for part in group.parts] for group in groups])
         for place, copy in enumerate(copies, start=1):
             self._copy(copy.source, copy.target, 0, copy.num_tokens)
-            if self._is_lent:  # an abandoned row takes no memory, unless it is still to be copied
-                self._release_all_but(later.source for later in copies[place:])
+            if self._is_releasable:  # an abandoned row takes no memory, unless it is still to be copied
+                self._release_unused({later.source for later in copies[place:]})
         return [self._decode(group) for group in groups]
 
     def _decode(self, group: DecodeGroup) -> DecodeResult:
@@ -81,6 +90,8 @@ class StaticCache:
         in_rows = sorted(parts, key=lambda part: self._rows.row_of(part.lane))
         ids = np.array([[part.token_ids[0]] for part in in_rows])
         starts = np.array([[part.start] for part in in_rows])
+        for part in in_rows:
+            self._note(self._rows.row_of(part.lane), part.start + 1)
         # Such a graph takes the length of each row from the sum of its mask.
         mask = np.arange(starts.max() + 1) <= starts
         binding = self._binding(first, len(parts))
@@ -91,8 +102,8 @@ class StaticCache:
         if not part.start:
             self._rows.claim_first_free_row(part.lane)
         row = self._rows.row_of(part.lane)
-        self._written.add(row)
         columns = np.arange(part.start + part.num_tokens)[None]
+        self._note(row, columns.size)
         return self._graph_runner.run(
             self._binding(row, 1),
             np.array(part.token_ids, np.int64)[None],
@@ -104,23 +115,30 @@ class StaticCache:
         )
 
     def release_lanes(self) -> bool:
-        self._release_all_but(())
+        self._release_unused(set())
         return False
 
     def drop_bindings(self) -> None:
         self._bindings.clear()
 
-    def _release_all_but(self, rows: Iterable[int]) -> None:
-        """Releases rows in which no lane has tokens, except these."""
-        held = {self._rows.row_of(lane) for lane, length in enumerate(self._lanes.lengths) if length}
-        held.update(rows)
-        for row in self._written - held:
+    def _note(self, row: int, end: int) -> None:
+        """Notes that the tokens of a row up to `end` are written."""
+        if end > self._written[row]:
+            self._written[row] = end
+
+    def _release_unused(self, kept: Container[int]) -> None:
+        """Releases what rows take beyond the tokens of their lanes, except these rows."""
+        lengths = [*self._lanes.lengths, 0]
+        for row, written in enumerate(self._written):
+            length = lengths[self._rows.lane_at(row)]
+            if written <= length + (_SLACK_TOKENS if length else 0) or row in kept:
+                continue
             for memory in self._memory:
-                memory.release(row)
-        self._written &= held
+                memory.release(row, length)
+            self._written[row] = length
 
     def _copy(self, source: int, target: int, start: int, end: int) -> None:
-        self._written.add(target)
+        self._note(target, end)
         for memory in self._memory:
             memory.copy(source, target, start, end)
 
