@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.models import random_onnx
-from bench.models.shape import Shape
 from tests.support.engines import Recorder, demo_engine
+from tests.support.models import random_onnx
+from tests.support.models.shape import Shape
 from tokenbus.demo.onnx_graph import Flavour
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_settings import EngineSettings
