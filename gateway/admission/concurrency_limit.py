@@ -24,40 +24,32 @@ class ConcurrencyLimit:
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
-        self._num_open = 0
+        self.num_open = 0
         self._tracked: set[OpenRequest] = set()
-        self._is_draining = False
+        self.is_draining = False
         self._grace_is_over = False
         self._drained = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<ConcurrencyLimit {self._num_open} of {self._max_requests}{', draining' if self._is_draining else ''}>"
+        return f"<ConcurrencyLimit {self.num_open} of {self._max_requests}{', draining' if self.is_draining else ''}>"
 
     def resize(self, max_requests: int) -> None:
         """Changes the maximum number of open requests; existing ones stay."""
         self._max_requests = max_requests
 
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
-
-    @property
-    def num_open(self) -> int:
-        return self._num_open
-
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
         """Counts a request as open during the block. Raises ApiError at the limit, or while the gateway drains."""
-        if self._is_draining:
+        if self.is_draining:
             raise ApiError(SHUTTING_DOWN)
-        if self._num_open >= self._max_requests:
+        if self.num_open >= self._max_requests:
             raise ApiError(OVERLOADED)
-        self._num_open += 1
+        self.num_open += 1
         try:
             yield
         finally:
-            self._num_open -= 1
-            if self._is_draining and not self._num_open:
+            self.num_open -= 1
+            if self.is_draining and not self.num_open:
                 self._drained.set()
 
     @contextlib.contextmanager
@@ -73,10 +65,10 @@ class ConcurrencyLimit:
 
     async def drain(self, grace_s: float) -> None:
         """Stops admitting requests, waits up to `grace_s` for open ones, and ends the rest with `shutting_down`."""
-        self._is_draining = True
+        self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                if self._num_open:
+                if self.num_open:
                     await self._drained.wait()
         self._grace_is_over = True
         for one in list(self._tracked):

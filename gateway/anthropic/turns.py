@@ -210,9 +210,6 @@ class AnthropicFieldNames:
         self._turns = turns
         self._tool_numbers = tool_numbers
 
-    def __repr__(self) -> str:
-        return f"<AnthropicFieldNames of {len(self._turns)} turns>"
-
     def of(self, param: str) -> str:
         """Returns the name of a field, unchanged if it is already Anthropic's."""
         match = _OF_MESSAGE.match(param)

@@ -77,9 +77,6 @@ class HeldBody:
         self._num_bytes = 0
         self.counted_bytes = 0
 
-    def __repr__(self) -> str:
-        return f"<HeldBody {self._num_bytes} bytes>"
-
     def add(self, num_bytes: int) -> None:
         """Records the receipt of this many more bytes. Raises ApiError if memory is short."""
         self._num_bytes += num_bytes
@@ -110,9 +107,6 @@ class LargeBodyParser:
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
-
-    def __repr__(self) -> str:
-        return f"<LargeBodyParser, {'busy' if self._turn.locked() else 'idle'}>"
 
     async def parse(self, parse: Callable[[], ParsedT], num_bytes: int) -> ParsedT:
         """Returns a parser's result, or raises its exception."""

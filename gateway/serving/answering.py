@@ -143,9 +143,6 @@ class OpenCall:
     def __init__(self) -> None:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def __repr__(self) -> str:
-        return f"<OpenCall{', failed' if self._failure.done() else ''}>"
-
     async def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Returns the call's result. Raises RequestError with the error of `fail` if that is called first."""
         working = tasks.awaited(call)

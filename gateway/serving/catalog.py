@@ -100,23 +100,15 @@ class Catalog:
 
 def _models(served: messages.ServedModel) -> list[Model]:
     """Returns a model, followed by its names with each of its adapters."""
-    base = _model(served)
-    names = [f"{served.model}:{adapter}" for adapter in served.adapters]
-    named = [msgspec.structs.replace(base, id=name, parent=base.id) for name in names if _is_name(name)]
-    return [base, *named]
-
-
-def _is_name(name: str) -> bool:
-    """Whether a request can name it: the two names together may be too long."""
-    return len(name.encode()) <= limits.MAX_NAME_BYTES
-
-
-def _model(served: messages.ServedModel) -> Model:
     born_ms = [subjects.epoch_sort_key(card.epoch)[0] for card in served.workers or []]
-    return Model(
+    base = Model(
         id=served.model,
         created=min(born_ms, default=0) // 1_000,
         root=served.model,
         context_length=served.context_length,
         max_model_len=served.context_length,
     )
+    names = [f"{served.model}:{adapter}" for adapter in served.adapters]
+    # No request can name an adapter if the two names together are too long.
+    short = [name for name in names if len(name.encode()) <= limits.MAX_NAME_BYTES]
+    return [base, *(msgspec.structs.replace(base, id=name, parent=base.id) for name in short)]

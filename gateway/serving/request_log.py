@@ -34,9 +34,6 @@ class RequestLog:
         """The code of the error with which the request was refused."""
         self._log = structlog.get_logger()
 
-    def __repr__(self) -> str:
-        return f"<RequestLog of {self._key}>"
-
     @property
     def age_s(self) -> float:
         """Seconds since the request was received."""

@@ -48,9 +48,6 @@ class Conversation:
         self._turn: _Turn | None = None
         """The assistant's message to which the last items belong."""
 
-    def __repr__(self) -> str:
-        return f"<Conversation of {len(self.messages)} messages>"
-
     def add(self, item: InputItem, path: str) -> None:
         """Adds the next item. Raises RequestError for one that is not served."""
         kind = item.type or ("message" if item.role else "item_reference")
@@ -159,9 +156,6 @@ class ResponsesFieldNames:
         self._messages = messages
         self._tools = tools
         self._renamed = {**_RENAMED, **renamed}
-
-    def __repr__(self) -> str:
-        return f"<ResponsesFieldNames of {len(self._messages)} messages, {len(self._tools)} tools>"
 
     def of(self, param: str) -> str:
         """Returns OpenAI's name of a field."""

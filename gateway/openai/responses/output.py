@@ -84,9 +84,6 @@ class OutputItems:
         self._tools = tools
         self._with_encrypted_content = with_encrypted_content
 
-    def __repr__(self) -> str:
-        return f"<OutputItems of {self._request_id}>"
-
     def id(self, part: AnswerPart) -> str:
         """Returns the id of a part's item."""
         prefix = "ctc" if self.is_custom(part) else _PREFIXES[part.kind]

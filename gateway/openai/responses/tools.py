@@ -50,9 +50,6 @@ class OfferedTools:
         self.choice = self._choose(choice)
         """The choice, in the wire's form."""
 
-    def __repr__(self) -> str:
-        return f"<OfferedTools {list(self._tools)}>"
-
     def called(self, function: str) -> ResponsesTool:
         """Returns the tool named by a call."""
         return self._tools.get(function, ResponsesTool(function, None, False))
@@ -144,9 +141,6 @@ class CustomInput:
         self._pieces: list[str] = []
         self._pending = ""
         self._is_open = False
-
-    def __repr__(self) -> str:
-        return f"<CustomInput, {len(self._pieces)} pieces>"
 
     @property
     def text(self) -> str:
