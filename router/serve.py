@@ -8,6 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import structlog
 
@@ -18,14 +19,17 @@ from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
-from tokenbus.protocol.wire import codec, internal, subjects
+from tokenbus.protocol.wire import subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.policies import make_policies
 from tokenbus.router.requests.attempts import Attempts
-from tokenbus.router.requests.cache_hints import CacheHints
+from tokenbus.router.requests.calls.cache_hints import CacheHints
+from tokenbus.router.requests.calls.client_calls import CallKind, ClientCalls
+from tokenbus.router.requests.calls.pooling import EmbedCalls, RerankCalls
+from tokenbus.router.requests.calls.tokenizing import DetokenizeCalls, TokenizeCalls
 from tokenbus.router.requests.dispatch import Dispatcher
+from tokenbus.router.requests.flights.any_worker import AnyWorker
 from tokenbus.router.requests.flights.flight import Flights
-from tokenbus.router.requests.flights.internal_parts import InternalParts
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
 from tokenbus.router.requests.flights.worker_client import WorkerClient
 from tokenbus.router.requests.guardianship import Guardianship
@@ -33,8 +37,6 @@ from tokenbus.router.requests.intake import Intake
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.models import ModelCatalog
 from tokenbus.router.requests.passing_on import PassingOn
-from tokenbus.router.requests.pooling.embeddings import Embeddings
-from tokenbus.router.requests.pooling.reranks import Reranks
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter
@@ -43,7 +45,6 @@ from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.requests.tokenization.piece_cache import PieceCache
 from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokenizer
-from tokenbus.router.requests.tokenization.tokenize_requests import TokenizeRequests
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
 from tokenbus.router.settings import RouterSettings
 from tokenbus.router.telemetry.metrics import RouterMetrics
@@ -78,12 +79,12 @@ class Router:
         self._rate_limiter = RateLimiter(settings.tenant_limits, settings.tenant_limit_overrides)
         self._telemetry = FlightTelemetry(self.metrics, tracer, settings.request_log)
         terminals = TerminalPublisher(bus, self._replies, router_id, self.metrics)
-        self._parts = InternalParts(bus, names, router_id, settings.max_upload_bytes)
-        workers = WorkerClient(bus, names, self._parts)
+        self._workers = workers = WorkerClient(bus, names, router_id, settings.max_upload_bytes)
+        any_worker = AnyWorker(self.fleet, workers)
         tokenizers = TokenizerCache(bus, names, self.fleet)
-        self._loads = ModelLoads(self.fleet, workers, self._queue, settings.hold_s)
+        self._loads = ModelLoads(self.fleet, any_worker, self._queue, settings.hold_s)
         self._pieces = PieceCache(settings.tokenization_cache_bytes, self.metrics.tokenized_chars)
-        prompts = PromptTokenizer(self.fleet, tokenizers, workers, self._loads, self._telemetry, self._pieces)
+        prompts = PromptTokenizer(self.fleet, tokenizers, any_worker, self._loads, self._telemetry, self._pieces)
         attempts = Attempts(bus, names, workers, self.fleet, self.flights, router_id)
         self._lifecycle = RequestLifecycle(
             self.fleet,
@@ -96,27 +97,14 @@ class Router:
             self._rate_limiter,
             self._telemetry,
         )
-        self._tokenizations = TokenizeRequests(self._replies, prompts, self.fleet, self.metrics, tracer)
-        self._embeddings = Embeddings(
-            self._replies,
-            workers,
-            self.fleet,
-            self._loads,
-            rng,
-            codec.Decoder(internal.EmbedResult),
-            self.metrics.embeddings,
-            tracer,
-        )
-        self._reranks = Reranks(
-            self._replies,
-            workers,
-            self.fleet,
-            self._loads,
-            rng,
-            codec.Decoder(internal.RerankResult),
-            self.metrics.reranks,
-            tracer,
-        )
+        self._calls = ClientCalls(self._replies, tracer)
+        kinds: list[CallKind[Any, Any]] = [
+            EmbedCalls(any_worker, workers, self.fleet, self._loads, rng, self.metrics),
+            RerankCalls(any_worker, workers, self.fleet, self._loads, rng, self.metrics),
+            TokenizeCalls(prompts, self.fleet, self.metrics),
+            DetokenizeCalls(prompts, self.fleet, self.metrics),
+            CacheHints(self.fleet, workers, self._rate_limiter, self.metrics),
+        ]
         self._intake = Intake(
             bus,
             self._replies,
@@ -126,10 +114,8 @@ class Router:
             ModelCatalog(self.fleet, self._queue, router_id, settings.max_request_bytes),
             self._lifecycle,
             PassingOn(bus, names, self.fleet, self.flights, router_id),
-            self._embeddings,
-            self._tokenizations,
-            self._reranks,
-            CacheHints(self._replies, self.fleet, workers, self._rate_limiter, self.metrics),
+            self._calls,
+            kinds,
             terminals,
             self.metrics,
         )
@@ -142,7 +128,7 @@ class Router:
             self.flights,
             self._lifecycle,
             attempts,
-            self._parts,
+            workers,
             router_id,
         )
         recovery = Recovery(self.fleet, self.flights, attempts, self._lifecycle, self.metrics, router_id)
@@ -166,7 +152,7 @@ class Router:
         gauges.ready.set(not self.unready_reason)
         gauges.in_flight.set(len(self.flights))
         gauges.tokenization_cache_bytes.set(self._pieces.num_bytes)
-        gauges.upload_bytes.set(self._intake.parts.held_bytes + self._parts.receiver.held_bytes)
+        gauges.upload_bytes.set(self._intake.parts.held_bytes + self._workers.receiver.held_bytes)
         gauges.queue_limit.set(self._queue.max_requests)
         for family in (
             gauges.queue_depth,
@@ -202,7 +188,7 @@ class Router:
     async def open(self) -> None:
         """Discovers the workers, then starts to receive requests."""
         await self._watch.open()
-        await self._parts.receiver.open()
+        await self._workers.receiver.open()
         await self._guardianship.open()
         await self._intake.open()
 
@@ -218,17 +204,13 @@ class Router:
     async def drain(self) -> None:
         """Returns once every request has been accepted by a worker or has ended."""
         await self._lifecycle.drain()
-        await self._embeddings.drain()
-        await self._tokenizations.drain()
-        await self._reranks.drain()
+        await self._calls.drain()
 
     async def shut_down(self) -> None:
         """Hands over or ends every request that no worker has. The router sends nothing afterwards."""
         await self._lifecycle.shut_down(self._guardianship.offer)
-        await self._embeddings.shut_down()
-        await self._tokenizations.shut_down()
-        await self._reranks.shut_down()
-        self._parts.receiver.stop()
+        await self._calls.shut_down()
+        self._workers.receiver.stop()
         self._replies.send_pending()
 
 

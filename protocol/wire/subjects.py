@@ -154,12 +154,6 @@ class Subjects:
         self.all_cards = f"{prefix}.card.*.*"
         self.all_events = f"{prefix}.events.*.*"
         self.all_seals = f"{prefix}.events.*.*.seal"
-        self.all_generates = (f"{prefix}.generate.*", f"{prefix}.generate.*.*")
-        self.all_embeds = (f"{prefix}.embed.*", f"{prefix}.embed.*.*")
-        self.all_tokenizes = (f"{prefix}.tokenize.*", f"{prefix}.tokenize.*.*")
-        self.all_detokenizes = (f"{prefix}.detokenize.*", f"{prefix}.detokenize.*.*")
-        self.all_caches = (f"{prefix}.cache.*", f"{prefix}.cache.*.*")
-        self.all_reranks = (f"{prefix}.rerank.*", f"{prefix}.rerank.*.*")
         self.all_resyncs = (f"{prefix}.resync.*", f"{prefix}.resync.*.*", f"{prefix}.resync.*.*.*")
         self.all_guards = (f"{prefix}.guard.*", f"{prefix}.guard.*.*")
         self.all_cancels = (f"{prefix}.cancel.*", f"{prefix}.cancel.*.*", f"{prefix}.cancel.*.*.*")
@@ -169,6 +163,11 @@ class Subjects:
 
     def __repr__(self) -> str:
         return f"<Subjects {self.prefix}>"
+
+    def all_of(self, operation: str) -> tuple[str, str]:
+        """Returns the subjects of all requests that ask something of a model, such as `generate`: without a tenant,
+        and with one."""
+        return f"{self.prefix}.{operation}.*", f"{self.prefix}.{operation}.*.*"
 
     def generate(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
         return self._with_tenant("generate", model, tenant)

@@ -26,7 +26,7 @@ from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.flights.flight import Flight, Flights
-from tokenbus.router.requests.flights.internal_parts import InternalParts
+from tokenbus.router.requests.flights.worker_client import WorkerClient
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.workers.worker import Worker
 
@@ -49,11 +49,11 @@ class Guardianship:
         flights: Flights,
         lifecycle: RequestLifecycle,
         attempts: Attempts,
-        parts: InternalParts,
+        workers: WorkerClient,
         router_id: str,
     ) -> None:
         self._bus = bus
-        self._parts = parts
+        self._workers = workers
         self._replies = replies
         self._names = names
         self._inbox_prefixes = inbox_prefixes
@@ -87,8 +87,8 @@ class Guardianship:
             run=self._attempts.to_run(flight, ""), hash_scheme=flight.hash_scheme, last_words=flight.last_words
         )
         try:
-            offer = await self._parts.stage(Outgoing(self._names.guard(flight.model), codec.encode(guard)))
-            reply = await self._parts.request(offer, _OFFER_TIMEOUT_S)
+            offer = await self._workers.sender.stage(Outgoing(self._names.guard(flight.model), codec.encode(guard)))
+            reply = await self._workers.request(offer, _OFFER_TIMEOUT_S)
             is_accepted = _replies.decode(reply.data).accepted
             if is_accepted and flight.cancelled:  # the other router may have read the cancel before the offer
                 with contextlib.suppress(OutboundBufferLimitError):
@@ -144,16 +144,16 @@ class Guardianship:
         if not headers.is_announcement(message.headers):
             return False
         number = message.reply.rpartition(".")[2]
-        if worker_id is None and not self._parts.is_router(message.reply):
+        if worker_id is None and not self._workers.is_router(message.reply):
             raise errors.invalid_field("the reply subject", "is not that of a router")
         if worker_id is not None and message.reply != self._names.received(model, worker_id, number):
             raise errors.invalid_field("the reply subject", "is not that of the worker")
-        return self._parts.receiver.announced(message, worker_id or "router", self._on_large_guard)
+        return self._workers.receiver.announced(message, worker_id or "router", self._on_large_guard)
 
     def _may_answer(self, reply: str, model: str, worker_id: str | None) -> bool:
         """Whether a reply subject belongs to the worker that an offer names, or to a router if it names none."""
         if worker_id is None:
-            return self._parts.is_router(reply)
+            return self._workers.is_router(reply)
         return reply == self._names.worker(model, worker_id, "guarded")
 
     def _adopt(self, flight: Flight, worker: Worker | None, guard: internal.Guard, *, in_parts: bool) -> bool:

@@ -4,9 +4,11 @@ A message is only answered if its reply subject is an inbox of its own tenant. O
 publish on any subject that the router may write to."""
 
 import asyncio
+import functools
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import structlog
@@ -18,25 +20,15 @@ from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 from tokenbus.protocol.wire.checks import validation
-from tokenbus.router.requests.cache_hints import CacheHints
+from tokenbus.router.requests.calls.client_calls import Call, CallKind, ClientCalls
 from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.models import ModelCatalog
 from tokenbus.router.requests.passing_on import PassingOn, is_passed_on
-from tokenbus.router.requests.pooling.embeddings import Embeddings
-from tokenbus.router.requests.pooling.pooling_request import BodyT, PoolingRequest, WorkT
-from tokenbus.router.requests.pooling.pooling_requests import PoolingRequests, ResultT
-from tokenbus.router.requests.pooling.reranks import Reranks
 from tokenbus.router.requests.terminals import TerminalPublisher
-from tokenbus.router.requests.tokenization.tokenize_requests import ClientTokenizeCall, TokenizeRequests
 from tokenbus.router.telemetry.metrics import RouterMetrics
 
 _requests = codec.Decoder(messages.GenerateRequest)
-_embeds = codec.Decoder(messages.EmbedRequest)
-_tokenizes = codec.Decoder(messages.TokenizeRequest)
-_detokenizes = codec.Decoder(messages.DetokenizeRequest)
-_cache_requests = codec.Decoder(messages.CacheRequest)
-_reranks = codec.Decoder(messages.RerankRequest)
 _DUPLICATE_GRACE_S = 0.05
 """A request whose id is in flight is tried again after this long: its client may have seen the earlier one end before
 this router has."""
@@ -58,10 +50,8 @@ class Intake:
         models: ModelCatalog,
         lifecycle: RequestLifecycle,
         passing_on: PassingOn,
-        embeddings: Embeddings,
-        tokenizations: TokenizeRequests,
-        reranks: Reranks,
-        cache_hints: CacheHints,
+        calls: ClientCalls,
+        kinds: Sequence[CallKind[Any, Any]],
         terminals: TerminalPublisher,
         metrics: RouterMetrics,
     ) -> None:
@@ -82,10 +72,8 @@ class Intake:
         self._models = models
         self._lifecycle = lifecycle
         self._passing_on = passing_on
-        self._embeddings = embeddings
-        self._tokenizations = tokenizations
-        self._reranks = reranks
-        self._cache_hints = cache_hints
+        self._calls = calls
+        self._kinds = kinds
         self._terminals = terminals
         self._metrics = metrics
         self._subscriptions: list[Subscription] = []
@@ -107,13 +95,13 @@ class Intake:
     async def open(self) -> None:
         """Subscribes to everything that clients publish. Requests are shared between routers; the rest reaches all."""
         await self._parts.open()
-        shared = [
-            *((subject, self._on_generate) for subject in self._names.all_generates),
-            *((subject, self._on_embed) for subject in self._names.all_embeds),
-            *((subject, self._on_tokenize) for subject in self._names.all_tokenizes),
-            *((subject, self._on_detokenize) for subject in self._names.all_detokenizes),
-            *((subject, self._on_rerank) for subject in self._names.all_reranks),
-            *((subject, self._on_cache) for subject in self._names.all_caches),
+        shared: list[tuple[str, Callable[[Msg], None]]] = [
+            *((subject, self._on_generate) for subject in self._names.all_of("generate")),
+            *(
+                (subject, functools.partial(self._on_call, kind))
+                for kind in self._kinds
+                for subject in self._names.all_of(kind.operation)
+            ),
             *((subject, self._on_models) for subject in self._names.models),
             *((subject, self._pass_on) for subject in self._names.without_model),
         ]
@@ -177,107 +165,34 @@ class Intake:
         timer = asyncio.get_running_loop().call_later(_DUPLICATE_GRACE_S, try_again)
         self._duplicates[timer] = try_again
 
-    def _on_embed(self, message: Msg) -> None:
-        self._take(message, self._on_embed, _embeds, self._embeddings)
-
-    def _on_rerank(self, message: Msg) -> None:
-        self._take(message, self._on_rerank, _reranks, self._reranks)
-
-    def _take(
-        self,
-        message: Msg,
-        take_whole: Callable[[Msg], None],
-        decoder: codec.Decoder[BodyT],
-        requests: PoolingRequests[BodyT, WorkT, ResultT],
-    ) -> None:
-        """Takes a request with one answer and no stream."""
+    def _on_call(self, kind: CallKind[Any, Any], message: Msg) -> None:
+        """Takes a request with one reply and no stream."""
         if not self._may_answer(message):
             return
         encoding, request_id = codec.Encoding.JSON, ""
         try:
             encoding = codec.encoding_of(message.headers)
+            take_whole = functools.partial(self._on_call, kind)
             if self._parts.announced(message, self._names.tenant_token(message.subject), take_whole):
                 return
             self._check_size(message)
-            body = decoder.decode(message.data, encoding)
+            body = kind.bodies.decode(message.data, encoding)
             validation.check_id(body.id)
             request_id = body.id or secrets.token_urlsafe(16)
             address, adapter = self._models.with_adapter(self._parse_address(message))
-            if adapter is not None:
+            if adapter is not None and not kind.names_adapters:
                 problem = f"adapters are for generating: ask {address.model} without {adapter}"
                 raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="model")
-            work = requests.check(body)
-            end = asyncio.get_running_loop().create_future()
-            request = PoolingRequest(request_id, address, body, work, message.reply, encoding, time.monotonic(), end)
-            requests.start(request, message.headers)
+            work, size, now = kind.check(body), len(message.data), time.monotonic()
+            call = Call(request_id, address, body, work, message.reply, encoding, now, size)
+            self._calls.start(kind, call, message.headers)
             return
         except codec.MediaTypeError as problem:
             error = errors.make_error(errors.Code.INVALID_REQUEST, str(problem))
         except errors.RequestError as problem:
             error = problem.error
             request_id = request_id or _read_id(message, encoding)
-        requests.log_refused(request_id, error)
-        requests.send_reply(message.reply, encoding, requests.make_refusal(request_id, error))
-
-    def _on_tokenize(self, message: Msg) -> None:
-        def read(encoding: codec.Encoding) -> messages.TokenizeRequest:
-            body = _tokenizes.decode(message.data, encoding)
-            validation.check_tokenize_request(body)
-            return body
-
-        self._start_tokenize(message, self._on_tokenize, read, messages.TokenizeReply)
-
-    def _on_detokenize(self, message: Msg) -> None:
-        def read(encoding: codec.Encoding) -> messages.DetokenizeRequest:
-            body = _detokenizes.decode(message.data, encoding)
-            validation.check_detokenize_request(body)
-            return body
-
-        self._start_tokenize(message, self._on_detokenize, read, messages.DetokenizeReply)
-
-    def _start_tokenize(
-        self,
-        message: Msg,
-        take_whole: Callable[[Msg], None],
-        read: Callable[[codec.Encoding], messages.TokenizeRequest | messages.DetokenizeRequest],
-        replies: type[messages.TokenizeReply] | type[messages.DetokenizeReply],
-    ) -> None:
-        if not self._may_answer(message):
-            return
-        encoding = codec.Encoding.JSON
-        try:
-            encoding = codec.encoding_of(message.headers)
-            if self._parts.announced(message, self._names.tenant_token(message.subject), take_whole):
-                return
-            self._check_size(message)
-            (address, _), body = self._models.with_adapter(self._parse_address(message)), read(encoding)
-            request_id, size = body.id or secrets.token_urlsafe(16), len(message.data)
-            call = ClientTokenizeCall(request_id, address, body, message.reply, encoding, time.monotonic(), size)
-            self._tokenizations.start(call, message.headers)
-            return
-        except codec.MediaTypeError as problem:
-            error = errors.make_error(errors.Code.INVALID_REQUEST, str(problem))
-        except errors.RequestError as problem:
-            error = problem.error
-        self._tokenizations.refuse(message.reply, encoding, replies, _read_id(message, encoding), error)
-
-    def _on_cache(self, message: Msg) -> None:
-        if not self._may_answer(message):
-            return
-        encoding, request_id = codec.Encoding.JSON, ""
-        try:
-            encoding = codec.encoding_of(message.headers)
-            self._check_size(message)
-            request = _cache_requests.decode(message.data, encoding)
-            validation.check_cache_request(request)
-            request_id = request.id or secrets.token_urlsafe(16)
-            address, _ = self._models.with_adapter(self._parse_address(message))
-            reply = self._cache_hints.take(address, codec.replace(request, id=request_id))
-        except codec.MediaTypeError as problem:
-            reply = messages.CacheReply(id="", error=errors.make_error(errors.Code.INVALID_REQUEST, str(problem)))
-        except errors.RequestError as problem:
-            reply = messages.CacheReply(id=request_id or _read_id(message, encoding), error=problem.error)
-        self._cache_hints.send(message.reply, encoding, reply)
+        self._calls.refuse(kind, message.reply, encoding, request_id, error)
 
     def _on_models(self, message: Msg) -> None:
         if not self._may_answer(message):
@@ -304,8 +219,7 @@ class Intake:
             encoding = codec.encoding_of(message.headers)
         except ValueError:
             return
-        holders = (self._lifecycle, self._embeddings, self._reranks)
-        found = {holder.cancel(address.key, address.model) for holder in holders}
+        found = {holder.cancel(address.key, address.model) for holder in (self._lifecycle, self._calls)}
         if True in found and message.reply:
             self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 

@@ -25,7 +25,7 @@ from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
-from tokenbus.router.requests.queueing.rate_limiter import RateLimiter, Throttled
+from tokenbus.router.requests.queueing.rate_limiter import RateLimiter, check_throttled
 from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokenizer
 from tokenbus.router.workers.worker import Worker
@@ -88,7 +88,7 @@ class RequestLifecycle:
         if not self._flights.has_room(num_bytes):
             raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=1_000.0))
         num_open = self._flights.num_of_tenant(flight.tenant)
-        _check_throttled(self._rate_limiter.charge_request(flight.tenant, num_open, flight.received_at))
+        check_throttled(self._rate_limiter.charge_request(flight.tenant, num_open, flight.received_at))
         self._flights.add(flight, num_bytes)
         self._telemetry.received(flight, headers)
         self._spawn(flight, functools.partial(self._tokenize_and_dispatch, flight))
@@ -274,7 +274,7 @@ class RequestLifecycle:
         if flight.request.seed is None:  # drawn here, or a worker that continues the stream would draw another
             flight.request = codec.replace(flight.request, seed=secrets.randbits(32))
         num_tokens = len(packed) // block_hash.TOKEN_BYTES + (flight.request.max_tokens or 0)
-        _check_throttled(self._rate_limiter.charge_tokens(flight.tenant, num_tokens, time.monotonic()))
+        check_throttled(self._rate_limiter.charge_tokens(flight.tenant, num_tokens, time.monotonic()))
         await self._dispatcher.dispatch(flight)
 
     def _end(self, flight: Flight, error: errors.Error | None) -> None:
@@ -290,9 +290,3 @@ class RequestLifecycle:
         else:
             flight.span.set_error(str(error.code))
             self._terminals.end(flight, error)
-
-
-def _check_throttled(throttled: Throttled | None) -> None:
-    if throttled is not None:
-        wait_ms = round(throttled.retry_after_s * 1e3, 1)
-        raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, throttled.reason, retry_after_ms=wait_ms))

@@ -199,7 +199,7 @@ async def _answer_with_garbage(stage: Stage, subject: str) -> None:
 
 def test_a_routers_answer_that_can_not_be_read_is_no_fault_of_the_client(stage: Stage) -> None:
     stage.broker.pick = lambda members: members[-1]  # the one that subscribed last
-    for subject in (NAMES.models[1], NAMES.all_embeds[1], NAMES.all_tokenizes[1], NAMES.all_detokenizes[1]):
+    for subject in (NAMES.models[1], *(NAMES.all_of(one)[1] for one in ("embed", "tokenize", "detokenize"))):
         stage.router.process.do(_answer_with_garbage(stage, subject))
     stage.world.run(0.1)  # until the broker knows
     client = stage.client.process.do(stage.client.client.for_tenant("other"))

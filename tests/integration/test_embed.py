@@ -74,9 +74,9 @@ async def test_embeddings_are_answered_once_under_the_request_s_id(system: Syste
         reply = await embed(bare, {"id": "wrong", **wrong})
         assert (reply["id"], reply["error"]["code"], reply["error"]["param"]) == ("wrong", code, param), reply
         assert "embeddings" not in reply
-    finished = [line for line in system.log("router") if line["event"] == "embed_finished"]
+    finished = [line for line in system.log("router") if line["event"] == "call_finished"]
     assert [line["code"] for line in finished[:2]] == [None, None]
-    assert len(finished) == len([line for line in system.log("router") if line["event"] == "embed_received"])
+    assert len(finished) == len([line for line in system.log("router") if line["event"] == "call_received"])
 
 
 async def test_a_gguf_model_is_asked_for_embeddings_as_an_onnx_model_is(system: System, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ async def test_a_worker_that_generates_embeds_beside_its_streams_and_changes_non
     alone = await answers_of(bare, 16)
     inputs = [[5 + (7 * number + place) % 400 for place in range(600)] for number in range(10)]
     replies = [asyncio.create_task(embed(bare, {"input": inputs[start::2], "dimensions": 128})) for start in (0, 1)]
-    await system.until_logged("router", "embed_received")
+    await system.until_logged("router", "call_received")
     beside = await answers_of(bare, 16)
     assert not all(reply.done() for reply in replies), "they were not at the same time"
     assert beside == alone
@@ -187,7 +187,7 @@ async def test_an_engine_killed_while_it_embeds_beside_streams_loses_neither(sys
     os.kill(card["pids"]["engine"], signal.SIGSTOP)
     reply = asyncio.create_task(embed(bare, {"input": [[5] * 1_000] * 12}))
     beside = asyncio.create_task(answers_of(bare, 40))
-    await system.until_logged("router", "embed_received")
+    await system.until_logged("router", "call_received")
     os.kill(card["pids"]["engine"], signal.SIGKILL)
     assert await beside == alone
     assert len((await reply)["embeddings"]) == 12
@@ -203,7 +203,7 @@ async def test_embeddings_whose_engine_is_killed_are_made_by_the_next_engine_of_
     (card,) = await until_ready(bare, 1)
     os.kill(card["pids"]["engine"], signal.SIGSTOP)  # so that it is killed in the middle
     reply = asyncio.create_task(embed(bare, {"input": [[5] * 90] * 30}, "encoder"))
-    await system.until_logged("router", "embed_received")
+    await system.until_logged("router", "call_received")
     os.kill(card["pids"]["engine"], signal.SIGKILL)
     assert len((await reply)["embeddings"]) == 30
 
@@ -219,7 +219,7 @@ async def test_embeddings_that_are_cancelled_end_at_once_and_leave_the_worker_fr
     os.kill(card["pids"]["engine"], signal.SIGSTOP)
     asked = {"id": "mine", "input": [[5] * 90] * 30}
     reply = asyncio.create_task(embed(bare, asked, "encoder"))
-    await system.until_logged("router", "embed_received")
+    await system.until_logged("router", "call_received")
     answer = await bare.nats.request(f"{PREFIX}.cancel.mine", b"", timeout=60)
     assert json.loads(answer.data) == {"cancelled": True}
     ended = await reply
@@ -236,7 +236,7 @@ async def test_embeddings_whose_worker_is_killed_are_made_by_another(system: Sys
     os.kill(card["pids"]["engine"], signal.SIGSTOP)  # so that it is killed in the middle
     asked = {"id": "x", "input": [[5 + number % 5] * 100 for number in range(30)], "dimensions": 4}
     reply = asyncio.create_task(embed(bare, asked, timeout_s=60))
-    await system.until_logged("router", "embed_received")
+    await system.until_logged("router", "call_received")
     system.worker("second", model=demo.ONNX_PATH)
     await until_ready(bare, 2)
     assert not reply.done()

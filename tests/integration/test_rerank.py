@@ -77,8 +77,8 @@ async def test_documents_are_answered_once_in_the_order_of_the_model_s_scores(sy
         assert (reply["id"], reply["error"]["code"], reply["error"]["param"]) == ("wrong", code, param), reply
         assert "results" not in reply
     logged = [line["event"] for line in system.log("router")]
-    assert logged.count("rerank_received") == logged.count("rerank_finished") == 5
-    assert logged.count("rerank_refused") == 5
+    assert logged.count("call_received") == logged.count("call_finished") == 5
+    assert logged.count("call_refused") == 5
 
 
 async def test_a_model_that_scores_and_one_that_does_not_say_so(system: System) -> None:
@@ -99,7 +99,7 @@ async def test_documents_whose_engine_is_killed_are_ranked_by_the_next_engine_of
     (card,) = await until_ready(bare, 1)
     os.kill(card["pids"]["engine"], signal.SIGSTOP)  # so that it is killed in the middle
     reply = asyncio.create_task(rerank(bare, {"query": "a", "documents": ["b"] * 100}))
-    await system.until_logged("router", "rerank_received")
+    await system.until_logged("router", "call_received")
     os.kill(card["pids"]["engine"], signal.SIGKILL)
     assert len((await reply)["results"]) == 100
 

@@ -58,7 +58,7 @@ async def test_the_tokens_of_a_prompt_are_those_that_generate_uses(system: Syste
     headers = {"Content-Type": "application/msgpack"}
     answer = await bare.nats.request(f"{PREFIX}.tokenize.demo", packed, timeout=60, headers=headers)
     assert msgspec.msgpack.decode(answer.data)["token_ids"] == begun["token_ids"]
-    finished = [line for line in system.log("router") if line["event"] == "tokenize_finished"]
+    finished = [line for line in system.log("router") if line["event"] == "call_finished"]
     assert {line["code"] for line in finished} == {None}
     assert {line["op"] for line in finished} == {"tokenize"}
 

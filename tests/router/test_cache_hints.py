@@ -1,5 +1,6 @@
 """Hints about sessions go to every worker of the model that knows them, and their replies tell nothing."""
 
+import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,7 +11,8 @@ from tests.router.builders import card, fleet_of
 from tests.support.refusals import refusal_of
 from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.protocol.wire.subjects import ModelAddress
-from tokenbus.router.requests.cache_hints import CacheHints
+from tokenbus.router.requests.calls.cache_hints import CacheHints
+from tokenbus.router.requests.calls.client_calls import Call
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter, TenantLimits
 from tokenbus.router.telemetry.metrics import RouterMetrics
 
@@ -29,7 +31,7 @@ class Testbed:
         able = codec.replace(card("new"), features=[*card("new").features, "cache_control"])
         fleet = fleet_of(able, card("old"))
         limiter = RateLimiter(limits or TenantLimits(), {})
-        self.hints = CacheHints(None, fleet, self, limiter, RouterMetrics())  # type: ignore[arg-type]
+        self.hints = CacheHints(fleet, self, limiter, RouterMetrics())  # type: ignore[arg-type]
 
     def publish(self, card: messages.Card, service: str, message: msgspec.Struct) -> None:
         assert isinstance(message, internal.Control)
@@ -37,8 +39,10 @@ class Testbed:
 
     def take(self, ttl_ms: float, model: str = "demo", tenant: str = "acme") -> messages.CacheReply:
         control = messages.CacheControl(ttl_ms=ttl_ms)
-        request = messages.CacheRequest(id="r", session_id="s", cache_control=control)
-        return self.hints.take(ModelAddress(model, tenant), request)
+        body = messages.CacheRequest(id="r", session_id="s", cache_control=control)
+        address, work = ModelAddress(model, tenant), self.hints.check(body)
+        call = Call("r", address, body, work, "_INBOX.a", codec.Encoding.JSON, 0.0, 0)
+        return asyncio.run(self.hints.answer(call))
 
 
 @pytest.mark.parametrize("ttl_ms", [0.0, 60_000.0])

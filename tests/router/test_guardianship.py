@@ -16,8 +16,8 @@ from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.flights.flight import Flight, Flights
-from tokenbus.router.requests.flights.internal_parts import InternalParts
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry, RequestLogSettings
+from tokenbus.router.requests.flights.worker_client import WorkerClient
 from tokenbus.router.requests.guardianship import Guardianship
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.recovery import Recovery
@@ -109,7 +109,7 @@ class Testbed:
         parts = (self.dispatcher, NoLoads(), Terminals(), None, telemetry)
         self.lifecycle = RequestLifecycle(self.fleet, self.flights, None, Queue(), *parts)  # type: ignore[arg-type]
         attempts = Attempts(self.broker, NAMES, None, self.fleet, self.flights, "this-router")  # type: ignore[arg-type]
-        self.parts = InternalParts(self.broker, NAMES, "this-router", 1_000_000)  # type: ignore[arg-type]
+        self.parts = WorkerClient(self.broker, NAMES, "this-router", 1_000_000)  # type: ignore[arg-type]
         self.guardianship = Guardianship(
             self.broker,  # type: ignore[arg-type]
             replies,

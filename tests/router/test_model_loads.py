@@ -9,6 +9,7 @@ from tests.router.builders import DRAINING, READY, STARTING, card, events, fleet
 from tokenbus.protocol.bus.bus import NoRespondersError
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.requests.flights.any_worker import AnyWorker
 from tokenbus.router.requests.queueing import model_loads
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.workers.worker import Worker
@@ -38,7 +39,9 @@ class Workers:
         self.asked: list[str] = []
         self.was_asked = asyncio.Event()
 
-    async def call(self, card: messages.Card, op: object, message: internal.Control, timeout_s: float) -> object:
+    async def call(
+        self, card: messages.Card, op: object, message: internal.Control, timeout_s: float, headers: object
+    ) -> object:
         assert (message.op, message.model) == ("load", None)
         self.asked.append(card.worker_id)
         self.was_asked.set()
@@ -49,7 +52,8 @@ def loads(
     fleet: Fleet, answer: Callable[[str], internal.ControlReply], hold_s: float = 0.0
 ) -> tuple[ModelLoads, Workers]:
     workers = Workers(answer)
-    return ModelLoads(fleet, workers, Queue(), hold_s), workers  # type: ignore[arg-type]
+    any_worker = AnyWorker(fleet, workers)  # type: ignore[arg-type]
+    return ModelLoads(fleet, any_worker, Queue(), hold_s), workers  # type: ignore[arg-type]
 
 
 def refuse(worker_id: str) -> internal.ControlReply:

@@ -51,7 +51,7 @@ async def bed(tmp_path: Path) -> AsyncIterator[Bed]:
     (part,) = tokenizer_bundle.to_parts(PACKED)
     answer = functools.partial(_answer, bus, codec.encode(part))
     await bus.subscribe(NAMES.worker(CARD.model, CARD.worker_id, "tokenizer"), answer)
-    assert await cache.get([known(fleet)]) is not None
+    assert await cache.fetch(known(fleet)) is not None
     (pid,) = renderers() - before
     yield Bed(cache, fleet, pid)
     await bus.close()

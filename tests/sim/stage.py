@@ -13,7 +13,7 @@ from tests.sim.world import World
 from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
-from tokenbus.router.requests.flights.internal_parts import InternalParts
+from tokenbus.router.requests.flights.worker_client import WorkerClient
 from tokenbus.worker.broker.replica_state import ReplicaEvent
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
@@ -31,7 +31,7 @@ class Peer:
         self.inbox = self.bus.new_inbox()
         self.chunks: list[messages.Chunk] = []
         self.process.do(self.bus.subscribe(self.inbox, self._take))
-        self.parts = InternalParts(self.bus, NAMES, "peer", 1 << 20)
+        self.parts = WorkerClient(self.bus, NAMES, "peer", 1 << 20)
         self.process.do(self.parts.receiver.open())
 
     def _take(self, message: Msg) -> None:
@@ -45,7 +45,7 @@ class Peer:
             return None
 
     async def _ask(self, message: Outgoing) -> Msg:
-        return await self.parts.request(await self.parts.stage(message), 0.3)
+        return await self.parts.request(await self.parts.sender.stage(message), 0.3)
 
     def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
         self.process.call(self.bus.publish, subject, payload, reply)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import structlog
 
 from tokenbus.protocol import tasks
-from tokenbus.protocol.bus.bus import NoRespondersError, OutboundBufferLimitError
 from tokenbus.protocol.wire import codec, errors, internal, limits
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.requests.flights.worker_client import Operation, WorkerClient
+from tokenbus.router.requests.flights.any_worker import AnyWorker, NoAnswerError
+from tokenbus.router.requests.flights.worker_client import Operation
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 from tokenbus.router.workers.worker import Worker
 
@@ -38,10 +38,10 @@ class _Wanted:
 class ModelLoads:
     """The models that one router asks workers to load for its requests."""
 
-    def __init__(self, fleet: Fleet, workers: WorkerClient, queue: PlacementQueue, hold_s: float) -> None:
+    def __init__(self, fleet: Fleet, any_worker: AnyWorker, queue: PlacementQueue, hold_s: float) -> None:
         """Requests wait up to `hold_s` for a model that has no worker at all."""
         self._fleet = fleet
-        self._workers = workers
+        self._any_worker = any_worker
         self._queue = queue
         self.hold_s = hold_s
         self._held: dict[asyncio.Future[None], str] = {}
@@ -139,19 +139,18 @@ class ModelLoads:
     async def _ask(self, wanted: _Wanted, worker: Worker) -> None:
         worker_id = worker.card.worker_id
         try:
-            reply = await self._workers.call(worker.card, _LOAD, internal.Control(op="load"), _REPLY_TIMEOUT_S)
-        except NoRespondersError:
-            pass  # it is gone, or comes back: this router learns of either
-        except (OSError, OutboundBufferLimitError, errors.RequestError) as error:
-            wanted.num_silent += 1
+            reply = await self._any_worker.ask(worker, _LOAD, internal.Control(op="load"), _REPLY_TIMEOUT_S)
+        except NoAnswerError as problem:
+            if not worker.has_no_responders:  # otherwise it is gone, or comes back: this router learns of either
+                wanted.num_silent += 1
             if wanted.num_silent >= _MAX_SILENT:
-                text = f"worker {worker_id} does not answer a load: {error}"
+                text = f"worker {worker_id} does not answer a load: {problem.error.message}"
                 wanted.refused[worker_id] = errors.make_error(errors.Code.NO_WORKER, text)
+        except errors.RequestError as refusal:
+            wanted.refused[worker_id] = refusal.error
+            return
         else:
             wanted.num_silent = 0
-            if reply.error is not None:
-                wanted.refused[worker_id] = reply.error
-                return
             wanted.progress = reply.progress
         await asyncio.sleep(_ASK_INTERVAL_S)
 

@@ -4,6 +4,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from tokenbus.protocol.wire import errors
+
 MAX_TENANTS = 16_384
 """Token buckets that are kept; beyond that the least recently used one is dropped, and starts full again."""
 _MINUTE_S = 60.0
@@ -24,6 +26,13 @@ class Throttled(NamedTuple):
 
     reason: str
     retry_after_s: float
+
+
+def check_throttled(throttled: Throttled | None) -> None:
+    """Raises RequestError(overloaded) for a throttled request."""
+    if throttled is not None:
+        wait_ms = round(throttled.retry_after_s * 1e3, 1)
+        raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, throttled.reason, retry_after_ms=wait_ms))
 
 
 class _TokenBucket:

@@ -3,31 +3,30 @@
 Decision 0019 says which vocabularies routers have, and the cost of long prompts.
 """
 
-import asyncio
-import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import NamedTuple
 
-from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, reasoning
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, reasoning
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement import adapters
+from tokenbus.router.requests.flights.any_worker import AnyWorker, deadline, workers_for
 from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
-from tokenbus.router.requests.flights.worker_client import Operation, WorkerClient, invalid_reply, workers_for
+from tokenbus.router.requests.flights.worker_client import Operation, invalid_reply
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.tokenization.fair_executor import FairExecutor
 from tokenbus.router.requests.tokenization.piece_cache import PieceCache
-from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
-from tokenbus.router.requests.tokenization.worker_rounds import WorkerRounds
+from tokenbus.router.requests.tokenization.tokenizer_cache import Tokenizer, TokenizerCache
 from tokenbus.router.workers.worker import Worker
 
 _INLINE_CHARS = 2_048
 """Longer texts are tokenized on a thread: these take at most half a millisecond of the event loop."""
 _MAX_THREADS = 4
+_TIMEOUT_S = 4.0
 
 _TOKENIZE = Operation("tokenize", codec.Decoder(internal.TokenizeResult))
 _DETOKENIZE = Operation("detokenize", codec.Decoder(internal.DetokenizeResult))
@@ -53,14 +52,14 @@ class PromptTokenizer:
         self,
         fleet: Fleet,
         tokenizers: TokenizerCache,
-        workers: WorkerClient,
+        any_worker: AnyWorker,
         loads: ModelLoads,
         telemetry: FlightTelemetry,
         pieces: PieceCache,
     ) -> None:
         self._fleet = fleet
         self._tokenizers = tokenizers
-        self._rounds = WorkerRounds(fleet, workers)
+        self._any_worker = any_worker
         self._loads = loads
         self._telemetry = telemetry
         self._pieces = pieces
@@ -102,15 +101,15 @@ class PromptTokenizer:
         packed = await self._tokenize(prompt, workers, timeout_s, lambda: False, is_bounded=False)
         return block_hash.unpack_token_ids(packed).tolist()
 
-    async def detokenize(self, model: str, token_ids: list[int], timeout_s: float) -> str:
+    async def detokenize(self, model: str, message: internal.Detokenize, timeout_s: float) -> str:
         """Returns the text of tokens, as a worker writes them into a completion. Raises RequestError."""
-        await self._loads.wait_served(model, timeout_s)
-        workers = workers_for(self._fleet, model, time.monotonic())
-        message = internal.Detokenize(token_ids=block_hash.pack_token_ids(token_ids))
-        async with _deadline(timeout_s):
-            return await self._rounds.run(
-                model, workers, lambda some: self._rounds.ask(some, _DETOKENIZE, message, _read_text)
-            )
+
+        async def attempt(worker: Worker) -> str:
+            return (await self._any_worker.ask(worker, _DETOKENIZE, message, _TIMEOUT_S)).text
+
+        async with deadline(timeout_s):
+            await self._loads.wait_served(model, None)
+            return await self._any_worker.first_result(model, lambda: self._candidates(model), attempt)
 
     def drop_unused(self, now: float) -> None:
         """Drops what is kept for models that no worker has any more."""
@@ -127,18 +126,29 @@ class PromptTokenizer:
     ) -> bytes:
         """`is_bounded`: raises RequestError(prompt_too_long) early if the text certainly leaves no room for a token."""
 
-        async def attempt(some: list[Worker]) -> bytes:
-            max_tokens = self._longest_context(prompt.model, some) - 1 if is_bounded else None
-            return await self._try_some(prompt, some, max_tokens)
+        def max_tokens(some: list[Worker]) -> int | None:
+            return self._longest_context(prompt.model, some) - 1 if is_bounded else None
 
-        async with _deadline(timeout_s):
-            return await self._rounds.run(prompt.model, workers, attempt, is_cancelled)
+        async def attempt(worker: Worker) -> bytes:
+            if (tokenizer := await self._tokenizers.fetch(worker)) is not None:
+                return await self._pack(prompt, tokenizer, max_tokens([worker]))
+            source = codec.replace(prompt.source, max_tokens=max_tokens([worker]))
+            packed = (await self._any_worker.ask(worker, _TOKENIZE, source, _TIMEOUT_S)).token_ids
+            if packed is None or len(packed) % block_hash.TOKEN_BYTES:
+                raise invalid_reply(worker.card.worker_id, "it has no token ids")
+            return packed
 
-    async def _try_some(self, prompt: Prompt, workers: list[Worker], max_tokens: int | None) -> bytes:
-        tokenizer = await self._tokenizers.get(workers)
-        if tokenizer is None:
-            source = codec.replace(prompt.source, max_tokens=max_tokens)
-            return await self._rounds.ask(workers, _TOKENIZE, source, _read_token_ids)
+        async with deadline(timeout_s):
+            if (tokenizer := self._tokenizers.find(workers)) is not None:
+                return await self._pack(prompt, tokenizer, max_tokens(workers))
+            model = prompt.model
+            return await self._any_worker.first_result(model, lambda: self._candidates(model), attempt, is_cancelled)
+
+    def _candidates(self, model: str) -> list[Worker]:
+        """Returns a few workers that may be asked, last those whose tokenizers are known to be unusable."""
+        return sorted(workers_for(self._fleet, model, time.monotonic()), key=self._tokenizers.is_broken)
+
+    async def _pack(self, prompt: Prompt, tokenizer: Tokenizer, max_tokens: int | None) -> bytes:
         remembering = functools.partial(self._pieces.packer, tokenizer.name, prompt.tenant)
         work = functools.partial(tokenizer.builder.pack, prompt.source, max_tokens, remembering)
         text, suffix = prompt.source.text, prompt.source.suffix or ""
@@ -174,30 +184,6 @@ def _prompt_of(flight: Flight) -> Prompt:
         tools=request.tools,
     )
     return Prompt(source, flight.model, flight.tenant, flight.key, flight.received_at, flight.held_bytes)
-
-
-@contextlib.asynccontextmanager
-async def _deadline(timeout_s: float | None) -> AsyncIterator[None]:
-    """Raises RequestError(deadline_exceeded) if the block takes longer."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            yield
-    except TimeoutError as error:
-        raise errors.request_error(errors.Code.DEADLINE_EXCEEDED) from error
-
-
-def _read_token_ids(card: messages.Card, reply: internal.TokenizeResult) -> bytes:
-    if reply.error is not None:
-        raise errors.RequestError(reply.error)
-    if reply.token_ids is None or len(reply.token_ids) % block_hash.TOKEN_BYTES:
-        raise invalid_reply(card.worker_id, "it has no token ids")
-    return reply.token_ids
-
-
-def _read_text(card: messages.Card, reply: internal.DetokenizeResult) -> str:
-    if reply.error is not None:
-        raise errors.RequestError(reply.error)
-    return reply.text
 
 
 def _require(need: validation.RequiredFeature, worker: Worker) -> None:

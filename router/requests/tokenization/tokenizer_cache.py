@@ -7,6 +7,7 @@ the same epoch of that worker."""
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import structlog
@@ -69,23 +70,26 @@ class TokenizerCache:
     def __repr__(self) -> str:
         return f"<TokenizerCache {len(self._tokenizers)} tokenizers>"
 
-    async def get(self, workers: list[Worker]) -> Tokenizer | None:
-        """Returns the tokenizer of these workers' model; None if their prompts must be tokenized by a worker."""
+    def find(self, workers: Iterable[Worker]) -> Tokenizer | None:
+        """Returns a tokenizer that was fetched and that one of these workers offers."""
         for worker in workers:
             digest = worker.card.tokenizer_digest
-            if digest is None:
-                return None
-            key = _Key(worker.card.model, digest)
-            if key in self._tokenizers:
+            if digest is not None and (key := _Key(worker.card.model, digest)) in self._tokenizers:
                 self._tokenizers.move_to_end(key)
                 return self._tokenizers[key]
-            if self._broken.get(worker.incarnation, time.monotonic()) is not None:
-                continue
-            # Shielded: a request that gives up must not end the fetch, which others may await.
-            tokenizer = await asyncio.shield(self._start_fetch(worker, key))
-            if tokenizer is not None:
-                return tokenizer
         return None
+
+    async def fetch(self, worker: Worker) -> Tokenizer | None:
+        """Returns the tokenizer that a worker offers; None if it offers none, or it can't be had or used."""
+        if (digest := worker.card.tokenizer_digest) is None or self.is_broken(worker):
+            return None
+        found = self.find([worker])
+        # Shielded: a request that gives up must not end the fetch, which others may await.
+        return found or await asyncio.shield(self._start_fetch(worker, _Key(worker.card.model, digest)))
+
+    def is_broken(self, worker: Worker) -> bool:
+        """Whether what a worker offers has turned out to be unusable."""
+        return self._broken.get(worker.incarnation, time.monotonic()) is not None
 
     def drop_unused(self, now: float) -> None:
         """Drops the tokenizers whose model no worker has any more, and ends their renderers; called periodically."""

@@ -1,4 +1,4 @@
-"""The memory of requests for tokens is bounded, and a tenant with many leaves room for the others."""
+"""Calls are answered once, whatever ends them; the memory of those for tokens is bounded, fairly between tenants."""
 
 import asyncio
 import time
@@ -11,12 +11,13 @@ from tokenbus.protocol.bus.bus import PayloadTooLargeError
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, messages
 from tokenbus.protocol.wire.subjects import ModelAddress
-from tokenbus.router.requests.tokenization import tokenize_requests
+from tokenbus.router.requests.calls import client_calls
+from tokenbus.router.requests.calls.client_calls import Call, ClientCalls
+from tokenbus.router.requests.calls.tokenizing import TokenizeCalls
 from tokenbus.router.requests.tokenization.prompt_tokenizer import Prompt
-from tokenbus.router.requests.tokenization.tokenize_requests import ClientTokenizeCall, TokenizeRequests
 from tokenbus.router.telemetry.metrics import RouterMetrics
 
-FULL = tokenize_requests.MAX_TENANT_BYTES - tokenize_requests.REQUEST_BYTES
+FULL = client_calls.MAX_TENANT_BYTES - client_calls.CALL_BYTES
 
 
 class Tokenizer:
@@ -30,9 +31,6 @@ class Tokenizer:
         self.prompts.append(prompt)
         await self.go.wait()
         return [1] * 100
-
-    async def detokenize(self, model: str, token_ids: list[int], timeout_s: float) -> str:
-        raise errors.request_error(errors.Code.NO_WORKER)
 
 
 class Replies:
@@ -52,32 +50,28 @@ class Testbed:
     def __init__(self) -> None:
         self.tokenizer, self.replies = Tokenizer(), Replies()
         fleet = fleet_of(card("w1"), card("w2"))
-        self.requests = TokenizeRequests(
-            self.replies,  # type: ignore[arg-type]
-            self.tokenizer,  # type: ignore[arg-type]
-            fleet,
-            RouterMetrics(),
-            tracing.NoopTracer(),
-        )
+        self.kind = TokenizeCalls(self.tokenizer, fleet, RouterMetrics())  # type: ignore[arg-type]
+        self.calls = ClientCalls(self.replies, tracing.NoopTracer())  # type: ignore[arg-type]
 
     def start(self, request_id: str, tenant: str = "acme", num_bytes: int = 100, *, only_count: bool = False) -> None:
         body = messages.TokenizeRequest(id=request_id, prompt="x", only_count=only_count)
         address = ModelAddress("demo", tenant)
         now = time.monotonic()
-        call = ClientTokenizeCall(request_id, address, body, "_INBOX.a.b", codec.Encoding.JSON, now, num_bytes)
-        self.requests.start(call, None)
+        work, encoding = self.kind.check(body), codec.Encoding.JSON
+        call = Call(request_id, address, body, work, "_INBOX.a.b", encoding, now, num_bytes)
+        self.calls.start(self.kind, call, None)
 
 
 @pytest.fixture
 async def bed() -> AsyncIterator[Testbed]:
     bed = Testbed()
     yield bed
-    await bed.requests.shut_down()
+    await bed.calls.shut_down()
 
 
 async def answered(bed: Testbed) -> list[str]:
     bed.tokenizer.go.set()
-    await bed.requests.drain()
+    await bed.calls.drain()
     return [reply.id for reply in bed.replies.sent]
 
 
@@ -122,10 +116,28 @@ async def test_a_reply_that_is_too_large_is_an_error_that_says_so(bed: Testbed) 
     assert {reply.count for reply in bed.replies.sent if not reply.error} == {100}
 
 
-async def test_a_router_that_stops_answers_what_is_open(bed: Testbed) -> None:
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_router_that_stops_answers_what_is_open(bed: Testbed, has_begun: bool) -> None:
     bed.start("open")
-    await asyncio.sleep(0)
-    await bed.requests.shut_down()
+    if has_begun:
+        await asyncio.sleep(0)
+    await bed.calls.shut_down()
     (reply,) = bed.replies.sent
     assert reply.error
     assert reply.error.code is errors.Code.SHUTTING_DOWN
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_cancel_ends_all_calls_with_the_id_and_each_is_answered_once(bed: Testbed, has_begun: bool) -> None:
+    bed.start("same")
+    bed.start("same")
+    bed.start("other")
+    if has_begun:
+        await asyncio.sleep(0)
+    assert bed.calls.cancel("acme:same", None)
+    assert not bed.calls.cancel("globex:same", None)
+    assert not bed.calls.cancel("acme:same", "another model")
+    assert sorted(await answered(bed)) == ["other", "same", "same"]
+    codes = [reply.error.code for reply in bed.replies.sent if reply.error]
+    assert codes == [errors.Code.CANCELLED] * 2
+    assert not bed.calls.cancel("acme:same", None)

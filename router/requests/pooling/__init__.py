@@ -1,1 +1,0 @@
-"""Requests with one answer and no stream: embeddings and ranked documents."""
