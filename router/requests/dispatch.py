@@ -1,13 +1,26 @@
-"""Tries workers until one accepts a request, or ends it with the most useful of their refusals."""
+"""Finds a worker that accepts a request, or ends the request with the most useful of the refusals.
+
+    place: wait for a worker that has room and has not refused, and book the request there
+      |-- a worker --> try it --> it accepts: done
+      |                  '------> it refuses: note that, and place again
+      '-- none ------> wait for one --> nothing to wait for: the search has failed
+                         '------------> another chance: forget passing refusals, and place again
+
+The search fails after `_MAX_TRIES`. A worker that could not be reached costs no try. Neither does one that is too busy
+for a stream that has begun, during the first `patience_s`: several routers may have sent their streams there at the
+same time. Such a stream also waits that long while no worker could continue it at all.
+
+If the request was at a worker before that is lost (`redispatch`), the search begins once nothing more can arrive from
+there, and before each try asks again whether this router knows all that the client may have (workers/event_log.py)."""
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Collection
 from typing import NoReturn
 
 import structlog
 
-from tokenbus.protocol.wire import errors, messages, subjects
+from tokenbus.protocol.wire import errors, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.adapters import has_all
 from tokenbus.router.placement.placement import NoWorker, Placement
@@ -19,11 +32,26 @@ from tokenbus.router.telemetry.metrics import RouterMetrics
 from tokenbus.router.workers.worker import Worker
 
 _MAX_TRIES = 12
-"""Tries after which a request ends with one of its refusals. A worker that could not be reached does not count."""
 _RETRY_S = 0.1
 _SETTLE_POLL_S = 0.02
 _UNREACHABLE = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST, errors.Code.ENGINE_POISONED)
 """Refusals after which the worker may soon be back."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Search:
+    """The search for a worker of one request."""
+
+    flight: Flight
+    lost: Worker | None
+    """The worker that had the request before, if that worker is gone."""
+    began_at: float
+    served_at: float
+    """When some worker was last known that could take the request."""
+    refused: dict[str, errors.Error] = dataclasses.field(default_factory=dict)
+    """The refusals of workers that are not chosen again for now."""
+    tries: int = 0
+    pauses: int = 0
 
 
 class Dispatcher:
@@ -59,62 +87,83 @@ class Dispatcher:
 
         `lost` is the worker that had the request before, if that worker is gone. Raises RequestError if no worker
         accepts it, and AlreadyStreamingError if a worker has it already."""
-        refused: dict[str, errors.Error] = {}
-        tries, pauses = 0, 0
-        began_at = served_at = time.monotonic()
-        while tries < _MAX_TRIES:
-            if flight.cancelled or self.is_stopped:
-                return
-            remaining_ms = flight.remaining_ms(time.monotonic())
-            if remaining_ms is not None and remaining_ms <= 0:
-                raise errors.request_error(errors.Code.DEADLINE_EXCEEDED)
-            with flight.span.start_child("place"):
-                outcome = await self._queue.place(flight, refused)
-            is_patient = flight.has_begun and time.monotonic() - began_at < self._patience_s
-            match outcome:
-                case None:
+        now = time.monotonic()
+        search = _Search(flight, lost, now, now)
+        while search.tries < _MAX_TRIES and not self._is_over(flight):
+            match await self._place(search):
+                case None:  # cancelled while it waited
                     return
-                case NoWorker() if flight.has_begun and not self._is_served(flight):
-                    # Only time in which no worker could continue it counts; otherwise `tries` is the limit.
-                    if time.monotonic() - served_at >= self._patience_s:
-                        break
-                    refused.clear()
-                    await asyncio.sleep(_RETRY_S)
-                    continue
-                case NoWorker():
-                    # Every worker has refused. Those that were merely unreachable, or too busy for a stream that has
-                    # begun, get another chance after a pause.
-                    passing = (*_UNREACHABLE, errors.Code.OVERLOADED) if is_patient else _UNREACHABLE
-                    again = [worker_id for worker_id, error in refused.items() if error.code in passing]
-                    if not again and not self._may_return(flight, refused):
-                        if refused or not await self._wait_served(flight):
-                            break
-                        continue
-                    for worker_id in again:
-                        del refused[worker_id]
-                    await asyncio.sleep(_RETRY_S * 2 ** min(pauses, 3))
-                    pauses += 1
-                    tries += not is_patient
-                case Placement(worker) as placement:
-                    refusal = await self._try(flight, placement, lost)
-                    if refusal is None:
+                case Placement() as placement:
+                    if await self._try(search, placement):
                         return
-                    if refusal.code is errors.Code.WORKER_LOST:
-                        lost = worker
-                    refused[worker.card.worker_id] = refusal
-                    # several routers may choose the same worker at the same time, and it has no room for all requests
-                    is_busy = is_patient and refusal.code is errors.Code.OVERLOADED
-                    tries += not worker.has_no_responders and not is_busy
-            served_at = time.monotonic()
-        if not flight.cancelled and not self.is_stopped:
-            raise errors.RequestError(_final_error(flight, refused))
+                case NoWorker():
+                    if not await self._wait(search):
+                        break
+        if not self._is_over(flight):
+            raise errors.RequestError(_final_error(flight, search.refused))
+
+    def _is_over(self, flight: Flight) -> bool:
+        return flight.cancelled or self.is_stopped
+
+    def _is_patient(self, search: _Search) -> bool:
+        return search.flight.has_begun and time.monotonic() - search.began_at < self._patience_s
+
+    async def _place(self, search: _Search) -> Placement | NoWorker | None:
+        """Books the request on a worker. Raises RequestError if its deadline passes first, and what the queue does."""
+        remaining_ms = search.flight.remaining_ms(time.monotonic())
+        if remaining_ms is not None and remaining_ms <= 0:
+            raise errors.request_error(errors.Code.DEADLINE_EXCEEDED)
+        with search.flight.span.start_child("place"):
+            return await self._queue.place(search.flight, search.refused)
+
+    async def _try(self, search: _Search, placement: Placement) -> bool:
+        """Sends the request to the worker on which it is booked; returns False and notes the refusal if it is refused.
+
+        Returns True as well if the request has ended meanwhile. Raises RequestError for a refusal that every other
+        worker would repeat, and the errors of `_may_continue`."""
+        worker = placement.worker
+        refusal = await self._run(search, placement)
+        search.served_at = time.monotonic()
+        if refusal is None:
+            return True
+        if refusal.code is errors.Code.WORKER_LOST:
+            search.lost = worker
+        search.refused[worker.card.worker_id] = refusal
+        is_busy = refusal.code is errors.Code.OVERLOADED and self._is_patient(search)
+        search.tries += not worker.has_no_responders and not is_busy
+        return False
+
+    async def _wait(self, search: _Search) -> bool:
+        """Waits for another chance after no worker could be chosen; returns False if there is nothing to wait for."""
+        flight, refused = search.flight, search.refused
+        suitable = [one for one in self._fleet.workers_of(flight.model) if one.may_recover and _suits(one.card, flight)]
+        if flight.has_begun and not suitable:
+            if time.monotonic() - search.served_at >= self._patience_s:
+                return False
+            refused.clear()
+            await asyncio.sleep(_RETRY_S)
+            return True
+        search.served_at = time.monotonic()
+        is_patient = self._is_patient(search)
+        passing = (*_UNREACHABLE, errors.Code.OVERLOADED) if is_patient else _UNREACHABLE
+        again = [worker_id for worker_id, error in refused.items() if error.code in passing]
+        may_return = any(
+            one.card.worker_id not in refused and one.card.context_length > flight.num_prompt_tokens for one in suitable
+        )
+        if not again and not (may_return and (flight.needs or _pinned(flight))):
+            return not refused and await self._wait_served(flight)
+        for worker_id in again:
+            del refused[worker_id]
+        await asyncio.sleep(_RETRY_S * 2 ** min(search.pauses, 3))
+        search.pauses += 1
+        search.tries += not is_patient
+        return True
 
     async def _wait_served(self, flight: Flight) -> bool:
         """Waits for a worker if none has the request's model loaded; returns whether a new one has appeared. Raises
         RequestError."""
-        return await self._loads.wait_served(
-            flight.model, flight.remaining_s(time.monotonic()), lambda: flight.cancelled or self.is_stopped
-        )
+        remaining_s = flight.remaining_s(time.monotonic())
+        return await self._loads.wait_served(flight.model, remaining_s, lambda: self._is_over(flight))
 
     async def redispatch(self, flight: Flight, worker: Worker, *, is_certain: bool, takes: bool = False) -> None:
         """Continues a request whose worker is lost or leaving. Unless the loss is certain, the run is revoked first, or
@@ -151,7 +200,7 @@ class Dispatcher:
             if worker.log.end_seq is not None and _knows_all_text(flight, worker):
                 break
             await asyncio.sleep(_SETTLE_POLL_S)
-        if not self._may_go_on(flight, worker):
+        if not self._may_continue(flight, worker):
             return False
         if flight.cancelled:
             return True
@@ -161,7 +210,7 @@ class Dispatcher:
             raise errors.request_error(code, "too many workers in a row were lost with the request")
         return True
 
-    def _may_go_on(self, flight: Flight, lost: Worker) -> bool:
+    def _may_continue(self, flight: Flight, lost: Worker) -> bool:
         """Returns False if a lost worker has ended the request. Raises RequestError if the client may have received
         something that this router does not know."""
         if flight.has_new_tokens and flight.ended_by == lost.card.worker_id:
@@ -178,14 +227,13 @@ class Dispatcher:
             raise AlreadyStreamingError(flight.key)
         raise errors.request_error(errors.Code.WORKER_LOST)
 
-    async def _try(self, flight: Flight, placement: Placement, lost: Worker | None) -> errors.Error | None:
-        """Returns None if the worker has accepted the request, or if the request has ended or was cancelled.
-
-        Raises RequestError for a refusal that every other worker would repeat, and the errors of `_may_go_on`."""
+    async def _run(self, search: _Search, placement: Placement) -> errors.Error | None:
+        """Returns None if the worker has accepted the request, or if the request has ended or was cancelled."""
+        flight, lost = search.flight, search.lost
         address = placement.worker.card.address
         try:
             # more may have arrived from the lost worker while the request waited for this one
-            may_start = not flight.cancelled and (lost is None or self._may_go_on(flight, lost))
+            may_start = not flight.cancelled and (lost is None or self._may_continue(flight, lost))
         except (errors.RequestError, AlreadyStreamingError):
             self._fleet.unbook(address, flight.key)
             raise
@@ -207,39 +255,21 @@ class Dispatcher:
             raise errors.RequestError(refusal)
         return refusal
 
-    def _is_served(self, flight: Flight) -> bool:
-        """Returns whether a worker that could continue the request is available, or is about to be."""
-        routing = flight.request.routing
-        only = routing.worker_id if routing is not None else None
-        for worker in self._fleet.workers_of(flight.model):
-            card = worker.card
-            fits = flight.hash_scheme in ("", card.hash_scheme) and only in (None, "", card.worker_id)
-            if fits and worker.may_recover and _can_serve(card, flight):
-                return True
-        return False
 
-    def _may_return(self, flight: Flight, refused: Collection[str]) -> bool:
-        """Whether the worker that the request is pinned to, or all those that have what it needs, are only temporarily
-        unavailable."""
-        routing = flight.request.routing
-        if flight.needs and (routing is None or not routing.worker_id):
-            return any(
-                worker.may_recover
-                and worker.card.worker_id not in refused
-                and worker.card.context_length > flight.num_prompt_tokens
-                and _can_serve(worker.card, flight)
-                for worker in self._fleet.workers_of(flight.model)
-            )
-        if routing is None or not routing.worker_id or routing.worker_id in refused:
-            return False
-        worker = self._fleet.find(subjects.WorkerAddress(flight.model, routing.worker_id))
-        return worker is not None and worker.may_recover and worker.card.context_length > flight.num_prompt_tokens
+def _pinned(flight: Flight) -> str:
+    """Returns the id of the only worker that may get a request; empty if any may."""
+    routing = flight.request.routing
+    return (routing.worker_id if routing is not None else None) or ""
 
 
-def _can_serve(card: messages.Card, flight: Flight) -> bool:
-    """Returns whether a worker has the adapters and the feature that a request needs."""
-    has_feature = not flight.feature or flight.feature in card.features
-    return has_feature and has_all(card, flight.adapters, flight.tenant)
+def _suits(card: messages.Card, flight: Flight) -> bool:
+    """Returns whether a worker may get a request and has what it needs."""
+    return (
+        _pinned(flight) in ("", card.worker_id)
+        and flight.hash_scheme in ("", card.hash_scheme)
+        and (not flight.feature or flight.feature in card.features)
+        and has_all(card, flight.adapters, flight.tenant)
+    )
 
 
 def _knows_all_text(flight: Flight, worker: Worker) -> bool:
@@ -248,12 +278,10 @@ def _knows_all_text(flight: Flight, worker: Worker) -> bool:
 
 def _final_error(flight: Flight, refused: dict[str, errors.Error]) -> errors.Error:
     """Prefers a busy worker's refusal, which says when to retry, to that of one that is gone."""
-    routing = flight.request.routing
     if len(flight.completion):
         return errors.make_error(errors.Code.WORKER_LOST, "no other worker could continue the stream")
-    if not refused and routing is not None and routing.worker_id:
-        text = f"worker {routing.worker_id} does not serve {flight.model} now"
-        return errors.make_error(errors.Code.NO_WORKER, text)
+    if not refused and (pinned := _pinned(flight)):
+        return errors.make_error(errors.Code.NO_WORKER, f"worker {pinned} does not serve {flight.model} now")
     if not refused and flight.adapters:
         return errors.make_error(errors.Code.OVERLOADED, "the workers that have the adapters are busy")
     if not refused and flight.feature:
