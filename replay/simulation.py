@@ -66,10 +66,10 @@ class _Router:
 
     def submit(self, number: int, request: TracedRequest, now: float) -> None:
         """Queues a request."""
-        scheme = self.fleet.hash_scheme_of(MODEL)
+        scheme = self.fleet.model(MODEL).hash_scheme
         assert scheme is not None
         hashes = scheme.hashes(request.token_ids(VOCAB_SIZE).tobytes(), request.tenant)
-        key, answer_tokens = request.key(number), self.fleet.expected_answer_tokens(MODEL, request.output_tokens)
+        key, answer_tokens = request.key(number), self.fleet.model(MODEL).expected_answer_tokens(request.output_tokens)
         tokens = request.prompt_tokens + answer_tokens
         refused = self.queue.put(QueuedRequest(key, request.tenant, now, tokens, priority=request.priority))
         assert not refused, "the trace is longer than the queue"
@@ -78,7 +78,7 @@ class _Router:
 
     def place_next(self, now: float) -> tuple[int, Placement] | None:
         """Places the next queued request, if there is one and some worker can take it."""
-        if not self.waiting or self.fleet.capacity(MODEL, now) is not Capacity.AVAILABLE:
+        if not self.waiting or self.fleet.model(MODEL).capacity(now) is not Capacity.AVAILABLE:
             return None
         number, request = self.waiting.pop(self.queue.pop(now).key)
         placement = self.fleet.place(MODEL, request, self._policy, self._rng, now, self._options)

@@ -170,10 +170,10 @@ class Router:
         for model, held in self._loads.num_held().items():
             gauges.held.labels(model).inc(held)
         for model, workers in self.fleet.models():
-            blocks = self.fleet.num_blocks(model)
+            blocks = self.fleet.model(model).num_blocks
             gauges.index_blocks.labels(model).inc(blocks)
             gauges.index_bytes.labels(model).inc(blocks * _INDEX_BYTES_PER_BLOCK)
-            gauges.transfer_rate.labels(model).set(self.fleet.transfer_mb_per_s(model))
+            gauges.transfer_rate.labels(model).set(self.fleet.model(model).transfer_mb_per_s)
             for worker in workers:
                 gauges.workers.labels(model, _state_of(worker)).inc()
                 gauges.event_logs.labels(model, worker.event_state).inc()

@@ -1,6 +1,9 @@
 """Tracks all workers of all models by their messages and the time, and places requests on them.
 
-Besides its incarnation (registry.py), each worker has three state machines:
+A worker is named by its model and its id. When it restarts it returns with a later epoch: a new incarnation, which
+replaces the earlier one. An earlier epoch is believed only once the known incarnation has been silent long enough to be
+lost. A card that is implausible, or contradicts the model's other workers, is refused, and so are its events
+(decision 0039). Beside its incarnation, each worker has three state machines:
 
 - Event logs: events are applied in order. After a gap a snapshot is requested (event_log.py).
 - Leases: a worker that is silent for a second gets no new requests. After two its lease expires, and it is lost.
@@ -9,29 +12,116 @@ Besides its incarnation (registry.py), each worker has three state machines:
 Nothing here waits, reads a clock or sends anything. All times are in seconds of the caller's clock."""
 
 import random
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from tokenbus.protocol.wire import internal, messages
-from tokenbus.protocol.wire.subjects import WorkerAddress
-from tokenbus.router.fleet.registry import WorkerRegistry
+from tokenbus.protocol.ttl_cache import TTLCache
+from tokenbus.protocol.wire import codec, internal, limits, messages
+from tokenbus.protocol.wire.subjects import WorkerAddress, epoch_sort_key
 from tokenbus.router.fleet.stats import DecisionStats
+from tokenbus.router.placement.model_workers import ModelWorkers
 from tokenbus.router.placement.placement import NoWorker, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import Policy
-from tokenbus.router.workers.updates import FleetUpdate
-from tokenbus.router.workers.worker import Worker, incarnation_key
+from tokenbus.router.workers.event_log import AppliedSnapshot
+from tokenbus.router.workers.request_owners import RequestOwners
+from tokenbus.router.workers.worker import SETTLE_S, Worker, incarnation_key
 
+MAX_WORKERS = 4_096
+"""Workers and model names that are kept: bounds a router's memory whatever is published."""
+_REFUSAL_TTL_S = 30.0
+"""A refused card is rechecked after this time: the workers that it contradicts may be gone."""
+_MIN_VALUES = {
+    "context_length": 1,
+    "max_num_seqs": 0,
+    "max_num_batched_tokens": 0,
+    "kv_block_size": 1,
+    "total_kv_blocks": 0,
+    "host_kv_blocks": 0,
+    "kv_token_bytes": 0,
+}
+"""The numbers in a card that placement uses, each with its minimum."""
+_MAX_VALUE = 2**31 - 1
+_MAX_CARD_BYTES = 65_536
+"""A typical card has one or two thousand. A router keeps all cards and shows them in its reply to `models`."""
 _BOOKING_TTL_S = 5.0
 """A booking not confirmed by an event within this time is dropped: its request was lost in transit."""
-
 _MAX_DEVICES = 64
 """A worker that says it has more is not believed."""
 
 
-class Fleet(WorkerRegistry):
+class FleetUpdate(NamedTuple):
+    """The effects of one message; empty for most."""
+
+    worker: Worker | None = None
+    """The incarnation that sent the message, unless it is unknown or refused."""
+    entries: tuple[internal.Events, ...] = ()
+    """Entries of its event log that are now in order, with nothing missing before them."""
+    finished: tuple[str, ...] = ()
+    """Keys of requests that have ended."""
+    lost: Worker | None = None
+    """The incarnation superseded by a newer one: it gave up its streams."""
+    left: bool = False
+    """The worker has stopped, and has ended all its streams itself."""
+    snapshot: AppliedSnapshot | None = None
+    """The snapshot that has just closed a gap."""
+    refused: str | None = None
+    """Why the card was refused; None if the same incarnation was refused before."""
+
+
+class Fleet:
     """Everything that one router knows about its workers."""
 
     def __init__(self, began_at: float, expected_models: tuple[str, ...] = ()) -> None:
-        super().__init__(began_at, expected_models)
+        """`expected_models` count as known before any worker has served them."""
+        self._began_at = began_at
+        self._workers: dict[WorkerAddress, Worker] = {}
+        self._models: dict[str, ModelWorkers] = {}
+        """The workers of each model that has any."""
         self.stats = DecisionStats()
+        self._unserved = ModelWorkers()
+        """Stands in for every other model."""
+        self._known_models: dict[str, None] = dict.fromkeys(expected_models)
+        """Models served by some worker since `began_at`, in order of their first card."""
+        self._owners = RequestOwners()
+        self._refused: TTLCache[messages.RefusedCard] = TTLCache(_REFUSAL_TTL_S, MAX_WORKERS)
+        """Refused cards by incarnation."""
+        self._superseded: TTLCache[Worker] = TTLCache(SETTLE_S, MAX_WORKERS)
+        """Incarnations recently replaced by a later one: their last messages may still be in transit."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {len(self._workers)} workers, {len(self._known_models)} known models>"
+
+    def apply_card(self, card: messages.Card, now: float) -> FleetUpdate:
+        """Applies a card, which announces a new worker, a new incarnation of a known one, or a change."""
+        self._known_models[card.model] = None
+        if len(self._known_models) > MAX_WORKERS:  # evicts the one added first
+            del self._known_models[next(iter(self._known_models))]
+        known, current = self._workers.get(card.address), self._current(card)
+        if card.state is messages.WorkerState.STOPPED:
+            if current is not None:
+                self._remove(current)
+            return FleetUpdate(left=current is not None)
+        if known is not None and current is None and not _is_superseded(known, card.epoch, now):
+            return FleetUpdate()
+        if refusal := _implausibility(card) or self.model(card.model).incompatibility(card):
+            key = incarnation_key(card.address, card.epoch)
+            is_new = self._refused.get(key, now) is None  # logged once, though workers repeat their cards
+            refused = messages.RefusedCard(worker_id=card.worker_id, model=card.model, reason=refusal)
+            self._refused.put(key, refused, now)
+            return FleetUpdate(refused=refusal if is_new else None)
+        if current is not None:  # a card is not a sign of life: only events are
+            current.card, current.state = card, card.state
+            self.model(card.model).update_card(current)
+            return FleetUpdate()
+        if known is None:
+            if len(self._workers) < MAX_WORKERS:
+                self._add(Worker(card, now))
+            return FleetUpdate()
+        self._remove(known)
+        known.supersede(card, now)
+        self._superseded.put(known.incarnation, known, now)
+        self._add(Worker(card, now))
+        return FleetUpdate(lost=known)
 
     def apply_events(self, model: str, events: internal.Events, now: float) -> FleetUpdate | None:
         """Applies an entry of a worker's event log. Returns None if the worker or its incarnation is unknown and should
@@ -77,7 +167,7 @@ class Fleet(WorkerRegistry):
             self._refresh(worker)
             return FleetUpdate()
         self._owners.replace(worker, snapshot.running)
-        self._model(model).replace_blocks(worker, snapshot.runs)
+        self.model(model).replace_blocks(worker, snapshot.runs)
         self._apply(worker, snapshot.events, now)
         return FleetUpdate(worker, snapshot.events, snapshot=snapshot)
 
@@ -147,10 +237,6 @@ class Fleet(WorkerRegistry):
 
     # Placement and bookings
 
-    def expected_answer_tokens(self, model: str, max_tokens: int | None) -> int:
-        """Returns the expected tokens of a completion with that limit."""
-        return self._model(model).expected_answer_tokens(max_tokens)
-
     def place(
         self,
         model: str,
@@ -161,7 +247,7 @@ class Fleet(WorkerRegistry):
         options: PlacementOptions,
     ) -> Placement | NoWorker:
         """Chooses a worker of the model for a request and books it there, in one step."""
-        placement = self._model(model).place(request, policy, rng, now, options)
+        placement = self.model(model).place(request, policy, rng, now, options)
         if isinstance(placement, Placement):
             self.stats.record_placement(request.num_tokens, placement, now)
         return placement
@@ -169,7 +255,7 @@ class Fleet(WorkerRegistry):
     def book(self, address: WorkerAddress, request: PlacementRequest, now: float) -> None:
         """Books a request at a worker that `place` did not choose, until the worker's events count it."""
         worker = self._workers[address]
-        self._model(address.model).book(worker, request, now)
+        self.model(address.model).book(worker, request, now)
 
     def unbook(self, address: WorkerAddress, key: str) -> None:
         """Removes a booking, if there is one."""
@@ -191,16 +277,65 @@ class Fleet(WorkerRegistry):
         for model in self._models.values():
             model.sweep(now)
 
+    # Lookups
+
+    def find(self, address: WorkerAddress) -> Worker | None:
+        return self._workers.get(address)
+
+    def models(self) -> Iterator[tuple[str, list[Worker]]]:
+        """Yields each served model with its workers, by name."""
+        for model in sorted(self._models):
+            yield model, list(self._models[model].workers)
+
+    def model(self, model: str) -> ModelWorkers:
+        """Returns the workers of a model, of which there may be none."""
+        return self._models.get(model, self._unserved)
+
+    def workers_of(self, model: str) -> list[Worker]:
+        """Returns all workers of the model, in any state."""
+        return list(self.model(model).workers)
+
+    def known_models(self) -> Iterator[str]:
+        """Yields each model served by some worker since the router started."""
+        return iter(self._known_models)
+
+    def unserved(self, now: float) -> list[str] | None:
+        """Returns the known models that no worker serves now; None if the router has not been up long enough to
+        know."""
+        if not self._is_old_enough(now):
+            return None
+        return [model for model in self._known_models if model not in self._models]
+
+    def is_unknown(self, model: str, now: float) -> bool:
+        """Whether no worker has ever served the model, as far as a router that has been up long enough knows."""
+        return model not in self._known_models and self._is_old_enough(now)
+
+    def owner_of(self, key: str, model: str) -> Worker | None:
+        """Returns the model's worker that reports running a request, whichever router placed it there."""
+        return self._owners.find(model, key)
+
     # Reports to clients
 
     def card_view(self, worker: Worker, now: float) -> messages.Card:
         """Returns a worker's card as clients see it."""
-        return worker.tracked_card(self._model(worker.card.model).num_blocks_of(worker), now)
+        return worker.tracked_card(self.model(worker.card.model).num_blocks_of(worker), now)
 
     def router_view(self, router_id: str, waiting: int, now: float) -> messages.RouterStats:
         """Returns this router's state as clients see it; `waiting` requests are in its queue."""
         num_blocks = sum(model.num_blocks for model in self._models.values())
         return self.stats.report(router_id, self._workers.values(), self._refused.values(now), num_blocks, waiting, now)
+
+    def check_integrity(self) -> None:
+        assert len(self._workers) <= MAX_WORKERS
+        assert all(address == worker.card.address for address, worker in self._workers.items())
+        assert len(self._known_models) <= MAX_WORKERS
+        by_model = {worker.card.address for model in self._models.values() for worker in model.workers}
+        assert by_model == self._workers.keys()
+        assert not self._unserved.workers
+        for model in self._models.values():
+            assert model.workers
+            model.check_integrity()
+        self._owners.check_integrity(self._workers)
 
     def _apply_late(self, address: WorkerAddress, events: internal.Events, now: float) -> FleetUpdate | None:
         """Applies an entry of an ended incarnation: only what it says about requests still counts."""
@@ -224,3 +359,43 @@ class Fleet(WorkerRegistry):
 
     def _refresh(self, worker: Worker) -> None:
         self._models[worker.card.model].refresh(worker)
+
+    def _add(self, worker: Worker) -> None:
+        self._workers[worker.card.address] = worker
+        self._models.setdefault(worker.card.model, ModelWorkers()).add_worker(worker)
+
+    def _remove(self, worker: Worker) -> None:
+        del self._workers[worker.card.address]
+        self._owners.remove_worker(worker)
+        model = self._models[worker.card.model]
+        model.remove_worker(worker)
+        if not model.workers:
+            del self._models[worker.card.model]
+
+    def _current(self, card: messages.Card) -> Worker | None:
+        """Returns the worker described by a card, if its incarnation is the current one."""
+        worker = self._workers.get(card.address)
+        return worker if worker is not None and worker.card.epoch == card.epoch else None
+
+    def _is_old_enough(self, now: float) -> bool:
+        """Whether every worker has had time to announce its model."""
+        return now - self._began_at > limits.MODEL_NOT_FOUND_AFTER_S
+
+
+def _is_superseded(known: Worker, epoch: str, now: float) -> bool:
+    """Whether an incarnation with that epoch replaces a known one: a later one does, an earlier one only if the known
+    one has been silent long enough to be lost."""
+    if epoch_sort_key(epoch) > epoch_sort_key(known.card.epoch):
+        return True
+    return now - known.last_seen_at >= limits.WORKER_LOST_AFTER_S
+
+
+def _implausibility(card: messages.Card) -> str | None:
+    """Returns why a card is implausible regardless of the model's other workers, or None if it is plausible."""
+    if (size := len(codec.encode(card))) > _MAX_CARD_BYTES:
+        return f"it has {size} bytes, more than {_MAX_CARD_BYTES}"
+    for name, least in _MIN_VALUES.items():
+        number = getattr(card, name)
+        if number is not None and not least <= number <= _MAX_VALUE:
+            return f"its {name} is {number}; it must be {least} to {_MAX_VALUE}"
+    return None

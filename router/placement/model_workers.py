@@ -29,9 +29,8 @@ from tokenbus.router.placement.policies import Policy, View, draw
 from tokenbus.router.placement.predictions import Predictions
 from tokenbus.router.placement.prefix_index import MatchLevel, PrefixIndex
 from tokenbus.router.placement.worker_table import Floats, Rows, WorkerTable, is_contiguous
-from tokenbus.router.workers.transfer_rate import TransferRate
-from tokenbus.router.workers.worker import MAX_STEP_AGE_MS, Booking, Worker
-from tokenbus.router.workers.worker_row import WorkerRow
+from tokenbus.router.workers.speed import TransferRate
+from tokenbus.router.workers.worker import MAX_STEP_AGE_MS, Booking, Worker, WorkerRow
 
 _SAMPLE_SIZE = 8
 _DEFAULT_ANSWER_TOKENS = 256
@@ -118,7 +117,7 @@ class ModelWorkers:
             self._index.remove(worker.row, events.removed)
         for run in events.stored:
             self._index.store(worker.row, run.hashes)
-        worker.speed.observe(worker.applied_load, events.load, now - worker.applied_at)
+        worker.speed.observe_loads(worker.applied_load, events.load, now - worker.applied_at)
         worker.applied_load, worker.applied_at = events.load, now
         if events.stored:
             worker.num_unreported = 0
@@ -131,7 +130,7 @@ class ModelWorkers:
         for fetched in events.fetches:
             if fetched.was_leg:
                 continue
-            self._transfer_rate.observe(fetched)
+            self._transfer_rate.observe_fetch(fetched)
             if (holder := self._workers.get(fetched.worker_id)) is not None:
                 self._exchange.end(holder.row, worker.row)
         self.refresh(worker)
@@ -265,6 +264,16 @@ class ModelWorkers:
     def eligible(self, now: float) -> list[Worker]:
         """Returns the workers that may be given a request now."""
         return self._workers_at(self._table.eligible(now))
+
+    @property
+    def is_served(self) -> bool:
+        """Whether some worker has the model loaded."""
+        return any(worker.has_loaded for worker in self._workers.values())
+
+    def loaders(self) -> list[Worker]:
+        """Returns the workers that can load the model, those already doing so first. The order is the same for all
+        routers, and differs between models."""
+        return sorted((one for one in self._workers.values() if one.is_loadable), key=lambda one: one.load_order)
 
     @property
     def max_context_length(self) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenbus.protocol.wire import limits
-from tokenbus.router.workers.worker_row import WorkerRow
+from tokenbus.router.workers.worker import WorkerRow
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Rows = np.ndarray[tuple[int], np.dtype[np.intp]]

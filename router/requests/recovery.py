@@ -10,13 +10,12 @@ from collections.abc import Sequence
 import structlog
 
 from tokenbus.protocol.wire import block_hash, internal, messages, subjects
-from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.fleet import Fleet, FleetUpdate
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.telemetry.metrics import RouterMetrics
 from tokenbus.router.workers.event_log import AppliedSnapshot
-from tokenbus.router.workers.updates import FleetUpdate
 from tokenbus.router.workers.worker import Worker
 
 _KNOWN_BYTES = 16

@@ -1,9 +1,18 @@
 """Estimates how fast a worker computes prompts and generates tokens, from the loads in its events.
 
 Only its best counts, since at other times it is doing other work as well: the mean follows faster samples quickly and
-slower ones hardly at all. A busy worker must not be mistaken for a slow one."""
+slower ones hardly at all. A busy worker must not be mistaken for a slow one. How fast KV blocks move between workers is
+learned from their reported fetches, by a mean."""
 
-from tokenbus.protocol.wire import messages
+import math
+
+from tokenbus.protocol.wire import internal, messages
+
+FIRST_MB_PER_S = 60.0
+"""The rate of NATS on one machine, assumed until a fetch has been measured."""
+_FETCH_WEIGHT = 0.1
+_MIN_FAILURE_MS = 50.0
+"""A fetch that brought nothing in less time than this was refused, which says nothing about the rate."""
 
 _WEIGHT_OF_FASTER = 0.1
 _WEIGHT_OF_SLOWER = 0.001
@@ -13,29 +22,30 @@ _WINDOW_S = 0.2
 """The work that one sample spans. Single events would not do: occasionally one is late and two arrive at once."""
 
 
-class _BestTime:
+class _Mean:
+    """A mean that follows its latest samples; a plain one at first, so that the first sample does not dominate."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+        self.count = 0
+
+    def add(self, sample: float, weight: float) -> None:
+        self.count += 1
+        if self.count <= _MIN_SAMPLES:
+            weight = max(weight, 1.0 / self.count)
+        self.value += weight * (sample - self.value)
+
+
+class _BestTime(_Mean):
     """Approximates the shortest time that is not just an outlier."""
 
-    def __init__(self) -> None:
-        self._value = 0.0
-        self._count = 0
-
-    def add(self, value: float) -> None:
-        self._count += 1
-        weight = _WEIGHT_OF_FASTER if value < self._value else _WEIGHT_OF_SLOWER
-        if self._count <= _MIN_SAMPLES:  # a plain mean at first, so that the first sample does not dominate
-            weight = max(weight, 1.0 / self._count)
-        self._value += weight * (value - self._value)
+    def add_time(self, sample: float) -> None:
+        self.add(sample, _WEIGHT_OF_FASTER if sample < self.value else _WEIGHT_OF_SLOWER)
 
     @property
-    def mean(self) -> float:
-        """The estimate, even from few samples; 0 before the first."""
-        return self._value
-
-    @property
-    def value(self) -> float:
+    def known(self) -> float:
         """The estimate; 0 while there are too few samples."""
-        return self._value if self._count >= _MIN_SAMPLES else 0.0
+        return self.value if self.count >= _MIN_SAMPLES else 0.0
 
 
 class _Window:
@@ -51,14 +61,14 @@ class _Window:
         self._weighted_s += seconds * weight
         self._tokens += tokens
         if self._seconds >= _WINDOW_S:
-            self.best.add(self._weighted_s / self._tokens)
+            self.best.add_time(self._weighted_s / self._tokens)
             self._seconds = self._weighted_s = 0.0
             self._tokens = 0
 
     @property
     def first(self) -> float:
         """The estimate from whatever data there is; 0 before the first event."""
-        return self.best.mean or (self._weighted_s / self._tokens if self._tokens else 0.0)
+        return self.best.value or (self._weighted_s / self._tokens if self._tokens else 0.0)
 
 
 class Speed:
@@ -76,7 +86,7 @@ class Speed:
     @property
     def prefill_s_per_token(self) -> float:
         """Seconds per prompt token; 0 while unknown."""
-        return self._prefill.best.value
+        return self._prefill.best.known
 
     @property
     def first_prefill_s_per_token(self) -> float:
@@ -86,9 +96,9 @@ class Speed:
     @property
     def itl_s(self) -> float:
         """Seconds from one token of a stream to the next; 0 while unknown."""
-        return self._itl.best.value
+        return self._itl.best.known
 
-    def observe(self, before: messages.Load, after: messages.Load, seconds: float) -> None:
+    def observe_loads(self, before: messages.Load, after: messages.Load, seconds: float) -> None:
         """Learns from the loads of two consecutive events, `seconds` apart.
 
         They are informative only if the worker was busy all the time in between: with prompts still queued at the first
@@ -105,3 +115,24 @@ class Speed:
         elif not before.queued_prefill_tokens and not after.queued_prefill_tokens and generated > 0 and before.running:
             # each running stream got its share of the tokens: time per token, times streams
             self._itl.add(seconds, before.running, generated)
+
+
+class TransferRate:
+    """The mean rate of the latest fetches of one model's workers."""
+
+    def __init__(self) -> None:
+        self._mean = _Mean(FIRST_MB_PER_S)
+
+    def __repr__(self) -> str:
+        return f"<TransferRate {self.mb_per_s:.1f} MB/s>"
+
+    @property
+    def mb_per_s(self) -> float:
+        return self._mean.value
+
+    def observe_fetch(self, fetched: internal.Fetched) -> None:
+        """Learns from a finished fetch."""
+        took_ms, brought = fetched.fetch_ms, max(0, fetched.fetched_bytes)
+        if not 0.0 < took_ms < math.inf or (not brought and took_ms < _MIN_FAILURE_MS):
+            return
+        self._mean.add(brought / took_ms / 1e3, _FETCH_WEIGHT)

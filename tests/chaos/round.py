@@ -185,7 +185,8 @@ async def _until_settled(bare: RawClient, witness: Router, names: list[str], tim
             await asyncio.sleep(0.05)
     witness.fleet.check_integrity()
     for worker in workers:
-        known, held = witness.fleet.blocks_of(worker), await _held_by(bare, worker.card.worker_id)
+        known = witness.fleet.model(worker.card.model).blocks_of(worker)
+        held = await _held_by(bare, worker.card.worker_id)
         if known != held:
             raise LookupError(f"the index has {len(known - held)} blocks too many and {len(held - known)} too few")
 

@@ -124,7 +124,7 @@ def named(workers: list[Worker]) -> list[str]:
 
 def candidates(fleet: Fleet, now: float, model: str = "demo") -> list[str]:
     """Returns the workers that may be given a request now."""
-    return named(fleet.eligible_workers(model, now))
+    return named(fleet.model(model).eligible(now))
 
 
 def expired(fleet: Fleet, now: float) -> list[str]:

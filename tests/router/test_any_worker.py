@@ -23,9 +23,9 @@ class Calls:
         self.before: Callable[[Worker], None] = lambda worker: None
         """Called before each attempt."""
 
-    async def result(self) -> str:
+    async def result(self, *, may_crash: bool = False) -> str:
         any_worker = AnyWorker(self.fleet, None)  # type: ignore[arg-type]
-        return await any_worker.first_result("demo", lambda: self._workers, self._attempt)
+        return await any_worker.first_result("demo", lambda: self._workers, self._attempt, may_crash=may_crash)
 
     async def _attempt(self, worker: Worker) -> str:
         self.before(worker)
@@ -62,19 +62,22 @@ def test_another_worker_is_asked_before_it(process: Process) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "num_workers", "asked"),
+    ("code", "num_workers", "may_crash", "asked"),
     [
-        (errors.Code.OVERLOADED, 1, 1),
-        (errors.Code.OVERLOADED, 9, 3),
-        (errors.Code.NO_WORKER, 1, 3),
-        (errors.Code.UNSUPPORTED, 9, 1),
+        (errors.Code.OVERLOADED, 1, False, 1),
+        (errors.Code.INTERNAL, 9, False, 9),
+        (errors.Code.WORKER_LOST, 9, True, 3),
+        (errors.Code.WORKER_LOST, 1, True, 3),
+        (errors.Code.NO_WORKER, 1, False, 4),
+        (errors.Code.UNSUPPORTED, 9, False, 1),
     ],
-    ids=["its own reason", "three of many", "ready and without an answer", "an error of the request"],
 )
-def test_refusals_end_the_call(process: Process, code: errors.Code, num_workers: int, asked: int) -> None:
-    calls = Calls(*[code] * 9, num_workers=num_workers)
+def test_refusals_end_the_call(
+    process: Process, code: errors.Code, num_workers: int, may_crash: bool, asked: int
+) -> None:
+    calls = Calls(*[code] * 99, num_workers=num_workers)
     with pytest.raises(errors.RequestError) as raised:
-        process.do(calls.result())
+        process.do(calls.result(may_crash=may_crash))
     assert (raised.value.error.code, len(calls.asked)) == (code, asked)
 
 
@@ -86,7 +89,7 @@ def test_a_worker_that_has_gone_costs_no_try_unless_it_says_that_it_is_back(proc
 
     calls.before = leave
     with pytest.raises(errors.RequestError):
-        process.do(calls.result())
+        process.do(calls.result(may_crash=True))
     assert len(calls.asked) == 4
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.router.builders import DRAINING, READY, STARTING, card, events, fleet_of
+from tests.router.builders import DRAINING, READY, STARTING, card, events, fleet_of, named
 from tokenbus.protocol.bus.bus import NoRespondersError
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.router.fleet.fleet import Fleet
@@ -100,11 +100,11 @@ async def test_one_worker_is_asked_for_all_requests_and_they_go_on_when_it_serve
 async def test_routers_agree_on_the_worker_and_join_a_load_in_progress() -> None:
     names = [f"w{number}" for number in range(20)]
     one, other = fleet_of(*map(loadable, names)), fleet_of(*map(loadable, reversed(names)))
-    first = one.loaders_of("demo")
-    assert [worker.card.worker_id for worker in first] == [worker.card.worker_id for worker in other.loaders_of("demo")]
-    last = first[-1].card.worker_id
+    first = named(one.model("demo").loaders())
+    assert first == named(other.model("demo").loaders())
+    last = first[-1]
     one.apply_card(card(last, state=STARTING), 0.0)
-    assert one.loaders_of("demo")[0].card.worker_id == last
+    assert one.model("demo").loaders()[0].card.worker_id == last
 
 
 async def test_all_workers_are_asked_before_a_request_ends_with_the_last_refusal() -> None:
@@ -198,4 +198,4 @@ def test_a_loadable_worker_takes_no_request_but_may_soon() -> None:
     worker = next(iter(fleet.workers_of("demo")))
     assert isinstance(worker, Worker)
     assert (worker.may_recover, worker.is_loadable, worker.has_loaded) == (True, True, False)
-    assert fleet.eligible_workers("demo", 0.0) == []
+    assert fleet.model("demo").eligible(0.0) == []

@@ -249,7 +249,7 @@ def show_speed(testbed: Testbed, name: str) -> None:
     """Has a worker show that it computes 125 tokens a second."""
     for _ in range(10):
         worker = known(testbed.fleet, name)
-        worker.speed.observe(messages.Load(queued_prefill_tokens=999), messages.Load(computed_tokens=25), 0.2)
+        worker.speed.observe_loads(messages.Load(queued_prefill_tokens=999), messages.Load(computed_tokens=25), 0.2)
     testbed.fleet.apply_events("demo", events(name), asyncio.get_running_loop().time())
 
 
@@ -264,7 +264,7 @@ async def test_only_a_worker_that_holds_blocks_of_the_very_adapters_is_a_holder(
     asked = flight("a", received_at=now)
     asked.request = codec.replace(asked.request, lora=[messages.Lora(name="style", scale=0.5)])
     asked.prompt_ids, asked.num_prompt_tokens = block_hash.pack_token_ids(range(160)), 160
-    scheme = testbed.fleet.hash_scheme_of("demo")
+    scheme = testbed.fleet.model("demo").hash_scheme
     assert scheme is not None
     for name, seq, used, held in (
         ("w1", 1, (), 10),
@@ -294,7 +294,7 @@ async def test_a_stream_that_a_leaving_worker_gives_up_takes_its_blocks_along() 
     begun.first_accepted_at = now
     for token_id in range(64):
         begun.completion.append(token_id, 1)
-    scheme = testbed.fleet.hash_scheme_of("demo")
+    scheme = testbed.fleet.model("demo").hash_scheme
     assert scheme is not None
     hashes = scheme.hashes(begun.prompt_ids + block_hash.pack_token_ids(range(64)), "default")
     left = events("w1", 1, state=messages.WorkerState.LEAVING, stored=stored(hashes))

@@ -68,7 +68,7 @@ class _Pooling(CallKind[AskedT, PooledT], Generic[AskedT, PooledT, PooledResultT
         async with deadline(call.remaining_s(call.body.timeout_ms)):
             await self._loads.wait_served(model, None)
             result = await self._any_worker.first_result(
-                model, lambda: self._candidates(model), lambda worker: self._attempt(call, worker)
+                model, lambda: self._candidates(model), lambda worker: self._attempt(call, worker), may_crash=True
             )
         return self.to_reply(call, result)
 
@@ -82,7 +82,7 @@ class _Pooling(CallKind[AskedT, PooledT], Generic[AskedT, PooledT, PooledResultT
         def utilization(worker: Worker) -> tuple[int, int, float]:
             return self._open[worker.card.address], worker.load.running + worker.load.waiting, self._rng.random()
 
-        eligible = self._fleet.eligible_workers(model, now)
+        eligible = self._fleet.model(model).eligible(now)
         return sorted((one for one in eligible if self.operation in one.card.features), key=utilization)
 
     async def _attempt(self, call: Call[AskedT, PooledT], worker: Worker) -> PooledResultT:

@@ -6,7 +6,8 @@
         |<-- it can't be reached, or its ----'    it is asked again when no other worker is left and one may come back
              engine is lost
 
-An error that every worker would repeat ends the call. So does the third failure at workers that say they are ready.
+An error that every worker would repeat ends the call. So does the third failure at workers that say they are ready and
+were asked before. If the call itself may be what ends engines, first failures count too.
 
 Streams are placed differently (dispatch.py): a run must never be carried out twice, so it is taken back before another
 worker is tried, and it waits for its turn. Loads (model_loads.py) use `ask` alone, since all routers must ask the same
@@ -60,20 +61,22 @@ class AnyWorker:
         candidates: Callable[[], list[Worker]],
         attempt: Callable[[Worker], Awaitable[ResultT]],
         is_cancelled: Callable[[], bool] = lambda: False,
+        *,
+        may_crash: bool = False,
     ) -> ResultT:
         """Returns the first result of `attempt`, which asks one worker and raises RequestError if it fails there.
 
-        `candidates` returns the workers that may be asked now, the best first. Raises RequestError if nothing is left
-        to try, or if the call is cancelled after a failure."""
+        `candidates` returns the workers that may be asked now, the best first; `may_crash` says that the call may end
+        an engine. Raises RequestError if nothing is left to try, or if the call is cancelled after a failure."""
         refused: dict[str, errors.Error] = {}
-        missing, tries = set[str](), 0
+        failed, tries = set[str](), 0
         last = errors.make_error(errors.Code.NO_WORKER)
         while True:
             worker = next((one for one in candidates() if one.card.worker_id not in refused), None)
             if worker is None:
                 for worker_id in [name for name, error in refused.items() if error.code in _UNREACHED]:
                     del refused[worker_id]
-                none_left = self._fleet.capacity(model, time.monotonic()) is Capacity.NO_WORKERS
+                none_left = self._fleet.model(model).capacity(time.monotonic()) is Capacity.NO_WORKERS
                 if refused or none_left or is_cancelled():
                     raise errors.RequestError(next(reversed(refused.values()), last))
                 await asyncio.sleep(limits.TICK_S)
@@ -83,13 +86,11 @@ class AnyWorker:
                 return await attempt(worker)
             except errors.RequestError as error:
                 last = refused[worker_id] = error.error
-                # One whose subject has gone is found out at once; it counts if its events say that it is there again.
-                is_there = not worker.has_no_responders or worker_id in missing
-                tries += is_there and worker.state is messages.WorkerState.READY
+                counts = worker_id in failed or (may_crash and not worker.has_no_responders)
+                tries += counts and worker.state is messages.WorkerState.READY
                 if not last.retryable or tries >= _MAX_TRIES or is_cancelled():
                     raise
-                if worker.has_no_responders:
-                    missing.add(worker_id)
+                failed.add(worker_id)
 
     async def ask(
         self,
@@ -125,7 +126,7 @@ class AnyWorker:
 
 def workers_for(fleet: Fleet, model: str, now: float) -> list[Worker]:
     """Returns a few workers of a model, only ready ones if there are any. Raises RequestError if none serves it."""
-    workers = fleet.sample_workers(model, now)
+    workers = fleet.model(model).sample(now)
     if workers:
         return workers
     if fleet.is_unknown(model, now):

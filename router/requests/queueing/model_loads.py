@@ -72,7 +72,7 @@ class ModelLoads:
         Returns whether it had to wait for a worker that is there now. It returns early when `is_over` is true. Raises
         RequestError if the model can't be loaded, or not within `timeout_s`."""
         began = now = time.monotonic()
-        if self._fleet.is_served(model) or not self._may_wait(model, now, began):
+        if self._fleet.model(model).is_served or not self._may_wait(model, now, began):
             return False
         served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held[served] = model
@@ -84,7 +84,7 @@ class ModelLoads:
                 await asyncio.wait([served], timeout=limits.TICK_S)
             if served.done():
                 served.result()
-            return self._fleet.is_served(model)
+            return self._fleet.model(model).is_served
         finally:
             del self._held[served]
             served.cancel()
@@ -97,7 +97,7 @@ class ModelLoads:
         for model in self._wanted.keys() - models:
             self._forget(model)
         for model in models:
-            if self._fleet.is_served(model):
+            if self._fleet.model(model).is_served:
                 self._forget(model)
                 self._end(model, None)
             else:
@@ -115,7 +115,7 @@ class ModelLoads:
         """Asks a worker to load a model, or gives up the requests for it."""
         if wanted.asking is not None and not wanted.asking.done():
             return
-        workers = self._fleet.loaders_of(model)
+        workers = self._fleet.model(model).loaders()
         able = [worker for worker in workers if worker.card.worker_id not in wanted.refused]
         if able:
             wanted.asking = self._start_asking(wanted, able[0])
@@ -156,7 +156,7 @@ class ModelLoads:
 
     def _may_wait(self, model: str, now: float, began: float) -> bool:
         """Whether a request that has waited since `began` may continue to wait for a worker that serves the model."""
-        if self._fleet.loaders_of(model):
+        if self._fleet.model(model).loaders():
             return True
         return now - began < self.hold_s and not self._fleet.is_unknown(model, now)
 

@@ -127,7 +127,7 @@ class PlacementQueue:
         if flight.model not in self._queues:
             self._queues[flight.model] = FairQueue(max_requests, max_tokens, priority_s=priority_s)
         queue, request = self._queues[flight.model], flight.request
-        tokens = flight.num_prompt_tokens + self._fleet.expected_answer_tokens(flight.model, request.max_tokens)
+        tokens = flight.num_prompt_tokens + self._fleet.model(flight.model).expected_answer_tokens(request.max_tokens)
         queued = QueuedRequest(
             flight.key, flight.tenant, flight.received_at, tokens, request.priority or 0, flight.needs
         )
@@ -152,7 +152,7 @@ class PlacementQueue:
     def _capacity(self, flight: Flight, now: float) -> Capacity:
         """Returns whether a worker that has what a request needs can start it now."""
         options = PlacementOptions(adapters=flight.adapters, tenant=flight.tenant, feature=flight.feature)
-        return self._fleet.capacity(flight.model, now, options)
+        return self._fleet.model(flight.model).capacity(now, options)
 
     def _next_startable(self, model: str, queue: FairQueue, now: float) -> QueuedRequest | None:
         """Removes from a queue the next request that a worker can start now.
@@ -160,7 +160,7 @@ class PlacementQueue:
         Requests whose adapters or feature only busy workers have are overtaken by others; those that no worker can
         serve any more are dropped."""
         found: dict[tuple[str, Hashable], bool] = {}
-        is_available = self._fleet.capacity(model, now) is Capacity.AVAILABLE
+        is_available = self._fleet.model(model).capacity(now) is Capacity.AVAILABLE
         if not is_available and not queue.has_needs:  # asked for each event of a worker, however many tenants wait
             return None
 
@@ -225,10 +225,10 @@ class PlacementQueue:
 
     def _prompt(self, flight: Flight) -> PlacementRequest:
         assert flight.prompt_ids is not None, flight
-        scheme, request = self._fleet.hash_scheme_of(flight.model), flight.request
+        scheme, request = self._fleet.model(flight.model).hash_scheme, flight.request
         session = f"{flight.tenant} {request.session_id}" if request.session_id else ""
         num_tokens = flight.num_prompt_tokens + len(flight.completion)
-        answer_tokens = self._fleet.expected_answer_tokens(flight.model, request.max_tokens)
+        answer_tokens = self._fleet.model(flight.model).expected_answer_tokens(request.max_tokens)
         if scheme is None or request.cache_prompt is False:
             return PlacementRequest(flight.key, num_tokens, session=session, answer_tokens=answer_tokens)
         # a worker that continues a completion computes it like a prompt, unless its blocks are cached

@@ -170,7 +170,7 @@ class PromptTokenizer:
     def _longest_context(self, model: str, workers: list[Worker]) -> int:
         """The longest context of the model's workers, including those of `workers` that have left meanwhile."""
         longest = max(worker.card.context_length for worker in workers)
-        return max(longest, self._fleet.max_context_length(model))
+        return max(longest, self._fleet.model(model).max_context_length)
 
 
 def _prompt_of(flight: Flight) -> Prompt:

@@ -18,8 +18,7 @@ from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, errors, internal, limits, subjects
-from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.registry import MAX_WORKERS
+from tokenbus.router.fleet.fleet import MAX_WORKERS, Fleet
 from tokenbus.router.requests.tokenization.fair_executor import FairExecutor
 from tokenbus.router.workers.worker import Worker
 

@@ -4,8 +4,8 @@ import pytest
 
 from tests.router.builders import LOAD_OF_3, at, card, events, fleet_of, known
 from tokenbus.protocol.wire import messages
+from tokenbus.router.fleet.fleet import FleetUpdate
 from tokenbus.router.placement.placement import Capacity, PlacementRequest
-from tokenbus.router.workers.updates import FleetUpdate
 
 BLOCKS = {"kv_block_size": 16, "total_kv_blocks": 100, "max_num_seqs": 64}
 
@@ -62,14 +62,14 @@ def test_a_worker_is_full_once_its_requests_are_expected_to_use_all_its_memory(
     fleet = fleet_of(card(**BLOCKS))
     load = messages.Load(running=4, used_blocks=50, expected_blocks=expected_blocks)
     fleet.apply_events("demo", events(seq=0, load=load), 0.0)
-    assert fleet.capacity("demo", 0.0) is capacity
+    assert fleet.model("demo").capacity(0.0) is capacity
 
 
 def test_a_worker_that_does_not_say_what_it_expects_is_full_once_all_its_blocks_are_used() -> None:
     fleet = fleet_of(card(**BLOCKS))
     for seq, (used_blocks, capacity) in enumerate(((99, Capacity.AVAILABLE), (100, Capacity.BUSY))):
         fleet.apply_events("demo", events(seq=seq, load=messages.Load(running=1, used_blocks=used_blocks)), 0.0)
-        assert fleet.capacity("demo", 0.0) is capacity
+        assert fleet.model("demo").capacity(0.0) is capacity
 
 
 def test_a_booking_takes_memory_for_its_prompt_and_its_expected_answer_until_an_event_counts_it() -> None:
@@ -77,18 +77,18 @@ def test_a_booking_takes_memory_for_its_prompt_and_its_expected_answer_until_an_
     load = messages.Load(running=1, used_blocks=50, expected_blocks=90)
     fleet.apply_events("demo", events(seq=0, load=load), 0.0)
     fleet.book(at("w1"), PlacementRequest("a", 100, answer_tokens=44), 0.0)
-    assert fleet.capacity("demo", 0.0) is Capacity.AVAILABLE
+    assert fleet.model("demo").capacity(0.0) is Capacity.AVAILABLE
     fleet.book(at("w1"), PlacementRequest("b", 1), 0.0)
-    assert fleet.capacity("demo", 0.0) is Capacity.BUSY
+    assert fleet.model("demo").capacity(0.0) is Capacity.BUSY
     fleet.apply_events("demo", events(seq=1, load=load, started=("a", "b")), 0.0)
-    assert fleet.capacity("demo", 0.0) is Capacity.AVAILABLE
+    assert fleet.model("demo").capacity(0.0) is Capacity.AVAILABLE
 
 
 def test_a_worker_without_blocks_is_full_only_by_the_number_of_its_requests() -> None:
     fleet = fleet_of(card(max_num_seqs=8))
     for seq, (running, capacity) in enumerate(((8, Capacity.AVAILABLE), (9, Capacity.BUSY))):
         fleet.apply_events("demo", events(seq=seq, load=messages.Load(running=running)), 0.0)
-        assert fleet.capacity("demo", 0.0) is capacity
+        assert fleet.model("demo").capacity(0.0) is capacity
 
 
 def test_a_worker_that_shares_its_memory_is_full_with_what_it_can_run_now() -> None:
@@ -101,11 +101,11 @@ def test_a_worker_that_shares_its_memory_is_full_with_what_it_can_run_now() -> N
     )
     for seq, (load, capacity) in enumerate(loads):
         fleet.apply_events("demo", events(seq=seq, load=load), 0.0)
-        assert fleet.capacity("demo", 0.0) is capacity
+        assert fleet.model("demo").capacity(0.0) is capacity
 
 
 def test_a_completion_is_expected_to_have_what_the_workers_say_and_no_more_than_its_limit() -> None:
     fleet = fleet_of(card())
-    assert [fleet.expected_answer_tokens("demo", most) for most in (None, 10, 5_000)] == [256, 10, 256]
+    assert [fleet.model("demo").expected_answer_tokens(most) for most in (None, 10, 5_000)] == [256, 10, 256]
     fleet.apply_events("demo", events(seq=0, load=messages.Load(expected_answer_tokens=900)), 0.0)
-    assert [fleet.expected_answer_tokens("demo", most) for most in (None, 10, 5_000)] == [900, 10, 900]
+    assert [fleet.model("demo").expected_answer_tokens(most) for most in (None, 10, 5_000)] == [900, 10, 900]

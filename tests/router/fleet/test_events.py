@@ -4,7 +4,7 @@ import pytest
 
 from tests.router.builders import DRAINING, LOAD_OF_3, at, card, events, expired, fleet_of, known, named, part
 from tokenbus.protocol.wire import codec, internal, messages
-from tokenbus.router.workers.updates import FleetUpdate
+from tokenbus.router.fleet.fleet import FleetUpdate
 
 
 def test_events_of_an_unknown_worker_or_incarnation_ask_for_a_discovery() -> None:

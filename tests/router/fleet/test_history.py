@@ -6,9 +6,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.router.builders import DRAINING, READY, STOPPED, at, candidates, card, events, expired, known, named, part
 from tokenbus.protocol.wire import messages
-from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.fleet import Fleet, FleetUpdate
 from tokenbus.router.placement.placement import PlacementRequest
-from tokenbus.router.workers.updates import FleetUpdate
 
 NAMES = ["w1", "w2", "w3"]
 EPOCHS = ["1-a", "1-b", "20-a"]

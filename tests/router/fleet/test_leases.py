@@ -52,14 +52,14 @@ def test_a_worker_without_responders_gets_no_request_before_its_next_event() -> 
     ],
 )
 def test_capacity_says_whether_a_worker_may_come_back(state: messages.WorkerState, most: int, room: Capacity) -> None:
-    assert fleet_of(card(state=state, max_num_seqs=most)).capacity("demo", 0.1) is room
+    assert fleet_of(card(state=state, max_num_seqs=most)).model("demo").capacity(0.1) is room
 
 
 def test_a_silent_worker_may_come_back_until_its_lease_expires() -> None:
     fleet = fleet_of(card())
-    assert fleet.capacity("demo", 1.5) is Capacity.BUSY
+    assert fleet.model("demo").capacity(1.5) is Capacity.BUSY
     fleet.expire_leases(2.0)
-    assert fleet.capacity("demo", 2.0) is Capacity.NO_WORKERS
+    assert fleet.model("demo").capacity(2.0) is Capacity.NO_WORKERS
 
 
 def test_a_worker_whose_lease_is_renewed_after_it_expired_keeps_its_load() -> None:

@@ -19,10 +19,8 @@ from tests.router.builders import (
     named,
 )
 from tokenbus.protocol.wire import messages
-from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.fleet.registry import MAX_WORKERS
+from tokenbus.router.fleet.fleet import MAX_WORKERS, Fleet, FleetUpdate
 from tokenbus.router.placement.placement import PlacementRequest
-from tokenbus.router.workers.updates import FleetUpdate
 
 
 def test_a_card_makes_a_worker_known_and_a_candidate() -> None:

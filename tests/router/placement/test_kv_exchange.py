@@ -14,7 +14,7 @@ from tokenbus.router.placement.kv_exchange import FetchOffer, FetchPlanner, Hold
 from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import POLICIES, KvAware, View, make_policies
 from tokenbus.router.placement.prefix_index import PrefixIndex
-from tokenbus.router.workers.transfer_rate import FIRST_MB_PER_S, TransferRate
+from tokenbus.router.workers.speed import FIRST_MB_PER_S, TransferRate
 
 BLOCK = 16
 KB = 10_000
@@ -38,7 +38,7 @@ def learn_speed(found: Fleet, name: str, prefill_s: float) -> None:
     before = messages.Load(queued_prefill_tokens=1_000)
     after = messages.Load(computed_tokens=round(0.2 / prefill_s))
     for _ in range(10):
-        known(found, name).speed.observe(before, after, 0.2)
+        known(found, name).speed.observe_loads(before, after, 0.2)
 
 
 def place(
@@ -101,7 +101,7 @@ def test_a_measured_rate_decides_from_then_on() -> None:
     found = fleet({"a": 0, "b": 20}, prefill_s=0.0001)
     place(found, "a")
     found.apply_events("demo", fetched("a", "b", mb=10.0, ms=10.0), 6.0)
-    assert found.transfer_mb_per_s("demo") == 1_000.0
+    assert found.model("demo").transfer_mb_per_s == 1_000.0
     assert source(place(found, "a", 6.0)) == "b"
 
 
@@ -241,15 +241,15 @@ def test_a_holder_whose_blocks_are_replaced_by_a_snapshot_gives_what_the_snapsho
 )
 def test_the_first_fetch_that_says_something_replaces_the_guess(sample: tuple[int, float], expected: float) -> None:
     rate = TransferRate()
-    rate.observe(internal.Fetched(stream_no=1, worker_id="w", fetched_bytes=sample[0], fetch_ms=sample[1]))
+    rate.observe_fetch(internal.Fetched(stream_no=1, worker_id="w", fetched_bytes=sample[0], fetch_ms=sample[1]))
     assert rate.mb_per_s == expected
 
 
 def test_later_fetches_change_the_rate_slowly() -> None:
     rate = TransferRate()
     for _ in range(20):
-        rate.observe(internal.Fetched(stream_no=1, worker_id="w", fetched_bytes=6_000_000, fetch_ms=100.0))
-    rate.observe(internal.Fetched(stream_no=1, worker_id="w", fetched_bytes=0, fetch_ms=1_000.0))
+        rate.observe_fetch(internal.Fetched(stream_no=1, worker_id="w", fetched_bytes=6_000_000, fetch_ms=100.0))
+    rate.observe_fetch(internal.Fetched(stream_no=1, worker_id="w", fetched_bytes=0, fetch_ms=1_000.0))
     assert rate.mb_per_s == pytest.approx(54.0)
 
 

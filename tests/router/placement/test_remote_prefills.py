@@ -116,7 +116,7 @@ def fleet(**kinds: Kind) -> Fleet:
             messages.Load(computed_tokens=round(0.2 / kind.prefill_s)),
         )
         for _ in range(10):
-            known(found, name).speed.observe(before, after, 0.2)
+            known(found, name).speed.observe_loads(before, after, 0.2)
     found.sweep(0.0)
     return found
 
@@ -263,7 +263,7 @@ def test_where_there_are_only_prefill_workers_they_serve() -> None:
     found = fleet(p=IDLE, q=Kind(PREFILL))
     placement = place(found)
     assert (placement.worker.card.role, placement.fetch_from) == ("prefill", None)
-    assert found.capacity("demo", 0.0) is Capacity.AVAILABLE
+    assert found.model("demo").capacity(0.0) is Capacity.AVAILABLE
 
 
 def test_a_prefill_worker_serves_when_no_other_can_be_reached_or_it_is_asked_for() -> None:
@@ -276,7 +276,7 @@ def test_a_prefill_worker_serves_when_no_other_can_be_reached_or_it_is_asked_for
 
 def test_requests_wait_for_a_decode_worker_and_not_for_one_that_only_computes_prompts() -> None:
     found = fleet(p=IDLE, d=Kind(DECODE, load=messages.Load(running=9)))
-    assert found.capacity("demo", 0.0) is Capacity.BUSY
+    assert found.model("demo").capacity(0.0) is Capacity.BUSY
 
 
 def test_a_report_says_who_computes_the_prompt() -> None:
@@ -292,7 +292,7 @@ def test_the_time_of_a_remote_prefill_says_nothing_about_how_fast_blocks_move() 
         stream_no=1, worker_id="p", fetched_tokens=1_200, fetched_bytes=10**7, fetch_ms=9_000.0, was_leg=True
     )
     found.apply_events("demo", codec.replace(events("d", 1), fetches=[told]), 0.0)
-    assert found.transfer_mb_per_s("demo") == 60.0
+    assert found.model("demo").transfer_mb_per_s == 60.0
 
 
 def test_without_any_worker_there_is_none() -> None:

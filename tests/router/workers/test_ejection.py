@@ -95,7 +95,7 @@ def test_an_ejected_worker_gets_requests_only_where_no_other_can_take_them() -> 
     assert report is not None
     assert report.ejected == ["w0"]
     assert workers.place(only="w0").worker.card.worker_id == "w0"
-    assert workers.fleet.capacity("demo", workers.now) is Capacity.AVAILABLE
+    assert workers.fleet.model("demo").capacity(workers.now) is Capacity.AVAILABLE
     workers.now += FIRST_PAUSE_S
     assert workers.chosen() == {"w0", "w1", "w2"}
     workers.end("w0", fails=True)

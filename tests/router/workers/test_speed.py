@@ -23,9 +23,9 @@ def streams(running: int, tokens: int) -> tuple[messages.Load, messages.Load]:
 def test_there_is_no_estimate_before_there_are_enough_samples() -> None:
     speed = Speed()
     for _ in range(19):
-        speed.observe(*prompts(1_000), 0.1)
+        speed.observe_loads(*prompts(1_000), 0.1)
     assert speed.prefill_s_per_token == 0.0, "two of them make one sample"
-    speed.observe(*prompts(1_000), 0.1)
+    speed.observe_loads(*prompts(1_000), 0.1)
     assert speed.prefill_s_per_token == pytest.approx(0.0001)
     assert speed.itl_s == 0.0
 
@@ -33,9 +33,9 @@ def test_there_is_no_estimate_before_there_are_enough_samples() -> None:
 def test_the_first_prompt_gives_a_first_estimate_however_short_it_was() -> None:
     speed = Speed()
     assert speed.first_prefill_s_per_token == 0.0
-    speed.observe(*prompts(1_000), 0.1)
+    speed.observe_loads(*prompts(1_000), 0.1)
     assert speed.first_prefill_s_per_token == pytest.approx(0.0001)
-    speed.observe(*prompts(500), 0.1)
+    speed.observe_loads(*prompts(500), 0.1)
     assert speed.first_prefill_s_per_token == pytest.approx(0.2 / 1_500)
     assert speed.prefill_s_per_token == 0.0
 
@@ -43,35 +43,35 @@ def test_the_first_prompt_gives_a_first_estimate_however_short_it_was() -> None:
 def test_the_inter_token_latency_is_that_of_a_step_however_many_sequences_run() -> None:
     speed = Speed()
     for running in (1, 4, 8, 16) * 6:
-        speed.observe(*streams(running, 2 * running), 0.1)
+        speed.observe_loads(*streams(running, 2 * running), 0.1)
     assert speed.itl_s == pytest.approx(0.05)
 
 
 def test_the_best_speed_counts_and_not_how_busy_the_worker_is_now() -> None:
     speed = Speed()
     for _ in range(40):
-        speed.observe(*prompts(1_000), 0.1)
+        speed.observe_loads(*prompts(1_000), 0.1)
     for _ in range(60):
-        speed.observe(*prompts(1_000), 0.4)
+        speed.observe_loads(*prompts(1_000), 0.4)
     assert speed.prefill_s_per_token < 0.00013
     for _ in range(200):
-        speed.observe(*prompts(1_000), 0.05)
+        speed.observe_loads(*prompts(1_000), 0.05)
     assert speed.prefill_s_per_token == pytest.approx(0.00005, rel=0.1)
 
 
 def test_idle_time_and_new_arrivals_are_no_samples() -> None:
     speed = Speed()
     for _ in range(40):
-        speed.observe(messages.Load(), messages.Load(running=1, queued_prefill_tokens=100), 5.0)
-        speed.observe(*reversed(prompts(1_000)), 0.1)
+        speed.observe_loads(messages.Load(), messages.Load(running=1, queued_prefill_tokens=100), 5.0)
+        speed.observe_loads(*reversed(prompts(1_000)), 0.1)
     assert (speed.prefill_s_per_token, speed.itl_s) == (0.0, 0.0)
 
 
 def test_late_events_make_no_difference() -> None:
     speed = Speed()
     for _ in range(40):
-        speed.observe(*streams(2, 4), 0.199)
-        speed.observe(*streams(2, 4), 0.001)
+        speed.observe_loads(*streams(2, 4), 0.199)
+        speed.observe_loads(*streams(2, 4), 0.001)
     assert speed.itl_s == pytest.approx(0.05)
 
 
@@ -81,17 +81,17 @@ def test_events_in_the_middle_of_a_step_do_not_make_it_seem_shorter() -> None:
     for _ in range(20):
         before, after = prompts(150, left=500)
         for _ in range(4):
-            speed.observe(before, before, 0.12)
-        speed.observe(before, after, 0.12)
+            speed.observe_loads(before, before, 0.12)
+        speed.observe_loads(before, after, 0.12)
     assert speed.prefill_s_per_token == pytest.approx(0.004)
 
 
 def test_time_in_which_nothing_was_queued_is_nobodys() -> None:
     speed, (before, after) = Speed(), prompts(150, left=500)
     for _ in range(20):
-        speed.observe(before, before, 0.3)
-        speed.observe(before, after, 0.3)
-        speed.observe(messages.Load(), messages.Load(), 100.0)
+        speed.observe_loads(before, before, 0.3)
+        speed.observe_loads(before, after, 0.3)
+        speed.observe_loads(messages.Load(), messages.Load(), 100.0)
     assert speed.prefill_s_per_token == pytest.approx(0.004)
 
 
