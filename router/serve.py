@@ -38,9 +38,8 @@ from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.models import ModelCatalog
 from tokenbus.router.requests.passing_on import PassingOn
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
-from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
+from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter
-from tokenbus.router.requests.queueing.settings import PolicySettings
 from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.requests.tokenization.piece_cache import PieceCache
@@ -135,7 +134,7 @@ class Router:
         self._watch = FleetWatch(bus, names, self.fleet, recovery, self._lifecycle, self.metrics)
 
     def __repr__(self) -> str:
-        return f"<Router {self._watch!r} {self._lifecycle!r}>"
+        return f"<Router {self.fleet!r} {self._lifecycle!r}>"
 
     @property
     def unready_reason(self) -> str:

@@ -10,8 +10,8 @@ from tokenbus.protocol.wire import subjects
 from tokenbus.router.placement.policies import make_policies
 from tokenbus.router.placement.remote_prefills import MIN_REMOTE_PREFILL_TOKENS
 from tokenbus.router.requests.flights.request_telemetry import RequestLogSettings
+from tokenbus.router.requests.queueing.placement_queue import QueueSettings
 from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
-from tokenbus.router.requests.queueing.settings import QueueSettings
 
 
 @dataclasses.dataclass(frozen=True)

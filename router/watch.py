@@ -63,9 +63,6 @@ class FleetWatch:
         """Confirms that silent workers are lost, while there are any."""
         self._log = structlog.get_logger()
 
-    def __repr__(self) -> str:
-        return f"<FleetWatch {self._fleet!r}>"
-
     async def open(self) -> None:
         """Subscribes, asks every worker for its card, and returns once they have had time to answer."""
         await self._bus.subscribe(self._names.all_cards, self._on_card)

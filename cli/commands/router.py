@@ -7,8 +7,8 @@ from tokenbus.cli.console import arguments, connection_flags, serve
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.placement.policies import POLICIES
 from tokenbus.router.placement.remote_prefills import MIN_REMOTE_PREFILL_TOKENS
+from tokenbus.router.requests.queueing.placement_queue import QueueSettings
 from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
-from tokenbus.router.requests.queueing.settings import QueueSettings
 
 if TYPE_CHECKING:
     from tokenbus.router.settings import RouterSettings

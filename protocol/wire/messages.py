@@ -13,102 +13,40 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokenbus.protocol.wire import errors, limits
-from tokenbus.protocol.wire.cards import (
-    Card,
-    CardAdapter,
-    CardEmbeddings,
-    DeviceHealth,
-    Load,
-    ModelsReply,
-    Pids,
-    PreviousEpoch,
-    RefusedCard,
-    RouterStats,
-    ServedModel,
-    ServerLimits,
-    WorkerHealth,
-    WorkerRole,
-    WorkerState,
-    WorkerTracking,
-)
-from tokenbus.protocol.wire.codec import Message
-from tokenbus.protocol.wire.generate import (
-    CacheReply,
-    CacheRequest,
-    ChatMessage,
-    ContentPart,
-    DetokenizeReply,
-    DetokenizeRequest,
-    GenerateRequest,
-    ResumeFrom,
-    RoutingOptions,
-    TokenizeReply,
-    TokenizeRequest,
-)
-from tokenbus.protocol.wire.params import (
-    TIMEOUT_MS,
-    CacheControl,
-    JsonSchema,
-    Lora,
-    Range,
-    ReasoningOptions,
-    ResponseFormat,
-)
-
-__all__ = [
-    "CacheControl",
-    "CacheReply",
-    "CacheRequest",
-    "CancelReply",
-    "Candidate",
-    "Card",
-    "CardAdapter",
-    "CardEmbeddings",
-    "ChatMessage",
-    "Chunk",
-    "ContentPart",
-    "DetokenizeReply",
-    "DetokenizeRequest",
-    "DeviceHealth",
-    "EmbedReply",
-    "EmbedRequest",
-    "FinishReason",
-    "FunctionDelta",
-    "GenerateRequest",
-    "JsonSchema",
-    "Load",
-    "Lora",
-    "Message",
-    "ModelsReply",
-    "Pids",
-    "PreviousEpoch",
-    "Progress",
-    "RankedDocument",
-    "ReasoningOptions",
-    "RefusedCard",
-    "RerankReply",
-    "RerankRequest",
-    "ResponseFormat",
-    "ResumeFrom",
-    "ResyncReply",
-    "ResyncRequest",
-    "RouterStats",
-    "RoutingOptions",
-    "RoutingReport",
-    "ServedModel",
-    "ServerLimits",
-    "Timings",
-    "TokenAlternative",
-    "TokenLogprob",
-    "TokenizeReply",
-    "TokenizeRequest",
-    "ToolCallDelta",
-    "Usage",
-    "WorkerHealth",
-    "WorkerRole",
-    "WorkerState",
-    "WorkerTracking",
-]
+from tokenbus.protocol.wire.cards import Card as Card
+from tokenbus.protocol.wire.cards import CardAdapter as CardAdapter
+from tokenbus.protocol.wire.cards import CardEmbeddings as CardEmbeddings
+from tokenbus.protocol.wire.cards import DeviceHealth as DeviceHealth
+from tokenbus.protocol.wire.cards import Load as Load
+from tokenbus.protocol.wire.cards import ModelsReply as ModelsReply
+from tokenbus.protocol.wire.cards import Pids as Pids
+from tokenbus.protocol.wire.cards import PreviousEpoch as PreviousEpoch
+from tokenbus.protocol.wire.cards import RefusedCard as RefusedCard
+from tokenbus.protocol.wire.cards import RouterStats as RouterStats
+from tokenbus.protocol.wire.cards import ServedModel as ServedModel
+from tokenbus.protocol.wire.cards import ServerLimits as ServerLimits
+from tokenbus.protocol.wire.cards import WorkerHealth as WorkerHealth
+from tokenbus.protocol.wire.cards import WorkerRole as WorkerRole
+from tokenbus.protocol.wire.cards import WorkerState as WorkerState
+from tokenbus.protocol.wire.cards import WorkerTracking as WorkerTracking
+from tokenbus.protocol.wire.codec import Message as Message
+from tokenbus.protocol.wire.generate import CacheReply as CacheReply
+from tokenbus.protocol.wire.generate import CacheRequest as CacheRequest
+from tokenbus.protocol.wire.generate import ChatMessage as ChatMessage
+from tokenbus.protocol.wire.generate import ContentPart as ContentPart
+from tokenbus.protocol.wire.generate import DetokenizeReply as DetokenizeReply
+from tokenbus.protocol.wire.generate import DetokenizeRequest as DetokenizeRequest
+from tokenbus.protocol.wire.generate import GenerateRequest as GenerateRequest
+from tokenbus.protocol.wire.generate import ResumeFrom as ResumeFrom
+from tokenbus.protocol.wire.generate import RoutingOptions as RoutingOptions
+from tokenbus.protocol.wire.generate import TokenizeReply as TokenizeReply
+from tokenbus.protocol.wire.generate import TokenizeRequest as TokenizeRequest
+from tokenbus.protocol.wire.params import TIMEOUT_MS, Range
+from tokenbus.protocol.wire.params import CacheControl as CacheControl
+from tokenbus.protocol.wire.params import JsonSchema as JsonSchema
+from tokenbus.protocol.wire.params import Lora as Lora
+from tokenbus.protocol.wire.params import ReasoningOptions as ReasoningOptions
+from tokenbus.protocol.wire.params import ResponseFormat as ResponseFormat
 
 
 class FinishReason(enum.StrEnum):

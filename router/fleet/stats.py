@@ -27,7 +27,7 @@ class DecisionStats:
         self._rate = DecayingRate()
 
     def __repr__(self) -> str:
-        return f"<DecisionStats {self.decisions} decisions, predicted hit rate {self.predicted_hit_rate:.3f}>"
+        return f"<DecisionStats {self.decisions} decisions>"
 
     def record_placement(self, prompt_tokens: int, placement: Placement, now: float) -> None:
         """Counts a placed request, how many of its prompt's tokens are predicted to be cached, and how many of these
@@ -43,25 +43,6 @@ class DecisionStats:
         """Records how long one decision took, from a prompt's token ids to its booking."""
         self._durations_s.append(seconds)
 
-    def decision_percentiles_us(self) -> tuple[float, float]:
-        """Returns the median and the 99th percentile of the latest decisions, in microseconds."""
-        times = sorted(self._durations_s) or [0.0]
-        return times[len(times) // 2] * 1e6, times[len(times) * 99 // 100] * 1e6
-
-    def decisions_per_s(self, now: float) -> float:
-        """Returns the recent rate of placements."""
-        return self._rate.per_s(now)
-
-    @property
-    def predicted_hit_rate(self) -> float:
-        """The share of all prompt tokens predicted to be cached."""
-        return self.predicted_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
-    @property
-    def predicted_fetch_rate(self) -> float:
-        """The share of all prompt tokens predicted to be fetched from another worker."""
-        return self.fetch_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
     def report(
         self,
         router_id: str,
@@ -74,20 +55,21 @@ class DecisionStats:
         """Returns this router's entry in the reply to `models`."""
         loads = [worker.load for worker in workers]
         prompts = sum(load.prompt_tokens for load in loads)
-        p50_us, p99_us = self.decision_percentiles_us()
+        times_s = sorted(self._durations_s) or [0.0]
+        placed_tokens = self.prompt_tokens or 1
         return messages.RouterStats(
             router_id=router_id,
             decisions=self.decisions,
-            decisions_per_s=round(self.decisions_per_s(now), 3),
-            decision_p50_us=round(p50_us, 1),
-            decision_p99_us=round(p99_us, 1),
+            decisions_per_s=round(self._rate.per_s(now), 3),
+            decision_p50_us=round(times_s[len(times_s) // 2] * 1e6, 1),
+            decision_p99_us=round(times_s[len(times_s) * 99 // 100] * 1e6, 1),
             waiting=waiting,
             indexed_blocks=indexed_blocks,
-            predicted_hit_rate=round(self.predicted_hit_rate, 4),
+            predicted_hit_rate=round(self.predicted_tokens / placed_tokens, 4),
             hit_rate=round(sum(load.cached_tokens for load in loads) / prompts, 4) if prompts else 0.0,
             refused_cards=list(refused_cards),
             refused_messages=self.refused_messages,
             continued=self.continued,
-            predicted_fetch_rate=round(self.predicted_fetch_rate, 4),
+            predicted_fetch_rate=round(self.fetch_tokens / placed_tokens, 4),
             legs=self.remote_prefills,
         )

@@ -216,7 +216,5 @@ class FetchPlanner:
 
     def _remove(self, transfer: _Transfer) -> None:
         self._transfers.remove(transfer)
-        for counts, row in ((self._given, transfer.holder), (self._received, transfer.receiver)):
-            counts[row] -= 1
-            if not counts[row]:
-                del counts[row]
+        self._given -= Counter([transfer.holder])
+        self._received -= Counter([transfer.receiver])

@@ -73,9 +73,6 @@ class Attempts:
         self._router_id = router_id
         self._log = structlog.get_logger()
 
-    def __repr__(self) -> str:
-        return f"<Attempts of {self._router_id}>"
-
     async def run(self, flight: Flight, placement: Placement) -> errors.Error | None:
         """Sends a run; returns None if the worker accepts, or if the request has ended meanwhile.
 

@@ -78,9 +78,6 @@ class Dispatcher:
         self._log = structlog.get_logger()
         self._accepting = self._metrics.phases.labels("accept")
 
-    def __repr__(self) -> str:
-        return f"<Dispatcher {self._queue!r}>"
-
     async def dispatch(self, flight: Flight, lost: Worker | None = None) -> None:
         """Returns when a worker has accepted the request, or when the request was cancelled or this router stopped
         before that.

@@ -5,6 +5,7 @@ reaches one router. If a router accepts a stream, the worker's log names it as t
 on that stream."""
 
 import contextlib
+import functools
 import time
 
 import structlog
@@ -65,14 +66,12 @@ class Guardianship:
         self._subscriptions: list[Subscription] = []
         self._log = structlog.get_logger()
 
-    def __repr__(self) -> str:
-        return f"<Guardianship of {self._router_id}>"
-
     async def open(self) -> None:
         """Subscribes. Each offer goes to one router of the queue group."""
         self._subscriptions.append(await self._bus.subscribe(self._names.router(self._router_id), self._on_check))
+        on_guard = functools.partial(self._on_guard, in_parts=False)
         for subject in self._names.all_guards:
-            self._subscriptions.append(await self._bus.subscribe(subject, self._on_guard, queue="router"))
+            self._subscriptions.append(await self._bus.subscribe(subject, on_guard, queue="router"))
 
     async def close(self) -> None:
         """Stops taking requests over. Workers notice that no one listens any more, and look for other guardians."""
@@ -109,13 +108,7 @@ class Guardianship:
         answer = internal.Unguarded(router_id=self._router_id, request_ids=unknown)
         self._replies.send(message.reply, codec.encode(answer))
 
-    def _on_guard(self, message: Msg) -> None:
-        self._receive(message, in_parts=False)
-
-    def _on_large_guard(self, message: Msg) -> None:
-        self._receive(message, in_parts=True)
-
-    def _receive(self, message: Msg, *, in_parts: bool) -> None:
+    def _on_guard(self, message: Msg, *, in_parts: bool) -> None:
         try:
             model, worker_id = self._names.parse_guard(message.subject)
             if self._is_announced(message, model, worker_id):
@@ -148,7 +141,9 @@ class Guardianship:
             raise errors.invalid_field("the reply subject", "is not that of a router")
         if worker_id is not None and message.reply != self._names.received(model, worker_id, number):
             raise errors.invalid_field("the reply subject", "is not that of the worker")
-        return self._workers.receiver.announced(message, worker_id or "router", self._on_large_guard)
+        return self._workers.receiver.announced(
+            message, worker_id or "router", functools.partial(self._on_guard, in_parts=True)
+        )
 
     def _may_answer(self, reply: str, model: str, worker_id: str | None) -> bool:
         """Whether a reply subject belongs to the worker that an offer names, or to a router if it names none."""

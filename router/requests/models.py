@@ -25,9 +25,6 @@ class ModelCatalog:
         self._router_id = router_id
         self._max_request_bytes = max_request_bytes
 
-    def __repr__(self) -> str:
-        return f"<ModelCatalog of {self._fleet!r}>"
-
     def with_adapter(self, address: subjects.ModelAddress) -> tuple[subjects.ModelAddress, str | None]:
         """Returns the model that a name means, and the adapter after a colon in it, if any: a model whose own name has
         the colon takes precedence, and the adapter must be one that the tenant may use."""

@@ -27,9 +27,6 @@ class PassingOn:
         self._flights = flights
         self._via = {VIA: router_id}
 
-    def __repr__(self) -> str:
-        return f"<PassingOn to {self._fleet!r}>"
-
     def take(self, message: Msg) -> None:
         """Takes a cancel or resync as a client has sent it."""
         try:

@@ -42,9 +42,6 @@ class Recovery:
         self._router_id = router_id
         self._log = structlog.get_logger()
 
-    def __repr__(self) -> str:
-        return f"<Recovery {self._flights!r}>"
-
     def apply(self, update: FleetUpdate, address: subjects.WorkerAddress) -> None:
         """Applies one update about a worker. The order matters: a request may start and end within one update."""
         if update.snapshot is not None:

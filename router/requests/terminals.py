@@ -39,9 +39,6 @@ class TerminalPublisher:
         self._sent: TTLCache[_SentTerminal] = TTLCache(limits.ENDED_STREAM_TTL_S, _MAX_ENDED)
         self._log = structlog.get_logger()
 
-    def __repr__(self) -> str:
-        return f"<TerminalPublisher of {self._router_id}>"
-
     def refuse(self, reply: str, encoding: codec.Encoding, request_id: str, key: str, error: errors.Error) -> None:
         """Ends a message that never became a flight; `key` names it in the log."""
         self._metrics.request_errors.labels(error.code).inc()

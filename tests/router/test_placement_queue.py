@@ -12,8 +12,7 @@ from tokenbus.router.placement.placement import NoWorker, Placement
 from tokenbus.router.placement.policies import View, make_policies
 from tokenbus.router.placement.worker_table import Floats
 from tokenbus.router.requests.flights.flight import Flight
-from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
-from tokenbus.router.requests.queueing.settings import PolicySettings, QueueSettings
+from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings, QueueSettings
 from tokenbus.router.telemetry.metrics import RouterMetrics
 
 FULL = messages.Load(running=9)

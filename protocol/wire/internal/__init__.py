@@ -1,82 +1,39 @@
 """The internal messages between routers and workers, always in MessagePack."""
 
-from tokenbus.protocol.wire.internal.blocks import BlockLease, BlockLeaseRequest, BlockPart, BlockRead
-from tokenbus.protocol.wire.internal.calls import (
-    AbortCall,
-    Detokenize,
-    DetokenizeResult,
-    Embed,
-    EmbedResult,
-    Rerank,
-    RerankResult,
-    Tokenize,
-    TokenizeResult,
-    TokenizerPart,
-)
-from tokenbus.protocol.wire.internal.event_log import (
-    BlockRun,
-    Events,
-    Fetched,
-    FirstToken,
-    RunningRequest,
-    Seal,
-    SnapshotPart,
-    SnapshotRequest,
-    Started,
-    StreamState,
-)
-from tokenbus.protocol.wire.internal.runs import (
-    Control,
-    ControlReply,
-    FetchSource,
-    Guard,
-    GuardCheck,
-    GuardReply,
-    Run,
-    RunAdapter,
-    RunReply,
-    RunResume,
-    Take,
-    TakeReply,
-    Unguarded,
-)
-
-__all__ = [
-    "AbortCall",
-    "BlockLease",
-    "BlockLeaseRequest",
-    "BlockPart",
-    "BlockRead",
-    "BlockRun",
-    "Control",
-    "ControlReply",
-    "Detokenize",
-    "DetokenizeResult",
-    "Embed",
-    "EmbedResult",
-    "Events",
-    "FetchSource",
-    "Fetched",
-    "FirstToken",
-    "Guard",
-    "GuardCheck",
-    "GuardReply",
-    "Rerank",
-    "RerankResult",
-    "Run",
-    "RunAdapter",
-    "RunReply",
-    "RunResume",
-    "RunningRequest",
-    "Seal",
-    "SnapshotPart",
-    "SnapshotRequest",
-    "Started",
-    "StreamState",
-    "Take",
-    "TakeReply",
-    "Tokenize",
-    "TokenizeResult",
-    "TokenizerPart",
-    "Unguarded",
-]
+from tokenbus.protocol.wire.internal.blocks import BlockLease as BlockLease
+from tokenbus.protocol.wire.internal.blocks import BlockLeaseRequest as BlockLeaseRequest
+from tokenbus.protocol.wire.internal.blocks import BlockPart as BlockPart
+from tokenbus.protocol.wire.internal.blocks import BlockRead as BlockRead
+from tokenbus.protocol.wire.internal.calls import AbortCall as AbortCall
+from tokenbus.protocol.wire.internal.calls import Detokenize as Detokenize
+from tokenbus.protocol.wire.internal.calls import DetokenizeResult as DetokenizeResult
+from tokenbus.protocol.wire.internal.calls import Embed as Embed
+from tokenbus.protocol.wire.internal.calls import EmbedResult as EmbedResult
+from tokenbus.protocol.wire.internal.calls import Rerank as Rerank
+from tokenbus.protocol.wire.internal.calls import RerankResult as RerankResult
+from tokenbus.protocol.wire.internal.calls import Tokenize as Tokenize
+from tokenbus.protocol.wire.internal.calls import TokenizeResult as TokenizeResult
+from tokenbus.protocol.wire.internal.calls import TokenizerPart as TokenizerPart
+from tokenbus.protocol.wire.internal.event_log import BlockRun as BlockRun
+from tokenbus.protocol.wire.internal.event_log import Events as Events
+from tokenbus.protocol.wire.internal.event_log import Fetched as Fetched
+from tokenbus.protocol.wire.internal.event_log import FirstToken as FirstToken
+from tokenbus.protocol.wire.internal.event_log import RunningRequest as RunningRequest
+from tokenbus.protocol.wire.internal.event_log import Seal as Seal
+from tokenbus.protocol.wire.internal.event_log import SnapshotPart as SnapshotPart
+from tokenbus.protocol.wire.internal.event_log import SnapshotRequest as SnapshotRequest
+from tokenbus.protocol.wire.internal.event_log import Started as Started
+from tokenbus.protocol.wire.internal.event_log import StreamState as StreamState
+from tokenbus.protocol.wire.internal.runs import Control as Control
+from tokenbus.protocol.wire.internal.runs import ControlReply as ControlReply
+from tokenbus.protocol.wire.internal.runs import FetchSource as FetchSource
+from tokenbus.protocol.wire.internal.runs import Guard as Guard
+from tokenbus.protocol.wire.internal.runs import GuardCheck as GuardCheck
+from tokenbus.protocol.wire.internal.runs import GuardReply as GuardReply
+from tokenbus.protocol.wire.internal.runs import Run as Run
+from tokenbus.protocol.wire.internal.runs import RunAdapter as RunAdapter
+from tokenbus.protocol.wire.internal.runs import RunReply as RunReply
+from tokenbus.protocol.wire.internal.runs import RunResume as RunResume
+from tokenbus.protocol.wire.internal.runs import Take as Take
+from tokenbus.protocol.wire.internal.runs import TakeReply as TakeReply
+from tokenbus.protocol.wire.internal.runs import Unguarded as Unguarded

@@ -52,9 +52,6 @@ class AnyWorker:
         self._fleet = fleet
         self._workers = workers
 
-    def __repr__(self) -> str:
-        return f"<AnyWorker of {self._fleet!r}>"
-
     async def first_result(
         self,
         model: str,

@@ -7,6 +7,7 @@ Decision 0028 says why requests wait here and not in workers.
 """
 
 import asyncio
+import random
 import time
 from collections.abc import Collection, Hashable
 from typing import NamedTuple
@@ -15,12 +16,33 @@ from tokenbus.protocol.wire import block_hash, errors, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement import adapters
 from tokenbus.router.placement.placement import Capacity, NoWorker, Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.policies import Policy
+from tokenbus.router.placement.remote_prefills import MIN_REMOTE_PREFILL_TOKENS
 from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.requests.queueing.fair_queue import FairQueue, QueuedRequest
-from tokenbus.router.requests.queueing.settings import PolicySettings, QueueSettings
 from tokenbus.router.telemetry.metrics import RouterMetrics
 
 _NO_ROUTING = messages.RoutingOptions()
+
+
+class PolicySettings(NamedTuple):
+    """The policies that requests may name, and the one for requests that name none."""
+
+    policies: dict[str, Policy]
+    default_policy: str
+    rng: random.Random
+    temperature: float = 0.0
+    min_remote_prefill_tokens: int = MIN_REMOTE_PREFILL_TOKENS
+    """Fewest missing tokens for which another worker may compute a prompt; 0: none ever does."""
+
+
+class QueueSettings(NamedTuple):
+    """Limits of the queue of each model in one router."""
+
+    max_requests: int = 1_024
+    max_tokens: int = 1 << 22
+    priority_s: float = 1.0
+    """Seconds of waiting that one step of priority is worth."""
 
 
 class _Waiter(NamedTuple):

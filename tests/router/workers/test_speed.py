@@ -1,5 +1,7 @@
 """A worker's speed is estimated from consecutive events, and a router's decisions are counted."""
 
+import functools
+
 import pytest
 
 from tests.router.builders import card
@@ -97,18 +99,21 @@ def test_time_in_which_nothing_was_queued_is_nobodys() -> None:
 
 def test_decisions_are_counted_with_their_rate_hit_rate_and_duration() -> None:
     stats = DecisionStats()
-    assert (stats.predicted_hit_rate, stats.decision_percentiles_us()) == (0.0, (0.0, 0.0))
+    report = functools.partial(stats.report, "router-1", [], [], 0, 0)
+    none = report(0.0)
+    assert (none.predicted_hit_rate, none.decision_p50_us, none.decision_p99_us) == (0.0, 0.0, 0.0)
     worker = Worker(card(kv_block_size=5), 0.0)
     with_remote_prefill = Placement(worker, "kv", fetch_blocks=9, remote_prefill_s=1.0)
     for second in range(60):
         for _ in range(4):
             stats.record_placement(100, Placement(worker, "kv", overlap_blocks=3, fetch_blocks=2), float(second))
         stats.record_placement(100, with_remote_prefill, float(second))
-    assert (stats.decisions, stats.remote_prefills) == (300, 60)
-    assert stats.predicted_hit_rate == 0.2
-    assert stats.predicted_fetch_rate == 0.08
-    assert stats.decisions_per_s(59.0) == pytest.approx(5.0, rel=0.06)
-    assert stats.decisions_per_s(159.0) < 0.01
+    found = report(59.0)
+    assert (found.decisions, found.legs) == (300, 60)
+    assert (found.predicted_hit_rate, found.predicted_fetch_rate) == (0.2, 0.08)
+    assert found.decisions_per_s == pytest.approx(5.0, rel=0.06)
+    assert report(159.0).decisions_per_s < 0.01
     for number in range(100):
         stats.record_decision_time(number * 1e-6)
-    assert stats.decision_percentiles_us() == (pytest.approx(50.0), pytest.approx(99.0))
+    found = report(159.0)
+    assert (found.decision_p50_us, found.decision_p99_us) == (50.0, 99.0)
