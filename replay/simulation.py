@@ -71,7 +71,7 @@ class _Router:
         hashes = scheme.hashes(request.token_ids(VOCAB_SIZE).tobytes(), request.tenant)
         key, answer_tokens = request.key(number), self.fleet.model(MODEL).expected_answer_tokens(request.output_tokens)
         tokens = request.prompt_tokens + answer_tokens
-        refused = self.queue.put(QueuedRequest(key, request.tenant, now, tokens, priority=request.priority))
+        refused = self.queue.enqueue(QueuedRequest(key, request.tenant, now, tokens, priority=request.priority))
         assert not refused, "the trace is longer than the queue"
         placed = PlacementRequest(key, request.prompt_tokens, hashes, answer_tokens=answer_tokens)
         self.waiting[key] = number, placed

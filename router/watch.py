@@ -138,7 +138,7 @@ class FleetWatch:
         if address != (card.model, card.worker_id):
             self._log.error("card_refused", subject=message.subject, error="its subject belongs to another worker")
             return
-        known = self._fleet.find(address)
+        known = self._fleet.find_worker(address)
         update = self._fleet.apply_card(card, time.monotonic())
         if update.refused is not None:
             self._log.error("card_refused", worker_id=card.worker_id, model=card.model, error=update.refused)
@@ -161,7 +161,7 @@ class FleetWatch:
             self._log.error("events_refused", subject=message.subject, error="its tokens can't be told apart")
             return
         now = time.monotonic()
-        known = self._fleet.find(address)
+        known = self._fleet.find_worker(address)
         before = known.log.num_lost if known is not None else 0
         ejected_until = known.ejection.until if known is not None else 0.0
         update = self._fleet.apply_events(address.model, events, now)

@@ -166,7 +166,7 @@ class Fleet:
         if snapshot is None:
             self._refresh(worker)
             return FleetUpdate()
-        self._owners.replace(worker, snapshot.running)
+        self._owners.replace_running(worker, snapshot.running)
         self.model(model).replace_blocks(worker, snapshot.runs)
         self._apply(worker, snapshot.events, now)
         return FleetUpdate(worker, snapshot.events, snapshot=snapshot)
@@ -279,7 +279,7 @@ class Fleet:
 
     # Lookups
 
-    def find(self, address: WorkerAddress) -> Worker | None:
+    def find_worker(self, address: WorkerAddress) -> Worker | None:
         return self._workers.get(address)
 
     def models(self) -> Iterator[tuple[str, list[Worker]]]:
@@ -312,7 +312,7 @@ class Fleet:
 
     def owner_of(self, key: str, model: str) -> Worker | None:
         """Returns the model's worker that reports running a request, whichever router placed it there."""
-        return self._owners.find(model, key)
+        return self._owners.owner_of(model, key)
 
     # Reports to clients
 
@@ -348,13 +348,13 @@ class Fleet:
     def _apply(self, worker: Worker, events: tuple[internal.Events, ...], now: float) -> None:
         for one in events:
             for started in one.started:
-                self._owners.start(worker, started.id)
+                self._owners.record_started(worker, started.id)
             for key in one.finished:
-                self._owners.finish(worker, key)
+                self._owners.record_finished(worker, key)
             for key in one.legs:
                 worker.bookings.pop(key, None)
             for key in one.taken:
-                self._owners.forget(worker, key)
+                self._owners.record_taken(worker, key)
             self._models[worker.card.model].apply(worker, one, now)
 
     def _refresh(self, worker: Worker) -> None:

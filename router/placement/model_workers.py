@@ -12,12 +12,14 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from tokenbus.protocol.ttl_cache import TTLCache
-from tokenbus.protocol.wire import codec, internal, limits, messages
+from tokenbus.protocol.wire import internal, limits, messages
 from tokenbus.router.placement import remote_prefills
 from tokenbus.router.placement.adapters import has_all
 from tokenbus.router.placement.hash_scheme import HashScheme, hash_scheme_of
-from tokenbus.router.placement.kv_exchange import FetchPlanner
+from tokenbus.router.placement.kv_exchange import FetchPlanner, HolderCandidate
 from tokenbus.router.placement.placement import (
+    NO_SOURCE,
+    BlockSource,
     Capacity,
     NoWorker,
     Placement,
@@ -32,6 +34,7 @@ from tokenbus.router.placement.worker_table import Floats, Rows, WorkerTable, is
 from tokenbus.router.workers.speed import TransferRate
 from tokenbus.router.workers.worker import MAX_STEP_AGE_MS, Booking, Worker, WorkerRow
 
+_ANY_WORKER = PlacementOptions()
 _SAMPLE_SIZE = 8
 _DEFAULT_ANSWER_TOKENS = 256
 """The expected tokens of a completion if no worker reports any."""
@@ -145,61 +148,36 @@ class ModelWorkers:
         self, request: PlacementRequest, policy: Policy, rng: random.Random, now: float, options: PlacementOptions
     ) -> Placement | NoWorker:
         """Chooses a worker and books the request there."""
-        rows = usable = self._table.eligible(now, request.num_tokens)
-        if options.restricts:
-            allowed = [one.row for one in self._workers_at(rows) if options.allows(one.card)]
-            rows = np.array(allowed, dtype=np.intp)
-        if not len(rows):
+        usable = self._table.eligible(now, request.num_tokens)
+        allowed = self._allowed(usable, options)
+        if not len(allowed):
             return NoWorker()
-        allowed_rows = rows
-        rows = self._table.without_prefill(self._without_ejected(rows, now))
+        rows = self._preferred(allowed, now)
         levels = self._index.match(request.hashes)
         overlap = self._overlap_blocks(request.hashes, levels, now)
         view = self._view(request, rows, overlap, now)
         offer = None
         if levels and self._exchange.is_possible:
-            offer = self._exchange.offer(
-                levels, rows, view, self._prefill_s, self._transfer_rate.mb_per_s, self._can_give, now
-            )
+            mb_per_s = self._transfer_rate.mb_per_s
+            offer = self._exchange.offer(levels, rows, view, self._prefill_s, mb_per_s, self._can_give, now)
             view = view if offer is None else view._replace(fetchable=offer.fetchable)
         costs = policy.costs(view)
         at = draw(costs, rng, options.temperature)
         worker = self._by_row[int(rows[at])]
         assert worker is not None
-        overlap_blocks, fetch_blocks, source = int(overlap[worker.row]), 0, None
         holder = None if offer is None else offer.holder_for(at)
-        if holder is not None:
-            fetch_blocks, source = holder.overlap_blocks - overlap_blocks, self._by_row[holder.row]
-        remote_prefill = None
-        if request.hashes and len(rows) < len(usable):
-            remote_prefill = self._find_remote_prefill(request, worker, usable, overlap, fetch_blocks, options)
-        if remote_prefill is not None:
-            source, fetch_blocks = self._by_row[remote_prefill.row], len(request.hashes) - overlap_blocks
-            assert source is not None
-            self._book_remote_prefill(source, request, int(overlap[remote_prefill.row]), now)
-        elif holder is not None:
-            self._exchange.begin(holder.row, worker.row, now)
-        remote_prefill_worker_id = "" if remote_prefill is None or source is None else source.card.worker_id
+        helpers = usable if request.hashes and len(rows) < len(usable) else None
+        source = self._arrange_source(request, worker, holder, helpers, overlap, now, options)
         report = None
         if options.explain:
-            workers, has_remote_prefill = self._workers_at(rows), remote_prefill is not None
+            ejected = {one.card.worker_id for one in self._workers_at(allowed) if one.ejection.is_ejected(now)}
             fetched = np.zeros(len(rows)) if offer is None else offer.tokens
             report = explain(
-                worker,
-                policy.name,
-                workers,
-                view,
-                costs.tolist(),
-                fetched,
-                source,
-                has_remote_prefill=has_remote_prefill,
+                worker, policy.name, self._workers_at(rows), view, costs.tolist(), fetched, source, ejected
             )
-            passed_over = [one for one in self._workers_at(allowed_rows) if one.ejection.is_ejected(now)]
-            names = {one.card.worker_id for one in passed_over} - {one.card.worker_id for one in workers}
-            report = codec.replace(report, ejected=sorted(names))
-        self.book(worker, request, now, overlap_blocks, fetch_blocks, remote_prefill_worker_id)
-        remote_prefill_s = 0.0 if remote_prefill is None else remote_prefill.seconds
-        return Placement(worker, policy.name, overlap_blocks, report, source, fetch_blocks, remote_prefill_s)
+        overlap_blocks = int(overlap[worker.row])
+        self.book(worker, request, now, overlap_blocks, source)
+        return Placement(worker, policy.name, overlap_blocks, report, *source)
 
     def book(
         self,
@@ -207,19 +185,18 @@ class ModelWorkers:
         request: PlacementRequest,
         now: float,
         overlap_blocks: int = 0,
-        fetch_blocks: int = 0,
-        remote_prefill_worker_id: str = "",
+        source: BlockSource = NO_SOURCE,
     ) -> None:
         """Counts a request towards a worker's load, and predicts that the worker will hold its blocks."""
         size = worker.card.kv_block_size or 0
         prefill_tokens = max(0, request.num_tokens - overlap_blocks * size)
         worker.bookings[request.key] = Booking(
             now,
-            prefill_tokens=max(0, prefill_tokens - fetch_blocks * size),
+            prefill_tokens=max(0, prefill_tokens - source.blocks * size),
             blocks=-(-request.num_tokens // size) if size else 0,
             expected_blocks=-(-(prefill_tokens + request.answer_tokens) // size) if size else 0,
             will_cache_blocks=len(request.hashes) > 0,
-            remote_prefill_worker_id=remote_prefill_worker_id,
+            remote_prefill_worker_id=source.prefill_worker_id,
         )
         self._num_chosen += 1
         self._table.mark_chosen(worker.row, self._num_chosen)
@@ -241,14 +218,10 @@ class ModelWorkers:
 
     def capacity(self, now: float, options: PlacementOptions | None = None) -> Capacity:
         """Returns whether a request placed now would start soon."""
-        rows = self._table.eligible(now)
-        allows = options.allows if options is not None and options.restricts else None
-        if allows is not None:
-            rows = np.array([one.row for one in self._workers_at(rows) if allows(one.card)], dtype=np.intp)
-        rows = self._table.without_prefill(self._without_ejected(rows, now))
+        options = options or _ANY_WORKER
+        rows = self._preferred(self._allowed(self._table.eligible(now), options), now)
         if not len(rows):
-            of_interest = [one for one in self._workers.values() if allows is None or allows(one.card)]
-            may_recover = any(worker.may_recover for worker in of_interest)
+            may_recover = any(one.may_recover and options.allows(one.card) for one in self._workers.values())
             return Capacity.BUSY if may_recover else Capacity.NO_WORKERS
         return Capacity.AVAILABLE if self._table.has_capacity(rows) else Capacity.BUSY
 
@@ -334,8 +307,16 @@ class ModelWorkers:
             if worker.ejection.failed(now, may_eject=num_ejected + 1 <= len(self._workers) // 2):
                 self._ejected_until = max(self._ejected_until, worker.ejection.until)
 
-    def _without_ejected(self, rows: Rows, now: float) -> Rows:
-        return self._table.without_ejected(rows, now) if now < self._ejected_until else rows
+    def _allowed(self, rows: Rows, options: PlacementOptions) -> Rows:
+        if not options.restricts:
+            return rows
+        allowed = [one.row for one in self._workers_at(rows) if options.allows(one.card)]
+        return np.array(allowed, dtype=np.intp)
+
+    def _preferred(self, rows: Rows, now: float) -> Rows:
+        """Filters rows to those that are neither ejected nor only compute prompts for others, as far as any remain."""
+        rows = self._table.without_ejected(rows, now) if now < self._ejected_until else rows
+        return self._table.without_prefill(rows)
 
     def _overlap_blocks(self, hashes: Sequence[int], levels: Sequence[MatchLevel], now: float) -> Floats:
         """Returns, for each row, how many leading blocks it holds or is predicted to hold soon."""
@@ -355,6 +336,32 @@ class ModelWorkers:
         if request.session and (worker := self._workers.get(self._sessions.get(request.session, now) or "")):
             session = (rows == worker.row).astype(np.float64)
         return View(request.num_tokens, overlap_blocks * columns[_BLOCK_SIZE], session, None, *columns[_BLOCK_SIZE:])
+
+    def _arrange_source(
+        self,
+        request: PlacementRequest,
+        worker: Worker,
+        holder: HolderCandidate | None,
+        helpers: Rows | None,
+        overlap: Floats,
+        now: float,
+        options: PlacementOptions,
+    ) -> BlockSource:
+        """Decides where the chosen worker gets blocks that it lacks, and counts that there: from one of `helpers` that
+        computes them for it, from their holder, or from none."""
+        overlap_blocks = int(overlap[worker.row])
+        fetch_blocks = 0 if holder is None else holder.overlap_blocks - overlap_blocks
+        if helpers is not None:
+            remote = self._find_remote_prefill(request, worker, helpers, overlap, fetch_blocks, options)
+            if remote is not None:
+                helper = self._by_row[remote.row]
+                assert helper is not None
+                self._book_remote_prefill(helper, request, int(overlap[remote.row]), now)
+                return BlockSource(helper, len(request.hashes) - overlap_blocks, remote.seconds)
+        if holder is None:
+            return NO_SOURCE
+        self._exchange.begin(holder.row, worker.row, now)
+        return BlockSource(self._by_row[holder.row], fetch_blocks)
 
     def _find_remote_prefill(
         self,

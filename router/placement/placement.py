@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import NamedTuple
 
 from tokenbus.protocol.wire import messages
@@ -65,6 +65,24 @@ class PlacementOptions(NamedTuple):
         )
 
 
+class BlockSource(NamedTuple):
+    """The worker from which another one should fetch blocks of a prompt instead of computing them; none by default."""
+
+    worker: Worker | None = None
+    blocks: int = 0
+    """The number of blocks after the overlap expected from there."""
+    remote_prefill_s: float = 0.0
+    """If above 0, that worker computes the prompt in a remote prefill, which is expected to take this long."""
+
+    @property
+    def prefill_worker_id(self) -> str:
+        """The worker that computes the prompt for another one; empty if there is none."""
+        return self.worker.card.worker_id if self.worker is not None and self.remote_prefill_s > 0 else ""
+
+
+NO_SOURCE = BlockSource()
+
+
 class Placement(NamedTuple):
     """The chosen worker, at which the request has been booked."""
 
@@ -117,13 +135,11 @@ def explain(
     view: View,
     costs: Sequence[float],
     fetched_tokens: Floats,
-    holder: Worker | None,
-    *,
-    has_remote_prefill: bool,
+    source: BlockSource,
+    ejected: Set[str],
 ) -> messages.RoutingReport:
     """Reports what was known about each candidate. `workers`, the columns of `view`, `costs` and `fetched_tokens` are
-    in the same order; `holder` is the worker, if any, from which the chosen one fetches, and which computes the prompt
-    in a remote prefill."""
+    in the same order; `ejected` workers were passed over unless they are among them."""
     candidates = []
     for number, worker in enumerate(workers):
         block_size = max(1.0, float(view.block_size[number]))
@@ -142,6 +158,7 @@ def explain(
         chosen=chosen.card.worker_id,
         policy=policy,
         candidates=candidates,
-        fetch_from="" if holder is None else holder.card.worker_id,
-        has_leg=has_remote_prefill,
+        fetch_from="" if source.worker is None else source.worker.card.worker_id,
+        has_leg=source.remote_prefill_s > 0,
+        ejected=sorted(ejected - {one.card.worker_id for one in workers}),
     )

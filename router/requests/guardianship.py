@@ -104,7 +104,7 @@ class Guardianship:
             return
         if not self._names.is_unguarded(message.reply, self._router_id):
             return
-        unknown = [key for key in check.request_ids if self._flights.find(key) is None]
+        unknown = [key for key in check.request_ids if self._flights.find_flight(key) is None]
         answer = internal.Unguarded(router_id=self._router_id, request_ids=unknown)
         self._replies.send(message.reply, codec.encode(answer))
 
@@ -164,7 +164,7 @@ class Guardianship:
     def _find_worker(self, run: internal.Run, model: str, worker_id: str, *, in_parts: bool) -> Worker | None:
         """Returns the worker that offers a stream, or None if this router does not follow that worker's log without a
         gap: the offer's tokens end with the log's entry before it, unless it came in parts."""
-        worker = self._fleet.find(subjects.WorkerAddress(model, worker_id))
+        worker = self._fleet.find_worker(subjects.WorkerAddress(model, worker_id))
         if worker is None or worker.card.epoch != run.epoch or worker.lease_expired:
             return None
         if worker.log.is_behind and not in_parts:

@@ -144,7 +144,7 @@ class Intake:
                 request = codec.replace(request, id=secrets.token_urlsafe(16))
             flight = Flight(request, address, message.reply, encoding, time.monotonic())
             try:
-                self._lifecycle.start(flight, len(message.data), message.headers)
+                self._lifecycle.admit(flight, len(message.data), message.headers)
             except errors.RequestError as error:
                 if error.error.code is not errors.Code.DUPLICATE_REQUEST or len(self._duplicates) >= _MAX_DUPLICATES:
                     raise
@@ -158,7 +158,7 @@ class Intake:
         def try_again() -> None:
             del self._duplicates[timer]
             try:
-                self._lifecycle.start(flight, len(message.data), message.headers)
+                self._lifecycle.admit(flight, len(message.data), message.headers)
             except errors.RequestError as error:
                 self._refuse(message, flight.encoding, flight.request_id, error.error)
 
@@ -185,7 +185,7 @@ class Intake:
                 raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="model")
             work, size, now = kind.check(body), len(message.data), time.monotonic()
             call = Call(request_id, address, body, work, message.reply, encoding, now, size)
-            self._calls.start(kind, call, message.headers)
+            self._calls.admit_call(kind, call, message.headers)
             return
         except codec.MediaTypeError as problem:
             error = errors.make_error(errors.Code.INVALID_REQUEST, str(problem))

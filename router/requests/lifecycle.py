@@ -72,14 +72,14 @@ class RequestLifecycle:
     def __repr__(self) -> str:
         return f"<RequestLifecycle {self._flights!r}, {len(self._tasks)} tasks>"
 
-    def start(self, flight: Flight, num_bytes: int, headers: tracing.Headers) -> None:
+    def admit(self, flight: Flight, num_bytes: int, headers: tracing.Headers) -> None:
         """Takes a request of `num_bytes`; `headers` of its message may name its trace.
 
         A duplicate that goes to the same inbox as the request in flight is dropped: its client gets that stream.
         Raises RequestError for any other duplicate, for an unknown policy, and if the router is full or the tenant is
         throttled."""
         self._queue.check_policy(flight.request.routing)
-        duplicate = self._flights.find(flight.key)
+        duplicate = self._flights.find_flight(flight.key)
         if duplicate is not None and duplicate.reply == flight.reply:
             self._log.warning("duplicate_dropped", request_id=flight.key)
             return
@@ -109,7 +109,7 @@ class RequestLifecycle:
         Returns False if there is no room for it, or another request has its id. Raises RequestError for an unknown
         policy."""
         self._queue.check_policy(flight.request.routing)
-        known = self._flights.find(flight.key)
+        known = self._flights.find_flight(flight.key)
         if known is not None:  # one that is only waiting to be named can't be placed
             return known.reply == flight.reply and (worker is not None or known.is_named)
         assert flight.prompt_ids is not None, flight
@@ -137,7 +137,7 @@ class RequestLifecycle:
     def cancel(self, key: str, model: str | None) -> bool:
         """Cancels a request for a model, or for any if None is named; returns False if this router has no such request,
         or its worker has to answer."""
-        flight = self._flights.find(key)
+        flight = self._flights.find_flight(key)
         if flight is None or model not in (None, flight.model):
             return False
         # also noted for one at a worker: if that worker is lost, the request must not continue elsewhere
@@ -149,12 +149,12 @@ class RequestLifecycle:
 
     def knows(self, key: str) -> bool:
         """Whether a request is open here or has recently ended here."""
-        return self._flights.find(key) is not None or self._terminals.can_replay(key, time.monotonic())
+        return self._flights.find_flight(key) is not None or self._terminals.can_replay(key, time.monotonic())
 
     def replay(self, key: str) -> bool:
         """Sends the client of a request a keepalive or its terminal again; returns False if a worker has to answer."""
         now = time.monotonic()
-        flight = self._flights.find(key)
+        flight = self._flights.find_flight(key)
         if flight is None:
             return self._terminals.replay(key, now)
         if flight.worker_id is not None:
@@ -221,7 +221,7 @@ class RequestLifecycle:
     def _is_unheard(self, flight: Flight) -> bool:
         """Whether a request's worker has been silent so long that this router answers for it."""
         assert flight.worker_id is not None
-        worker = self._fleet.find(subjects.WorkerAddress(flight.model, flight.worker_id))
+        worker = self._fleet.find_worker(subjects.WorkerAddress(flight.model, flight.worker_id))
         return worker is None or time.monotonic() - worker.last_seen_at >= limits.WORKER_SUSPECT_AFTER_S
 
     def _send_keepalive(self, flight: Flight, now: float) -> None:

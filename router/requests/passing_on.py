@@ -41,7 +41,7 @@ class PassingOn:
                 self._bus.publish(subject, message.data[:_MAX_BYTES], message.reply, headers=headers)
 
     def _models(self, key: str) -> Iterable[str]:
-        flight = self._flights.find(key)
+        flight = self._flights.find_flight(key)
         return (model for model, _ in self._fleet.models()) if flight is None else (flight.model,)
 
 

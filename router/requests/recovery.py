@@ -58,7 +58,7 @@ class Recovery:
         if update.lost is not None:
             self._log.error("worker_epoch_changed", worker_id=address.worker_id, epoch=update.lost.card.epoch)
             self.recover(update.lost, is_certain=True)
-        worker = self._fleet.find(address)
+        worker = self._fleet.find_worker(address)
         if worker is not None and worker.state is messages.WorkerState.LEAVING:
             self._take_streams(worker)
         if update.left:
@@ -139,7 +139,7 @@ class Recovery:
         request could continue elsewhere.
 
         A worker that was given up as lost but still runs an earlier attempt is told to stop."""
-        flight = self._flights.find(key)
+        flight = self._flights.find_flight(key)
         if flight is None or flight.model != worker.card.model:
             return None
         if attempt < flight.attempt:

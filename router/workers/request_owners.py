@@ -20,11 +20,11 @@ class RequestOwners:
     def __repr__(self) -> str:
         return f"<RequestOwners of {len(self._by_key)} requests>"
 
-    def find(self, model: str, key: str) -> Worker | None:
+    def owner_of(self, model: str, key: str) -> Worker | None:
         """Returns the worker of that model that reports running a request."""
         return self._by_key.get((model, key))
 
-    def start(self, worker: Worker, key: str) -> None:
+    def record_started(self, worker: Worker, key: str) -> None:
         """Records that a worker has started a request, which is no longer merely booked."""
         booking = worker.bookings.pop(key, None)
         if booking is not None and booking.will_cache_blocks and len(worker.expected_to_cache) < MAX_RUNNING:
@@ -33,7 +33,7 @@ class RequestOwners:
             worker.running.add(key)
             self._by_key[worker.card.model, key] = worker
 
-    def finish(self, worker: Worker, key: str) -> None:
+    def record_finished(self, worker: Worker, key: str) -> None:
         """Records that a worker has ended a request."""
         worker.bookings.pop(key, None)
         self._release(worker, key)
@@ -42,14 +42,14 @@ class RequestOwners:
             worker.expected_to_cache.remove(key)
             worker.num_unreported += 1
 
-    def forget(self, worker: Worker, key: str) -> None:
+    def record_taken(self, worker: Worker, key: str) -> None:
         """Records that a router has taken a request from a worker, which says nothing about the worker's cache."""
         worker.bookings.pop(key, None)
         self._release(worker, key)
         worker.running.discard(key)
         worker.expected_to_cache.discard(key)
 
-    def replace(self, worker: Worker, keys: Iterable[str]) -> None:
+    def replace_running(self, worker: Worker, keys: Iterable[str]) -> None:
         """Replaces everything known to run on a worker with a snapshot's keys."""
         keys = list(keys)
         for key in keys:

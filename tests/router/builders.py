@@ -113,7 +113,7 @@ def fleet_of(*cards: messages.Card, now: float = 0.0) -> Fleet:
 
 
 def known(fleet: Fleet, worker_id: str = "w1") -> Worker:
-    worker = fleet.find(at(worker_id))
+    worker = fleet.find_worker(at(worker_id))
     assert worker is not None
     return worker
 

@@ -59,7 +59,7 @@ class Testbed:
         now = time.monotonic()
         work, encoding = self.kind.check(body), codec.Encoding.JSON
         call = Call(request_id, address, body, work, "_INBOX.a.b", encoding, now, num_bytes)
-        self.calls.start(self.kind, call, None)
+        self.calls.admit_call(self.kind, call, None)
 
 
 @pytest.fixture

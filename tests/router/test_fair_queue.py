@@ -16,7 +16,7 @@ def waiting(
 def filled(*requests: QueuedRequest, max_requests: int = 100, max_tokens: int = 1 << 20) -> FairQueue:
     queue = FairQueue(max_requests, max_tokens)
     for request in requests:
-        assert queue.put(request) == []
+        assert queue.enqueue(request) == []
     return queue
 
 
@@ -37,9 +37,9 @@ def test_requests_of_a_tenant_leave_in_order_of_arrival() -> None:
 def test_requests_that_have_begun_leave_first_and_count_against_no_limit() -> None:
     queue = filled(waiting("x", tokens=100), max_requests=1, max_tokens=100)
     for name in "bc":
-        queue.put_begun(waiting(name, "z", arrived_at=9.0, tokens=1_000))
+        queue.enqueue_begun(waiting(name, "z", arrived_at=9.0, tokens=1_000))
     assert (len(queue), "b" in queue) == (3, True)
-    assert queue.put(waiting("y", arrived_at=1.0)) == [waiting("y", arrived_at=1.0)]
+    assert queue.enqueue(waiting("y", arrived_at=1.0)) == [waiting("y", arrived_at=1.0)]
     queue.remove("b")
     queue.check_integrity()
     assert order(queue) == "cx"
@@ -68,16 +68,16 @@ def test_tenants_share_the_queue_by_tokens_not_by_requests() -> None:
 
 def test_when_full_the_tenant_with_most_tokens_loses_its_last_request() -> None:
     queue = filled(waiting("1", "many"), waiting("2", "many"), waiting("3", "many"), max_requests=3)
-    assert [one.key for one in queue.put(waiting("x", "few"))] == ["3"]
-    assert [one.key for one in queue.put(waiting("4", "many"))] == ["4"]
-    assert [one.key for one in queue.put(waiting("5", "many", priority=-5))] == ["2"]
+    assert [one.key for one in queue.enqueue(waiting("x", "few"))] == ["3"]
+    assert [one.key for one in queue.enqueue(waiting("4", "many"))] == ["4"]
+    assert [one.key for one in queue.enqueue(waiting("5", "many", priority=-5))] == ["2"]
     assert order(queue) == "51x"
 
 
 def test_the_token_limit_evicts_likewise_and_a_request_that_can_never_fit_evicts_only_itself() -> None:
     queue = filled(waiting("1", tokens=60), waiting("2", "b", tokens=30), max_tokens=100)
-    assert [one.key for one in queue.put(waiting("3", "c", tokens=20))] == ["1"]
-    assert [one.key for one in queue.put(waiting("4", "d", tokens=101))] == ["4"]
+    assert [one.key for one in queue.enqueue(waiting("3", "c", tokens=20))] == ["1"]
+    assert [one.key for one in queue.enqueue(waiting("4", "d", tokens=101))] == ["4"]
     assert order(queue) == "23"
 
 
@@ -85,7 +85,7 @@ def test_a_tenant_without_requests_keeps_no_credit() -> None:
     queue = filled(waiting("1", "a", tokens=1), waiting("2", "b", tokens=1))
     assert order(queue) == "12"
     for request in (waiting("3", "b", tokens=QUANTUM_TOKENS), waiting("4", "a", tokens=QUANTUM_TOKENS)):
-        queue.put(request)
+        queue.enqueue(request)
     assert order(queue) == "34"
 
 
@@ -103,7 +103,7 @@ def test_a_request_that_can_not_start_is_overtaken_by_others_of_its_tenant_and_k
         waiting("y", arrived_at=2.0),
         waiting("z", "b", arrived_at=3.0, needs="adapter"),
     )
-    queue.put_begun(waiting("w", needs="adapter"))
+    queue.enqueue_begun(waiting("w", needs="adapter"))
     popped = queue.pop_startable(0.0, lambda one: one.needs is None)
     assert popped is not None
     assert popped.key == "y"
@@ -115,10 +115,10 @@ def test_a_request_that_can_not_start_is_overtaken_by_others_of_its_tenant_and_k
 def test_a_tenant_with_nothing_to_start_saves_no_credit() -> None:
     queue = filled(*[waiting(str(number), "a", tokens=QUANTUM_TOKENS, needs="adapter") for number in range(4)])
     for key in "xyz":
-        queue.put(waiting(key, "b", tokens=QUANTUM_TOKENS))
+        queue.enqueue(waiting(key, "b", tokens=QUANTUM_TOKENS))
         queue.pop_startable(0.0, lambda one: one.needs is None)
     for key in "xyz":
-        queue.put(waiting(key, "b", tokens=QUANTUM_TOKENS))
+        queue.enqueue(waiting(key, "b", tokens=QUANTUM_TOKENS))
     assert order(queue) in ("0x1y2z3", "x0y1z23")
 
 
@@ -143,7 +143,7 @@ class FairQueueHistory(RuleBasedStateMachine):
         self.count += 1
         request = waiting(str(self.count), tenant, arrived_at, tokens, priority, needs)
         self.inside[request.key] = request
-        for refused in self.queue.put(request):
+        for refused in self.queue.enqueue(request):
             assert self.inside.pop(refused.key) == refused
 
     @precondition(lambda self: self.inside)

@@ -30,7 +30,7 @@ def test_the_same_id_of_two_tenants_makes_two_flights() -> None:
     ours, theirs = flight("r1", tenant="ours"), flight("r1", tenant="theirs")
     flights.add(ours, 10)
     flights.add(theirs, 10)
-    assert (flights.find(ours.key), flights.find(theirs.key)) == (ours, theirs)
+    assert (flights.find_flight(ours.key), flights.find_flight(theirs.key)) == (ours, theirs)
 
 
 def test_a_key_can_only_be_added_once() -> None:
@@ -39,7 +39,7 @@ def test_a_key_can_only_be_added_once() -> None:
     flights.add(first, 10)
     with pytest.raises(AssertionError):
         flights.add(flight(), 10)
-    assert flights.find(first.key) is first
+    assert flights.find_flight(first.key) is first
 
 
 def test_flights_are_full_at_capacity_and_not_one_before() -> None:
@@ -84,7 +84,7 @@ def test_an_accepted_flight_belongs_to_its_worker_until_it_is_removed() -> None:
     assert (flights.accepted_by(at("w1")), flights.accepted_by(at("w2"))) == ([one], [])
     flights.remove(one)
     assert flights.accepted_by(at("w1")) == []
-    assert flights.find(one.key) is None
+    assert flights.find_flight(one.key) is None
 
 
 def test_the_flights_of_a_worker_may_be_removed_while_iterating() -> None:
@@ -217,7 +217,7 @@ class FlightsHistory(RuleBasedStateMachine):
     def receive(self, name: str, tenant: str) -> object:
         new = flight(name, tenant=tenant)
         duplicates = [one for one in self.known if one.key == new.key]
-        assert self.flights.find(new.key) is (duplicates[0] if duplicates else None)
+        assert self.flights.find_flight(new.key) is (duplicates[0] if duplicates else None)
         assert self.flights.has_room(0) == (len(self.known) < self.capacity)
         if duplicates or not self.flights.has_room(0):
             return multiple()
@@ -264,7 +264,7 @@ class FlightsHistory(RuleBasedStateMachine):
     def agrees_with_the_list(self) -> None:
         self.flights.check_integrity()
         assert len(self.flights) == len(self.known)
-        assert all(self.flights.find(one.key) is one for one in self.known)
+        assert all(self.flights.find_flight(one.key) is one for one in self.known)
 
     def teardown(self) -> None:
         for one in list(self.known):

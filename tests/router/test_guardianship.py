@@ -274,7 +274,7 @@ async def test_a_stream_that_a_worker_offers_is_known_as_if_this_router_had_plac
     monkeypatch.setattr("time.monotonic", lambda: 50.0)
     testbed = await Testbed.opened()
     assert testbed.offer(stream()) == ACCEPTED
-    found = testbed.flights.find(KEY)
+    found = testbed.flights.find_flight(KEY)
     assert found is not None
     assert (found.worker_id, found.attempt, found.attempt_worker_id) == ("w1", 2, "w1")
     assert (found.model, found.tenant, found.reply, found.encoding) == (
@@ -298,7 +298,7 @@ async def test_tokens_behind_an_offer_are_those_of_the_stream_that_it_names() ->
     testbed = await Testbed.opened()
     testbed.offer(stream())
     testbed.hear(events("w1", 1, tokens=[(3, 90), (4, 91)]))
-    found = testbed.flights.find(KEY)
+    found = testbed.flights.find_flight(KEY)
     assert found is not None
     assert list(found.completion.token_ids) == [7, 8, 91]
 
@@ -306,7 +306,7 @@ async def test_tokens_behind_an_offer_are_those_of_the_stream_that_it_names() ->
 async def test_the_log_goes_on_while_an_offer_comes_in_parts_so_that_a_snapshot_has_the_latest_tokens() -> None:
     testbed = await Testbed.opened()
     assert testbed.offer_in_parts(stream()) == ACCEPTED
-    adopted = testbed.flights.find(KEY)
+    adopted = testbed.flights.find_flight(KEY)
     assert adopted is not None
     assert (list(adopted.completion.token_ids), adopted.stream) == ([7, 8], None)
     assert testbed.worker.log.is_behind
@@ -326,7 +326,7 @@ async def test_an_offer_in_parts_is_announced_by_the_worker_that_it_names(subjec
 async def test_a_request_without_a_deadline_has_none_here(name: str) -> None:
     testbed = await Testbed.opened()
     testbed.offer(stream(request_id=f"default:{name}", remaining_ms=None, age_ms=None))
-    found = testbed.flights.find(f"default:{name}")
+    found = testbed.flights.find_flight(f"default:{name}")
     assert found is not None
     assert found.remaining_ms(1e9) is None
 
@@ -337,21 +337,21 @@ async def test_this_router_continues_an_offered_stream_only_once_the_log_names_i
     testbed.offer(stream())
     if is_named:
         testbed.hear(codec.replace(events("w1", 1), guardians={4: "this-router"}))
-    found = testbed.flights.find(KEY)
+    found = testbed.flights.find_flight(KEY)
     (lost, _) = testbed.fleet.expire_leases(2.0)
     testbed.recovery.recover(lost, is_certain=False)
     await asyncio.sleep(0)
     assert testbed.dispatcher.continued == [found] * is_named
     assert len(testbed.flights) == is_named
     # whoever continues it finds out whether the worker is gone
-    assert (testbed.fleet.find(at("w1")) is lost) is is_named
+    assert (testbed.fleet.find_worker(at("w1")) is lost) is is_named
 
 
 async def test_a_stream_is_forgotten_once_the_log_names_another_router() -> None:
     testbed = await Testbed.opened()
     testbed.offer(stream())
     testbed.hear(codec.replace(events("w1", 1), guardians={3: "other", 4: "this-router"}))
-    assert testbed.flights.find(KEY) is not None
+    assert testbed.flights.find_flight(KEY) is not None
     testbed.hear(codec.replace(events("w1", 2), guardians={4: "other"}))
     assert len(testbed.flights) == 0
 
@@ -359,10 +359,10 @@ async def test_a_stream_is_forgotten_once_the_log_names_another_router() -> None
 async def test_a_stream_that_is_offered_again_is_accepted_again() -> None:
     testbed = await Testbed.opened()
     assert testbed.offer(stream()) == ACCEPTED
-    found = testbed.flights.find(KEY)
+    found = testbed.flights.find_flight(KEY)
     more = internal.RunResume(token_ids=block_hash.pack_token_ids([7, 8, 9]))
     assert testbed.offer(stream(resume_from=more)) == ACCEPTED
-    assert testbed.flights.find(KEY) is found
+    assert testbed.flights.find_flight(KEY) is found
     assert found is not None
     assert list(found.completion.token_ids) == [7, 8]  # its log says the rest
 

@@ -153,7 +153,7 @@ async def test_a_stream_that_a_worker_gives_up_while_others_are_handed_over_is_h
     other = flight("b")
     other.prompt_ids = b"1234"
     testbed.lifecycle.adopt(other, known(testbed.fleet))
-    waiting = testbed.flights.find("default:a")
+    waiting = testbed.flights.find_flight("default:a")
     assert waiting
     testbed.dispatcher.decide["default:a"] = lambda: testbed.lifecycle.recover(
         other, known(testbed.fleet), is_certain=False

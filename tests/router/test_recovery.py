@@ -180,7 +180,7 @@ def test_what_a_superseded_worker_has_sent_before_its_end_still_counts() -> None
     assert testbed.tokens == [7]
     assert testbed.flight.completion.token_ids == array("I", [7])
     testbed.hear(events("w1", 2, finished=(KEY,)))
-    assert (testbed.flight.ended_by, testbed.flights.find(KEY)) == ("w1", testbed.flight)
+    assert (testbed.flight.ended_by, testbed.flights.find_flight(KEY)) == ("w1", testbed.flight)
 
 
 LEAVING = messages.WorkerState.LEAVING

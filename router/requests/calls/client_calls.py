@@ -114,7 +114,7 @@ class ClientCalls:
     def __repr__(self) -> str:
         return f"<ClientCalls, {len(self._open)} open>"
 
-    def start(self, kind: CallKind[BodyT, WorkT], call: Call[BodyT, WorkT], headers: tracing.Headers) -> None:
+    def admit_call(self, kind: CallKind[BodyT, WorkT], call: Call[BodyT, WorkT], headers: tracing.Headers) -> None:
         """Takes a call. Raises RequestError(overloaded) if too many are open."""
         if not self._has_room(kind, call):
             raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=1_000.0))

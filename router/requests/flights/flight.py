@@ -191,7 +191,7 @@ class Flights:
         """Open requests of a tenant."""
         return self._num_by_tenant[tenant]
 
-    def find(self, key: str) -> Flight | None:
+    def find_flight(self, key: str) -> Flight | None:
         return self._flights.get(key)
 
     def find_all(self, keys: Iterable[str], model: str) -> Iterator[Flight]:

@@ -109,10 +109,10 @@ class FairQueue:
         return self._num_needing > 0
 
     def set_limits(self, max_requests: int, max_tokens: int) -> None:
-        """Changes the limits; the next `put` evicts what exceeds them."""
+        """Changes the limits; the next `enqueue` evicts what exceeds them."""
         self._max_requests, self._max_tokens = max_requests, max_tokens
 
-    def put(self, request: QueuedRequest) -> list[QueuedRequest]:
+    def enqueue(self, request: QueuedRequest) -> list[QueuedRequest]:
         """Adds a request and returns those evicted to make room, which may include the request itself."""
         assert request.key not in self._positions, request
         if request.tenant not in self._tenants:
@@ -130,7 +130,7 @@ class FairQueue:
             evicted.append(self.remove(largest.last().key))
         return evicted
 
-    def put_begun(self, request: QueuedRequest) -> None:
+    def enqueue_begun(self, request: QueuedRequest) -> None:
         """Adds a request whose stream has begun, after others of that kind and before all others."""
         self._begun.append(request)
         self._num_needing += bool(request.needs)

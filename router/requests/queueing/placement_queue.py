@@ -154,8 +154,8 @@ class PlacementQueue:
             flight.key, flight.tenant, flight.received_at, tokens, request.priority or 0, flight.needs
         )
         if flight.has_begun:
-            queue.put_begun(queued)
-        for evicted in () if flight.has_begun else queue.put(queued):
+            queue.enqueue_begun(queued)
+        for evicted in () if flight.has_begun else queue.enqueue(queued):
             error = errors.make_error(errors.Code.OVERLOADED, retry_after_ms=round(queue.retry_after_ms(now), 1))
             self._waiters.pop(evicted.key).outcome.set_result(error)
         self.place_waiting(now)

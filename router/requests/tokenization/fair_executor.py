@@ -55,7 +55,7 @@ class FairExecutor:
 
     async def _wait_turn(self, job: QueuedRequest) -> None:
         turn = self._turns[job.key] = asyncio.get_running_loop().create_future()
-        self._queue.put(job)
+        self._queue.enqueue(job)
         self._start_next()
         try:
             await turn

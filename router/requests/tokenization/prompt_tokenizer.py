@@ -139,7 +139,7 @@ class PromptTokenizer:
             return packed
 
         async with deadline(timeout_s):
-            if (tokenizer := self._tokenizers.find(workers)) is not None:
+            if (tokenizer := self._tokenizers.find_fetched(workers)) is not None:
                 return await self._pack(prompt, tokenizer, max_tokens(workers))
             model = prompt.model
             return await self._any_worker.first_result(model, lambda: self._candidates(model), attempt, is_cancelled)

@@ -69,7 +69,7 @@ class TokenizerCache:
     def __repr__(self) -> str:
         return f"<TokenizerCache {len(self._tokenizers)} tokenizers>"
 
-    def find(self, workers: Iterable[Worker]) -> Tokenizer | None:
+    def find_fetched(self, workers: Iterable[Worker]) -> Tokenizer | None:
         """Returns a tokenizer that was fetched and that one of these workers offers."""
         for worker in workers:
             digest = worker.card.tokenizer_digest
@@ -82,7 +82,7 @@ class TokenizerCache:
         """Returns the tokenizer that a worker offers; None if it offers none, or it can't be had or used."""
         if (digest := worker.card.tokenizer_digest) is None or self.is_broken(worker):
             return None
-        found = self.find([worker])
+        found = self.find_fetched([worker])
         # Shielded: a request that gives up must not end the fetch, which others may await.
         return found or await asyncio.shield(self._start_fetch(worker, _Key(worker.card.model, digest)))
 

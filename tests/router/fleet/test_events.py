@@ -119,7 +119,7 @@ def test_events_count_only_for_the_workers_own_model() -> None:
     assert fleet.apply_events("other", events("mine", seq=1, finished=("default:r",)), 0.0) is None
     fleet.apply_events("other", events("theirs", started=("default:r",)), 0.0)
     owner = fleet.owner_of("default:r", "demo")
-    assert owner is fleet.find(at("mine"))
+    assert owner is fleet.find_worker(at("mine"))
     fleet.apply_events("other", events("theirs", seq=1, finished=("default:r",)), 0.0)
     assert fleet.owner_of("default:r", "demo") is owner
     fleet.check_integrity()

@@ -90,8 +90,8 @@ def test_a_worker_silent_for_two_seconds_is_lost(silent_s: float, lost: list[str
     assert expired(fleet, silent_s) == []
     for name in ("w1", "w2"):
         fleet.remove(card(name))
-    assert (fleet.find(at("w1")) is None) == bool(lost)
-    assert fleet.find(at("w2")) is not None
+    assert (fleet.find_worker(at("w1")) is None) == bool(lost)
+    assert fleet.find_worker(at("w2")) is not None
 
 
 def test_a_silent_worker_that_publishes_an_event_gets_work_again() -> None:

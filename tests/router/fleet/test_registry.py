@@ -27,7 +27,7 @@ def test_a_card_makes_a_worker_known_and_a_candidate() -> None:
     fleet = fleet_of(card())
     assert candidates(fleet, 0.0) == ["w1"]
     assert candidates(fleet, 0.0, "other") == []
-    assert fleet.find(at("w2")) is None
+    assert fleet.find_worker(at("w2")) is None
 
 
 def test_a_card_of_the_same_incarnation_updates_the_worker_but_does_not_renew_its_lease() -> None:
@@ -224,13 +224,13 @@ def test_a_refused_card_does_not_block_another_worker_with_the_same_epoch() -> N
 def test_the_number_of_workers_is_bounded_but_known_ones_can_still_change() -> None:
     fleet = fleet_of(*(card(f"w{number}") for number in range(MAX_WORKERS)))
     assert fleet.apply_card(card("one-more", model="late"), 0.0) == FleetUpdate()
-    assert fleet.find(at("one-more")) is None
+    assert fleet.find_worker(at("one-more")) is None
     assert fleet.apply_events("demo", events("one-more"), 0.0) is None
     assert fleet.apply_card(card("w0", epoch="101-a"), 0.0).lost is not None
     fleet.check_integrity()
     fleet.apply_card(card("w1", state=STOPPED), 0.0)
     fleet.apply_card(card("one-more"), 0.0)
-    assert fleet.find(at("one-more")) is not None
+    assert fleet.find_worker(at("one-more")) is not None
     fleet.check_integrity()
 
 
@@ -283,12 +283,12 @@ def test_the_number_of_known_models_is_bounded() -> None:
 def test_workers_of_two_models_may_have_the_same_id() -> None:
     fleet = fleet_of(card(epoch="100-a"), card(epoch="900-b", model="other"))
     assert (candidates(fleet, 0.0), candidates(fleet, 0.0, "other")) == (["w1"], ["w1"])
-    demo, other = fleet.find(at("w1")), fleet.find(at("w1", "other"))
+    demo, other = fleet.find_worker(at("w1")), fleet.find_worker(at("w1", "other"))
     assert demo is not None
     assert other is not None
     assert demo is not other
     assert fleet.apply_card(card(epoch="999-c", model="other"), 1.0).lost is not None
     assert fleet.apply_card(card(epoch="999-c", model="other", state=STOPPED), 1.0).left
-    assert fleet.find(at("w1")) is demo
-    assert fleet.find(at("w1", "other")) is None
+    assert fleet.find_worker(at("w1")) is demo
+    assert fleet.find_worker(at("w1", "other")) is None
     fleet.check_integrity()

@@ -308,7 +308,7 @@ def test_removed_blocks_and_those_of_a_dead_engine_are_no_longer_held() -> None:
     assert chosen(fleet).overlap_blocks == 4
     fleet = fleet_with_blocks(10, 4)
     fleet.apply_events("demo", events("w0", seq=1, cleared=True, stored=stored(PROMPT[:1])), 0.0)
-    worker = fleet.find(at("w0"))
+    worker = fleet.find_worker(at("w0"))
     assert worker is not None
     assert chosen(fleet).overlap_blocks == 4
 
