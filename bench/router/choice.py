@@ -32,7 +32,7 @@ class Router:
 
     def choose(self, key: str, data: bytes, now: float = 0.5, options: PlacementOptions = _ANYONE) -> Placement:
         """Does what a router does for each request, except for sending it."""
-        scheme = self.fleet.hash_scheme_of(cached_blocks.MODEL)
+        scheme = self.fleet.model(cached_blocks.MODEL).hash_scheme
         assert scheme is not None
         prompt = PlacementRequest(key, len(data) // 4, scheme.hashes(data, "default"))
         found = self.fleet.place(cached_blocks.MODEL, prompt, self._policy, self._rng, now, options)
