@@ -10,8 +10,9 @@ LLAMA_CPP_PYTHON := 0.3.36
 BIN := .venv/bin
 PRODUCT := .venv/.product
 READY := .venv/.ready
+SPREAD := -n 4 --dist worksteal --ignore tests/laws
 
-.PHONY: up install test check conformance hostile chaos architectures architectures-check format bench demo-model dashboards clean
+.PHONY: up install test test-long durations check conformance hostile chaos architectures architectures-check format bench demo-model dashboards clean
 
 up: $(PRODUCT)
 	@$(BIN)/tokenbus up $(ARGS)
@@ -20,7 +21,16 @@ up: $(PRODUCT)
 install: $(PRODUCT)
 
 test: check
-	$(BIN)/pytest -n 4 --dist worksteal --ignore tests/laws $(ARGS)
+	$(BIN)/pytest $(SPREAD) -m "not long" $(ARGS)
+
+# What `make test` leaves out: all examples of the rules that hypothesis tries, and tests of real processes that repeat
+# what others prove.
+test-long: $(READY)
+	TOKENBUS_TESTS=long $(BIN)/pytest $(SPREAD) -m "long or hypothesis" $(ARGS)
+
+# `make test` once more, for the table of CPU times in tests/durations.md.
+durations: $(READY)
+	$(BIN)/python -m tools.durations $(SPREAD) -m "not long" $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -4,10 +4,13 @@ import asyncio
 import random
 import signal
 
+import pytest
+
 from tests.support.exact_client import ask, cards, until_idle, until_ready
 from tests.support.system import System, command
 from tokenbus.client import Client
 
+pytestmark = pytest.mark.usefixtures("executed")
 SIM = ("--engine", "sim", "--sim-speedup", "5")
 
 

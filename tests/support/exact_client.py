@@ -90,10 +90,13 @@ class ExactStream:
         raise AssertionError(f"the text ends before {place}")
 
     async def _read(self) -> None:
-        async for chunk in self.stream:
-            self.chunks.append(chunk)
-            if chunk.text or chunk.finish_reason is not None:
-                self._spoken.set()
+        try:
+            async for chunk in self.stream:
+                self.chunks.append(chunk)
+                if chunk.text or chunk.finish_reason is not None:
+                    self._spoken.set()
+        finally:
+            self._spoken.set()  # also where the stream raises, which `end` then does, too
         self.ended_at = time.monotonic()
 
 

@@ -14,6 +14,8 @@ from tests.support.system import command
 from tokenbus import demo
 from tokenbus.demo import tool_definitions
 
+pytestmark = pytest.mark.usefixtures("executed")
+
 
 def tokenbus(url: str, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"TOKENBUS_NATS": url}

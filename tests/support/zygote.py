@@ -1,0 +1,291 @@
+"""Starts Tokenbus's processes by forking one that has imported their modules, as a faster way to execute Python.
+
+Most of the CPU time of a short-lived router, frontend or engine goes into imports. Where a zygote is installed,
+`subprocess` asks it for a process instead of executing `python -m MODULE` for the modules in `_MAINS`. The zygote does
+nothing but import and fork: no thread, event loop, library or device is started before a fork. A forked process
+is a child of the caller, as an executed one would be, with a pid, arguments, environment, files and an exit status of
+its own, and has a zygote of its own for its children:
+
+    test process ── zygote ··· forks, with CLONE_PARENT, siblings of itself:
+                 ├─ worker ── zygote
+                 │         └─ engine
+                 └─ router ── zygote
+
+Whatever a fork can't reproduce is executed: another interpreter flag, `preexec_fn`, or environment of libraries that
+were loaded already."""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import pkgutil
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tokenbus.protocol.process.lean_imports  # noqa: F401  # before structlog, as these processes do
+from tokenbus.protocol.process.parent import die_with_parent, end_with_parent
+
+_MAINS = ("tokenbus.cli.start", "tokenbus.worker.engine.process.main")
+_PRELOADED = ("tokenbus.cli.main", "tokenbus.worker.serve", "tokenbus.worker.engine.gguf.runner")
+_READ_AT_START = ("GGML_", "GOMP_", "LANG", "LC_", "LD_", "OMP_", "OPENBLAS_", "PYTHON")
+"""Prefixes of variables that the interpreter or a library reads when it is loaded."""
+_MAX_REQUEST_BYTES = 1 << 18
+_MAX_FDS = 64
+_CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
+_PR_GET_TID_ADDRESS = 40
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
+
+_execute = subprocess._fork_exec  # type: ignore[attr-defined]
+_libc = ctypes.PyDLL(None)  # keeps the GIL during a call
+
+
+class Request(NamedTuple):
+    """A process to start. Its file descriptors are sent along; `fds` are the numbers that they have in the process."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    fds: list[int]
+    signal_mask: list[int]
+    new_session: bool
+    ends_with_parent: bool
+
+
+class Zygote:
+    """A running zygote, seen from its parent."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._lock = threading.Lock()
+        self._variables = _read_at_start(os.environ)
+
+    def has(self, environment: dict[str, str]) -> bool:
+        """Whether a process that reads this environment when it starts would have found the same."""
+        return _read_at_start(environment) == self._variables
+
+    def start(self, request: Request, fds: list[int]) -> int:
+        """Starts a process and returns its pid."""
+        with self._lock:
+            socket.send_fds(self._control, [json.dumps(request).encode()], fds)
+            return int(self._control.recv(16))
+
+
+def install() -> None:
+    """Lets `subprocess` fork processes from now on. The zygote starts with the first of them."""
+    if sys.platform == "linux" and _SYS_CLONE is not None:
+        _use(None)
+
+
+@contextlib.contextmanager
+def uninstalled() -> Iterator[None]:
+    """Lets `subprocess` execute all processes within the block."""
+    forking = subprocess._fork_exec  # type: ignore[attr-defined]
+    subprocess._fork_exec = _execute  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        subprocess._fork_exec = forking  # type: ignore[attr-defined]
+
+
+def _use(zygote: Zygote | None) -> None:
+    def fork_or_execute(*call: Any) -> int:
+        """Takes the arguments of `_posixsubprocess.fork_exec`."""
+        nonlocal zygote
+        arguments, close_fds, kept_fds, folder, variables = call[0], *call[2:6]
+        standard, failure_fd, new_session, preexec_fn = (call[6], call[9], call[11]), call[13], bool(call[15]), call[21]
+        pass_fds = [fd for fd in kept_fds if fd != failure_fd]
+        words = [os.fsdecode(word) for word in arguments]
+        environment = dict(os.environ) if variables is None else dict(_split(os.fsdecode(pair)) for pair in variables)
+        is_ours = words[:2] == [sys.executable, "-m"] and len(words) > 2 and words[2] in _MAINS
+        if not (is_ours and close_fds and preexec_fn in (None, end_with_parent)):
+            return int(_execute(*call))
+        if zygote is None and threading.current_thread() is threading.main_thread():  # see `parent`
+            zygote = _executed()
+        if zygote is None or not zygote.has(environment):
+            return int(_execute(*call))
+        request = Request(
+            words[2:],
+            environment,
+            os.getcwd() if folder is None else os.fsdecode(folder),
+            [0, 1, 2, *pass_fds],
+            [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+            new_session,
+            preexec_fn is end_with_parent,
+        )
+        inherited = [own if given == -1 else given for own, given in enumerate(standard)]
+        return zygote.start(request, [*inherited, *pass_fds])
+
+    subprocess._fork_exec = fork_or_execute  # type: ignore[attr-defined]
+
+
+def _split(variable: str) -> tuple[str, str]:
+    name, _, value = variable.partition("=")
+    return name, value
+
+
+def _read_at_start(environment: Any) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START)}
+
+
+def _executed() -> Zygote:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, uninstalled():
+        room = " " * 4096  # for the arguments of the processes, which are written over these
+        command = [sys.executable, "-m", "tests.support.zygote", str(theirs.fileno()), room]
+        zygote = Zygote(ours)
+        # One BLAS thread is none beside the main thread, which a fork could not reproduce.
+        variables = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        child = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=variables)
+    atexit.register(_end, ours, child)
+    return zygote
+
+
+def _end(control: socket.socket, child: "subprocess.Popen[bytes]") -> None:
+    control.close()
+    child.wait()
+
+
+def _preload() -> None:
+    commands = importlib.import_module("tokenbus.cli.commands")
+    named = [f"{commands.__name__}.{module.name}" for module in pkgutil.iter_modules(commands.__path__)]
+    for name in (*_MAINS, *_PRELOADED, *named):
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a module starts a thread when it is imported"
+    gc.collect()
+    gc.freeze()
+
+
+def _serve(control: socket.socket) -> Request:
+    """Forks processes until the parent closes the control socket. Returns in each of them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a signal to a whole group is for the others
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, _MAX_FDS)
+        if not data:
+            os._exit(0)
+        pid = _fork_sibling()
+        if pid == 0:
+            control.close()
+            request = Request(*json.loads(data))
+            _become(request, fds)
+            return request
+        control.send(str(pid).encode())
+        for fd in fds:
+            os.close(fd)
+
+
+def _fork_sibling() -> int:
+    """Forks a child of the caller's parent; otherwise like `os.fork`."""
+    tid_address = ctypes.c_ulong()
+    _libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(tid_address))
+    flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD  # glibc's, and the first
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid = _libc.syscall(ctypes.c_long(_SYS_CLONE or 0), ctypes.c_long(flags), 0, 0, tid_address, tid_address)
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    assert pid >= 0
+    return pid
+
+
+def _become(request: Request, fds: list[int]) -> None:
+    """Makes this process what `request` asks for."""
+    if request.new_session:
+        os.setsid()
+    _have_zygote(fds)
+    if request.ends_with_parent:
+        end_with_parent()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.signal_mask)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    _place(fds, request.fds)
+    sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
+    sys.argv = [str(sys.modules[request.arguments[0]].__file__), *request.arguments[1:]]
+    _show([sys.executable, "-m", *request.arguments])
+
+
+def _have_zygote(fds: list[int]) -> None:
+    """Forks a zygote for this process's own children."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        die_with_parent()
+        ours.close()
+        for fd in fds:
+            os.close(fd)
+        _run(_serve(theirs))
+    theirs.close()
+    _use(Zygote(ours))
+
+
+def _place(fds: list[int], numbers: list[int]) -> None:
+    """Gives each descriptor its number."""
+    free = max(*numbers, *fds) + 1
+    high = [os.dup2(fd, free + place, inheritable=False) for place, fd in enumerate(fds)]
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(high, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def _stream(fd: int, mode: str) -> io.TextIOWrapper:
+    errors = "backslashreplace" if fd == 2 else "strict"
+    stream = open(fd, mode, buffering=-1, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
+    assert isinstance(stream, io.TextIOWrapper)
+    stream.reconfigure(line_buffering=fd == 2 or stream.isatty())
+    return stream
+
+
+def _show(words: list[str]) -> None:
+    """Makes the kernel show these as the arguments of this process."""
+    with open("/proc/self/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    text = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, len(text))
+
+
+def _run(request: Request) -> None:
+    """Runs the module's `main` and ends the process as the interpreter would."""
+    status = 0
+    try:
+        sys.modules[request.arguments[0]].main()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status & 0xFF)
+
+
+if __name__ == "__main__":
+    _preload()
+    _run(_serve(socket.socket(fileno=int(sys.argv[1]))))
