@@ -1,7 +1,7 @@
 """Starts Tokenbus's processes by forking one that has imported their modules, as a faster way to execute Python.
 
 Most of the CPU time of a short-lived router, frontend or engine goes into imports. Where a zygote is installed,
-`subprocess` asks it for a process instead of executing `python -m MODULE` for the modules in `_MAINS`. The zygote does
+`subprocess` asks it for a process instead of executing `python -m MODULE` for the modules below. The zygote does
 nothing but import and fork: no thread, event loop, library or device is started before a fork. A forked process
 is a child of the caller, as an executed one would be, with a pid, arguments, environment, files and an exit status of
 its own, and has a zygote of its own for its children:
@@ -30,16 +30,20 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenbus.protocol.process.lean_imports  # noqa: F401  # before structlog, as these processes do
 from tokenbus.protocol.process.parent import die_with_parent, end_with_parent
 
-_MAINS = ("tokenbus.cli.start", "tokenbus.worker.engine.process.main")
+_PARENTS = ("tokenbus.cli.start", "tokenbus.worker.engine.process.main")
+_LEAVES = ("tokenbus.protocol.prompt.renderer_process", "tokenbus.worker.engine.constraints.isolated.nursery")
+"""Modules whose processes execute nothing themselves."""
 _PRELOADED = ("tokenbus.cli.main", "tokenbus.worker.serve", "tokenbus.worker.engine.gguf.runner")
-_READ_AT_START = ("GGML_", "GOMP_", "LANG", "LC_", "LD_", "OMP_", "OPENBLAS_", "PYTHON")
+_READ_AT_START = ("GGML_", "GOMP_", "HF_", "HOME", "HUGGINGFACE_", "LANG", "LC_", "LD_", "OMP_", "PYTHON", "XDG_CACHE_")
 """Prefixes of variables that the interpreter or a library reads when it is loaded."""
+_ROOT = Path(__file__).parents[2]
 _MAX_REQUEST_BYTES = 1 << 18
 _MAX_FDS = 64
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
@@ -65,10 +69,10 @@ class Request(NamedTuple):
 class Zygote:
     """A running zygote, seen from its parent."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, environment: Mapping[str, str]) -> None:
         self._control = control
         self._lock = threading.Lock()
-        self._variables = _read_at_start(os.environ)
+        self._variables = _read_at_start(environment)
 
     def has(self, environment: dict[str, str]) -> bool:
         """Whether a process that reads this environment when it starts would have found the same."""
@@ -99,6 +103,8 @@ def uninstalled() -> Iterator[None]:
 
 
 def _use(zygote: Zygote | None) -> None:
+    now = dict(os.environ)  # of a test process, before a test changes it
+
     def fork_or_execute(*call: Any) -> int:
         """Takes the arguments of `_posixsubprocess.fork_exec`."""
         nonlocal zygote
@@ -107,15 +113,15 @@ def _use(zygote: Zygote | None) -> None:
         pass_fds = [fd for fd in kept_fds if fd != failure_fd]
         words = [os.fsdecode(word) for word in arguments]
         environment = dict(os.environ) if variables is None else dict(_split(os.fsdecode(pair)) for pair in variables)
-        is_ours = words[:2] == [sys.executable, "-m"] and len(words) > 2 and words[2] in _MAINS
-        if not (is_ours and close_fds and preexec_fn in (None, end_with_parent)):
+        module = _module(words)
+        if module not in (*_PARENTS, *_LEAVES) or not close_fds or preexec_fn not in (None, end_with_parent):
             return int(_execute(*call))
         if zygote is None and threading.current_thread() is threading.main_thread():  # see `parent`
-            zygote = _executed()
+            zygote = _executed(now)
         if zygote is None or not zygote.has(environment):
             return int(_execute(*call))
         request = Request(
-            words[2:],
+            words[words.index(module) :],
             environment,
             os.getcwd() if folder is None else os.fsdecode(folder),
             [0, 1, 2, *pass_fds],
@@ -129,24 +135,36 @@ def _use(zygote: Zygote | None) -> None:
     subprocess._fork_exec = fork_or_execute  # type: ignore[attr-defined]
 
 
+def _module(words: list[str]) -> str | None:
+    """Returns the module that a command executes; its own folder is on the module path, with `-P` or without."""
+    match words:
+        case [sys.executable, "-m", module, *_] | [sys.executable, "-P", "-m", module, *_]:
+            return module
+    return None
+
+
 def _split(variable: str) -> tuple[str, str]:
     name, _, value = variable.partition("=")
     return name, value
 
 
-def _read_at_start(environment: Any) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START)}
+def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value for name, value in environment.items() if name.startswith(_READ_AT_START) and name != "PYTHONPATH"
+    }
 
 
-def _executed() -> Zygote:
+def _executed(environment: dict[str, str]) -> Zygote:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, uninstalled():
         room = " " * 4096  # for the arguments of the processes, which are written over these
         command = [sys.executable, "-m", "tests.support.zygote", str(theirs.fileno()), room]
-        zygote = Zygote(ours)
-        # One BLAS thread is none beside the main thread, which a fork could not reproduce.
-        variables = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-        child = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=variables)
+        zygote = Zygote(ours, environment)
+        # Without other threads of BLAS, which a fork would lack. So processes have one, whatever they ask for.
+        environment = environment | {"OPENBLAS_NUM_THREADS": "1"}
+        child = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, cwd=_ROOT
+        )
     atexit.register(_end, ours, child)
     return zygote
 
@@ -159,7 +177,7 @@ def _end(control: socket.socket, child: "subprocess.Popen[bytes]") -> None:
 def _preload() -> None:
     commands = importlib.import_module("tokenbus.cli.commands")
     named = [f"{commands.__name__}.{module.name}" for module in pkgutil.iter_modules(commands.__path__)]
-    for name in (*_MAINS, *_PRELOADED, *named):
+    for name in (*_PARENTS, *_LEAVES, *_PRELOADED, *named):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a module starts a thread when it is imported"
     gc.collect()
@@ -204,7 +222,8 @@ def _become(request: Request, fds: list[int]) -> None:
     """Makes this process what `request` asks for."""
     if request.new_session:
         os.setsid()
-    _have_zygote(fds)
+    if request.arguments[0] in _PARENTS:
+        _have_zygote(request, fds)
     if request.ends_with_parent:
         end_with_parent()
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -220,7 +239,7 @@ def _become(request: Request, fds: list[int]) -> None:
     _show([sys.executable, "-m", *request.arguments])
 
 
-def _have_zygote(fds: list[int]) -> None:
+def _have_zygote(request: Request, fds: list[int]) -> None:
     """Forks a zygote for this process's own children."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
@@ -230,7 +249,7 @@ def _have_zygote(fds: list[int]) -> None:
             os.close(fd)
         _run(_serve(theirs))
     theirs.close()
-    _use(Zygote(ours))
+    _use(Zygote(ours, request.environment))
 
 
 def _place(fds: list[int], numbers: list[int]) -> None:

@@ -3,6 +3,7 @@
 The files come with the source of llama-cpp-python, and are cached beside its wheel.
 """
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -132,15 +133,22 @@ def folder() -> Path:
 SPECIAL = re.compile(r"<[|｜][^<>\s'\"{}]{1,40}?[|｜]>")
 
 
+@functools.cache
 def load(folder: Path, name: str) -> ChatTemplate:
     return ChatTemplate((folder / f"{name}.jinja").read_text(), SpecialTokens({}), "<s>", "</s>")
 
 
-def rendered(folder: Path, name: str, conversation: list[ChatMessage]) -> str:
-    """Renders with the special tokens that a template names, and writes them out."""
+@functools.cache
+def load_with_special_tokens(folder: Path, name: str) -> tuple[ChatTemplate, list[str]]:
+    """Returns a template with the special tokens that it names, and these."""
     source = (folder / f"{name}.jinja").read_text()
     texts = sorted(set(SPECIAL.findall(source)))
-    template = ChatTemplate(source, SpecialTokens({text: at for at, text in enumerate(texts)}), "<s>", "</s>")
+    return ChatTemplate(source, SpecialTokens({text: at for at, text in enumerate(texts)}), "<s>", "</s>"), texts
+
+
+def rendered(folder: Path, name: str, conversation: list[ChatMessage]) -> str:
+    """Renders with the special tokens that a template names, and writes them out."""
+    template, texts = load_with_special_tokens(folder, name)
     pieces = template.render(conversation, None, TOOLS)
     return "".join(piece if isinstance(piece, str) else texts[piece] for piece in pieces)
 

@@ -25,6 +25,7 @@ from tokenbus.worker.engine.constraints.grammars.matcher import Matcher, Sequenc
 from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
 from tokenbus.worker.engine.constraints.isolated.remote_matcher import RemoteMatcher
 
+pytestmark = pytest.mark.usefixtures("executed")
 ENDLESS = ".?" * 8_000
 """A regex that would take half a minute and gigabytes."""
 LARGE = "|".join(f"word{number}" for number in range(200))
