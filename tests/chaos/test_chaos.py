@@ -4,6 +4,7 @@ from itertools import chain
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from tests.chaos.plans import Fault, faults
 from tests.chaos.results import Record
@@ -39,9 +40,11 @@ async def test_a_broker_that_dies_and_returns_costs_the_library_no_byte_and_hang
     await played(tmp_path, few("restart_broker", 1, away_s=0.0), few("restart_broker", 1))
 
 
+@pytest.mark.long
 async def test_drains_and_a_roll_of_everything_cut_nothing(tmp_path: Path) -> None:
     assert (await played(tmp_path, few("drain_worker", 5), few("roll", 1))).gaps_ms
 
 
+@pytest.mark.long
 async def test_a_router_that_has_died_before_a_worker_costs_its_streams_nothing(tmp_path: Path) -> None:
     assert (await played(tmp_path, few("kill_router_then_worker", 1), num_tokens=200)).gaps_ms

@@ -41,6 +41,7 @@ async def asked(engine: contract.Engine, question: str, number: int) -> Recorder
     return recorder
 
 
+@pytest.mark.long
 async def test_every_sum_below_its_limit_is_right(engine: contract.Engine) -> None:
     numbers = range(demo.CORRECT_SUMS_UP_TO)
     questions = [corpus.sum_question(a, b) for a in numbers for b in numbers]

@@ -120,6 +120,7 @@ async def test_a_required_call_is_the_one_that_it_would_make(client: Client) -> 
     assert (said.text, calls_of(said)) == ("", [("multiply", {"a": 12, "b": 30})])
 
 
+@pytest.mark.long
 async def test_random_tasks_with_random_tools_are_called_and_answered(client: Client) -> None:
     rng = random.Random(20_260)
     known = [country.capital for country in corpus.COUNTRIES]

@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.exact_client import until_ready
 from tests.support.raw_client import PREFIX, Answer, RawClient, check_stream
 from tests.support.system import System
@@ -60,6 +62,7 @@ async def test_while_an_engine_restarts_its_requests_go_to_the_other_worker(syst
         assert answer.text == " 42", answer.messages
 
 
+@pytest.mark.long
 async def test_sigterm_under_load_cuts_no_stream_even_if_the_next_worker_is_yet_to_start(system: System) -> None:
     system.router("router")
     system.worker("worker", "--grace-s", "0.3")
@@ -211,6 +214,7 @@ async def test_a_worker_that_cannot_serve_its_model_says_why_in_one_line(system:
     )
 
 
+@pytest.mark.long
 async def test_a_storm_of_requests_cancels_and_a_killed_engine_leaves_nothing_behind(system: System) -> None:
     system.router("router")
     system.worker("worker-a")

@@ -90,6 +90,7 @@ async def test_a_frozen_guardian_is_replaced_so_that_its_streams_outlive_their_w
         assert answer.num_tokens == 900
 
 
+@pytest.mark.long
 async def test_workers_replace_a_frozen_guardian_whose_connection_the_broker_keeps(tmp_path: Path) -> None:
     config = tmp_path / "nats.conf"
     config.write_text('ping_interval: "2m"\n')
@@ -115,6 +116,7 @@ async def test_workers_replace_a_frozen_guardian_whose_connection_the_broker_kee
             assert answer.num_tokens == 900
 
 
+@pytest.mark.long
 async def test_a_router_that_runs_again_serves_like_before(system: System) -> None:
     bare: RawClient = await system.connect()
     system.signal("router-a", signal.SIGSTOP)

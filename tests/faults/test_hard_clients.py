@@ -9,6 +9,8 @@ import sys
 import time
 from asyncio.subprocess import Process
 
+import pytest
+
 from tests.support.exact_client import ExactStream, ask, until_idle, until_ready
 from tests.support.raw_client import PREFIX, Answer
 from tests.support.system import System
@@ -48,6 +50,7 @@ async def reader(url: str, count: int, max_tokens: int) -> Process:
     return process
 
 
+@pytest.mark.long
 async def test_a_client_killed_with_9_frees_its_lanes(system: System) -> None:
     system.router("router")
     simulated(system)
@@ -78,6 +81,7 @@ async def test_a_client_that_reconnects_keeps_its_streams(system: System) -> Non
             assert one.is_whole
 
 
+@pytest.mark.long
 async def test_a_client_that_stops_reading_disturbs_nobody(system: System) -> None:
     system.router("router")
     simulated(system)
@@ -155,6 +159,7 @@ async def test_an_id_used_again_and_again_is_answered_each_time_by_a_router_that
         await bare.nats.publish(f"{PREFIX}.cancel.again", b"")
 
 
+@pytest.mark.long
 async def test_a_client_that_reconnects_every_second_only_harms_itself(system: System) -> None:
     system.router("router")
     simulated(system)

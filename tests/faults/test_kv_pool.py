@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.test_replicas import control
 from tests.support.exact_client import cards, until_idle, until_ready
 from tests.support.raw_client import PREFIX, RawClient, check_stream
@@ -58,6 +60,7 @@ async def test_a_busy_model_uses_an_idle_ones_memory_and_gives_it_back_when_that
     assert sum(line.get("preempted_bytes", 0) for line in reclaimed) == len(preempted) * 2 * MIB
 
 
+@pytest.mark.long
 async def test_all_models_go_on_when_their_engine_is_killed_while_one_has_borrowed(system: System) -> None:
     bare, found = await two_models(system, "--model", str(demo.MODEL_PATH), "--served-name", "fixed", count=3)
     running = [await bare.generate(LONG, subject=f"{PREFIX}.generate.busy") for _ in range(5)]

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("executed")
 SIM = ("--engine", "sim", "--sim-speedup", "5")
 
 
+@pytest.mark.long
 async def test_two_of_three_routers_killed_under_200_requests_disturb_no_stream_and_the_rest_is_answered(
     system: System,
 ) -> None:
@@ -62,6 +63,7 @@ async def wire_check(url: str) -> str:
     return printed.decode()
 
 
+@pytest.mark.long
 async def test_the_wire_holds_with_three_routers_under_load_and_when_one_of_them_is_left(system: System) -> None:
     names = ["router-a", "router-b", "router-c"]
     for name in names:
@@ -83,6 +85,7 @@ async def test_the_wire_holds_with_three_routers_under_load_and_when_one_of_them
         assert " 0 broken" in await wire_check(system.url)
 
 
+@pytest.mark.long
 async def test_a_router_that_joins_late_knows_what_runs(system: System) -> None:
     system.router("router-a")
     system.worker("worker", *SIM, model="steps-of-50ms")
