@@ -17,6 +17,7 @@ were loaded already."""
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import io
@@ -249,18 +250,23 @@ def _have_zygote(request: Request, fds: list[int]) -> None:
             os.close(fd)
         _run(_serve(theirs))
     theirs.close()
-    _use(Zygote(ours, request.environment))
+    control = socket.socket(fileno=_above(ours.detach(), [*request.fds, *fds]))
+    _use(Zygote(control, request.environment))
 
 
 def _place(fds: list[int], numbers: list[int]) -> None:
     """Gives each descriptor its number."""
-    free = max(*numbers, *fds) + 1
-    high = [os.dup2(fd, free + place, inheritable=False) for place, fd in enumerate(fds)]
-    for fd in fds:
-        os.close(fd)
-    for fd, number in zip(high, numbers, strict=True):
+    above = [_above(fd, [*numbers, *fds]) for fd in fds]
+    for fd, number in zip(above, numbers, strict=True):
         os.dup2(fd, number)
         os.close(fd)
+
+
+def _above(fd: int, numbers: list[int]) -> int:
+    """Moves a descriptor above these numbers."""
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1)
+    os.close(fd)
+    return moved
 
 
 def _stream(fd: int, mode: str) -> io.TextIOWrapper:
