@@ -66,21 +66,14 @@ _FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
     ("--kv-tokens", _ENGINE.kv_tokens, "tokens in the whole KV cache; 0: one to four contexts, if memory allows"),
     ("--memory-share", _ENGINE.memory_share, "share of Tokenbus's memory on the machine to plan with"),
     ("--kv-block-size", _ENGINE.kv_block_size, "tokens per KV block; -1: 16"),
-    ("--kv-layout", _ENGINE.kv_layout, "auto, unified or per-stream (docs/operations.md)"),
     ("--cache-type-k", _ENGINE.cache_type_k, "type of cached keys: f32, f16, bf16, q8_0, q5_1 to q4_0"),
     ("--cache-type-v", _ENGINE.cache_type_v, "type of cached values, from the same list"),
     ("--host-cache-mib", _ENGINE.host_cache_mib, "host memory for offloaded prefixes; -1: up to 1,024; 0: none"),
-    (
-        "--host-cache-policy",
-        _ENGINE.host_cache_policy,
-        "when prefixes are copied to host memory: write-through (when complete), write-back (when evicted) or auto",
-    ),
     (
         "--min-prefix-tokens",
         _SCHEDULER.min_prefix_tokens,
         "tokens of the shortest cached prefix; 0: any; -1: any, or 128 if a cached prefix takes much memory",
     ),
-    ("--max-cached-blocks", None, "unused blocks that may stay cached on the device"),
     (
         "--expected-tokens",
         _SCHEDULER.expected_tokens,

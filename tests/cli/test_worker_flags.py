@@ -118,7 +118,7 @@ def test_flags_that_contradict_models_on_demand_are_refused(flags: tuple[str, ..
         settings(*flags)
 
 
-@pytest.mark.parametrize("name", ["cache-type-k", "cache-type-v", "kv-layout", "flash-attention", "split-mode"])
+@pytest.mark.parametrize("name", ["cache-type-k", "cache-type-v", "flash-attention", "split-mode"])
 def test_a_setting_that_no_engine_knows_is_refused_before_anything_is_tried_with_it(name: str) -> None:
     with pytest.raises(ValueError, match=f"--{name} must be one of .*, got 'q6_0'"):
         settings(f"--{name}", "q6_0")

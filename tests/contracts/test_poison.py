@@ -40,8 +40,6 @@ BY_TOKEN: dict[str, Callable[[], EngineSettings]] = {
     "unified-flash": model("llama", flash_attention="on"),
     "unified-q8_0": model("llama", **FLASH_Q8),
     "unified-q4_0": model("llama", **FLASH_Q8 | {"cache_type_k": "q4_0", "cache_type_v": "q4_0"}),
-    "per-stream": model("llama", kv_layout="per-stream"),
-    "per-stream-flash": model("llama", kv_layout="per-stream", flash_attention="on"),
     "hybrid": model("hybrid"),
     "recurrent": model("recurrent"),
     "window": model("window"),
@@ -50,7 +48,6 @@ BY_TOKEN: dict[str, Callable[[], EngineSettings]] = {
 }
 BY_ADAPTER: dict[str, Callable[[], EngineSettings]] = {
     "unified": demo(),
-    "per-stream": demo(kv_layout="per-stream"),
     "onnx-plain": lambda: ONNX,
     "onnx-gqa": lambda: msgspec.structs.replace(ONNX, model=str(gqa_demo())),
 }

@@ -14,7 +14,6 @@ from tests.support.system import System
 
 LAYOUTS = {
     "unified": ("--flash-attention", "off"),
-    "per-stream": ("--flash-attention", "off", "--kv-layout", "per-stream", "--kv-tokens", "8192"),
     "flash": ("--flash-attention", "on"),
     "quantized": ("--flash-attention", "on", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0"),
 }

@@ -4,7 +4,6 @@ import msgspec
 
 _CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 CHOICES = {
-    "kv_layout": ("auto", "unified", "per-stream"),
     "cache_type_k": _CACHE_TYPES,
     "cache_type_v": _CACHE_TYPES,
     "flash_attention": ("auto", "on", "off"),
@@ -31,9 +30,6 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_prefix_tokens: int = -1
     """Prefixes of fewer tokens are not cached: neither on the device nor in host memory, nor announced to routers. 0
     caches any; so does -1, unless each takes a checkpoint and host memory has room for only a few."""
-    max_cached_blocks: int | None = None
-    """The number of cached blocks that may stay on the device while no sequence uses them. None means 256 tokens' worth
-    where there is host memory for the others, else all."""
 
 
 class OnnxSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,9 +94,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The layers to put on a GPU where there is one; -1 means all that fit."""
     ubatch_tokens: int = 512
     """The tokens of a step that the device computes at once."""
-    kv_layout: str = "auto"
-    """`unified` is one memory for all sequences, which can share prefixes. `per-stream` is one of equal size for each:
-    they share nothing, and decoding many long sequences is faster. `auto` is `unified`."""
     cache_type_k: str = "f16"
     """The data type of keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0."""
     cache_type_v: str = "f16"
@@ -141,10 +134,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     machine or the container has, if that is less. 0 keeps only what fits on the device."""
     host_cache_limit_bytes: int = 0
     """An upper limit on what -1 means above; 0 sets none."""
-    host_cache_policy: str = "auto"
-    """`write-through` copies blocks to host memory as soon as they are complete, so that they outlive the engine;
-    `write-back` copies only those that have to leave the device. `auto` is `write-through` where the device is the
-    CPU."""
     keep_cache: str = ""
     """A folder in which these copies outlive the worker; empty: they end with it."""
     keep_cache_mib: int = 8_192

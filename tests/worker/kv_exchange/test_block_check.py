@@ -23,7 +23,7 @@ def llama_blocks(flash_attention: str = "auto") -> tuple[KvBlockFormat, tuple[by
     assert block_format is not None
     assert runner._context is not None
     probe._decode(runner._context, list(range(5, 5 + 3 * SIZE)), 0, 1)
-    blocks = tuple(bytes(runner.lanes.save(0, start, start + SIZE).data) for start in (0, SIZE, 2 * SIZE))
+    blocks = tuple(bytes(runner.lanes.save(0, start, start + SIZE)) for start in (0, SIZE, 2 * SIZE))
     runner.close()
     return block_format, blocks
 

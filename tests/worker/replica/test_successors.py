@@ -66,10 +66,9 @@ def sizes(config: EngineConfig) -> tuple[object, ...]:
     block_size=st.sampled_from((-1, 1, 16, 24, 300)),
     num_seqs=st.sampled_from((-1, 1, 3, 8)),
     limit_kib=st.sampled_from((0, 0, 8, 64, 300, 4_000)),
-    layout=st.sampled_from(("auto", "per-stream")),
 )
 def test_every_engine_that_starts_is_replaced_by_one_of_the_same_sizes(
-    kind: str, context: int, kv_tokens: int, block_size: int, num_seqs: int, limit_kib: int, layout: str
+    kind: str, context: int, kv_tokens: int, block_size: int, num_seqs: int, limit_kib: int
 ) -> None:
     asked = msgspec.structs.replace(
         LOADS[kind][1](),
@@ -78,7 +77,6 @@ def test_every_engine_that_starts_is_replaced_by_one_of_the_same_sizes(
         kv_block_size=block_size,
         max_num_seqs=num_seqs,
         kv_limit_bytes=limit_kib << 10,
-        **({} if "onnx" in kind else {"kv_layout": layout}),
     )
     with contextlib.suppress(ModelError):
         first = config_of(kind, asked)

@@ -1,8 +1,7 @@
 """Creates the llama.cpp context that the settings ask for, and defines how its sequences are used.
 
 Every lane is one of llama.cpp's sequences. If lanes can share tokens, there are more lanes than running sequences, for
-the ends of cached prefixes. The sequence id before the first lane is reserved for copies (lanes.py), unless sequences
-are kept apart."""
+the ends of cached prefixes. The sequence id before the first lane is reserved for copies (lanes.py)."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
@@ -13,6 +12,7 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import backend, settings_resolution
+from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID
 from tokenbus.worker.engine.gguf.model_facts import IDLE_LANES
 
 CELLS = 256
@@ -55,23 +55,13 @@ def _keeps_windows(model: llama.llama_model_p) -> bool:
     return bool(whole != partial)
 
 
-def keeps_sequences_apart(settings: EngineSettings) -> bool:
-    """Returns whether sequences can never share tokens."""
-    return settings.kv_layout == "per-stream"
-
-
-def first_seq_id(settings: EngineSettings) -> int:
-    """Returns the sequence id of lane 0."""
-    return 0 if keeps_sequences_apart(settings) else 1
-
-
 def num_lanes(settings: EngineSettings, *, partial_state: bool) -> int:
     """Returns the number of lanes for running sequences, and for cached prefixes if lanes can share tokens.
 
     A lane with a partial state costs its own recurrent state or window, even if it is idle."""
-    if keeps_sequences_apart(settings) or partial_state:
+    if partial_state:
         return settings.max_num_seqs
-    return min(settings.max_num_seqs + IDLE_LANES, int(llama.llama_max_parallel_sequences()) - 1)
+    return min(settings.max_num_seqs + IDLE_LANES, int(llama.llama_max_parallel_sequences()) - FIRST_SEQ_ID)
 
 
 def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_state: bool) -> llama.llama_context_p:
@@ -80,10 +70,10 @@ def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_stat
     params.n_ctx = -(-_kv_tokens(model, settings) // CELLS) * CELLS
     params.n_batch = settings.max_num_batched_tokens
     params.n_ubatch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
-    params.n_seq_max = num_lanes(settings, partial_state=partial_state) + first_seq_id(settings)
+    params.n_seq_max = num_lanes(settings, partial_state=partial_state) + FIRST_SEQ_ID
     # At most one token of each sequence has logits in a step.
     params.n_outputs_max = params.n_seq_max
-    params.kv_unified = not keeps_sequences_apart(settings)
+    params.kv_unified = True  # decision 0020
     params.swa_full = False  # no lane goes back to an earlier window
     context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
     if context is None:

@@ -16,7 +16,6 @@ from __future__ import annotations  # llama_cpp names its handle types for type 
 
 import ctypes
 from collections.abc import Sequence as Listing
-from typing import NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as llama
@@ -28,35 +27,24 @@ from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Restor
 
 SCRATCH = 0
 """The id of the scratch sequence. It comes first, because llama.cpp saves only sequences with ids below `n_seq_max`."""
-
-
+FIRST_SEQ_ID = 1
+"""The id of lane 0."""
 _HEADER_BYTES = 8
 """The prefix of every sequence that llama.cpp saves: a magic number and the sequence's id."""
 _MAGIC_BYTES = 4
 _WHOLE, _PARTIAL_STATE = 0, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
-class StateBlob(NamedTuple):
-    """The KV of some tokens as llama.cpp writes it; only the same model, cache types and build can read it."""
-
-    fingerprint: str
-    data: ctypes.Array[ctypes.c_uint8]
-
-
-class ForeignStateError(ValueError):
-    """A state blob comes from another model, other cache types or another build."""
+Data = ctypes.Array[ctypes.c_uint8]
+"""Tokens or a state as llama.cpp writes them; only the same model, cache types and build can read them."""
 
 
 class Lanes:
-    """The lanes of one context. Lane 0 is the sequence `first_seq_id`."""
+    """The lanes of one context."""
 
-    def __init__(
-        self, context: llama.llama_context_p, fingerprint: str, first_seq_id: int, *, has_partial_state: bool = False
-    ) -> None:
+    def __init__(self, context: llama.llama_context_p, *, has_partial_state: bool = False) -> None:
         self._context = context
         self._memory = llama.llama_get_memory(context)
-        self._fingerprint = fingerprint
-        self._first = first_seq_id
         self.copies: SlotStore | None = None
         """The copies in host memory; None if there can't be any."""
         self._magic: bytes | None = None
@@ -83,11 +71,11 @@ class Lanes:
                 case Truncate(lane, start, end):
                     self.truncate(lane, start, end)
                 case Offload(number, lane, start, end):
-                    self._store.write(number, memoryview(self.save(lane, start, end).data).cast("B"))
+                    self._store.write(number, memoryview(self.save(lane, start, end)).cast("B"))
                 case SaveState(number, lane):
                     self._store.write(number, memoryview(self.save_state(lane)).cast("B"))
                 case RestoreState(number, lane):
-                    self.restore_state(self._read(number).data, lane)
+                    self.restore_state(self._read(number), lane)
                 case Onload(number, lane, start, end):
                     self.restore(self._read(number), lane, start, end)
                 case Discard(number):
@@ -97,44 +85,41 @@ class Lanes:
 
     def share(self, lane: int, to: int, start: int, end: int) -> None:
         """Makes lane `to` hold the tokens `start` to `end` of another lane too."""
-        llama.llama_memory_seq_cp(self._memory, self._first + lane, self._first + to, start, end)
+        llama.llama_memory_seq_cp(self._memory, FIRST_SEQ_ID + lane, FIRST_SEQ_ID + to, start, end)
 
     def truncate(self, lane: int, start: int, end: int | None = None) -> bool:
         """Removes the tokens `start` to `end` from a lane; all from `start` on if there is no end. Returns whether
         llama.cpp can do that: a window may have lost what it needs, even if the library reports success."""
         if self._empty_state is not None and (start or end is not None):
             return False
-        return bool(llama.llama_memory_seq_rm(self._memory, self._first + lane, start, -1 if end is None else end))
+        return bool(llama.llama_memory_seq_rm(self._memory, FIRST_SEQ_ID + lane, start, -1 if end is None else end))
 
-    def save(self, lane: int, start: int, end: int) -> StateBlob:
+    def save(self, lane: int, start: int, end: int) -> Data:
         """Copies the tokens `start` to `end` of a lane to host memory. Raises DeviceError."""
-        llama.llama_memory_seq_cp(self._memory, self._first + lane, SCRATCH, start, end)
+        llama.llama_memory_seq_cp(self._memory, FIRST_SEQ_ID + lane, SCRATCH, start, end)
         data = self._get(SCRATCH, _WHOLE)
         if self._empty_state is not None:
             count = len(data) - (self._size(SCRATCH, _PARTIAL_STATE) - _HEADER_BYTES)
             data = (ctypes.c_uint8 * count).from_buffer_copy(data)
         self._clear_scratch()
-        return StateBlob(self._fingerprint, data)
+        return data
 
-    def restore(self, blob: StateBlob, lane: int, start: int, end: int) -> None:
-        """Adds the tokens `start` to `end` of a copy to a lane. Raises ForeignStateError and DeviceError."""
-        if blob.fingerprint != self._fingerprint:
-            raise ForeignStateError(f"the state is of {blob.fingerprint}, this engine's are of {self._fingerprint}")
-        data = blob.data
+    def restore(self, data: Data, lane: int, start: int, end: int) -> None:
+        """Adds the tokens `start` to `end` of a copy to a lane. Raises DeviceError."""
         if self._empty_state is not None:
             whole = bytes(data) + self._empty_state
             data = (ctypes.c_uint8 * len(whole)).from_buffer_copy(whole)
         self._set(SCRATCH, data, _WHOLE)
-        llama.llama_memory_seq_cp(self._memory, SCRATCH, self._first + lane, start, end)
+        llama.llama_memory_seq_cp(self._memory, SCRATCH, FIRST_SEQ_ID + lane, start, end)
         self._clear_scratch()
 
-    def save_state(self, lane: int) -> ctypes.Array[ctypes.c_uint8]:
+    def save_state(self, lane: int) -> Data:
         """Copies the partial state of a lane to host memory. Raises DeviceError."""
-        return self._get(self._first + lane, _PARTIAL_STATE)
+        return self._get(FIRST_SEQ_ID + lane, _PARTIAL_STATE)
 
-    def restore_state(self, data: ctypes.Array[ctypes.c_uint8], lane: int) -> None:
+    def restore_state(self, data: Data, lane: int) -> None:
         """Gives a lane a partial state; it has the KV up to the same position. Raises DeviceError."""
-        self._set(self._first + lane, data, _PARTIAL_STATE)
+        self._set(FIRST_SEQ_ID + lane, data, _PARTIAL_STATE)
 
     def state_problem(self, data: memoryview) -> str:
         """Says in a word why data can't be a partial state; empty if it may be. Wrong numbers can't be detected."""
@@ -169,14 +154,14 @@ class Lanes:
         assert self.copies is not None, "there is no host memory to copy to"
         return self.copies
 
-    def _read(self, number: int) -> StateBlob:
+    def _read(self, number: int) -> Data:
         data = self._store.read(number)
-        return StateBlob(self._fingerprint, (ctypes.c_uint8 * len(data)).from_buffer(data))
+        return (ctypes.c_uint8 * len(data)).from_buffer(data)
 
     def _size(self, seq_id: int, flags: int) -> int:
         return int(llama.llama_state_seq_get_size_ext(self._context, seq_id, flags))
 
-    def _get(self, seq_id: int, flags: int) -> ctypes.Array[ctypes.c_uint8]:
+    def _get(self, seq_id: int, flags: int) -> Data:
         size = self._size(seq_id, flags)
         data = (ctypes.c_uint8 * size)()
         written = llama.llama_state_seq_get_data_ext(self._context, data, size, seq_id, flags)
@@ -184,7 +169,7 @@ class Lanes:
             raise DeviceError(f"llama.cpp wrote {written} of {size} bytes of a lane: {backend.last_error()}")
         return data
 
-    def _set(self, seq_id: int, data: ctypes.Array[ctypes.c_uint8], flags: int) -> None:
+    def _set(self, seq_id: int, data: Data, flags: int) -> None:
         size = len(data)
         if llama.llama_state_seq_set_data_ext(self._context, data, size, seq_id, flags) != size:
             raise DeviceError(f"llama.cpp could not restore a lane's state: {backend.last_error()}")

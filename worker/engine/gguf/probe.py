@@ -8,11 +8,9 @@ import numpy as np
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
-from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import backend, state_blob
-from tokenbus.worker.engine.gguf import context as kv
 from tokenbus.worker.engine.gguf.batch import BatchPart, LlamaBatch
-from tokenbus.worker.engine.gguf.lanes import Lanes
+from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID, Lanes
 from tokenbus.worker.engine.gguf.state_blob import StateFormat
 
 TOKENS = 16
@@ -56,38 +54,32 @@ Rows = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 _NONE = Capabilities(False, 0)
 
 
-def capabilities(
-    model: llama.llama_model_p, context: llama.llama_context_p, lanes: Lanes, settings: EngineSettings
-) -> Capabilities:
+def capabilities(model: llama.llama_model_p, context: llama.llama_context_p, lanes: Lanes) -> Capabilities:
     """Computes a few tokens, which also makes llama.cpp allocate what the first request would need.
 
     Raises ModelError if not even that works."""
     count = min(TOKENS, llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)), llama.llama_n_ctx_seq(context))
     tokens = list(range(count))
-    first = kv.first_seq_id(settings)
-    row = _decode(context, tokens, 0, first)
+    row = _decode(context, tokens, 0, FIRST_SEQ_ID)
     if row is None:
         raise ModelError(f"llama.cpp can't compute a first step: {backend.last_error()}")
     found, missing = _NONE, {}
-    reason = "its lanes could not be shared, or saved and restored, exactly"
-    if kv.keeps_sequences_apart(settings):
-        reason = "--kv-layout per-stream keeps sequences apart"
-    elif count == TOKENS and lanes.has_partial_state:
+    if count == TOKENS and lanes.has_partial_state:
         window = min(llama.llama_model_n_swa(model), llama.llama_n_ctx_seq(context))
         found = _try_checkpoint(context, lanes, tokens, window)
     elif count == TOKENS:
         found = _try_lanes(context, lanes, tokens)
     if not found.can_share and found.checkpoint is None:
-        missing["prefix_cache"] = reason
+        missing["prefix_cache"] = "its lanes could not be shared, or saved and restored, exactly"
     else:
         if found.state_format is None and (found.checkpoint is None or found.checkpoint.token):
             missing["recovery"] = missing["kv_exchange"] = "its tokens are saved in a form that is not known"
         if found.checkpoint is not None:
             missing["kv_exchange"] = "its prefixes are reused at checkpoints, which are not exchanged"
-    if not _has_states(context, first):
+    if not _has_states(context):
         missing["embeddings"] = "llama.cpp returns no hidden states of its tokens"
-    is_tried = llama.llama_n_seq_max(context) >= 2 + first and count == TOKENS
-    can_batch = not is_tried or _try_batch(context, lanes, first)
+    is_tried = llama.llama_n_seq_max(context) >= 2 + FIRST_SEQ_ID and count == TOKENS
+    can_batch = not is_tried or _try_batch(context, lanes)
     if not can_batch:
         missing["batches"] = "together, prompts have other logits than each alone"
     lanes.clear()
@@ -95,7 +87,7 @@ def capabilities(
     return found._replace(can_batch=can_batch, canary=canary, missing=missing)
 
 
-def _has_states(context: llama.llama_context_p, seq_id: int) -> bool:
+def _has_states(context: llama.llama_context_p) -> bool:
     """Computes a token with embeddings; returns whether its hidden state exists and is finite.
 
     llama.cpp reads beyond the end of states whose width is not the model's, and ends the process."""
@@ -105,7 +97,7 @@ def _has_states(context: llama.llama_context_p, seq_id: int) -> bool:
         return False
     llama.llama_memory_clear(llama.llama_get_memory(context), False)
     llama.llama_set_embeddings(context, True)
-    is_computed = _decode(context, [0], 0, seq_id) is not None
+    is_computed = _decode(context, [0], 0, FIRST_SEQ_ID) is not None
     pointer = llama.llama_get_embeddings(context) if is_computed else None
     llama.llama_set_embeddings(context, False)
     if not pointer:
@@ -114,10 +106,10 @@ def _has_states(context: llama.llama_context_p, seq_id: int) -> bool:
     return bool(np.isfinite(state).all() and state.any())
 
 
-def _try_batch(context: llama.llama_context_p, lanes: Lanes, first_seq_id: int) -> bool:
+def _try_batch(context: llama.llama_context_p, lanes: Lanes) -> bool:
     """Computes two short prompts of unequal lengths, each alone, then both in one batch, with the last tokens in
     another."""
-    prompts = list(enumerate((list(range(5)), list(range(5, 8))), first_seq_id))
+    prompts = list(enumerate((list(range(5)), list(range(5, 8))), FIRST_SEQ_ID))
     alone = []
     for seq_id, prompt in prompts:
         lanes.clear()
@@ -134,7 +126,7 @@ def _try_batch(context: llama.llama_context_p, lanes: Lanes, first_seq_id: int) 
 def _try_lanes(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) -> Capabilities:
     """Computes the last token after the original prefix, after a shared one, and after a saved and restored one."""
     last = len(tokens) - 1
-    # Lanes 0, 1 and 2 are the sequences 1, 2 and 3: sharing is possible here, so the scratch sequence comes first.
+    # Lanes 0, 1 and 2 are the sequences 1, 2 and 3.
     lanes.truncate(0, last)
     truth = _decode(context, tokens[last:], last, 1)
     try:
@@ -150,8 +142,8 @@ def _try_lanes(context: llama.llama_context_p, lanes: Lanes, tokens: list[int]) 
     spread = float(truth.std()) * _CLOSE
     same = bool(np.abs(truth - shared).max() <= spread and np.abs(truth - restored).max() <= spread)
     # Rounded up, so that the number of host blocks is not too large.
-    state_format = state_blob.learn(bytes(blob.data), 0, len(tokens), _vocab_size(context))
-    return Capabilities(same, -(-len(blob.data) // len(tokens)), state_format)
+    state_format = state_blob.learn(bytes(blob), 0, len(tokens), _vocab_size(context))
+    return Capabilities(same, -(-len(blob) // len(tokens)), state_format)
 
 
 def _try_checkpoint(context: llama.llama_context_p, lanes: Lanes, tokens: list[int], window: int) -> Capabilities:
@@ -174,13 +166,11 @@ def _try_checkpoint(context: llama.llama_context_p, lanes: Lanes, tokens: list[i
     if truth is None or restored is None or np.abs(truth - restored).max() > float(truth.std()) * _CLOSE:
         return _NONE
     growth = -(-(len(state) - len(state_of_half)) // (last - half))  # of a window that is not full
-    token_bytes = (len(blob.data) - len(blob_of_half.data)) // (last - half)
+    token_bytes = (len(blob) - len(blob_of_half)) // (last - half)
     if growth and not token_bytes:  # all KV counts as state, which then has no largest size
         return _NONE
-    sizes = CheckpointBytes(
-        len(state) + growth * max(0, window - last), token_bytes, len(blob.data) - last * token_bytes
-    )
-    state_format = state_blob.learn(bytes(blob.data), 0, last, _vocab_size(context)) if token_bytes else None
+    sizes = CheckpointBytes(len(state) + growth * max(0, window - last), token_bytes, len(blob) - last * token_bytes)
+    state_format = state_blob.learn(bytes(blob), 0, last, _vocab_size(context)) if token_bytes else None
     return _NONE._replace(checkpoint=sizes, state_format=state_format)
 
 

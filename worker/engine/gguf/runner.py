@@ -37,7 +37,7 @@ from tokenbus.worker.engine.gguf import (
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters
 from tokenbus.worker.engine.gguf.batch import LlamaBatch
 from tokenbus.worker.engine.gguf.causal_embedder import CausalEmbedder
-from tokenbus.worker.engine.gguf.lanes import Lanes
+from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID, Lanes
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
 from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
@@ -168,17 +168,11 @@ class GgufRunner:
         metadata, handle = self._model.metadata, self._model.handle
         partial_state = self._model.has_partial_state
         self._context = context.create(handle, settings, partial_state=partial_state)
-        first_seq_id = context.first_seq_id(settings)
-        self._batch = LlamaBatch(settings.max_num_batched_tokens, first_seq_id)
+        self._batch = LlamaBatch(settings.max_num_batched_tokens, FIRST_SEQ_ID)
         self.logits = LogitsHealth()
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
-        self.lanes = Lanes(
-            self._context,
-            metadata.fingerprint,
-            first_seq_id,
-            has_partial_state=partial_state,
-        )
-        capabilities = probe.capabilities(handle, self._context, self.lanes, settings)
+        self.lanes = Lanes(self._context, has_partial_state=partial_state)
+        capabilities = probe.capabilities(handle, self._context, self.lanes)
         self._can_batch = capabilities.can_batch
         self.canary: Listing[int] = capabilities.canary
         can_see = capabilities.can_share and not _uses_gpu(settings)
@@ -248,7 +242,7 @@ class GgufRunner:
         """Whether all keys and values of a share are finite."""
         assert self._visible_cells is not None
         blob = self.lanes.save(part.lane, part.start, part.start + part.num_tokens)
-        return not self._visible_cells.problem(memoryview(blob.data).cast("B"), part.start, part.num_tokens)
+        return not self._visible_cells.problem(memoryview(blob).cast("B"), part.start, part.num_tokens)
 
     def _take_back(self, poisoned: Listing[ScheduledTokens]) -> dict[int, Outcome]:
         """Removes and overwrites what shares have computed; returns the outcome for each lane."""
@@ -296,8 +290,7 @@ class GgufRunner:
     def _describe(self, settings: EngineSettings, capabilities: probe.Capabilities) -> contract.EngineConfig:
         assert self._context is not None
         block_size = settings.kv_block_size
-        # With per-stream memory a sequence has only its share of the context.
-        fits = llama.llama_n_ctx_seq(self._context) // block_size * block_size
+        fits = llama.llama_n_ctx(self._context) // block_size * block_size
         missing = dict(capabilities.missing)
         sizes = None
         if capabilities.checkpoint is not None:
@@ -328,7 +321,8 @@ class GgufRunner:
             host_kv_blocks=self.copies.layout.num_slots if self.copies is not None and capabilities.can_share else 0,
             kv_identity="" if exchanged is None else self.kv_identity,
             kv_format=None if exchanged is None else exchanged.block_format(block_size),
-            writes_through=_writes_through(settings),
+            # On a CPU copying costs a thousandth of computing; on a GPU it was not measured (decision 0020).
+            writes_through=not _uses_gpu(settings) or bool(settings.keep_cache),
             prefix_cache=capabilities.can_share or sizes is not None,
             checkpoint_sizes=sizes,
             missing=missing,
@@ -365,14 +359,6 @@ def _identity(fingerprint: str, settings: EngineSettings, capabilities: probe.Ca
     form = f"flash-{settings.flash_attention}" if layout is None else layout.digest
     types = f"{settings.cache_type_k},{settings.cache_type_v},{form}"
     return kv_identity(fingerprint, types, f"llama.cpp {llama_cpp.__version__}", settings.kv_block_size)
-
-
-def _writes_through(settings: EngineSettings) -> bool:
-    """Whether blocks are copied as soon as they are complete. By default they are if no device is involved in copying,
-    or if they should outlive the worker."""
-    if settings.host_cache_policy != "auto":
-        return settings.host_cache_policy == "write-through"
-    return not _uses_gpu(settings) or bool(settings.keep_cache)
 
 
 def _uses_gpu(settings: EngineSettings) -> bool:

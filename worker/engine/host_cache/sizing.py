@@ -7,7 +7,6 @@ from tokenbus.worker.engine.host_cache.slot_store import FindProblem, FindStateP
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.files import device_memory
 
-POLICIES = ("auto", "write-through", "write-back")
 _MAX_SLOTS = 1 << 20
 """The prefix tree takes about 1 kB of memory per block."""
 _DEFAULT_SLOTS = 65_536

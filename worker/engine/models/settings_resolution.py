@@ -9,7 +9,6 @@ import msgspec
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.host_cache import sizing
 from tokenbus.worker.files.generation_config import GenerationConfig
 
 AUTO = -1
@@ -58,7 +57,6 @@ def common_rules(settings: EngineSettings, *, max_num_seqs: int) -> Iterator[Set
     num_seqs, block_size = settings.max_num_seqs, settings.kv_block_size
     batched, least = settings.max_num_batched_tokens, max(num_seqs, 1)
     scheduler = settings.scheduler
-    blocks = scheduler.max_cached_blocks
     yield SettingRule(
         "--max-num-seqs", num_seqs, num_seqs == AUTO or 1 <= num_seqs <= max_num_seqs, f"1 to {max_num_seqs}"
     )
@@ -68,6 +66,3 @@ def common_rules(settings: EngineSettings, *, max_num_seqs: int) -> Iterator[Set
     yield SettingRule("--expected-tokens", scheduler.expected_tokens, scheduler.expected_tokens >= 0, "0 or more")
     yield SettingRule("--priority-s", scheduler.priority_s, 0 <= scheduler.priority_s <= 3_600, "0 to 3,600")
     yield SettingRule("--host-cache-mib", settings.host_cache_mib, settings.host_cache_mib >= AUTO, "0 or more")
-    policy, policies = settings.host_cache_policy, sizing.POLICIES
-    yield SettingRule("--host-cache-policy", policy, policy in policies, f"one of {', '.join(policies)}")
-    yield SettingRule("--max-cached-blocks", blocks, blocks is None or blocks >= 0, "0 or more")

@@ -149,7 +149,7 @@ class OnnxRunner:
         self.config = codec.replace(
             model.describe(settings, size, offered, self.embedder),
             host_kv_blocks=0 if self.copies is None else self.copies.layout.num_slots,
-            writes_through=settings.host_cache_policy != "write-back",
+            writes_through=True,
             idle_blocks_cost=False,
             kv_lane_bytes=size.context_length * model.memory.bytes_per_token if model.device.kind == "cpu" else 0,
             missing=self._missing,

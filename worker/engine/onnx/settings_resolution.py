@@ -19,7 +19,6 @@ _LEAST_ROWS = 4
 """If rows are a fixed part of memory, a context is chosen of which there are at least this many."""
 _PROVIDERS = ("auto", *EXECUTION_PROVIDERS)
 _GGUF_ONLY = (
-    "kv_layout",
     "cache_type_k",
     "cache_type_v",
     "flash_attention",

@@ -59,15 +59,13 @@ def make_scheduler(
 ) -> Scheduler:
     """Returns a scheduler over a pool of the runner's KV memory, of which it has only `lane_share` if given."""
     config = runner.config
-    max_cached_blocks = settings.max_cached_blocks
-    if max_cached_blocks is None and config.host_kv_blocks and config.idle_blocks_cost:
-        max_cached_blocks = _CACHED_TOKENS // config.kv_block_size
+    is_limited = config.host_kv_blocks and config.idle_blocks_cost
     return Scheduler(
         pool,
         config.max_num_seqs,
         max_step_tokens=config.max_num_batched_tokens,
         priority_s=settings.priority_s,
-        max_cached_blocks=max_cached_blocks,
+        max_cached_blocks=_CACHED_TOKENS // config.kv_block_size if is_limited else None,
         expected_tokens=settings.expected_tokens,
         lane_share=lane_share,
     )

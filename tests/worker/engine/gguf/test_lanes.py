@@ -1,7 +1,5 @@
-"""With the demo model: answers do not depend on what the cache did, and a foreign state is refused."""
+"""With the demo model: answers do not depend on what the cache did."""
 
-import asyncio
-import ctypes
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -12,13 +10,14 @@ from tokenbus import demo
 from tokenbus.protocol.wire import internal
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_settings import EngineSettings, SchedulerSettings
-from tokenbus.worker.engine.gguf.lanes import ForeignStateError, StateBlob
 from tokenbus.worker.engine.kv.ops import Offload, Onload
 from tokenbus.worker.engine_client.client import EngineClient
 
 STORY = "Once upon a time there was a little fox who lived by the river. " * 6
 QUESTIONS = ("The fox said", "One day", "The capital of", "12 + 30 =", "Then the old woman", "In the morning")
 TOKENS = 40
+ONLY_HOST = 300
+"""A block size so large that no unused block stays on the device."""
 NEAR_TIE = 1e-3
 
 Make = Callable[..., object]
@@ -91,7 +90,7 @@ async def test_greedy_answers_do_not_depend_on_what_the_cache_did(make: Make) ->
     warm = [await plain.ask(STORY + question, salt="warm") for question in QUESTIONS]
     assert all(cached(answer) > 100 for answer in warm[1:])
 
-    to_host = await make(scheduler=SchedulerSettings(max_cached_blocks=0))  # type: ignore[misc]
+    to_host = await make(kv_block_size=ONLY_HOST)  # type: ignore[misc]
     for question in QUESTIONS:
         await to_host.ask(STORY + question, salt="host")
     restored = []
@@ -127,14 +126,9 @@ def plain_tokens(answers: list[Recorder]) -> int:
     return sum(usage.total_tokens - usage.cached_tokens - 1 for usage in usages if usage is not None)
 
 
-def test_a_state_of_another_model_is_refused_by_its_fingerprint() -> None:
+def test_an_empty_lane_is_saved_and_restored() -> None:
     runner = gguf_runner(EngineSettings(model=str(demo.MODEL_PATH), threads=1, kv_tokens=2_048))
     try:
-        own = runner.lanes.save(0, 0, 0)
-        runner.lanes.restore(own, 1, 0, 0)
-        foreign = StateBlob("another model", (ctypes.c_uint8 * 64)())
-        with pytest.raises(ForeignStateError, match="another model"):
-            runner.lanes.restore(foreign, 1, 0, 1)
         assert runner.copies is not None
         runner.copies.open()
         runner.apply([Offload(1, 0, 0, 0), Onload(1, 1, 0, 0)])
@@ -143,20 +137,9 @@ def test_a_state_of_another_model_is_refused_by_its_fingerprint() -> None:
         runner.close()
 
 
-async def test_per_stream_memory_shares_nothing_and_answers_the_same(make: Make) -> None:
-    apart = await make(kv_layout="per-stream", kv_tokens=8 * 512)  # type: ignore[misc]
-    plain = await make()  # type: ignore[misc]
-    answers = await asyncio.gather(*(apart.start(STORY + question, salt="s") for question in QUESTIONS))
-    alone = [await plain.ask(STORY + question, salt="", cache=False) for question in QUESTIONS]
-    for one, other in zip(alone, answers, strict=True):
-        await other.terminal()
-        assert cached(other) == 0
-        assert differ_only_in_near_ties(one, other)
-
-
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "f32"])
 async def test_quantized_kv_is_shared_saved_and_restored_too(make: Make, kind: str) -> None:
-    one = await make(cache_type_k=kind, cache_type_v=kind, scheduler=SchedulerSettings(max_cached_blocks=0))  # type: ignore[misc]
+    one = await make(cache_type_k=kind, cache_type_v=kind, kv_block_size=ONLY_HOST)  # type: ignore[misc]
     first = await one.ask(STORY + QUESTIONS[0], salt="s")
     second = await one.ask(STORY + QUESTIONS[0], salt="s")
     assert cached(second) > 100

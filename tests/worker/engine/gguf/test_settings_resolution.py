@@ -42,7 +42,6 @@ def test_a_recommendation_that_makes_no_sense_is_refused_as_the_setting_would_be
             r"--max-num-batched-tokens must be above --max-num-seqs \(8\)",
         ),
         ({"cache_type_k": "int8"}, "--cache-type-k must be one of f32, f16, bf16, q8_0"),
-        ({"kv_layout": "paged"}, "--kv-layout must be one of auto, unified, per-stream"),
         ({"flash_attention": "yes"}, "--flash-attention must be one of auto, on, off"),
         ({"cache_type_v": "q8_0", "flash_attention": "off"}, "needs flash attention"),
         ({"split_mode": "columns"}, "--split-mode must be one of none, layer, row, tensor"),

@@ -38,7 +38,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def blob_of(runner: GgufRunner, start: int, end: int) -> bytes:
-    return bytes(runner.lanes.save(0, start, end).data)
+    return bytes(runner.lanes.save(0, start, end))
 
 
 def format_of(runner: GgufRunner) -> StateFormat:
@@ -173,6 +173,6 @@ def test_a_value_that_is_no_number_is_found_where_values_lie_by_channel() -> Non
 def test_tokens_that_were_restored_are_saved_again_as_they_were(runner: GgufRunner) -> None:
     blob = runner.lanes.save(0, 0, 16)
     runner.lanes.restore(blob, 1, 0, 16)
-    again = bytes(runner.lanes.save(1, 0, 16).data)
+    again = bytes(runner.lanes.save(1, 0, 16))
     assert format_of(runner).problem(again, 0, 16) == ""
-    assert again == bytes(blob.data)
+    assert again == bytes(blob)

@@ -159,17 +159,8 @@ async def test_an_engine_of_another_kind_takes_nothing_of_what_is_there(engines:
     assert cached == 0
 
 
-async def test_with_write_back_only_what_has_left_the_device_is_found(engines: Engines) -> None:
-    settings = msgspec.structs.replace(DEMO, host_cache_policy="write-back")
-    await engines.start(settings)
-    await engines.ask()
-    await engines.kill()
-    await engines.start(settings)
-    assert engines.recovery.blocks <= 4  # 16 stay on the device
-
-
 async def test_a_cleared_cache_leaves_nothing_in_the_region(engines: Engines) -> None:
-    settings = msgspec.structs.replace(DEMO, host_cache_mib=4, host_cache_policy="write-back", kv_tokens=1_024)
+    settings = msgspec.structs.replace(DEMO, host_cache_mib=4, kv_tokens=1_024)
     await engines.start(settings)
     await engines.ask()
     await engines.ask("salt")

@@ -43,7 +43,7 @@ def shape(
         {"context_length": 0, "kv_tokens": 0, "threads": 0},
         {"max_num_seqs": 8, "max_num_batched_tokens": 9},
         {"max_num_batched_tokens": 2},
-        {"scheduler": SchedulerSettings(expected_tokens=0, priority_s=0, max_cached_blocks=0)},
+        {"scheduler": SchedulerSettings(expected_tokens=0, priority_s=0)},
         {"scheduler": SchedulerSettings(expected_tokens=1_000_000, priority_s=3_600)},
     ],
 )
@@ -74,7 +74,6 @@ def test_settings_at_their_limits_are_met(met: dict[str, Any]) -> None:
         ("--expected-tokens must be 0 or more, got -1", {"scheduler": SchedulerSettings(expected_tokens=-1)}),
         ("--priority-s must be 0 to 3,600, got -1", {"scheduler": SchedulerSettings(priority_s=-1)}),
         ("--priority-s must be 0 to 3,600, got 3601", {"scheduler": SchedulerSettings(priority_s=3_601)}),
-        ("--max-cached-blocks must be 0 or more, got -1", {"scheduler": SchedulerSettings(max_cached_blocks=-1)}),
     ],
 )
 def test_a_setting_one_past_its_limit_is_refused_by_its_flag(message: str, wrong: dict[str, Any]) -> None:
@@ -85,7 +84,6 @@ def test_a_setting_one_past_its_limit_is_refused_by_its_flag(message: str, wrong
 @pytest.mark.parametrize(
     ("flag", "given_value"),
     [
-        ("--kv-layout", "unified"),
         ("--cache-type-k", "q8_0"),
         ("--cache-type-v", "f32"),
         ("--flash-attention", "on"),
