@@ -62,13 +62,13 @@ class VirtualWorker:
         self.role = role
         self._settings = settings
         self._timing, self._speed = PRESETS[settings.timing], speed
-        pool = BlockPool(
+        self._pool = BlockPool(
             settings.kv_blocks,
             settings.block_size,
             settings.max_num_seqs * _LANES_PER_SEQUENCE + settings.kv_blocks,
             fingerprint=FINGERPRINT,
         )
-        self._scheduler = FastForwardScheduler(pool, settings.max_num_seqs)
+        self._scheduler = FastForwardScheduler(self._pool, settings.max_num_seqs)
         self._max_prefill_tokens = settings.max_num_batched_tokens
         target_s = settings.step_target_ms / 1e3
         self._step_budget = StepBudget(target_s, _MIN_PREFILL_TOKENS, self._max_prefill_tokens) if target_s else None
@@ -76,7 +76,7 @@ class VirtualWorker:
         self._plan: StepPlan | None = None
         self._step_began_at = 0.0
         self._seq = 0
-        self._link = TransferLink(pool, settings)
+        self._link = TransferLink(self._pool, settings)
         self._keys: dict[int, str] = {}
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         """A heap of the end times of transfers; ties are broken by number."""
@@ -349,7 +349,7 @@ class VirtualWorker:
                 waiting=load.waiting + len(self._fetching) + self._num_awaited,
                 queued_prefill_tokens=load.queued_prefill_tokens + sum(self._fetching.values()),
             )
-        removed, stored = self._scheduler.take_kv_events()
+        removed, stored = self._pool.prefixes.take_events()
         entry = internal.Events(
             worker_id=self.worker_id,
             epoch=_EPOCH,

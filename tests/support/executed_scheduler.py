@@ -40,9 +40,9 @@ class ExecutedScheduler:
             kv_block_size=4, total_kv_blocks=total_blocks, host_kv_blocks=host_blocks, max_num_batched_tokens=999
         )
         self.runner = make_runner(config, num_lanes=num_lanes)
-        pool = BlockPool(total_blocks, 4, num_lanes, host_blocks=host_blocks)
+        self.pool = BlockPool(total_blocks, 4, num_lanes, host_blocks=host_blocks)
         self.scheduler = Scheduler(
-            pool,
+            self.pool,
             max_num_seqs,
             max_step_tokens=max_step_tokens,
             max_cached_blocks=max_cached_blocks,

@@ -6,7 +6,8 @@ from collections.abc import Sequence as Listing
 from tokenbus.protocol.wire import internal
 from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
 from tokenbus.worker.contract import contract, engine_request
-from tokenbus.worker.engine.device.runner import Copies, Embedder, Reranker, RunnerAdapters
+from tokenbus.worker.engine.device.runner import Embedder, Reranker, RunnerAdapters
+from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
 from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
@@ -30,7 +31,7 @@ class PoolingRunner:
         self._tokenizer = tokenizer
         self.token_bytes: list[bytes] = []
         self.bundle: bytes | None = None
-        self.copies: Copies | None = None
+        self.copies: SlotStore | None = None
         self.embedder = embedder
         self.reranker = reranker
         self.reasoning_closer: ReasoningCloser | None = None

@@ -1,6 +1,6 @@
 """The boundary to the device: a runner executes the scheduler's step plans and knows nothing of requests."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
 from tokenbus.worker.contract import contract, engine_request
-from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
+from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.ops import KvOp
-from tokenbus.worker.engine.kv.prefix_tree import BlockLabel
 from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 from tokenbus.worker.files.device_memory import DeviceMemory
 
@@ -108,70 +107,6 @@ class RunnerAdapters(Protocol):
         ...
 
 
-class Copies(Protocol):
-    """Copies of blocks in host memory, which the runner's KV ops make and use (host_cache/slot_store.py)."""
-
-    recovered: list[tuple[int, BlockLabel]]
-    """The copies found from an earlier engine, by id, the oldest first."""
-
-    @property
-    def recovery(self) -> RecoveredCopies:
-        """The number of those that are kept, and of those discarded."""
-        ...
-
-    @property
-    def last_number(self) -> int:
-        """The number of the last sealed copy."""
-        ...
-
-    def discard_after(self, number: int) -> None:
-        """Hides the copies that were sealed after this one from later engines. Raises DeviceError."""
-        ...
-
-    def find_problem(self, data: memoryview, start: int, count: int, /) -> str:
-        """Says in a word why data can't be the copy of `count` tokens from `start` on; empty if it may be."""
-        ...
-
-    @property
-    def header(self) -> bytes:
-        """The header of the copies' file, which identifies their owner."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of that file."""
-        ...
-
-    @property
-    def is_open(self) -> bool: ...
-
-    def open(self, fd: int | None = None) -> None:
-        """Takes the file. Raises RegionError if it can't be used."""
-        ...
-
-    def read(self, copy_id: int) -> bytearray:
-        """Returns a copy's data. Raises DeviceError."""
-        ...
-
-    def write(self, copy_id: int, data: bytes) -> None:
-        """Makes a copy from outside data, before any op names it. Raises DeviceError."""
-        ...
-
-    def seal(self, labels: Iterable[tuple[int, BlockLabel]]) -> None:
-        """Makes finished copies visible to later engines. Raises DeviceError."""
-        ...
-
-    def reject(self, reasons: dict[int, str]) -> None:
-        """Discards recovered copies, each for a reason."""
-        ...
-
-    def zero(self) -> None:
-        """Overwrites all discarded copies. Raises DeviceError."""
-        ...
-
-    def close(self) -> None: ...
-
-
 @runtime_checkable
 class LaneLender(Protocol):
     """A runner whose lanes can be lent to other replicas, if its configuration has a `kv_lane_bytes`."""
@@ -212,7 +147,7 @@ class Runner(Protocol):
         ...
 
     @property
-    def copies(self) -> Copies | None:
+    def copies(self) -> SlotStore | None:
         """Copies of blocks in host memory, to be opened before the first step; None if there can't be any."""
         ...
 

@@ -8,28 +8,26 @@
 A sequence starts if there is room for what it is expected to use, beside what the scheduler has reserved for running
 ones. Evictable blocks count as room: they are evicted when needed. A reservation is an estimate, not a limit: a
 sequence may take more blocks while there are any.
+
+Other engines get cached blocks, and give some, as copies in host memory:
+
+    export    resident --offload--> copy --read--> another engine
+    put       another engine --write--> copy, which sequences then reuse like any other
 """
 
+import contextlib
 from array import array
 from collections import Counter
-from collections.abc import Sequence as Listing
+from collections.abc import Iterator
 
+from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.contract.contract import CheckpointSizes
-from tokenbus.worker.engine.kv import exchange
 from tokenbus.worker.engine.kv.allocation import Allocation
-from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint
 from tokenbus.worker.engine.kv.checkpointed import CheckpointedAllocation
 from tokenbus.worker.engine.kv.checkpoints import Checkpoints
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
-from tokenbus.worker.engine.kv.prefix_tree import Block, BlockLabel, Domain, KvEvents
-from tokenbus.worker.engine.kv.retention import (
-    DEFAULT_LIMITS,
-    NO_HINT,
-    CacheHint,
-    Retention,
-    RetentionLimits,
-    SessionKey,
-)
+from tokenbus.worker.engine.kv.prefix_tree import Block, Domain
+from tokenbus.worker.engine.kv.retention import DEFAULT_LIMITS, NO_HINT, CacheHint, RetentionLimits, SessionKey
 
 
 class BlockPool:
@@ -69,6 +67,8 @@ class BlockPool:
             self.checkpoints = Checkpoints(
                 checkpoint_sizes, block_size, total_blocks, self.cache.ops, fingerprint, limits
             )
+        self.prefixes: PrefixCache | Checkpoints = self.cache if self.checkpoints is None else self.checkpoints
+        """The part of it that holds what sequences leave."""
         self._allocations: set[Allocation] = set()
 
     def __repr__(self) -> str:
@@ -106,24 +106,10 @@ class BlockPool:
 
     def retain_session(self, session: SessionKey, ttl_s: float) -> None:
         """Keeps what a session has left for `ttl_s` from now on; with 0, what it alone has used is evicted first."""
-        holder = self.cache if self.checkpoints is None else self.checkpoints
         if ttl_s:
-            holder.keep_session(session, ttl_s)
+            self.prefixes.keep_session(session, ttl_s)
         else:
-            holder.end_session(session)
-
-    def expire(self, now: float) -> None:
-        """Releases everything whose time to be kept is over."""
-        self._retention.expire(now)
-
-    @property
-    def num_kept(self) -> int:
-        """Blocks, or checkpoints, kept at clients' request."""
-        return len(self._retention)
-
-    @property
-    def _retention(self) -> Retention[Block] | Retention[Checkpoint]:
-        return self.cache.retention if self.checkpoints is None else self.checkpoints.retention
+            self.prefixes.end_session(session)
 
     def drop(self, allocation: Allocation, *, trusts_others: bool) -> None:
         """Takes everything back from a sequence; nothing of it becomes cached. Unless `trusts_others`, what it has
@@ -137,35 +123,67 @@ class BlockPool:
         if self.checkpoints is not None:
             self.checkpoints.clear()
 
-    @property
-    def has_unsaved(self) -> bool:
-        """Whether copies are to be made even though nothing runs."""
-        return self.cache.has_unsaved if self.checkpoints is None else self.checkpoints.has_unsaved
-
-    def take_labels(self) -> list[tuple[int, BlockLabel]]:
-        """Returns the labels of the copies made by the ops since the last call, by copy id."""
-        return self.cache.host.take_labels() if self.checkpoints is None else self.checkpoints.take_labels()
-
-    def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
-        """Adopts copies of an earlier engine; returns the ids of those that are useless, with the reason."""
-        return self.cache.recover(copies) if self.checkpoints is None else self.checkpoints.recover(copies)
-
-    def take_kv_events(self) -> KvEvents:
-        """Returns the cached blocks that came and went since the last call, as far as routers are told."""
-        return self.cache.tree.take_events() if self.checkpoints is None else self.checkpoints.take_events()
-
     def export(
         self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int, *, is_last: bool = False
     ) -> tuple[int, list[int]]:
-        """Returns how many blocks of a prefix are cached, and the copies of up to `max_blocks` from block `first` on.
-        Blocks without a copy get one, by ops that must be applied before the copies are read. Once the last is
-        returned, the prefix's blocks become the first to be evicted."""
-        return exchange.export(self.cache, domain, token_ids, first, max_blocks, is_last=is_last)
+        """Returns how many blocks of a prefix are cached, and the copies of up to `max_blocks` from block `first` on,
+        which are fewer if there is no room. Blocks without a copy get one, by ops that must be applied before the
+        copies are read. Once the last is returned, the prefix's blocks become the first to be evicted."""
+        cache = self.cache
+        path = cache.tree.known_path(domain, token_ids)
+        copies: list[int] = []
+        cache.host.set_limits(offloads=max_blocks, onloads=0)
+        with self._in_use(path):
+            for block in path[first : first + max_blocks]:
+                if block.host_copy is None:
+                    if not cache.make_room_for_copy():
+                        break
+                    cache.host.offload(block, block.any_lane)
+                assert block.host_copy is not None
+                copies.append(block.host_copy)
+        cache.host.set_limits(offloads=0, onloads=0)
+        if is_last:
+            cache.demote(path)
+        return len(path), copies
 
     def put(self, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int) -> list[int | None]:
         """Adds blocks of a prefix, from block `first` on, as copies whose content the caller has. Returns the id of
-        each copy, or None for a known block; the list ends early if there is no room or an earlier block is missing."""
-        return exchange.put(self.cache, domain, token_ids, first, num_blocks) if self._can_share else []
+        each copy, or None for a known block. The list ends early if there is no room for another copy, and is empty if
+        an earlier block is missing or the prefix is too short to be cached."""
+        cache = self.cache
+        path = cache.tree.known_path(domain, token_ids)[: first + num_blocks]
+        is_long_enough = (first + num_blocks) * cache.block_size >= cache.min_prefix_tokens
+        if not self._can_share or len(path) < first or not is_long_enough:
+            return []
+        copies: list[int | None] = [None] * (len(path) - first)
+        root = cache.tree.make_root(domain)
+        root.ref_count += 1  # making room may remove the last block of this domain
+        node: Block = path[-1] if path else root
+        with self._in_use(path):  # the ancestors of the new blocks must not be discarded for them
+            while len(copies) < num_blocks and (end := node.end + cache.block_size) <= len(token_ids):
+                if not cache.make_room_for_copy():
+                    break
+                tokens = block_hash.pack_token_ids(token_ids[node.end : end])
+                for partial in node.proper_prefixes(tokens):
+                    cache.remove_partial(partial)
+                node = cache.tree.insert(node, tokens)
+                copies.append(cache.host.adopt(node))
+                node.ref_count += 1
+                path.append(node)
+        root.ref_count -= 1
+        cache.tree.prune(root)
+        return copies
+
+    @contextlib.contextmanager
+    def _in_use(self, path: list[Block]) -> Iterator[None]:
+        """Keeps the copies of a path, which may grow meanwhile, and makes them the last to be discarded: those at its
+        beginning last of all, since the others are useless without them."""
+        for block in path:
+            block.ref_count += 1
+        yield
+        for block in reversed(path):
+            block.ref_count -= 1
+            self.cache.host.touch(block)
 
     def check_counts(self) -> None:
         """Asserts that counters and lanes agree, in time proportional to the number of lanes."""

@@ -30,7 +30,7 @@ from tokenbus.worker.engine.kv.eviction_order import EvictionOrder
 from tokenbus.worker.engine.kv.host_copies import HostCopies
 from tokenbus.worker.engine.kv.lane_map import LaneMap
 from tokenbus.worker.engine.kv.ops import OpQueue
-from tokenbus.worker.engine.kv.prefix_tree import Block, BlockLabel, PrefixTree, Root
+from tokenbus.worker.engine.kv.prefix_tree import Block, BlockLabel, KvEvents, PrefixTree, Root
 from tokenbus.worker.engine.kv.retention import DEFAULT_LIMITS, Retention, RetentionLimits, SessionKey
 
 _MAX_PASSED_OVER = 64
@@ -193,6 +193,14 @@ class PrefixCache:
     def has_unsaved(self) -> bool:
         """Whether `write_through` would have anything to copy."""
         return bool(self._unsaved)
+
+    def take_labels(self) -> list[tuple[int, BlockLabel]]:
+        """Returns the labels of the copies made by the ops since the last call, by copy id."""
+        return self.host.take_labels()
+
+    def take_events(self) -> KvEvents:
+        """Returns the full blocks that came and went since the last call."""
+        return self.tree.take_events()
 
     def write_through(self) -> None:
         """Copies new blocks to host memory, so that they outlive the engine, as far as there is time and room."""

@@ -4,17 +4,16 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Listing
 
 import structlog
 
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.contract import contract
-from tokenbus.worker.engine.device.runner import Copies, Runner
-from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.device.runner import Runner
+from tokenbus.worker.engine.host_cache.slot_store import SlotStore
+from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 
 
 class BlockTransfers:
@@ -23,12 +22,12 @@ class BlockTransfers:
     def __init__(
         self,
         runner: Runner,
-        scheduler: Scheduler,
+        pool: BlockPool,
         report: Callable[[ipc.ExportedBlocks | ipc.BlocksRefused], None],
         budget_s: float,
     ) -> None:
         self._runner = runner
-        self._scheduler = scheduler
+        self._pool = pool
         self._report = report
         self._budget_s = budget_s
         self._exports: deque[ipc.ExportBlocks] = deque()
@@ -50,8 +49,8 @@ class BlockTransfers:
         those after it, are left out: what is missing is computed."""
         domain, token_ids = _unpack(command.prefix)
         blocks = self._usable(command)
-        copies, kv_ops = self._scheduler.put_blocks(domain, token_ids, command.first, len(blocks))
-        self._apply(kv_ops)
+        copies = self._pool.put(domain, token_ids, command.first, len(blocks))
+        self._runner.apply(self._pool.cache.ops.take())
         for copy_id, block in zip(copies, blocks, strict=False):
             if copy_id is not None:
                 self._copies.write(copy_id, block)
@@ -76,19 +75,15 @@ class BlockTransfers:
 
     def _export(self, command: ipc.ExportBlocks) -> None:
         domain, token_ids = _unpack(command.prefix)
-        num_cached, copies, kv_ops = self._scheduler.export_blocks(
+        num_cached, copies = self._pool.export(
             domain, token_ids, command.first, command.max_blocks, is_last=command.is_last
         )
-        self._apply(kv_ops)
+        self._runner.apply(self._pool.cache.ops.take())
         blocks = [bytes(self._copies.read(copy_id)) for copy_id in copies]
         self._report(ipc.ExportedBlocks(command.call_id, num_cached, blocks))
 
-    def _apply(self, kv_ops: Listing[KvOp]) -> None:
-        if kv_ops:
-            self._runner.apply(kv_ops)
-
     @property
-    def _copies(self) -> Copies:
+    def _copies(self) -> SlotStore:
         assert self._runner.copies is not None, "an engine without copies exchanges no blocks"
         return self._runner.copies
 

@@ -88,20 +88,20 @@ class StepLoop:
         self._inbox = inbox
         self._report = report
         settings = scheduler_settings or SchedulerSettings()
-        pool = scheduler_setup.make_pool(runner, settings)
-        self._scheduler = scheduler_setup.make_scheduler(runner, pool, settings, lane_share)
-        self._memory_check = MemoryCheck(runner, pool, report)
+        self._pool = scheduler_setup.make_pool(runner, settings)
+        self._scheduler = scheduler_setup.make_scheduler(runner, self._pool, settings, lane_share)
+        self._memory_check = MemoryCheck(runner, self._pool, report)
         self._copies = runner.copies
         if self._copies is not None:
-            self._copies.reject(self._scheduler.recover(self._copies.recovered))
+            self._copies.reject(self._pool.prefixes.recover(self._copies.recovered))
         self._check_when_idle = self._scheduler.check_integrity if debug else self._scheduler.check_counts
         # Each running sequence may decode a token alongside the prompts.
         most = runner.config.max_num_batched_tokens - runner.config.max_num_seqs
         self._step_budget = StepBudget(step_target_s, min_tokens=min(32, most), max_tokens=most)
         self._transfer_budget = TransferBudget(step_target_s / 10)
         block_bytes = runner.config.kv_bytes // runner.config.total_kv_blocks
-        self._step_timer = StepTimer(self._scheduler, block_bytes)
-        self._block_transfers = BlockTransfers(runner, self._scheduler, report, _EXPORT_S)
+        self._step_timer = StepTimer(self._scheduler, self._pool, block_bytes)
+        self._block_transfers = BlockTransfers(runner, self._pool, report, _EXPORT_S)
         self._pooling = PoolingQueue(
             lambda call_ids: report(ipc.PoolingBatch(call_ids)),
             lambda call_id, result: report(ipc.PoolResult(call_id, *result)),
@@ -130,7 +130,7 @@ class StepLoop:
 
     def take_recovered(self) -> list[tuple[int, int]]:
         """Returns the blocks cached from the start, in the form of a `StepReport`."""
-        return [(new.parent, new.hash) for new in self._scheduler.take_kv_events().stored]
+        return [(new.parent, new.hash) for new in self._pool.prefixes.take_events().stored]
 
     def run(self) -> None:
         """Steps until the inbox holds None. Raises an exception that the inbox holds, and DeviceError."""
@@ -199,7 +199,8 @@ class StepLoop:
                     self._block_transfers.put(command)
                     self._report_results([], None)
                 case ipc.RetainSession(tenant, session, ttl_s):
-                    self._scheduler.retain_session((tenant, session), ttl_s, time.monotonic())
+                    self._pool.prefixes.retention.expire(time.monotonic())
+                    self._pool.retain_session((tenant, session), ttl_s)
                     self._report_results([], None)
                 case ipc.UnloadAdapter(digest):
                     self._unloading.append(digest)
@@ -207,22 +208,19 @@ class StepLoop:
                 case ipc.ClearCache():
                     self._clear_cache()
                 case LanesChanged():
-                    self._ask_for_lanes()
+                    assert self._scheduler.borrowed_lanes is not None
+                    self._scheduler.borrowed_lanes.ask_again()
         return results
 
     @property
     def _has_work(self) -> bool:
-        scheduler = self._scheduler
-        has_blocks_to_move = scheduler.has_unsaved_blocks or self._block_transfers.has_work
-        return scheduler.has_work or has_blocks_to_move or self._pooling.has_work
-
-    def _ask_for_lanes(self) -> None:
-        assert self._scheduler.borrowed_lanes is not None
-        self._scheduler.borrowed_lanes.ask_again()
+        has_blocks_to_move = self._pool.prefixes.has_unsaved or self._block_transfers.has_work  # even if nothing runs
+        return self._scheduler.has_work or has_blocks_to_move or self._pooling.has_work
 
     def _clear_cache(self) -> None:
         """Drops everything that no sequence uses, in host memory too."""
-        self._runner.apply(self._scheduler.clear_cache())
+        self._pool.clear()
+        self._runner.apply(self._pool.cache.ops.take())
         if self._copies is not None:
             self._copies.zero()
         self._report_results([], None)
@@ -265,7 +263,9 @@ class StepLoop:
         """Gives a sequence to the scheduler; one that can't be created ends, without affecting the others."""
         try:
             token_ids = block_hash.unpack_token_ids(command.token_ids)
-            self._check_adapters(command)
+            for one in command.adapters:
+                if self._runner.adapters is None or one.digest not in self._runner.adapters:
+                    raise LookupError(f"adapter {one.digest} is not loaded")
             sequence = Sequence(
                 command.seq_no,
                 token_ids,
@@ -310,11 +310,6 @@ class StepLoop:
         isolated = self._scheduler.isolated
         if matchers and not any(one.is_ready for one in ([isolated] if isolated else self._scheduler.sequences)):
             matchers[0].wait(_MATCHER_POLL_S)
-
-    def _check_adapters(self, command: ipc.Add) -> None:
-        for one in command.adapters:
-            if self._runner.adapters is None or one.digest not in self._runner.adapters:
-                raise LookupError(f"adapter {one.digest} is not loaded")
 
     def _report_end(self, seq_no: int, finish_reason: EngineFinishReason) -> None:
         """Reports the end of a sequence that the scheduler does not have."""
@@ -424,7 +419,7 @@ class StepLoop:
             )
         watched += [sequence for sequence in self._watched.values() if sequence.lane is not None]
         progress = [ipc.PromptProgress(one.seq_no, one.num_computed, one.num_cached) for one in watched]
-        removed, stored = self._scheduler.take_kv_events()
+        removed, stored = self._pool.prefixes.take_events()
         pairs = [(new.parent, new.hash) for new in stored]
         load, kv_pool = self._scheduler.load(), self._kv_pool_stats()
         self._report(ipc.StepReport([], outputs, load, progress, removed, pairs, stats, kv_pool))

@@ -98,4 +98,4 @@ class MemoryCheck:
         cache = self._pool.cache
         self._runner.apply(cache.ops.take())
         if self._runner.copies is not None:
-            self._runner.copies.seal(self._pool.take_labels())
+            self._runner.copies.seal(self._pool.prefixes.take_labels())

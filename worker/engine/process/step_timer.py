@@ -1,16 +1,19 @@
 """The step timer makes the stats of each step, which the frontend turns into metrics."""
 
+from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.logits_summary import SeenLogits
 from tokenbus.worker.engine.process.ipc import StepKind, StepStats
-from tokenbus.worker.engine.scheduling.plan import SchedulerCounts, StepPlan
+from tokenbus.worker.engine.scheduling.counters import SchedulerCounts
+from tokenbus.worker.engine.scheduling.plan import StepPlan
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 
 
 class StepTimer:
     """Remembers when the last step ended, and the counts up to then. Times are in seconds of one monotonic clock."""
 
-    def __init__(self, scheduler: Scheduler, block_bytes: int = 0) -> None:
+    def __init__(self, scheduler: Scheduler, pool: BlockPool, block_bytes: int) -> None:
         self._scheduler = scheduler
+        self._pool = pool
         self._block_bytes = block_bytes
         self._ended_at: float | None = None
         self._counts = SchedulerCounts()
@@ -24,12 +27,14 @@ class StepTimer:
 
     def record(self, plan: StepPlan, began: float, ended: float, follower_tokens: int, seen: SeenLogits) -> StepStats:
         """Returns a computed step's stats, before the scheduler takes its results."""
+        decodes = sum(part.sequence.is_decoding for part in plan.scheduled)
+        prompts = len(plan.scheduled) - decodes
         gap_s = 0.0 if self._ended_at is None else began - self._ended_at
         counts = self._scheduler.counts
         new = SchedulerCounts(*(now - before for now, before in zip(counts, self._counts, strict=True)))
         self._ended_at, self._counts = ended, counts
         return StepStats(
-            _kind(plan),
+            StepKind.DECODE if not prompts else StepKind.MIXED if decodes else StepKind.PREFILL,
             ended - began,
             gap_s,
             follower_tokens,
@@ -43,14 +48,7 @@ class StepTimer:
             new.restored_checkpoints,
             new.evicted_checkpoints,
             new.poisoned_shares,
-            self._scheduler.checkpoint_bytes,
+            0 if self._pool.checkpoints is None else self._pool.checkpoints.used_bytes,
             seen.sampled,
             seen.non_finite,
         )
-
-
-def _kind(plan: StepPlan) -> StepKind:
-    decodes = sum(part.sequence.is_decoding for part in plan.scheduled)
-    if decodes == len(plan.scheduled):
-        return StepKind.DECODE
-    return StepKind.MIXED if decodes else StepKind.PREFILL

@@ -1,29 +1,47 @@
 """Counts what a scheduler has done since its creation."""
 
+import dataclasses
+from typing import NamedTuple
+
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.scheduling.plan import SchedulerCounts
 
 
+class SchedulerCounts(NamedTuple):
+    """A scheduler's counts since its creation."""
+
+    preemptions: int = 0
+    restored_tokens: int = 0
+    """Tokens that preempted sequences regained from the cache."""
+    recomputed_tokens: int = 0
+    """Tokens that preempted sequences had to compute again."""
+    evicted_blocks: int = 0
+    """Cached blocks that had to leave the device."""
+    offloaded_blocks: int = 0
+    onloaded_blocks: int = 0
+    saved_checkpoints: int = 0
+    restored_checkpoints: int = 0
+    """The number of times a sequence continued from a checkpoint."""
+    evicted_checkpoints: int = 0
+    poisoned_shares: int = 0
+    """Shares of steps that were discarded because the model computed non-finite numbers."""
+
+
+@dataclasses.dataclass(slots=True)
 class Counters:
-    """The counts of one scheduler, which updates them, and of its pool."""
+    """The counts that a scheduler keeps itself."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self.generated_tokens = 0
-        self.computed_tokens = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.preemptions = 0
-        self.restored_tokens = 0
-        self.recomputed_tokens = 0
-        self.poisoned_shares = 0
+    generated_tokens: int = 0
+    computed_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    restored_tokens: int = 0
+    recomputed_tokens: int = 0
+    poisoned_shares: int = 0
 
-    def __repr__(self) -> str:
-        return f"<Counters, {self.computed_tokens} tokens computed, {self.generated_tokens} generated>"
-
-    def snapshot(self) -> SchedulerCounts:
+    def snapshot(self, pool: BlockPool) -> SchedulerCounts:
         """Returns the counts reported in step stats."""
-        cache, checkpoints = self._pool.cache, self._pool.checkpoints
+        cache, checkpoints = pool.cache, pool.checkpoints
         return SchedulerCounts(
             self.preemptions,
             self.restored_tokens,

@@ -61,26 +61,6 @@ class StepPlan(NamedTuple):
         return [batches[key] for key in sorted(batches, key=lambda key: key[0])]
 
 
-class SchedulerCounts(NamedTuple):
-    """A scheduler's counts since its creation."""
-
-    preemptions: int = 0
-    restored_tokens: int = 0
-    """Tokens that preempted sequences regained from the cache."""
-    recomputed_tokens: int = 0
-    """Tokens that preempted sequences had to compute again."""
-    evicted_blocks: int = 0
-    """Cached blocks that had to leave the device."""
-    offloaded_blocks: int = 0
-    onloaded_blocks: int = 0
-    saved_checkpoints: int = 0
-    restored_checkpoints: int = 0
-    """The number of times a sequence continued from a checkpoint."""
-    evicted_checkpoints: int = 0
-    poisoned_shares: int = 0
-    """Shares of steps that were discarded because the model computed non-finite numbers."""
-
-
 class SampledToken(NamedTuple):
     """A sampled token, with its log probability if requested, and the tokens that are certain to follow."""
 

@@ -23,25 +23,19 @@ than before, idle lanes are emptied first, then the last sequences are preempted
 """
 
 import bisect
-from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 
 from tokenbus.protocol.wire import messages
-from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain, KvEvents
-from tokenbus.worker.engine.kv.retention import SessionKey
-from tokenbus.worker.engine.scheduling.counters import Counters
+from tokenbus.worker.engine.scheduling.counters import Counters, SchedulerCounts
 from tokenbus.worker.engine.scheduling.distinct_prompts import distinct_prompts
 from tokenbus.worker.engine.scheduling.expectation import Expectation
 from tokenbus.worker.engine.scheduling.lanes import BorrowedLanes, LaneShare
-from tokenbus.worker.engine.scheduling.load import expected_of_running, make_load
 from tokenbus.worker.engine.scheduling.plan import (
     Outcome,
     SampledToken,
     ScheduledTokens,
-    SchedulerCounts,
     StepPlan,
     StepResult,
     Undone,
@@ -79,7 +73,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         """Both in the order of their priority keys."""
-        self._counters = Counters(pool)
+        self._counters = Counters()
         self._suspects = Suspects()
         self._preempted: list[Sequence] = []
         """Those preempted since the last plan."""
@@ -97,18 +91,8 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
-    def has_unsaved_blocks(self) -> bool:
-        """Whether blocks remain to be copied to host memory although nothing runs; empty steps copy them."""
-        return self._pool.has_unsaved
-
-    @property
     def counts(self) -> SchedulerCounts:
-        return self._counters.snapshot()
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """The host memory used by checkpoints."""
-        return 0 if self._pool.checkpoints is None else self._pool.checkpoints.used_bytes
+        return self._counters.snapshot(self._pool)
 
     @property
     def running(self) -> Listing[Sequence]:
@@ -152,7 +136,7 @@ class Scheduler:
         self._free(sequence)
         session, ttl_s = sequence.hint
         if session is not None and ttl_s == 0:
-            self._pool.retain_session(session, 0)
+            self._pool.prefixes.end_session(session)
         if sequence.num_sampled:
             was_cut = finish_reason not in (EngineFinishReason.STOP_TOKEN, EngineFinishReason.ABORTED)
             self._expectation.record(sequence, was_cut=was_cut)
@@ -164,7 +148,7 @@ class Scheduler:
 
         Before it, at most `transfer_blocks` blocks are copied to host memory, and as many back. `now` is the time, in
         seconds of one monotonic clock."""
-        self._pool.expire(now)
+        self._pool.prefixes.retention.expire(now)
         self._cache.host.set_limits(offloads=transfer_blocks, onloads=transfer_blocks)
         self._expectation.observe((*self._running, *self._waiting))
         self._preempt_excess()
@@ -185,7 +169,7 @@ class Scheduler:
         self._cache.write_through()
         self._cache.trim(self._max_cached_blocks)
         preempted, self._preempted = self._preempted, []
-        ops, labels = tuple(self._cache.ops.take()), tuple(self._pool.take_labels())
+        ops, labels = tuple(self._cache.ops.take()), tuple(self._pool.prefixes.take_labels())
         return StepPlan((*decodes, *prompts), tuple(started), ops, tuple(preempted), labels)
 
     def update(self, plan: StepPlan, outcomes: Listing[Outcome]) -> list[StepResult]:
@@ -221,41 +205,28 @@ class Scheduler:
         self._under_pressure = True
         return None
 
-    def recover(self, copies: Listing[tuple[int, BlockLabel]]) -> dict[int, str]:
-        """Adopts copies of an earlier engine; returns the ids of unusable ones, with the reason."""
-        return self._pool.recover(copies)
-
-    def retain_session(self, session: SessionKey, ttl_s: float, now: float) -> None:
-        """Keeps a session's cached blocks for that long; with 0, those that only it has used are evicted first."""
-        self._pool.expire(now)
-        self._pool.retain_session(session, ttl_s)
-
-    def clear_cache(self) -> list[KvOp]:
-        """Drops every cached block that no sequence uses; returns the KV ops required."""
-        self._pool.clear()
-        return self._cache.ops.take()
-
-    def export_blocks(
-        self, domain: Domain, token_ids: "array[int]", first: int, max_blocks: int, *, is_last: bool = False
-    ) -> tuple[int, list[int], list[KvOp]]:
-        """Returns how many blocks of a prefix are cached, the copies of up to `max_blocks` from block `first` on, and
-        the ops to apply before they are read, including those already queued."""
-        num_cached, copies = self._pool.export(domain, token_ids, first, max_blocks, is_last=is_last)
-        return num_cached, copies, self._cache.ops.take()
-
-    def put_blocks(
-        self, domain: Domain, token_ids: "array[int]", first: int, num_blocks: int
-    ) -> tuple[list[int | None], list[KvOp]]:
-        """Caches blocks whose contents the caller has; returns their copies as the pool does, and the ops to apply
-        before they are written, including those already queued."""
-        return self._pool.put(domain, token_ids, first, num_blocks), self._cache.ops.take()
-
-    def take_kv_events(self) -> KvEvents:
-        """Returns which blocks have entered and left the cache since the last call."""
-        return self._pool.take_kv_events()
-
     def load(self) -> messages.Load:
-        load = make_load(self._running, self._waiting, self._pool, self._expectation, self._counters)
+        """Returns its load, as reported to routers."""
+        cache, counters, running, waiting = self._cache, self._counters, self._running, self._waiting
+        # A preempted sequence gets most of its tokens back from the cache.
+        waiting_tokens = sum(one.num_uncomputed for one in waiting if not one.preemptions)
+        load = messages.Load(
+            running=len(running),
+            waiting=len(waiting),
+            queued_prefill_tokens=waiting_tokens + sum(one.num_uncomputed for one in running if not one.is_decoding),
+            used_blocks=cache.used_blocks,
+            cached_blocks=cache.evictable_blocks,
+            free_blocks=cache.free_blocks,
+            expected_blocks=self._expected() + sum(self._expectation.blocks(one) for one in waiting),
+            expected_answer_tokens=self._expectation.answer_tokens,
+            host_blocks=len(cache.host),
+            kept_blocks=len(self._pool.prefixes.retention),
+            fetched_blocks=cache.host.adopted_blocks,
+            generated_tokens=counters.generated_tokens,
+            computed_tokens=counters.computed_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+        )
         return load if self.borrowed_lanes is None else self.borrowed_lanes.add_to(load, self._max_num_seqs)
 
     def check_counts(self) -> None:
@@ -343,7 +314,8 @@ class Scheduler:
         self.borrowed_lanes.are_awaited = not self._running and not self._cache.has_lane
 
     def _expected(self) -> int:
-        return expected_of_running(self._running, self._cache, self._expectation)
+        """Returns the blocks that running sequences use and are expected to use."""
+        return self._cache.used_blocks + sum(self._expectation.reserved_blocks(one) for one in self._running)
 
     def _append(self, sequence: Sequence, outcome: SampledToken | EngineFinishReason) -> StepResult:
         if isinstance(outcome, EngineFinishReason):

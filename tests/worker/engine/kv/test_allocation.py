@@ -274,11 +274,11 @@ def test_what_is_shorter_than_a_least_prefix_leaves_nothing_and_one_token_more_l
     cache = Cache(host_blocks=8, writes_through=True, min_prefix_tokens=10)
     cache.run("aaaabbbbc")
     assert cache.blocks == (0, 0, 16)
-    assert cache.pool.take_kv_events() == KvEvents([], [])
+    assert cache.pool.prefixes.take_events() == KvEvents([], [])
     assert not cache.pool.cache.has_unsaved
     cache.run("aaaabbbbcc")
     assert cache.blocks == (0, 3, 13)
-    assert [one.hash for one in cache.pool.take_kv_events().stored] == hashes("aaaabbbb")
+    assert [one.hash for one in cache.pool.prefixes.take_events().stored] == hashes("aaaabbbb")
     assert cache.reused("aaaabbbbccd") == 10
 
 

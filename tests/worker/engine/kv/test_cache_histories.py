@@ -109,7 +109,7 @@ class CacheHistory(RuleBasedStateMachine):
         )
         if self.runner.copies is not None:
             self.runner.copies.open(os.dup(self.memory_fd))
-            self.runner.copies.reject(self.scheduler.recover(self.runner.copies.recovered))
+            self.runner.copies.reject(self.pool.prefixes.recover(self.runner.copies.recovered))
 
     @rule(
         family=st.integers(0, 2),
@@ -190,8 +190,8 @@ class CacheHistory(RuleBasedStateMachine):
         """Blocks come from another engine."""
         if self.config.host_kv_blocks:
             tokens = [1 + (family + place) % 7 for place in range(BLOCK * (first + blocks))]
-            copies, kv_ops = self.scheduler.put_blocks(domain, array("I", tokens), first, blocks)
-            self.runner.apply(kv_ops)
+            copies = self.pool.put(domain, array("I", tokens), first, blocks)
+            self.runner.apply(self.pool.cache.ops.take())
             for place, copy in enumerate(copies):
                 start = BLOCK * (first + place)
                 if copy is not None:
@@ -209,11 +209,9 @@ class CacheHistory(RuleBasedStateMachine):
         """Another engine gets blocks, each with the tokens that it must have."""
         if self.config.host_kv_blocks:
             tokens = [1 + (family + place) % 7 for place in range(BLOCK * (first + blocks))]
-            num_cached, copies, kv_ops = self.scheduler.export_blocks(
-                domain, array("I", tokens), first, blocks, is_last=is_last
-            )
+            num_cached, copies = self.pool.export(domain, array("I", tokens), first, blocks, is_last=is_last)
             assert len(copies) <= max(0, min(blocks, num_cached - first))
-            self.runner.apply(kv_ops)
+            self.runner.apply(self.pool.cache.ops.take())
             for place, copy in enumerate(copies):
                 start = BLOCK * (first + place)
                 content = self.runner.opened_copies().read(copy)
@@ -253,7 +251,8 @@ class CacheHistory(RuleBasedStateMachine):
         """A client keeps what a session has left, or says that it has ended. Others keep what they have."""
         cache = self.pool.cache
         before = {block: (block.kept_until, block.owner) for block in cache.tree.all_blocks()}
-        self.scheduler.retain_session((tenant, session), ttl_s, self.now)
+        self.pool.prefixes.retention.expire(self.now)
+        self.pool.retain_session((tenant, session), ttl_s)
         others = [block for block, (_, owner) in before.items() if owner != (tenant, session) and block.kept_until]
         assert set(before) == set(cache.tree.all_blocks())
         if not ttl_s:
@@ -261,7 +260,8 @@ class CacheHistory(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.runner.apply(self.scheduler.clear_cache())
+        self.pool.clear()
+        self.runner.apply(self.pool.cache.ops.take())
         assert self.pool.cache.evictable_blocks == len(self.pool.cache.host) == 0
 
     @rule()
@@ -275,7 +275,7 @@ class CacheHistory(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.scheduler.check_integrity()
-        changes = self.scheduler.take_kv_events()
+        changes = self.pool.prefixes.take_events()
         self.mirror.take(changes.removed, [tuple(new) for new in changes.stored], self.roots)
         assert set(self.mirror.parents) == {
             b.hash for b in self.pool.cache.tree.all_blocks() if self.pool.cache.tree.is_full(b)
@@ -292,7 +292,7 @@ class CacheHistory(RuleBasedStateMachine):
             self.one_step(40, 50)
             self.everything_adds_up()
         assert not self.open, f"never ended: {self.open}"
-        self.runner.apply(self.scheduler.clear_cache())
+        self.clear()
         self.everything_adds_up()
         assert (self.pool.cache.used_blocks, self.pool.cache.free_blocks) == (0, self.pool.cache.total_blocks)
         assert not self.mirror.parents

@@ -66,7 +66,7 @@ class CheckpointHistory(RuleBasedStateMachine):
                 self.runner._saved[number] = states[copy_id]
             else:
                 self.runner._kv[number] = kv[copy_id]
-        rejected = self.scheduler.recover(list(self.labels.items()))
+        rejected = self.pool.prefixes.recover(list(self.labels.items()))
         for number in rejected:
             del self.labels[number]
             self.runner.apply([Discard(number)])
@@ -140,7 +140,8 @@ class CheckpointHistory(RuleBasedStateMachine):
     def retain(self, tenant: str, session: str, ttl_s: float) -> None:
         """A client keeps what a session has left, or says that it has ended: nothing goes at once."""
         before = len(self.checkpoints), self.checkpoints.used_bytes
-        self.scheduler.retain_session((tenant, session), ttl_s, 0.3 * self.number)
+        self.pool.prefixes.retention.expire(0.3 * self.number)
+        self.pool.retain_session((tenant, session), ttl_s)
         assert (len(self.checkpoints), self.checkpoints.used_bytes) == before
 
     def add(
@@ -197,7 +198,8 @@ class CheckpointHistory(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.apply(self.scheduler.clear_cache())
+        self.pool.clear()
+        self.apply(self.pool.cache.ops.take())
         assert not len(self.checkpoints)
         assert not self.checkpoints.used_bytes
 
@@ -215,7 +217,7 @@ class CheckpointHistory(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.scheduler.check_integrity()
-        removed, stored = self.scheduler.take_kv_events()
+        removed, stored = self.pool.prefixes.take_events()
         assert len(set(removed)) == len(removed)
         assert set(removed) <= self.announced
         self.announced -= set(removed)

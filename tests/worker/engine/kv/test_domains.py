@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenbus.worker.contract.contract import CheckpointSizes
-from tokenbus.worker.engine.kv import exchange
 from tokenbus.worker.engine.kv.checkpoint_tree import TokenRun
 from tokenbus.worker.engine.kv.checkpoints import Checkpoints
 from tokenbus.worker.engine.kv.ops import OpQueue
@@ -90,8 +89,8 @@ def _use(pool: BlockPool, domain: Domain, use: Use) -> None:
         pool.cache.tree.known_path(domain, tokens)
         return
     if use is Use.IS_FETCHED:
-        exchange.put(pool.cache, domain, tokens, 0, 2)
-        exchange.put(pool.cache, domain, tokens, 3, 1)  # a block before is missing
+        pool.put(domain, tokens, 0, 2)
+        pool.put(domain, tokens, 3, 1)  # a block before is missing
         return
     sequence = pool.allocate(domain)
     num_computed = 0 if use is Use.IS_ABORTED_BEFORE_ITS_FIRST_STEP else len(tokens)

@@ -30,35 +30,35 @@ def test_what_is_kept_goes_last_and_goes_all_the_same() -> None:
     assert not is_cached(cache, "aaaabbbb"), "of a path, its end goes first"
     assert is_cached(cache, "aaaa")
     cache.fill(8)
-    assert cache.pool.num_kept == 0
+    assert len(cache.pool.prefixes.retention) == 0
 
 
 def test_it_is_kept_until_its_time_is_over_or_longer_if_somebody_asks_again() -> None:
     cache = Cache(total_blocks=8)
     cache.run("aaaa", hint=CacheHint(None, 10.0))
     cache.run("bbbb", hint=CacheHint(None, 20.0))
-    cache.pool.expire(9.0)
-    assert cache.pool.num_kept == 2
+    cache.pool.prefixes.retention.expire(9.0)
+    assert len(cache.pool.prefixes.retention) == 2
     cache.run("bbbb", hint=CacheHint(None, 5.0))
-    cache.pool.expire(15.0)
-    assert cache.pool.num_kept == 1
-    cache.pool.expire(20.0)
-    assert cache.pool.num_kept == 0
+    cache.pool.prefixes.retention.expire(15.0)
+    assert len(cache.pool.prefixes.retention) == 1
+    cache.pool.prefixes.retention.expire(20.0)
+    assert len(cache.pool.prefixes.retention) == 0
     cache.pool.check_integrity()
 
 
 def test_a_wish_is_cut_to_the_longest_time() -> None:
     cache = Cache(limits=RetentionLimits(1.0, max_ttl_s=5.0))
     cache.run("aaaa", hint=CacheHint(None, 1e6))
-    cache.pool.expire(5.0)
-    assert cache.pool.num_kept == 0
+    cache.pool.prefixes.retention.expire(5.0)
+    assert len(cache.pool.prefixes.retention) == 0
 
 
 def test_a_tenant_keeps_its_share_and_of_it_what_was_used_last() -> None:
     cache = Cache(total_blocks=16, num_lanes=9)
     for text in ("aaaabbbb", "ccccdddd", "eeeeffff"):
         cache.run(text, hint=KEPT)
-    assert cache.pool.num_kept == 4
+    assert len(cache.pool.prefixes.retention) == 4
     kept = {block.hash for block in cache.pool.cache.tree.all_blocks() if block.kept_until}
     assert kept == {*hashes("ccccdddd"), *hashes("eeeeffff")}
 
@@ -76,13 +76,13 @@ def test_all_tenants_together_keep_a_half() -> None:
     for name in ("a", "b", "c"):
         for text in ("aaaabbbb", "ccccdddd"):
             cache.run(text, domain=Domain(name), hint=KEPT)
-    assert cache.pool.num_kept == 8
+    assert len(cache.pool.prefixes.retention) == 8
 
 
 def test_nobody_keeps_anything_where_the_share_is_0() -> None:
     cache = Cache(limits=RetentionLimits(0.0))
     cache.run("aaaabbbb", hint=KEPT)
-    assert cache.pool.num_kept == 0
+    assert len(cache.pool.prefixes.retention) == 0
 
 
 def test_a_session_that_has_ended_goes_before_everything_else() -> None:
@@ -90,7 +90,7 @@ def test_a_session_that_has_ended_goes_before_everything_else() -> None:
     cache.run("aaaa")
     cache.run("bbbbcccc", hint=of("s", 60.0))
     cache.pool.retain_session(("acme", "s"), 0)
-    assert cache.pool.num_kept == 0
+    assert len(cache.pool.prefixes.retention) == 0
     cache.fill(7)
     assert not is_cached(cache, "bbbb")
     assert is_cached(cache, "aaaa")
@@ -126,9 +126,9 @@ def test_a_hint_for_another_session_or_tenant_changes_nothing(session: tuple[str
     cache = Cache(total_blocks=8)
     cache.run("aaaabbbb", hint=of("s", 60.0))
     cache.run("cccc", domain=OTHERS)
-    before = list(cache.pool.cache._evictable), cache.pool.num_kept
+    before = list(cache.pool.cache._evictable), len(cache.pool.prefixes.retention)
     cache.pool.retain_session(session, ttl_s)
-    assert (list(cache.pool.cache._evictable), cache.pool.num_kept) == before
+    assert (list(cache.pool.cache._evictable), len(cache.pool.prefixes.retention)) == before
 
 
 def test_a_session_is_kept_with_all_that_leads_to_it() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker.engine.scheduling.answer_lengths import AnswerLengths
+from tokenbus.worker.engine.scheduling.expectation import AnswerLengths
 
 
 def learned(*lengths: int, cut: tuple[int, ...] = ()) -> AnswerLengths:

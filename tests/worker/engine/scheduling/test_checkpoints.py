@@ -244,10 +244,11 @@ def test_routers_are_told_of_the_blocks_that_end_at_a_checkpoint() -> None:
     engine.ask(tokens(30))
     root = block_hash.root_hash(block_hash.PrefixDomain("", (), "acme", ""))
     hashes = block_hash.block_hashes(tokens(30), BLOCK, root)
-    removed, stored = engine.scheduler.take_kv_events()
+    removed, stored = engine.pool.prefixes.take_events()
     assert (removed, stored) == ([], [(hashes[3], hashes[4])])
-    engine.runner.apply(engine.scheduler.clear_cache())
-    assert engine.scheduler.take_kv_events() == ([hashes[4]], [])
+    engine.pool.clear()
+    engine.runner.apply(engine.pool.cache.ops.take())
+    assert engine.pool.prefixes.take_events() == ([hashes[4]], [])
     assert engine.runner.is_empty()
 
 

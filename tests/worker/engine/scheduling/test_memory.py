@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from tests.support.executed_scheduler import ExecutedScheduler, generated, sizes
 from tokenbus.worker.engine.kv.ops import Offload, Onload, Share, Truncate
-from tokenbus.worker.engine.scheduling.plan import ScheduledTokens, SchedulerCounts, StepPlan
+from tokenbus.worker.engine.scheduling.counters import SchedulerCounts
+from tokenbus.worker.engine.scheduling.plan import ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
 
@@ -222,7 +223,7 @@ def test_reclaiming_memory_clears_the_cache_then_preempts_the_last_and_ends_a_lo
     load = executed.scheduler.load()
     assert (load.running, load.waiting) == (1, 1)
     assert executed.sequences[2].preemptions == 1
-    executed.scheduler.clear_cache()
+    executed.pool.clear()
     executed.abort(2)
     result = executed.reclaim_memory()
     assert result is not None

@@ -76,7 +76,7 @@ def test_one_that_fails_after_what_it_has_reused_starts_over_without_it_and_all_
     executed, _ = poisonous(host_blocks=16)
     executed.add_tokens(1, TEXT, max_tokens=1)
     executed.run(transfer_blocks=9)
-    executed.scheduler.take_kv_events()
+    executed.pool.prefixes.take_events()
     one = executed.add_tokens(2, [*TEXT[:16], 80, 81])
     executed.step()
     assert one.num_cached == 16
@@ -84,12 +84,12 @@ def test_one_that_fails_after_what_it_has_reused_starts_over_without_it_and_all_
         plan = executed.schedule()
         executed.scheduler.update(plan, [Undone.POISONED])
         executed.scheduler.check_integrity()
-    removed, stored = executed.scheduler.take_kv_events()
+    removed, stored = executed.pool.prefixes.take_events()
     assert (len(removed), stored) == (4, [])
     executed.run()
     assert executed.ends == {1: LENGTH, 2: LENGTH}
     assert generated(one) == alone([*TEXT[:16], 80, 81], 4)
-    assert not executed.scheduler.take_kv_events().stored  # it shares nothing
+    assert not executed.pool.prefixes.take_events().stored  # it shares nothing
 
 
 def test_blocks_that_others_use_stay_when_one_that_has_reused_them_ends() -> None:
@@ -168,5 +168,6 @@ def test_only_culprits_end_and_cost_a_bounded_amount_of_work(
     culprits = [len(prompt) for prompt in prompts if POISON in prompt]
     if not reach:  # four halvings find one of nine
         assert runner.num_poisoned <= (3 + 4 * (len(culprits) > 1)) * sum(culprits)
-    executed.runner.apply(executed.scheduler.clear_cache())
+    executed.pool.clear()
+    executed.runner.apply(executed.pool.cache.ops.take())
     assert executed.runner.is_empty()
