@@ -35,6 +35,7 @@ PURE = (
     "protocol/http/connection_table.py",
     "protocol/http/http_parser.py",
     "protocol/http/refusals.py",
+    "protocol/moving_average.py",
     "protocol/ttl_cache.py",
     "router/fleet/*.py",
     "router/workers/*.py",

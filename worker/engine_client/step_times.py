@@ -4,6 +4,8 @@ An engine reports every step once it is computed. While it has work and reports 
 fixed limit alone would kill large models on slow devices, so a step counts as stuck only when it is older than the
 limit and also ten times older than the longest step so far."""
 
+from tokenbus.protocol.moving_average import MovingAverage
+
 _STUCK_FACTOR = 10
 _SPEED_WEIGHT = 0.3
 """The newest step's weight in the prefill speed."""
@@ -44,11 +46,14 @@ class PrefillSpeed:
     """A moving average over steps that computed prompts."""
 
     def __init__(self) -> None:
-        self.tokens_per_s: float | None = None
+        self._mean = MovingAverage(_SPEED_WEIGHT)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None until a step has been timed."""
+        return self._mean.value
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Records a step."""
         if num_tokens >= _MIN_TOKENS and seconds > 0:
-            rate = num_tokens / seconds
-            known = self.tokens_per_s
-            self.tokens_per_s = rate if known is None else known + _SPEED_WEIGHT * (rate - known)
+            self._mean.add(num_tokens / seconds)

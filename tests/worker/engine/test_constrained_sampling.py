@@ -170,5 +170,5 @@ def test_a_resumed_output_goes_on_as_it_would_have() -> None:
         for token_id in whole[:count]:
             matcher.accept(token_id)
         token_ids = array("I", [7, *whole[:count]])
-        one = Sequence(1, token_ids, sampling, ENDS, num_sampled=count, matcher=matcher)
+        one = Sequence(1, token_ids, sampling, ENDS, num_resumed=count, matcher=matcher)
         assert run(one) == whole

@@ -127,12 +127,6 @@ class Runner(Protocol):
     token_bytes: list[bytes]
     """The bytes of each token's text, by token id; empty for control tokens."""
     bundle: bytes | None
-    embedder: Embedder | None
-    """None if the model makes no embeddings."""
-    reranker: Reranker | None
-    """None if the model scores no documents."""
-    adapters: RunnerAdapters | None
-    """None if the engine supports none."""
     canary: Listing[int]
     """Tokens for which its numbers were finite when it was loaded; none if unknown. As few as possible: computing them
     overwrites the memory that they use."""
@@ -140,6 +134,21 @@ class Runner(Protocol):
     """None if the reasoning of answers can't be closed."""
     num_lanes: int
     """The number of lanes that running and cached sequences share."""
+
+    @property
+    def embedder(self) -> Embedder | None:
+        """None if the model makes no embeddings."""
+        ...
+
+    @property
+    def reranker(self) -> Reranker | None:
+        """None if the model scores no documents."""
+        ...
+
+    @property
+    def adapters(self) -> RunnerAdapters | None:
+        """None if the engine supports none."""
+        ...
 
     @property
     def logits(self) -> "LogitsHealth | None":

@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine.host_cache import finite
-from tokenbus.worker.files import gguf_metadata
+from tokenbus.worker.files import gguf_metadata, number_types
 from tokenbus.worker.files.gguf_metadata import Metadata, TensorInfo
 
 _A, _B = ".lora_a", ".lora_b"
-_TYPES = {0: finite.F32, 1: finite.F16, 8: finite.Q8_0, 30: finite.BF16}
-"""The data types of adapters, by GGUF's numbers."""
+_TYPES = {kind.ggml: kind for kind in (number_types.F32, number_types.F16, number_types.Q8_0, number_types.BF16)}
 _EMBEDDING = "token_embd.weight"
 _MAX_RANK = 1_024
 

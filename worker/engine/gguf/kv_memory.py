@@ -5,6 +5,7 @@ import msgspec
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.files import number_types
 from tokenbus.worker.files.gguf_metadata import Metadata
 
 EMBEDDED_INPUTS = 16
@@ -15,17 +16,7 @@ too."""
 _MAX_DEFAULT_EMBED_TOKENS = 2_048
 _MAX_POOLED_INPUT = 8_192
 """The default longest input: attention memory grows with its square."""
-_BLOCK_BYTES = {
-    "f32": (1, 4),
-    "f16": (1, 2),
-    "bf16": (1, 2),
-    "q8_0": (32, 34),
-    "q5_1": (32, 24),
-    "q5_0": (32, 22),
-    "q4_1": (32, 20),
-    "q4_0": (32, 18),
-}
-"""For each cache type, the values and the bytes of one of ggml's blocks."""
+_CACHE_TYPES = {kind.name: kind for kind in number_types.ALL}
 _F32_BYTES = 4
 _WINDOW_PATTERNS = {
     "afmoe": 4,
@@ -165,7 +156,6 @@ def fit_to_budget(settings: EngineSettings, metadata: Metadata, length: int) -> 
 
 
 def _size(count: int, cache_type: str) -> int:
-    if cache_type not in _BLOCK_BYTES:
-        raise ModelError(f"a cache type must be one of {', '.join(_BLOCK_BYTES)}, got {cache_type}")
-    per_block, size = _BLOCK_BYTES[cache_type]
-    return count * size // per_block
+    if cache_type not in _CACHE_TYPES:
+        raise ModelError(f"a cache type must be one of {', '.join(_CACHE_TYPES)}, got {cache_type}")
+    return _CACHE_TYPES[cache_type].num_bytes(count)

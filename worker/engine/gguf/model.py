@@ -15,7 +15,7 @@ from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
-from tokenbus.worker.engine.gguf import backend, context, devices, pooling_type, settings_resolution
+from tokenbus.worker.engine.gguf import backend, context, devices, model_facts, settings_resolution
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters, LlamaAdapter
 from tokenbus.worker.engine.gguf.gguf_memory import GgufMemory
 from tokenbus.worker.engine.gguf.tokenizer import bundle
@@ -72,7 +72,7 @@ class GgufModel:
             raise ModelError(f"{files.weights}: holds a vocabulary and no weights; pass --model the whole model")
         self.generation_config = generation_config.read(files.sidecars, self.metadata.sampling_defaults())
         # Routers tokenize prompts, and a model that generates nothing gets none.
-        self.pooling = pooling_type.of_model(self.metadata)
+        self.pooling = model_facts.pooling_of(self.metadata)
         generates = self.pooling is None
         self.memory = GgufMemory(files.weights, self.metadata)
         self.placement = self._planner.plan_weights(self.memory, settings)

@@ -1,10 +1,11 @@
-"""Reads from a GGUF's metadata the facts from which its model's memory is estimated. Needs no library."""
+"""Reads from a GGUF's metadata what kind of model it is and how much memory it needs. Needs no library."""
 
+import enum
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.gguf import kv_memory, pooling_type
+from tokenbus.worker.engine.gguf import kv_memory
 from tokenbus.worker.engine.memory.need import ModelFacts
 from tokenbus.worker.files import gguf_metadata
 from tokenbus.worker.files.gguf_layout import GgufLayout
@@ -16,12 +17,34 @@ OTHER_ROWS = IDLE_LANES + 1
 """Rows of logits besides those of running sequences; one lane is for copies."""
 
 
+class PoolingType(enum.Enum):
+    """The ways in which llama.cpp makes one row from an input's tokens, with its numbers for them."""
+
+    MEAN = 1
+    CLS = 2
+    """The state of the first token."""
+    LAST = 3
+    """The state of the last token."""
+    RANK = 4
+    """The output of a classification head for the first state, or for the last one in a causal model."""
+
+
+def pooling_of(metadata: Metadata) -> PoolingType | None:
+    """Returns the pooling that the file names; `MEAN` for an encoder whose file names none, as in
+    sentence-transformers; None for a model that generates."""
+    arch = metadata.text("general.architecture") or ""
+    named = metadata.number(f"{arch}.pooling_type")
+    if named in {one.value for one in PoolingType}:
+        return PoolingType(named)
+    return PoolingType.MEAN if "bert" in arch else None
+
+
 def read(found: Metadata, weight_bytes: int, settings: EngineSettings, num_seqs: int) -> ModelFacts:
     """Returns the facts of a model whose files take `weight_bytes`, for `num_seqs` running sequences."""
     architecture = found.text("general.architecture") or ""
     windowed = kv_memory.windowed_share(found)
     each = kv_memory.bytes_per_token(found, settings)
-    trained, pools = found.number(f"{architecture}.context_length"), pooling_type.of_model(found) is not None
+    trained, pools = found.number(f"{architecture}.context_length"), pooling_of(found) is not None
     embeds = not pools and settings.pooling != "none"
     return ModelFacts(
         weight_bytes=weight_bytes,

@@ -20,8 +20,8 @@ from tokenbus.worker.engine.device.runner import BatchLimits, WholePass
 from tokenbus.worker.engine.gguf import kv_memory, settings_resolution
 from tokenbus.worker.engine.gguf.batch import BatchPart
 from tokenbus.worker.engine.gguf.model import GgufModel
+from tokenbus.worker.engine.gguf.model_facts import PoolingType
 from tokenbus.worker.engine.gguf.pooling_context import PoolingContext, PoolingSize
-from tokenbus.worker.engine.gguf.pooling_type import PoolingType
 from tokenbus.worker.engine.gguf.tokenizer.rerank_prompt import RerankPrompt
 
 _CLOSE = 1e-2
@@ -47,7 +47,8 @@ class GgufPooler:
         if not self._outputs_all and not self._context.is_causal:
             self.close()
             self._context = self._open(model, settings, capacity, outputs_all=True)
-        self.width = _width(model)
+        width_of = llama.llama_model_n_cls_out if model.pooling is PoolingType.RANK else llama.llama_model_n_embd_out
+        self.width = int(width_of(model.handle))
         self._try(str(model.files.weights))
 
     def __repr__(self) -> str:
@@ -178,9 +179,3 @@ def _pooling_of(model: GgufModel, settings: EngineSettings) -> PoolingType:
         does = "score documents" if model.pooling is PoolingType.RANK else "make embeddings"
         raise ModelError(f"{model.files.weights} can only {does}: leave --pooling {settings.pooling} out")
     return PoolingType[settings.pooling.upper()]
-
-
-def _width(model: GgufModel) -> int:
-    if model.pooling is PoolingType.RANK:
-        return int(llama.llama_model_n_cls_out(model.handle))
-    return int(llama.llama_model_n_embd_out(model.handle))

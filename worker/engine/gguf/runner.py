@@ -22,7 +22,7 @@ from tokenbus.worker.engine.device import poison
 from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.logits_health import LogitsHealth
-from tokenbus.worker.engine.device.runner import Embedder, Reranker, Runner, RunnerAdapters
+from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.device.sampler import Sampler
 from tokenbus.worker.engine.gguf import (
     backend,
@@ -141,8 +141,7 @@ class GgufRunner:
         self._model = model
         self._release = release
         self._context: llama.llama_context_p | None = None
-        self.adapters: RunnerAdapters | None = None
-        self._adapters: ContextAdapters | None = None
+        self.adapters: ContextAdapters | None = None
         self._tokenizer = model.tokenizer
         self.end_token_ids = self._tokenizer.end_token_ids | generation_config.end_token_ids(
             model.generation_config, self._tokenizer.rules.special_tokens.values()
@@ -150,9 +149,8 @@ class GgufRunner:
         self.token_bytes = self._tokenizer.token_bytes
         self.bundle = model.bundle
         self.copies: SlotStore | None = None
-        self.embedder: Embedder | None = None
-        self._embedder: CausalEmbedder | None = None
-        self.reranker: Reranker | None = None
+        self.embedder: CausalEmbedder | None = None
+        self.reranker = None
         self.reasoning_closer: ReasoningCloser | None = None
         try:
             self._open(settings, least_context)
@@ -178,15 +176,15 @@ class GgufRunner:
         can_see = capabilities.can_share and not _uses_gpu(settings)
         self._visible_cells = capabilities.state_format if can_see else None
         """The format of saved keys and values, if they are in host memory and can be inspected."""
-        self.adapters = self._adapters = self._model.adapters_of(self._context)
+        self.adapters = self._model.adapters_of(self._context)
         self.num_lanes = context.num_lanes(settings, partial_state=partial_state)
-        self.kv_identity = _identity(metadata.fingerprint, settings, capabilities)
+        self._identity = _identity(metadata.fingerprint, settings, capabilities)
         self.copies = self.lanes.copies = self._make_store(settings, capabilities)
         self.config = self._describe(settings, capabilities)
-        self.embedder = self._embedder = self._make_embedder(settings, capabilities)
-        if self._embedder is not None:
+        self.embedder = self._make_embedder(settings, capabilities)
+        if self.embedder is not None:
             self.config = codec.replace(
-                self.config, features=(*self.config.features, "embed"), embeddings=self._embedder.describe()
+                self.config, features=(*self.config.features, "embed"), embeddings=self.embedder.describe()
             )
         if least_context > self.config.context_length:
             raise ModelError(
@@ -226,8 +224,8 @@ class GgufRunner:
     def _decode(self, batch: Listing[ScheduledTokens], *, has_rows: bool) -> bool:
         """Computes a batch; returns whether there was room in the KV memory."""
         assert self._context is not None
-        assert self._adapters is not None
-        self._adapters.activate(batch[0].sequence.adapters)
+        assert self.adapters is not None
+        self.adapters.activate(batch[0].sequence.adapters)
         self._batch.fill(batch, has_rows=has_rows)
         status = llama.llama_decode(self._context, self._batch.struct)
         if status not in (0, 1):  # 1: no slot in the KV memory; nothing has changed
@@ -277,12 +275,12 @@ class GgufRunner:
         return made
 
     def _free(self) -> None:
-        if self._embedder is not None:
-            self._embedder.close()
-            self.embedder = self._embedder = None
-        if self._adapters is not None:
-            self._adapters.close()
-            self.adapters = self._adapters = None
+        if self.embedder is not None:
+            self.embedder.close()
+            self.embedder = None
+        if self.adapters is not None:
+            self.adapters.close()
+            self.adapters = None
         if self._context is not None:
             llama.llama_free(self._context)
             self._context = None
@@ -319,7 +317,7 @@ class GgufRunner:
             total_kv_blocks=llama.llama_n_ctx(self._context) // block_size,
             kv_tokens=int(llama.llama_n_ctx(self._context)),
             host_kv_blocks=self.copies.layout.num_slots if self.copies is not None and capabilities.can_share else 0,
-            kv_identity="" if exchanged is None else self.kv_identity,
+            kv_identity="" if exchanged is None else self._identity,
             kv_format=None if exchanged is None else exchanged.block_format(block_size),
             # On a CPU copying costs a thousandth of computing; on a GPU it was not measured (decision 0020).
             writes_through=not _uses_gpu(settings) or bool(settings.keep_cache),
@@ -336,12 +334,12 @@ class GgufRunner:
         problem = state_blob.unknown if form is None else form.problem  # what can't be checked is not recovered
         if capabilities.checkpoint is not None:
             return sizing.make_checkpoint_store(
-                self.kv_identity, *capabilities.checkpoint, settings, problem, self.lanes.state_problem
+                self._identity, *capabilities.checkpoint, settings, problem, self.lanes.state_problem
             )
         if not capabilities.can_share or not capabilities.bytes_per_token:
             return None
         size = capabilities.bytes_per_token * max(block_size, probe.TOKENS) if form is None else form.size(block_size)
-        return sizing.make_store(self.kv_identity, block_size, size, settings, problem)
+        return sizing.make_store(self._identity, block_size, size, settings, problem)
 
     def _kv_bytes(self, settings: EngineSettings, capabilities: probe.Capabilities) -> int:
         """Returns the most device memory that all lanes can take."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import llama_cpp
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.contract.engine_errors import ModelError
@@ -10,18 +9,10 @@ from tokenbus.worker.contract.engine_settings import CHOICES, EngineSettings
 from tokenbus.worker.convert import converted
 from tokenbus.worker.engine.models.settings_resolution import SettingRule, common_rules, require
 from tokenbus.worker.engine.models.settings_resolution import resolve as resolve_common
+from tokenbus.worker.files import number_types
 from tokenbus.worker.files.generation_config import GenerationConfig
 
-CACHE_TYPES = {
-    "f32": llama_cpp.GGML_TYPE_F32,
-    "f16": llama_cpp.GGML_TYPE_F16,
-    "bf16": 30,  # GGML_TYPE_BF16 in ggml.h; the binding has no name for it
-    "q8_0": llama_cpp.GGML_TYPE_Q8_0,
-    "q5_1": llama_cpp.GGML_TYPE_Q5_1,
-    "q5_0": llama_cpp.GGML_TYPE_Q5_0,
-    "q4_1": llama_cpp.GGML_TYPE_Q4_1,
-    "q4_0": llama_cpp.GGML_TYPE_Q4_0,
-}
+CACHE_TYPES = {kind.name: kind.ggml for kind in number_types.ALL}
 _WITHOUT_FLASH_ATTENTION = ("f32", "f16", "bf16")
 FLASH_ATTENTION = {
     "auto": llama.LLAMA_FLASH_ATTN_TYPE_AUTO,

@@ -22,7 +22,8 @@ import xxhash
 
 from tokenbus.worker.contract.contract import KvBlockFormat
 from tokenbus.worker.engine.host_cache import finite
-from tokenbus.worker.engine.host_cache.finite import NumberType
+from tokenbus.worker.files import number_types
+from tokenbus.worker.files.number_types import NumberType
 
 _HEAD = struct.Struct("<8sII")
 _WORD = struct.Struct("<i")
@@ -32,17 +33,6 @@ _LAYERS = struct.Struct("<II")
 _ROWS = struct.Struct("<iQ")
 _COLUMNS = struct.Struct("<iII")
 _TYPE = struct.Struct("<i")
-_NUMBER_TYPES = {
-    0: finite.F32,
-    1: finite.F16,
-    2: finite.Q4_0,
-    3: finite.Q4_1,
-    6: finite.Q5_0,
-    7: finite.Q5_1,
-    8: finite.Q8_0,
-    30: finite.BF16,
-}
-"""By their numbers in ggml.h."""
 
 
 class _Tensor(NamedTuple):
@@ -53,7 +43,7 @@ class _Tensor(NamedTuple):
 
     @property
     def number_type(self) -> NumberType:
-        return _NUMBER_TYPES[_TYPE.unpack_from(self.framing)[0]]
+        return number_types.BY_GGML[_TYPE.unpack_from(self.framing)[0]]
 
 
 class StateFormat(NamedTuple):

@@ -24,19 +24,6 @@ _CONTINUED_SHARE = 0.5
 class Allocation:
     """The shared and private blocks of a sequence. `root` is None if it neither uses nor leaves cached blocks."""
 
-    __slots__ = (
-        "_cache",
-        "_hint",
-        "_is_continued",
-        "_is_new",
-        "_num_returned",
-        "lane",
-        "num_private",
-        "path",
-        "root",
-        "stop",
-    )
-
     def __init__(
         self, cache: PrefixCache, root: Root | None, *, is_new: bool = True, hint: CacheHint = NO_HINT
     ) -> None:

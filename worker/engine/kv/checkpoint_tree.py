@@ -6,6 +6,7 @@
 Unlike the blocks of the prefix tree, runs have any length: a run is split where another prefix diverges or ends.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
@@ -31,46 +32,37 @@ class TokenRun:
         return f"<TokenRun up to {self.end}, {len(self.children)} children, {self.checkpoint!r}>"
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Checkpoint:
     """A position of a prefix from which a lane can continue, as long as it has a state."""
 
-    __slots__ = (
-        "base",
-        "digest",
-        "end",
-        "hash",
-        "kept_until",
-        "kv_copy",
-        "node",
-        "num_dependents",
-        "owner",
-        "root",
-        "start",
-        "state_copy",
-    )
+    root: RootName
+    """The domain of its tree."""
+    base: "Checkpoint | None"
+    """The checkpoint whose KV precedes its own; None at the beginning."""
+    node: TokenRun | None
+    """Its place in the tree; None once it is gone."""
+    tokens: dataclasses.InitVar[bytes]
+    """The whole prefix that ends at it."""
+    start: int = dataclasses.field(init=False)
+    end: int = dataclasses.field(init=False)
+    digest: bytes = dataclasses.field(init=False)
+    """A digest of the tokens, chained through those of its bases."""
+    kv_copy: int | None = dataclasses.field(default=None, init=False)
+    state_copy: int | None = dataclasses.field(default=None, init=False)
+    num_dependents: int = dataclasses.field(default=0, init=False)
+    """The number of checkpoints whose base it is."""
+    hash: int | None = dataclasses.field(default=None, init=False)
+    """The chained hash of its last block; None if it does not end at a block boundary."""
+    kept_until: float = dataclasses.field(default=0.0, init=False)
+    """The time until which its state is kept at a client's request; 0 if it is not."""
+    owner: SessionKey | None = dataclasses.field(default=None, init=False)
+    """The session that has used it, or None."""
 
-    def __init__(self, root: RootName, base: "Checkpoint | None", node: TokenRun | None, tokens: bytes) -> None:
-        """`tokens` is the whole prefix that ends at it."""
-        self.root = root
-        """The domain of its tree."""
-        self.base = base
-        """The checkpoint whose KV precedes its own; None at the beginning."""
-        self.start: int = 0 if base is None else base.end
-        self.end: int = len(tokens) // TOKEN_BYTES
+    def __post_init__(self, tokens: bytes) -> None:
+        self.start = 0 if self.base is None else self.base.end
+        self.end = len(tokens) // TOKEN_BYTES
         self.digest = digest_of(self.base_digest + tokens[TOKEN_BYTES * self.start :])
-        """A digest of the tokens, chained through those of its bases."""
-        self.node: TokenRun | None = node
-        """Its place in the tree; None once it is gone."""
-        self.kv_copy: int | None = None
-        self.state_copy: int | None = None
-        self.num_dependents = 0
-        """The number of checkpoints whose base it is."""
-        self.hash: int | None = None
-        """The chained hash of its last block; None if it does not end at a block boundary."""
-        self.kept_until = 0.0
-        """The time until which its state is kept at a client's request; 0 if it is not."""
-        self.owner: SessionKey | None = None
-        """The session that has used it, or None."""
 
     def __repr__(self) -> str:
         state = "" if self.has_state else ", no state"

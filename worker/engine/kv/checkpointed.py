@@ -31,8 +31,6 @@ from before the answer if the template writes that differently."""
 class CheckpointedAllocation(Allocation):
     """Private blocks, and the checkpoints of one sequence, which has none without a domain."""
 
-    __slots__ = ("_checkpoints", "_domain", "_last", "_used")
-
     def __init__(
         self, cache: PrefixCache, checkpoints: Checkpoints, domain: Domain | None, hint: CacheHint = NO_HINT
     ) -> None:

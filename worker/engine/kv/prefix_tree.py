@@ -9,6 +9,7 @@ The tree also notes which full blocks came and went, for routers.
 """
 
 import bisect
+import dataclasses
 import hashlib
 import itertools
 from array import array
@@ -74,55 +75,39 @@ class KvEvents(NamedTuple):
     stored: list[StoredBlock]
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Block:
     """A node of the tree. `tokens` are its token ids as bytes, `start` and `end` their positions in the sequence."""
 
-    __slots__ = (
-        "_digest",
-        "_keys",
-        "children",
-        "end",
-        "end_lane",
-        "hash",
-        "host_copy",
-        "is_continued",
-        "kept_until",
-        "lanes",
-        "owner",
-        "parent",
-        "ref_count",
-        "start",
-        "tokens",
-        "was_used",
-    )
+    parent: "Block | None"
+    tokens: bytes
+    start: int
+    hash: int
+    """The chained hash; 0 for a partial block, which has none."""
+    end: int = dataclasses.field(init=False)
+    children: "dict[bytes, Block]" = dataclasses.field(default_factory=dict, init=False)
+    _keys: list[bytes] = dataclasses.field(default_factory=list, init=False)
+    """The tokens of the children, sorted."""
+    _digest: bytes = dataclasses.field(default=b"", init=False)
+    ref_count: int = dataclasses.field(default=0, init=False)
+    """The number of sequences that use it."""
+    lanes: int = dataclasses.field(default=0, init=False)
+    """The lanes that carry it, one bit for each."""
+    end_lane: int | None = dataclasses.field(default=None, init=False)
+    """The idle lane whose last block this is."""
+    host_copy: int | None = dataclasses.field(default=None, init=False)
+    """The id of its copy in host memory."""
+    was_used: bool = dataclasses.field(default=False, init=False)
+    """Whether a sequence that has it has ended, or lost its memory."""
+    is_continued: bool = dataclasses.field(default=False, init=False)
+    """Whether it belongs to a prompt that continued a cached one."""
+    kept_until: float = dataclasses.field(default=0.0, init=False)
+    """The time until which it is kept at a client's request; 0 if it is not (retention.py)."""
+    owner: SessionKey | None = dataclasses.field(default=None, init=False)
+    """The session that has used it, or None."""
 
-    def __init__(self, parent: "Block | None", tokens: bytes, start: int, name: int) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.start = start
-        self.end = start + len(tokens) // TOKEN_BYTES
-        self.hash = name
-        """The chained hash; 0 for a partial block, which has none."""
-        self._digest = b""
-        self.children: dict[bytes, Block] = {}
-        self._keys: list[bytes] = []
-        """The tokens of the children, sorted."""
-        self.ref_count = 0
-        """The number of sequences that use it."""
-        self.lanes = 0
-        """The lanes that carry it, one bit for each."""
-        self.end_lane: int | None = None
-        """The idle lane whose last block this is."""
-        self.host_copy: int | None = None
-        """The id of its copy in host memory."""
-        self.was_used = False
-        """Whether a sequence that has it has ended, or lost its memory."""
-        self.is_continued = False
-        """Whether it belongs to a prompt that continued a cached one."""
-        self.kept_until = 0.0
-        """The time until which it is kept at a client's request; 0 if it is not (retention.py)."""
-        self.owner: SessionKey | None = None
-        """The session that has used it, or None."""
+    def __post_init__(self) -> None:
+        self.end = self.start + len(self.tokens) // TOKEN_BYTES
 
     def __repr__(self) -> str:
         copy = "" if self.host_copy is None else f", copy {self.host_copy}"

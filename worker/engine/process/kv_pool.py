@@ -31,7 +31,7 @@ class KvPool:
     def __repr__(self) -> str:
         return f"<KvPool {self._ledger!r}>"
 
-    def reserve(self, settings: EngineSettings) -> "FixedKv":
+    def reserve(self, settings: EngineSettings) -> "KvShare":
         """Takes a replica's fixed memory out of the pool, and returns once no other replica holds it.
 
         Raises ModelError if the pool is too small, or if the others don't give the memory back."""
@@ -50,7 +50,7 @@ class KvPool:
                     f"--kv-budget: other models have not given {num_bytes} bytes back within {self._reclaim_s:g} s; "
                     f"load {name} again when they are less busy"
                 )
-        return FixedKv(self, number)
+        return KvShare(self, number)
 
     def join(
         self, settings: EngineSettings, config: contract.EngineConfig, lender: LaneLender, wake: Callable[[], None]
@@ -98,35 +98,21 @@ class KvPool:
             self._wakes[number]()
 
 
-class FixedKv:
-    """The memory of a replica that can't lend any."""
-
-    def __init__(self, pool: KvPool, number: int) -> None:
-        self._pool = pool
-        self._number = number
-
-    def __repr__(self) -> str:
-        return f"<FixedKv {self._number} in {self._pool!r}>"
-
-    def resize(self, num_bytes: int) -> None:
-        """Corrects the reservation to what the loaded model has taken."""
-        with self._pool.turn(self._number) as ledger:
-            ledger.resize(self._number, num_bytes)
-
-    def leave(self) -> None:
-        self._pool.leave(self._number)
-
-
 class KvShare:
-    """A replica's lanes in a pool."""
+    """A replica's part of a pool: fixed memory, or the lanes of a `lender`."""
 
-    def __init__(self, pool: KvPool, number: int, lender: LaneLender) -> None:
+    def __init__(self, pool: KvPool, number: int, lender: LaneLender | None = None) -> None:
         self._pool = pool
         self._number = number
         self._lender = lender
 
     def __repr__(self) -> str:
         return f"<KvShare {self._number} of {self._pool!r}>"
+
+    def resize(self, num_bytes: int) -> None:
+        """Corrects the reservation of fixed memory to what the loaded model has taken."""
+        with self._pool.turn(self._number) as ledger:
+            ledger.resize(self._number, num_bytes)
 
     def request(self, used: int, idle: int, wanted: int) -> int:
         """Reports how many lanes the replica holds and how many more it wants; returns how many it may hold."""
@@ -135,6 +121,7 @@ class KvShare:
 
     def give_back(self, lanes: int) -> None:
         """Frees the memory of all lanes but these, which the replica holds, and reports that."""
+        assert self._lender is not None, self
         self._lender.release_lanes()
         with self._pool.turn(self._number) as ledger:
             ledger.give_back(self._number, lanes)
@@ -143,4 +130,5 @@ class KvShare:
         return self._pool.usage(self._number)
 
     def leave(self) -> None:
+        """Notes that the replica has freed its memory."""
         self._pool.leave(self._number)

@@ -275,7 +275,7 @@ class StepLoop:
                 domain=None if command.domain is None else Domain(*command.domain, command.adapters),
                 priority=command.priority,
                 arrived_at=time.monotonic(),
-                num_sampled=command.num_sampled,
+                num_resumed=command.num_sampled,
                 isolated=command.isolated,
                 matcher=matcher,
                 hint=command.hint,

@@ -28,7 +28,7 @@ from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine.memory.claims import MemoryClaims
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.engine.process import ipc, replica
-from tokenbus.worker.engine.process.kv_pool import FixedKv, KvPool, KvShare
+from tokenbus.worker.engine.process.kv_pool import KvPool, KvShare
 from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
 
@@ -82,7 +82,7 @@ class ReplicaServer:
     def _serve(self, opened: ipc.OpenReplica, sock: socket.socket, memory_fd: int | None) -> None:
         """Runs a replica; the outermost frame of its thread."""
         settings = opened.settings
-        kv_memory: FixedKv | KvShare | None = None
+        kv_memory: KvShare | None = None
 
         def load(progress: Callable[[float], None]) -> Runner:
             nonlocal kv_memory
@@ -107,20 +107,17 @@ class ReplicaServer:
 
         try:
             with contextlib.suppress(ConnectionError):  # the frontend has closed this replica's socket
-                target_s = settings.step_target_ms / 1e3
-                folder = (
-                    CacheFolder(settings.keep_cache, settings.keep_cache_mib << 20) if settings.keep_cache else None
-                )
+                kept = CacheFolder(settings.keep_cache, settings.keep_cache_mib << 20) if settings.keep_cache else None
                 replica.serve(
                     sock,
                     load,
-                    target_s,
+                    settings.step_target_ms / 1e3,
                     settings.scheduler,
                     self._step_gate,
                     debug=settings.debug,
                     memory_fd=memory_fd,
                     join_pool=join_pool,
-                    folder=folder,
+                    folder=kept,
                 )
             if kv_memory is not None:
                 kv_memory.leave()

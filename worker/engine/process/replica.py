@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -67,7 +68,8 @@ def serve(
             runner.close()
         send(ipc.LoadFailed(str(error), isinstance(error, ModelTooLargeError)))
         return
-    reader = threading.Thread(target=_read, args=(sock, runner, inbox, send), name="commands", daemon=True)
+    calls = _Calls(runner, inbox, send)
+    reader = threading.Thread(target=calls.read, args=(sock,), name="commands", daemon=True)
     reader.start()
     config = codec.replace(runner.config, end_token_ids=tuple(sorted(runner.end_token_ids)))
     for ability, reason in config.missing.items():
@@ -111,107 +113,100 @@ def _open_copies(runner: Runner, memory_fd: int | None, folder: CacheFolder | No
         os.close(memory_fd)
 
 
-def _read(sock: socket.socket, runner: Runner, inbox: Inbox, send: Send) -> None:
-    """Passes commands on to the loop, and texts to threads that tokenize them, so that no command waits for a text.
+class _Calls:
+    """Carries out the commands that are not for the loop, on threads, so that no command waits for a text."""
 
-    Any error ends the loop: a replica that takes no more commands must not seem alive."""
-    texts, inputs = ThreadPoolExecutor(1, "tokenize"), ThreadPoolExecutor(1, "embed")
-    aborted: set[int] = set()
-    end: Exception | None = None
-    try:
-        for body in ipc.receive(sock):
-            command = ipc.command_decoder.decode(body)
-            match command:
-                case ipc.TokenizeCall():
-                    _end_loop_on_error(texts.submit(_tokenize, runner, command, send), inbox)
-                case ipc.EmbedCall() | ipc.RerankCall():
-                    _end_loop_on_error(
-                        inputs.submit(_prepare, runner, command, time.monotonic(), aborted, inbox, send), inbox
-                    )
-                case ipc.ReadMemory():
-                    send(ipc.MemoryRead(runner.device_memory()))
-                case ipc.LoadAdapter():
-                    _end_loop_on_error(inputs.submit(_load_adapter, runner, command, send), inbox)
-                case ipc.AbortPooling(call_id):
-                    aborted.add(call_id)
-                    # after the call, which may still be queued
-                    _end_loop_on_error(inputs.submit(_abort, command, aborted, inbox), inbox)
-                case _:
-                    inbox.put(command)
-    except Exception as error:  # outermost frame
-        end = error
-    inbox.put(end)
-    for pool in (texts, inputs):
-        pool.shutdown(cancel_futures=True)
+    def __init__(self, runner: Runner, inbox: Inbox, send: Send) -> None:
+        self._runner = runner
+        self._inbox = inbox
+        self._send = send
+        self._texts, self._inputs = ThreadPoolExecutor(1, "tokenize"), ThreadPoolExecutor(1, "embed")
+        self._aborted: set[int] = set()
+        """Pooling calls that may still be queued for tokenization."""
 
+    def read(self, sock: socket.socket) -> None:
+        """Takes commands until the socket's other end closes, and passes on those for the loop.
 
-def _end_loop_on_error(work: "Future[None]", inbox: Inbox) -> None:
-    """Ends the loop with an exception that the work raises: otherwise the caller would never get an answer."""
+        Any error ends the loop: a replica that takes no more commands must not seem alive."""
+        end: Exception | None = None
+        try:
+            for body in ipc.receive(sock):
+                command = ipc.command_decoder.decode(body)
+                match command:
+                    case ipc.TokenizeCall():
+                        self._submit(self._texts, partial(self._tokenize, command))
+                    case ipc.EmbedCall() | ipc.RerankCall():
+                        self._submit(self._inputs, partial(self._prepare, command, time.monotonic()))
+                    case ipc.ReadMemory():
+                        self._send(ipc.MemoryRead(self._runner.device_memory()))
+                    case ipc.LoadAdapter():
+                        self._submit(self._inputs, partial(self._load_adapter, command))
+                    case ipc.AbortPooling(call_id):
+                        self._aborted.add(call_id)
+                        # after the call, which may still be queued
+                        self._submit(self._inputs, partial(self._abort, command))
+                    case _:
+                        self._inbox.put(command)
+        except Exception as error:  # outermost frame
+            end = error
+        self._inbox.put(end)
+        for pool in (self._texts, self._inputs):
+            pool.shutdown(cancel_futures=True)
 
-    def check(done: "Future[None]") -> None:
-        if not done.cancelled() and (error := done.exception()) is not None:
-            inbox.put(error)
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+        """An exception that the work raises ends the loop: otherwise the caller would never get an answer."""
 
-    work.add_done_callback(check)
+        def check(done: "Future[None]") -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                self._inbox.put(error)
 
+        pool.submit(work).add_done_callback(check)
 
-def _tokenize(runner: Runner, call: ipc.TokenizeCall, send: Send) -> None:
-    try:
-        result = ipc.TokenizeCallResult(call.call_id, block_hash.pack_token_ids(runner.tokenize(call.request)), None)
-    except Exception as error:  # outermost frame: every call gets a result
-        result = ipc.TokenizeCallResult(call.call_id, b"", _error_for(error))
-    with contextlib.suppress(OSError):  # the frontend has gone
-        send(result)
-
-
-def _load_adapter(runner: Runner, call: ipc.LoadAdapter, send: Send) -> None:
-    try:
-        if runner.adapters is None:
-            engine = runner.config.engine
-            raise ModelError(
-                f"{call.path}: LoRA adapters need a gguf engine, or an onnx engine whose graph names its projections; "
-                f"this one is {engine}"
-            )
-        result = ipc.AdapterResult(call.call_id, runner.adapters.load(Path(call.path)), None)
-    except ModelError as error:
-        problem = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="path")
-        result = ipc.AdapterResult(call.call_id, "", problem)
-    except Exception as error:  # outermost frame: every call gets a result
-        result = ipc.AdapterResult(call.call_id, "", _error_for(error))
-    with contextlib.suppress(OSError):  # the frontend has gone
-        send(result)
-
-
-def _prepare(
-    runner: Runner,
-    call: ipc.EmbedCall | ipc.RerankCall,
-    arrived_at: float,
-    aborted: set[int],
-    inbox: Inbox,
-    send: Send,
-) -> None:
-    """Gives the loop the token ids of inputs to pool, or answers with the error."""
-    if call.call_id in aborted:
-        return
-    try:
-        job = _make_job(runner, call, arrived_at)
-        if call.call_id not in aborted:
-            inbox.put(job)
-    except Exception as error:  # outermost frame: every call gets a result
+    def _answer(self, result: ipc.Report) -> None:
         with contextlib.suppress(OSError):  # the frontend has gone
-            send(ipc.PoolResult(call.call_id, b"", 0, _error_for(error)))
+            self._send(result)
 
+    def _tokenize(self, call: ipc.TokenizeCall) -> None:
+        try:
+            token_ids = block_hash.pack_token_ids(self._runner.tokenize(call.request))
+            result = ipc.TokenizeCallResult(call.call_id, token_ids, None)
+        except Exception as error:  # outermost frame: every call gets a result
+            result = ipc.TokenizeCallResult(call.call_id, b"", _error_for(error))
+        self._answer(result)
 
-def _abort(command: ipc.AbortPooling, aborted: set[int], inbox: Inbox) -> None:
-    """Drops a call that the loop has; inputs still to be tokenized never reach it."""
-    inbox.put(command)
-    aborted.discard(command.call_id)
+    def _load_adapter(self, call: ipc.LoadAdapter) -> None:
+        try:
+            if self._runner.adapters is None:
+                raise ModelError(
+                    f"{call.path}: LoRA adapters need a gguf engine, or an onnx engine whose graph names its "
+                    f"projections; this one is {self._runner.config.engine}"
+                )
+            result = ipc.AdapterResult(call.call_id, self._runner.adapters.load(Path(call.path)), None)
+        except ModelError as error:
+            problem = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="path")
+            result = ipc.AdapterResult(call.call_id, "", problem)
+        except Exception as error:  # outermost frame: every call gets a result
+            result = ipc.AdapterResult(call.call_id, "", _error_for(error))
+        self._answer(result)
 
+    def _prepare(self, call: ipc.EmbedCall | ipc.RerankCall, arrived_at: float) -> None:
+        """Gives the loop the token ids of inputs to pool, or answers with the error."""
+        if call.call_id in self._aborted:
+            return
+        try:
+            if isinstance(call, ipc.EmbedCall):
+                job = pooling.embed_job(call.call_id, call.request, self._runner.embedder, arrived_at)
+            else:
+                job = pooling.rerank_job(call.call_id, call.request, self._runner.reranker, arrived_at)
+            if call.call_id not in self._aborted:
+                self._inbox.put(job)
+        except Exception as error:  # outermost frame: every call gets a result
+            self._answer(ipc.PoolResult(call.call_id, b"", 0, _error_for(error)))
 
-def _make_job(runner: Runner, call: ipc.EmbedCall | ipc.RerankCall, arrived_at: float) -> pooling.PoolingJob:
-    if isinstance(call, ipc.EmbedCall):
-        return pooling.embed_job(call.call_id, call.request, runner.embedder, arrived_at)
-    return pooling.rerank_job(call.call_id, call.request, runner.reranker, arrived_at)
+    def _abort(self, command: ipc.AbortPooling) -> None:
+        """Drops a call that the loop has; inputs still to be tokenized never reach it."""
+        self._inbox.put(command)
+        self._aborted.discard(command.call_id)
 
 
 def _error_for(error: Exception) -> errors.Error:

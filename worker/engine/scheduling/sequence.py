@@ -1,5 +1,6 @@
 """A sequence is one generation inside the engine: its tokens and counters. It has no phases, only counts."""
 
+import dataclasses
 import enum
 from array import array
 from collections.abc import Iterable
@@ -57,6 +58,7 @@ class FinishRule:
         return EngineFinishReason.LENGTH if num_sampled >= self._sampling.max_tokens else None
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """The tokens of a prompt and its completion.
 
@@ -66,93 +68,58 @@ class Sequence:
     While it decodes, only the tokens that the last step added remain to be computed: one, and those that were certain
     to follow it. More remain while its prompt is unfinished, or must be recomputed after a preemption."""
 
-    __slots__ = (
-        "_finish_rule",
-        "_num_new",
-        "adapters",
-        "apart",
-        "arrived_at",
-        "domain",
-        "hint",
-        "is_proven",
-        "isolated",
-        "kv",
-        "lane",
-        "matcher",
-        "num_cached",
-        "num_computed",
-        "num_lost",
-        "num_prompt",
-        "poisoned_at",
-        "poisonings",
-        "preemptions",
-        "priority",
-        "reasoning_budget",
-        "sampling",
-        "seq_no",
-        "token_ids",
-    )
+    seq_no: int
+    token_ids: "array[int]"
+    sampling: engine_request.Sampling
+    end_token_ids: dataclasses.InitVar[Iterable[int]]
+    _: dataclasses.KW_ONLY
+    num_resumed: dataclasses.InitVar[int] = 0
+    """The number of its last tokens that an earlier engine has sampled."""
+    adapters: tuple[Adapter, ...] = ()
+    """The adapters with which it is computed; their order is the same in all sequences."""
+    domain: Domain | None = None
+    """Sequences of the same domain share cached blocks; one without a domain neither uses nor leaves any."""
+    hint: CacheHint = NO_HINT
+    """The client's hint about what it leaves in the cache."""
+    priority: int = 0
+    arrived_at: float = 0.0
+    isolated: bool = False
+    """It has its steps to itself until it has a new token, because an engine died in a step with it."""
+    matcher: "SequenceMatcher | None" = None
+    """The state of its constraint after all sampled tokens; None if its output is unconstrained."""
+    reasoning_budget: ReasoningBudget | None = None
+    """Its reasoning budget after all sampled tokens; None if its reasoning is unlimited."""
+    num_prompt: int = dataclasses.field(init=False)
+    num_computed: int = dataclasses.field(default=0, init=False)
+    num_cached: int = dataclasses.field(default=0, init=False)
+    """Tokens of the prompt that did not have to be computed."""
+    num_lost: int = dataclasses.field(default=0, init=False)
+    """Tokens that were computed when it was last preempted."""
+    preemptions: int = dataclasses.field(default=0, init=False)
+    is_proven: bool = dataclasses.field(default=False, init=False)
+    """One of its rows has been finite since it got its memory, so everything in its lane was finite then."""
+    apart: int = dataclasses.field(default=0, init=False)
+    """The number of the batch in which it is computed apart from others while suspected of poisoning them (see
+    suspects.py); 0 if it is not."""
+    poisoned_at: int = dataclasses.field(default=0, init=False)
+    """The end of the share whose numbers were not finite, until it gets past it; 0 if there is none."""
+    poisonings: int = dataclasses.field(default=0, init=False)
+    """The number of times in a row that only its own numbers in a batch were not finite."""
+    lane: int | None = dataclasses.field(default=None, init=False)
+    """None while it waits."""
+    kv: Allocation = dataclasses.field(init=False)
+    """Its KV memory, from `start` on."""
+    _num_new: int = dataclasses.field(default=1, init=False)
+    """Tokens that the last step added."""
+    _finish_rule: FinishRule = dataclasses.field(init=False)
 
-    def __init__(
-        self,
-        seq_no: int,
-        token_ids: "array[int]",
-        sampling: engine_request.Sampling,
-        end_token_ids: Iterable[int],
-        *,
-        adapters: tuple[Adapter, ...] = (),
-        domain: Domain | None = None,
-        priority: int = 0,
-        arrived_at: float = 0.0,
-        num_sampled: int = 0,
-        isolated: bool = False,
-        matcher: "SequenceMatcher | None" = None,
-        hint: CacheHint = NO_HINT,
-        reasoning_budget: ReasoningBudget | None = None,
-    ) -> None:
-        assert len(token_ids) > num_sampled, "a prompt has at least one token"
-        assert sampling.max_tokens >= 1, sampling.max_tokens
-        self.seq_no = seq_no
-        self.sampling = sampling
-        self.adapters = adapters
-        """The adapters with which it is computed; their order is the same in all sequences."""
-        assert domain is None or domain.adapters == adapters, domain
-        self.domain = domain
-        """Sequences of the same domain share cached blocks; one without a domain neither uses nor leaves any."""
-        self.hint = hint
-        """The client's hint about what it leaves in the cache."""
-        self.priority = priority
-        self.arrived_at = arrived_at
-        self.token_ids = array("I", token_ids)
-        self.num_prompt = len(token_ids) - num_sampled
-        self.isolated = isolated
-        """It has its steps to itself until it has a new token, because an engine died in a step with it."""
-        self.num_computed = 0
-        self.num_cached = 0
-        """Tokens of the prompt that did not have to be computed."""
-        self.num_lost = 0
-        """Tokens that were computed when it was last preempted."""
-        self.preemptions = 0
-        self.is_proven = False
-        """One of its rows has been finite since it got its memory, so everything in its lane was finite then."""
-        self.apart = 0
-        """The number of the batch in which it is computed apart from others while suspected of poisoning them (see
-        suspects.py); 0 if it is not."""
-        self.poisoned_at = 0
-        """The end of the share whose numbers were not finite, until it gets past it; 0 if there is none."""
-        self.poisonings = 0
-        """The number of times in a row that only its own numbers in a batch were not finite."""
-        self.lane: int | None = None
-        """None while it waits."""
-        self.kv: Allocation
-        """Its KV memory, from `start` on."""
-        self.matcher = matcher
-        """The state of its constraint after all sampled tokens; None if its output is unconstrained."""
-        self.reasoning_budget = reasoning_budget
-        """Its reasoning budget after all sampled tokens; None if its reasoning is unlimited."""
-        self._num_new = 1
-        """Tokens that the last step added."""
-        self._finish_rule = FinishRule(sampling, end_token_ids, constrained=matcher is not None)
+    def __post_init__(self, end_token_ids: Iterable[int], num_resumed: int) -> None:
+        assert len(self.token_ids) > num_resumed, "a prompt has at least one token"
+        assert self.sampling.max_tokens >= 1, self.sampling.max_tokens
+        assert self.domain is None or self.domain.adapters == self.adapters, self.domain
+        self.token_ids = array("I", self.token_ids)
+        self.num_prompt = len(self.token_ids) - num_resumed
+        self._finish_rule = FinishRule(self.sampling, end_token_ids, constrained=self.matcher is not None)
 
     def __repr__(self) -> str:
         return f"<Sequence {self.seq_no}: {self.num_computed}/{self.num_tokens} computed, {self.num_sampled} sampled>"

@@ -3,6 +3,7 @@ prompt."""
 
 from collections.abc import Sequence as Listing
 
+from tokenbus.protocol.moving_average import MovingAverage
 from tokenbus.worker.engine.kv.ops import KvOp, Offload, Onload
 
 _WEIGHT = 0.3
@@ -28,10 +29,10 @@ class StepBudget:
         self._target_s = target_s
         self._min_tokens = min_tokens
         self._max_tokens = max_tokens
-        self._tokens_per_s: float | None = None
+        self._tokens_per_s = MovingAverage(_WEIGHT)
 
     def __repr__(self) -> str:
-        return f"<StepBudget {self._tokens_per_s or 0:.0f} tokens/s, {self.prefill_tokens(1)} a step>"
+        return f"<StepBudget {self._tokens_per_s.value or 0:.0f} tokens/s, {self.prefill_tokens(1)} a step>"
 
     def target_s(self, num_decoding: int) -> float:
         """The time that a step with `num_decoding` decoding sequences may take.
@@ -45,20 +46,18 @@ class StepBudget:
 
     def tokens_within(self, seconds: float, num_decoding: int = 0) -> int:
         """The prompt tokens that can be computed in this time alongside `num_decoding` decoding sequences."""
-        if self._tokens_per_s is None:
+        rate = self._tokens_per_s.value
+        if rate is None:
             return self._min_tokens
-        wanted = int(self._tokens_per_s * seconds) - num_decoding  # a decode counts as one token
-        if wanted + num_decoding < _EFFICIENT_TOKENS <= _EFFICIENCY_FACTOR * seconds * self._tokens_per_s:
+        wanted = int(rate * seconds) - num_decoding  # a decode counts as one token
+        if wanted + num_decoding < _EFFICIENT_TOKENS <= _EFFICIENCY_FACTOR * seconds * rate:
             wanted = _EFFICIENT_TOKENS - num_decoding
         return max(self._min_tokens, min(self._max_tokens, wanted))
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns from a step of `num_tokens` that took `seconds`."""
-        if num_tokens < _MIN_OBSERVED_TOKENS or seconds <= 0:
-            return
-        rate = num_tokens / seconds
-        known = self._tokens_per_s
-        self._tokens_per_s = rate if known is None else known + _WEIGHT * (rate - known)
+        if num_tokens >= _MIN_OBSERVED_TOKENS and seconds > 0:
+            self._tokens_per_s.add(num_tokens / seconds)
 
 
 class TransferBudget:
@@ -66,7 +65,7 @@ class TransferBudget:
 
     def __init__(self, target_s: float) -> None:
         self._target_s = target_s
-        self._s_per_block: float | None = None
+        self._s_per_block = MovingAverage(_WEIGHT)
 
     def __repr__(self) -> str:
         return f"<TransferBudget {self.blocks} blocks a step>"
@@ -75,12 +74,11 @@ class TransferBudget:
     def blocks(self) -> int:
         """The blocks for the next step, in each direction; at least one, so that all waiting sequences make
         progress."""
-        return _FIRST_BLOCKS if self._s_per_block is None else max(1, int(self._target_s / self._s_per_block))
+        s_per_block = self._s_per_block.value
+        return _FIRST_BLOCKS if s_per_block is None else max(1, int(self._target_s / s_per_block))
 
     def observe(self, kv_ops: Listing[KvOp], seconds: float) -> None:
         """Learns from KV ops that took `seconds` in total."""
         count = sum(isinstance(op, Offload | Onload) for op in kv_ops)
         if count:
-            seen = seconds / count
-            known = self._s_per_block
-            self._s_per_block = seen if known is None else known + _WEIGHT * (seen - known)
+            self._s_per_block.add(seconds / count)

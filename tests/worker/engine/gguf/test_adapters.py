@@ -243,10 +243,9 @@ def test_an_adapter_is_freed_when_it_was_unloaded_as_often_as_loaded(tmp_path: P
     runner = gguf_runner(exact_demo())
     path = adapters.write(tmp_path / "one.gguf", 7)
     assert runner.adapters is not None
-    assert runner._adapters is not None
     digest = runner.adapters.load(path)
     assert runner.adapters.load(path) == digest
-    runner._adapters.activate((Adapter(digest, 1.0),))
+    runner.adapters.activate((Adapter(digest, 1.0),))
     runner.adapters.unload(digest)
     assert digest in runner.adapters
     runner.adapters.unload(digest)

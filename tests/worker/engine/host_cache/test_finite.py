@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenbus.worker.engine.host_cache import finite
-from tokenbus.worker.engine.host_cache.finite import BF16, F16, F32, NumberType
+from tokenbus.worker.files import number_types
+from tokenbus.worker.files.number_types import BF16, F16, F32, NumberType
 
 PLAIN = (F32, F16, BF16)
-GROUPED = tuple(kind for kind in finite.ALL if kind.num_scales)
+GROUPED = tuple(kind for kind in number_types.ALL if kind.num_scales)
 NONE = (np.nan, -np.nan, np.inf, -np.inf)
 
 
@@ -57,6 +58,6 @@ def test_every_scale_of_every_group_is_looked_at_and_no_quantized_number(
     assert not finite.all_finite(bytes(numbers), kind)
 
 
-@pytest.mark.parametrize("kind", finite.ALL, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", number_types.ALL, ids=lambda kind: kind.name)
 def test_nothing_is_finite(kind: NumberType) -> None:
     assert finite.all_finite(b"", kind)

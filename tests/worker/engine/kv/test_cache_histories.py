@@ -241,7 +241,7 @@ class CacheHistory(RuleBasedStateMachine):
                 domain=sequence.domain,
                 priority=sequence.priority,
                 arrived_at=sequence.arrived_at,
-                num_sampled=sequence.num_sampled,
+                num_resumed=sequence.num_sampled,
                 isolated=True,
             )
             self.scheduler.add(again)

@@ -88,7 +88,7 @@ class CheckpointHistory(RuleBasedStateMachine):
                 domain=sequence.domain,
                 priority=sequence.priority,
                 arrived_at=sequence.arrived_at,
-                num_sampled=sequence.num_sampled,
+                num_resumed=sequence.num_sampled,
                 hint=sequence.hint,
             )
             self.scheduler.add(again)

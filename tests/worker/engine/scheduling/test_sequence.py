@@ -99,7 +99,7 @@ def test_its_prompt_is_its_own_copy() -> None:
 
 def test_a_sequence_taken_over_has_sampled_its_last_tokens_and_computes_all() -> None:
     token_ids = array("I", [PLAIN] * 3 + [4, 5])
-    one = Sequence(1, token_ids, engine_request.Sampling(max_tokens=3), frozenset({EOS}), num_sampled=2)
+    one = Sequence(1, token_ids, engine_request.Sampling(max_tokens=3), frozenset({EOS}), num_resumed=2)
     assert (one.num_prompt, one.num_sampled, one.num_uncomputed, one.max_num_tokens) == (3, 2, 5, 6)
     one.reuse_prefix(4)
     assert (one.num_computed, one.num_cached) == (4, 0)
@@ -108,7 +108,7 @@ def test_a_sequence_taken_over_has_sampled_its_last_tokens_and_computes_all() ->
 
 def test_a_sequence_of_sampled_tokens_only_cannot_be_made() -> None:
     with pytest.raises(AssertionError):
-        Sequence(1, array("I", [1, 2]), engine_request.Sampling(max_tokens=3), frozenset(), num_sampled=2)
+        Sequence(1, array("I", [1, 2]), engine_request.Sampling(max_tokens=3), frozenset(), num_resumed=2)
 
 
 def test_an_isolated_sequence_is_isolated_until_its_next_token() -> None:

@@ -7,8 +7,9 @@ import numpy as np
 from tokenbus.worker.engine.host_cache import finite
 from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.graphs.graph import KvTensor
+from tokenbus.worker.files import number_types
 
-_NUMBER_TYPES = {"float32": finite.F32, "float16": finite.F16}
+_NUMBER_TYPES = {"float32": number_types.F32, "float16": number_types.F16}
 
 
 def bytes_per_token(tensors: Listing[KvTensor]) -> int:
