@@ -9,6 +9,7 @@ from tokenbus.worker.chat_format.grammar.lark import LarkWriter
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.grammars.matcher import Matcher
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
 
 END, OTHER_END, MARKER = 0, 1, 2
 WORDS = [b'{"', b'": ', b'", "', b", ", b"true", b"false", b"null", b"name", b"na", b"me", b"ab", b"abc", b"[]", b"}}"]
@@ -32,7 +33,7 @@ def decode(token_ids: Iterable[int]) -> str:
 
 
 def compiler() -> ConstraintCompiler:
-    return ConstraintCompiler(TOKENS, frozenset({END, OTHER_END}), encode)
+    return ConstraintCompiler(ModelTokens(TOKENS, frozenset({END, OTHER_END}), encode))
 
 
 def constraint(kind: str, source: str, after: int | str | None = None) -> engine_request.Constraint:

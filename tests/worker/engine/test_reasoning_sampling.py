@@ -9,6 +9,7 @@ from tests.support.sampling import asked, some_logits
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.grammars.matcher import SequenceMatcher
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
 from tokenbus.worker.engine.device.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken
 from tokenbus.worker.engine.scheduling.sequence import Sequence
@@ -17,7 +18,7 @@ HERMES = ReasoningVocabulary(KNOWN["hermes"])
 THINK, CLOSE = HERMES.form.tokens["<think>"], HERMES.form.tokens["</think>"]
 END = HERMES.token(b"")
 VOCAB = len(HERMES.token_bytes)
-COMPILER = ConstraintCompiler(HERMES.token_bytes, frozenset({END}), HERMES.encode)
+COMPILER = ConstraintCompiler(ModelTokens(HERMES.token_bytes, frozenset({END}), HERMES.encode))
 MARKER = HERMES.closer.tokens()
 
 

@@ -1,6 +1,7 @@
 """Compiles constraints: small ones in this process, the others in processes that can be killed."""
 
 import hashlib
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -9,21 +10,51 @@ import msgspec
 import structlog
 
 from tokenbus.worker.contract import engine_request
-from tokenbus.worker.engine.constraints.compile_thread import CompileThread
+from tokenbus.worker.engine.constraints.compile_slots import CompileSlots, Compiling
 from tokenbus.worker.engine.constraints.grammars.compiled import (
     CompiledConstraint,
     CompileJob,
     CompileStarted,
     ConstraintRefusal,
+    ResumedTokensError,
 )
 from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.matcher import Matcher
 from tokenbus.worker.engine.constraints.grammars.small import is_small
 from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
-from tokenbus.worker.engine.constraints.isolated.compile_slots import CompileSlots
+from tokenbus.worker.engine.constraints.isolated import messages
+from tokenbus.worker.engine.constraints.isolated.remote_matcher import RemoteMatcher
 from tokenbus.worker.engine.constraints.isolated.templates import Templates
 
 _MAX_REFUSALS = 1_000
+_NUM_PROCESSES = 2
+"""Processes that compile at the same time."""
 Event = CompileStarted | CompiledConstraint | BaseException
+
+
+class OwnCompiler:
+    """Compiles constraints in this process. `report` is called with each new compilation started."""
+
+    def __init__(self, compiler: ConstraintCompiler, report: Callable[[CompileStarted], None]) -> None:
+        self._compiler = compiler
+        self._report = report
+
+    def __repr__(self) -> str:
+        return f"<OwnCompiler {self._compiler!r}>"
+
+    def compile(self, running: Compiling) -> Matcher:
+        """Returns a matcher after the tokens that the sequence has. Raises ConstraintError."""
+        job = running.job
+        if not self._compiler.has_compiled(job.constraint):
+            self._report(CompileStarted(job.seq_no))
+        matcher = self._compiler.compile(job.constraint)
+        try:
+            for token_id in job.token_ids:
+                matcher.accept(token_id)
+        except ConstraintError as error:
+            raise ResumedTokensError(str(error)) from error
+        return matcher
 
 
 class Compilation:
@@ -42,8 +73,11 @@ class Compilation:
         self._refusals: OrderedDict[bytes, ConstraintRefusal] = OrderedDict()
         """The refusals of the most recently refused constraints, by digest."""
         self._lock = threading.Lock()
-        self._inside = CompileThread(lambda: ConstraintCompiler(*get_tokens()), self._done, report)
-        self._outside = CompileSlots(Templates(get_tokens), max_matchers, self._done)
+        self._get_tokens = get_tokens
+        self._own_compiler: OwnCompiler | None = None
+        self._templates = Templates(get_tokens)
+        self._inside = CompileSlots(1, math.inf, self._compile_inside, self._done, report)
+        self._outside = CompileSlots(_NUM_PROCESSES, max_matchers, self._compile_outside, self._done, report)
 
     def __repr__(self) -> str:
         return f"<Compilation {self._inside!r} {self._outside!r}>"
@@ -67,6 +101,26 @@ class Compilation:
     def close(self) -> None:
         self._inside.close()
         self._outside.close()
+        self._templates.close()
+
+    def _compile_inside(self, running: Compiling) -> Matcher:
+        if self._own_compiler is None:
+            self._own_compiler = OwnCompiler(ConstraintCompiler(self._get_tokens()), self._report)
+        return self._own_compiler.compile(running)
+
+    def _compile_outside(self, running: Compiling) -> RemoteMatcher:
+        """Raises ConstraintError, and EOFError if there is no nursery."""
+        job = running.job
+        follower = self._templates.fork(job.constraint, running.compiles_in)
+        matcher = RemoteMatcher(follower, self._templates.vocab_size, self._outside.matcher_closed)
+        try:
+            follower.send(messages.Begin(list(job.token_ids)))
+            matcher.wait(None)
+            matcher.forced()
+        except (ConstraintError, EOFError) as error:
+            follower.close()
+            raise (ResumedTokensError if job.token_ids else ConstraintError)(str(error)) from error
+        return matcher
 
     def _done(self, job: CompileJob, compiled: CompiledConstraint) -> None:
         if isinstance(compiled.result, ConstraintRefusal) and compiled.result.is_lasting:

@@ -35,7 +35,10 @@ class GgufPooler:
 
     def __init__(self, model: GgufModel, settings: EngineSettings) -> None:
         self.vocab_size = model.tokenizer.size
-        self.max_input_tokens = _longest_input(model, settings)
+        trained, asked = llama.llama_model_n_ctx_train(model.handle), settings.context_length
+        if asked > trained:  # an input never has more tokens than the model has positions
+            raise ModelError(f"--context-length {asked} is above what the model was made for, {trained}")
+        self.max_input_tokens = kv_memory.context_length(settings, trained)
         # Attention cost grows with the square of a batch's tokens, though an input sees only itself, so larger batches
         # are slower.
         most = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
@@ -144,30 +147,24 @@ def make_runner(model: GgufModel, settings: EngineSettings, release: Callable[[]
 
     Raises ModelError for settings that the model can't meet."""
     resolved = settings_resolution.resolve(settings, model.generation_config)
-    if model.pooling is PoolingType.RANK:
-        reranker = GgufReranker(model, resolved)
-        config = model.describe(resolved, reranker.max_input_tokens, ("rerank",))
-        return PoolingRunner(config, model.tokenizer, model.device_memory, _close(reranker, release), reranker=reranker)
-    embedder = GgufEmbedder(model, resolved)
-    described = model.describe(resolved, embedder.max_input_tokens, ("embed",))
-    config = codec.replace(described, embeddings=embedder.describe())
-    return PoolingRunner(config, model.tokenizer, model.device_memory, _close(embedder, release), embedder=embedder)
+    is_reranker = model.pooling is PoolingType.RANK
+    pooler = GgufReranker(model, resolved) if is_reranker else GgufEmbedder(model, resolved)
+    config = model.describe(resolved, pooler.max_input_tokens, ("rerank" if is_reranker else "embed",))
+    if isinstance(pooler, GgufEmbedder):
+        config = codec.replace(config, embeddings=pooler.describe())
 
-
-def _close(pooler: GgufPooler, release: Callable[[], None]) -> Callable[[], None]:
     def close() -> None:
         pooler.close()
         release()
 
-    return close
-
-
-def _longest_input(model: GgufModel, settings: EngineSettings) -> int:
-    """Returns the tokens that one input may have: never more than the model's positions."""
-    trained = llama.llama_model_n_ctx_train(model.handle)
-    if settings.context_length > trained:
-        raise ModelError(f"--context-length {settings.context_length} is above what the model was made for, {trained}")
-    return kv_memory.context_length(settings, trained)
+    return PoolingRunner(
+        config,
+        model.tokenizer,
+        model.device_memory,
+        close,
+        embedder=pooler if isinstance(pooler, GgufEmbedder) else None,
+        reranker=pooler if isinstance(pooler, GgufReranker) else None,
+    )
 
 
 def _pooling_of(model: GgufModel, settings: EngineSettings) -> PoolingType:

@@ -62,7 +62,8 @@ class SlotStore:
         self._free: list[int] = []
         self._dirty: set[int] = set()
         """Slots that may contain anything but zeros."""
-        self._last_number = 0
+        self.last_number = 0
+        """The number of the last sealed copy."""
         self._discarded: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -79,11 +80,6 @@ class SlotStore:
     def header(self) -> bytes:
         """The beginning of its region, which identifies the model and format of the copies."""
         return self.layout.region_header(self.identity)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of its region."""
-        return self.layout.region_bytes
 
     @property
     def recovery(self) -> RecoveredCopies:
@@ -129,8 +125,8 @@ class SlotStore:
     def seal(self, labels: Iterable[tuple[int, BlockLabel]]) -> None:
         """Completes copies: from now on another engine can find them. Raises DeviceError."""
         for copy_id, label in labels:
-            self._last_number += 1
-            copy = self._with_room_for(label, self._copies[copy_id]._replace(number=self._last_number))
+            self.last_number += 1
+            copy = self._with_room_for(label, self._copies[copy_id]._replace(number=self.last_number))
             self._copies[copy_id] = copy
             size, width = self.layout.block_bytes, TOKEN_BYTES * self.layout.block_size
             for part, (slot, checksum) in enumerate(zip(copy.slots, copy.checksums, strict=True)):
@@ -139,11 +135,6 @@ class SlotStore:
                 of_part = label._replace(tokens=tokens)
                 header = SlotHeader(copy.number, of_part, num_bytes, checksum, part, len(copy.slots))
                 self._pwrite(self.layout.pack(header), self.layout.offset(slot))
-
-    @property
-    def last_number(self) -> int:
-        """The number of the last sealed copy."""
-        return self._last_number
 
     def discard_after(self, number: int) -> None:
         """Discards the copies sealed after this one. Raises DeviceError."""
@@ -233,7 +224,7 @@ class SlotStore:
                 self._recover_copy(number, in_order)
             except SlotError as error:
                 self._throw_away([slot for _, slot in in_order], str(error))
-        self._last_number = max(parts, default=0)
+        self.last_number = max(parts, default=0)
 
     def _recover_copy(self, number: int, parts: list[tuple[SlotHeader, int]]) -> None:
         """Recovers a copy from all its parts. Raises SlotError if one is missing, or their data is unusable."""

@@ -98,7 +98,7 @@ def _open_copies(runner: Runner, memory_fd: int | None, folder: CacheFolder | No
     if copies is None:
         if folder is not None:
             structlog.get_logger().warning("cache_not_kept", reason="the engine makes no copies of this model's blocks")
-    elif folder is not None and (fd := folder.take(copies.header, copies.num_bytes)) is not None:
+    elif folder is not None and (fd := folder.take(copies.header, copies.layout.region_bytes)) is not None:
         try:
             copies.open(fd)
         except RegionError as error:

@@ -50,12 +50,12 @@ class ResumedTokensError(ConstraintError):
     """A sequence's existing tokens violate its constraint."""
 
 
-def carry_out(job: CompileJob, compile_job: Callable[[CompileJob], SequenceMatcher]) -> CompiledConstraint:
+def carry_out(job: CompileJob, compile_job: Callable[[], SequenceMatcher]) -> CompiledConstraint:
     """Calls `compile_job`, which may raise ConstraintError."""
     began = time.monotonic()
     result: SequenceMatcher | ConstraintRefusal
     try:
-        result = compile_job(job)
+        result = compile_job()
     except ResumedTokensError:
         problem = f"are not what {job.constraint.param} allows"
         result = ConstraintRefusal(errors.invalid_field("resume_from.token_ids", problem).error)

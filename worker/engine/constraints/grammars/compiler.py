@@ -1,8 +1,6 @@
 """Compiles constraints within limits, and caches the most recent ones (decision 0050)."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
-from collections.abc import Sequence as Listing
 from functools import cached_property
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -10,7 +8,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError, to_grammar
 from tokenbus.worker.engine.constraints.grammars.matcher import Matcher
-from tokenbus.worker.engine.constraints.grammars.vocabulary import make_tokenizer
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens, make_tokenizer
 
 _MAX_CACHED = 64
 _MAX_CACHED_BYTES = 64 << 20
@@ -36,13 +34,9 @@ def _limits() -> LLParserLimits:
 class ConstraintCompiler:
     """Makes matchers for one vocabulary. Not thread-safe."""
 
-    def __init__(
-        self, token_bytes: Listing[bytes], end_token_ids: Collection[int], encode: Callable[[str], list[int]]
-    ) -> None:
-        assert end_token_ids, "a constraint ends with an end token"
-        self._token_bytes = token_bytes
-        self.end_token_ids = frozenset(end_token_ids)
-        self._encode = encode
+    def __init__(self, tokens: ModelTokens) -> None:
+        assert tokens.end_token_ids, "a constraint ends with an end token"
+        self.tokens = tokens
         self._limits = _limits()
         self._cached: OrderedDict[tuple[str, str, str], Matcher] = OrderedDict()
         self._cached_bytes = 0
@@ -76,7 +70,7 @@ class ConstraintCompiler:
         state = LLMatcher(self._tokenizer, to_grammar(constraint), limits=self._limits, log_level=0)
         if state.is_error():
             raise ConstraintError(state.get_error())
-        matcher = Matcher(state, min(self.end_token_ids), len(self._token_bytes))
+        matcher = Matcher(state, min(self.tokens.end_token_ids), len(self.tokens.token_bytes))
         # This detects constraints that are too costly from the start, and ones that allow nothing at all.
         matcher.allowed()
         return matcher
@@ -84,7 +78,7 @@ class ConstraintCompiler:
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         """Made on first use: it takes time and memory that most engines never need."""
-        return make_tokenizer(self._token_bytes, self.end_token_ids, self._encode)
+        return make_tokenizer(self.tokens)
 
 
 def _key(constraint: engine_request.Constraint) -> tuple[str, str, str]:

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ import msgspec
 from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
 from tokenbus.worker.engine.constraints.grammars.matcher import MAX_SLOW_S, Matcher
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
 from tokenbus.worker.engine.constraints.isolated import messages
 from tokenbus.worker.engine.constraints.isolated.channel import Channel
 
@@ -62,14 +64,14 @@ def main() -> None:
     setup = nursery.receive()
     assert isinstance(setup, messages.Setup), setup
     tokenizer = _Tokenizer()
-    compiler = ConstraintCompiler(setup.token_bytes, setup.end_token_ids, tokenizer.encode)
+    compiler = ConstraintCompiler(ModelTokens(setup.token_bytes, setup.end_token_ids, tokenizer.encode))
     compiler.prepare()
     gc.collect()
     gc.freeze()  # so that garbage collection in forks does not write to shared pages
     template = tokenizer.channel = _fork(nursery)
     matcher = _compile(template, compiler)
     follower = tokenizer.channel = _fork(template)
-    _follow(follower, matcher, compiler.end_token_ids)
+    _follow(follower, matcher, setup.end_token_ids)
 
 
 def _fork(parent: Commands) -> Commands:
@@ -112,7 +114,7 @@ def _compile(channel: Commands, compiler: ConstraintCompiler) -> Matcher:
     return matcher
 
 
-def _follow(channel: Commands, matcher: Matcher, end_token_ids: frozenset[int]) -> None:
+def _follow(channel: Commands, matcher: Matcher, end_token_ids: Collection[int]) -> None:
     begin = channel.receive()
     assert isinstance(begin, messages.Begin), begin
     _limit_memory(MAX_FOLLOW_BYTES)
@@ -132,7 +134,7 @@ def _follow(channel: Commands, matcher: Matcher, end_token_ids: frozenset[int]) 
         channel.send(messages.Failed(str(error)))
 
 
-def _state(matcher: Matcher, end_token_ids: frozenset[int]) -> messages.MatcherState:
+def _state(matcher: Matcher, end_token_ids: Collection[int]) -> messages.MatcherState:
     forced = matcher.accept_forced(_MAX_FORCED)
     if forced and (len(forced) == _MAX_FORCED or forced[-1] in end_token_ids):
         return messages.MatcherState(forced, b"")

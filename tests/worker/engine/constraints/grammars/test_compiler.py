@@ -7,6 +7,7 @@ import pytest
 from tests.support.tiny_vocabulary import TOKENS, compiler, constraint, encode
 from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
 
 
 def test_a_constraint_is_compiled_once() -> None:
@@ -72,7 +73,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_is_understood() -> None:
     def with_space(text: str) -> list[int]:
         return encode(text if text.startswith("\n") else f" {text}")
 
-    made = ConstraintCompiler(TOKENS, {0, 1}, with_space)
+    made = ConstraintCompiler(ModelTokens(TOKENS, {0, 1}, with_space))
     assert made.compile(constraint("regex", "name!")).accept_forced(9) == [*encode("name!"), 0]
 
 
@@ -84,7 +85,7 @@ def test_of_a_long_text_that_is_forced_only_the_beginning_is_tokenized(part: str
         asked.append(len(text.encode()))
         return encode(text)
 
-    made = ConstraintCompiler(TOKENS, {0, 1}, noted)
+    made = ConstraintCompiler(ModelTokens(TOKENS, {0, 1}, noted))
     matcher = made.compile(constraint("choice", json.dumps([part * 1_000])))
     taken: list[int] = []
     while not taken or taken[-1] != 0:
@@ -94,7 +95,7 @@ def test_of_a_long_text_that_is_forced_only_the_beginning_is_tokenized(part: str
 
 
 def test_a_tokenizer_that_changes_a_text_is_not_followed() -> None:
-    made = ConstraintCompiler(TOKENS, {0, 1}, lambda text: encode(text.upper()))
+    made = ConstraintCompiler(ModelTokens(TOKENS, {0, 1}, lambda text: encode(text.upper())))
     matcher = made.compile(constraint("regex", "abcx!"))
     assert matcher.accept_forced(9) == [*encode("abcx!"), 0]
 
@@ -106,6 +107,6 @@ def test_an_end_token_that_has_a_text_is_no_part_of_an_output() -> None:
     def with_end(text: str) -> list[int]:
         return [0] if text == "<end>" else encode(text)
 
-    made = ConstraintCompiler(tokens, {0}, with_end)
+    made = ConstraintCompiler(ModelTokens(tokens, {0}, with_end))
     assert made.compile(constraint("regex", "<end>")).accept_forced(9) == [*encode("<end>"), 0]
     assert not made.compile(constraint("regex", "(<end>|x)y")).allowed()[0]

@@ -57,7 +57,7 @@ def large_vocabulary() -> ModelTokens:
 
 @pytest.fixture(scope="module")
 def compiler() -> ConstraintCompiler:
-    made = ConstraintCompiler(*large_vocabulary()) if IS_LONG else tiny_vocabulary.compiler()
+    made = ConstraintCompiler(large_vocabulary()) if IS_LONG else tiny_vocabulary.compiler()
     made.prepare()
     return made
 
@@ -76,7 +76,7 @@ def follow(compiler: ConstraintCompiler, kind: str, text: str, rng: random.Rando
             token_id = matcher.forced()
             if token_id is None:
                 token_id = rng.choice(np.flatnonzero(matcher.allowed()).tolist())
-            if token_id in compiler.end_token_ids:
+            if token_id in compiler.tokens.end_token_ids:
                 break
             matcher.accept(token_id)
             longest_s = max(longest_s, time.thread_time() - since)

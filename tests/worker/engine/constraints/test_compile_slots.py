@@ -1,5 +1,6 @@
 """Constraints are compiled on a thread, one tenant's after another's."""
 
+import math
 import queue
 import threading
 
@@ -8,7 +9,8 @@ import pytest
 from tests.support.tiny_vocabulary import END, TOKENS, constraint, encode
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.contract import engine_request
-from tokenbus.worker.engine.constraints.compile_thread import CompileThread
+from tokenbus.worker.engine.constraints.compilation import OwnCompiler
+from tokenbus.worker.engine.constraints.compile_slots import CompileSlots, Compiling
 from tokenbus.worker.engine.constraints.grammars.compiled import (
     CompiledConstraint,
     CompileJob,
@@ -17,13 +19,14 @@ from tokenbus.worker.engine.constraints.grammars.compiled import (
 )
 from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.grammars.matcher import Matcher
+from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
 
 
 class Gated(ConstraintCompiler):
     """Compiles nothing until its gate opens; notes in which order it was asked."""
 
     def __init__(self, gate: threading.Event, failure: Exception | None = None) -> None:
-        super().__init__(TOKENS, {END}, encode)
+        super().__init__(ModelTokens(TOKENS, {END}, encode))
         self._gate = gate
         self._failure = failure
 
@@ -39,12 +42,13 @@ class Story:
         self.gate = threading.Event()
         self.done: queue.SimpleQueue[CompiledConstraint] = queue.SimpleQueue()
         self.reports: queue.SimpleQueue[CompileStarted | BaseException] = queue.SimpleQueue()
-        self.thread = CompileThread(
-            lambda: Gated(self.gate, failure), lambda _, compiled: self.done.put(compiled), self.reports.put
+        compiler = OwnCompiler(Gated(self.gate, failure), self.reports.put)
+        self.slots = CompileSlots(
+            1, math.inf, compiler.compile, lambda _, compiled: self.done.put(compiled), self.reports.put
         )
 
     def submit(self, seq_no: int, tenant: str = "a", source: str = "a+", after: str = "") -> None:
-        self.thread.submit(CompileJob(seq_no, tenant, constraint("regex", source), encode(after)))
+        self.slots.submit(CompileJob(seq_no, tenant, constraint("regex", source), encode(after)))
 
     def take(self) -> CompiledConstraint:
         return self.done.get(timeout=10)
@@ -62,7 +66,7 @@ def story() -> Story:
 
 def test_tenants_take_turns(story: Story) -> None:
     story.submit(0)  # keeps the thread busy
-    while repr(story.thread) != "<CompileThread, 0 waiting>":
+    while repr(story.slots) != "<CompileSlots, 0 waiting, 1 compiling>":
         pass
     for number, tenant in enumerate("aaabbc", start=1):
         story.submit(number, tenant)
@@ -72,13 +76,13 @@ def test_tenants_take_turns(story: Story) -> None:
 
 def test_what_is_cancelled_while_it_waits_is_not_compiled(story: Story) -> None:
     story.submit(0)
-    while repr(story.thread) != "<CompileThread, 0 waiting>":
+    while repr(story.slots) != "<CompileSlots, 0 waiting, 1 compiling>":
         pass
     for number, tenant in enumerate("aab", start=1):
         story.submit(number, tenant)
-    story.thread.cancel(1)
-    story.thread.cancel(3)
-    story.thread.cancel(99)
+    story.slots.cancel(1)
+    story.slots.cancel(3)
+    story.slots.cancel(99)
     story.gate.set()
     assert [story.take().seq_no for _ in range(2)] == [0, 2]
 
@@ -116,13 +120,13 @@ def test_a_bug_ends_one_sequence_and_not_the_thread() -> None:
 
 
 def test_a_thread_that_ends_says_so() -> None:
-    def fail() -> ConstraintCompiler:
-        raise MemoryError
+    def fail(_: Compiling) -> Matcher:
+        raise SystemExit
 
-    reports: queue.SimpleQueue[CompileStarted | BaseException] = queue.SimpleQueue()
-    thread = CompileThread(fail, lambda *_: None, reports.put)
-    thread.submit(CompileJob(1, "a", constraint("regex", "a"), []))
-    assert isinstance(reports.get(timeout=10), MemoryError)
+    reports: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    slots = CompileSlots(1, math.inf, fail, lambda *_: None, reports.put)
+    slots.submit(CompileJob(1, "a", constraint("regex", "a"), []))
+    assert isinstance(reports.get(timeout=10), SystemExit)
 
 
 def test_each_start_is_reported_so_that_an_engine_that_dies_of_it_is_known_to(story: Story) -> None:

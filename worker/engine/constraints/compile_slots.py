@@ -1,6 +1,5 @@
-"""Threads that compile constraints in separate processes, a few at a time."""
+"""Threads that compile constraints, a few at a time, so that no step or other command waits for one."""
 
-import functools
 import threading
 from collections.abc import Callable
 
@@ -8,22 +7,15 @@ from tokenbus.worker.engine.constraints.grammars.compiled import (
     CompiledConstraint,
     CompileJob,
     ConstraintRefusal,
-    ResumedTokensError,
     carry_out,
 )
-from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammars.matcher import SequenceMatcher
 from tokenbus.worker.engine.constraints.grammars.turns import TenantTurns
-from tokenbus.worker.engine.constraints.isolated import messages
 from tokenbus.worker.engine.constraints.isolated.processes import ConstraintProcess
-from tokenbus.worker.engine.constraints.isolated.remote_matcher import RemoteMatcher
-from tokenbus.worker.engine.constraints.isolated.templates import Templates
-
-_NUM_SLOTS = 2
-"""A tenant has at most one, so that its costly constraints leave one for all others."""
 
 
-class _Running:
-    """A job in a slot. Its process may be killed by another thread."""
+class Compiling:
+    """A job in a slot. Its process, if it has one, may be killed by another thread."""
 
     def __init__(self, job: CompileJob) -> None:
         self.job = job
@@ -36,6 +28,7 @@ class _Running:
         return self._is_cancelled
 
     def compiles_in(self, process: ConstraintProcess) -> None:
+        """Notes the process that compiles it."""
         with self._lock:
             self._process = process
             if self._is_cancelled:
@@ -49,21 +42,28 @@ class _Running:
 
 
 class CompileSlots:
-    """Compiles constraints for up to `max_matchers` sequences at a time; others wait until one of these is closed.
+    """Compiles constraints on up to `num_slots` threads, which the first jobs start, for up to `max_matchers` sequences
+    at a time; others wait until one of these is closed.
 
-    `on_done` is called on this object's threads, for each job that was not cancelled, and possibly for one that was."""
+    Tenants take turns, and each has at most one slot, so that its costly constraints leave the others free.
+    `compile_job` may raise ConstraintError. `on_done` is called on this object's threads, for each job that was not
+    cancelled, and possibly for one that was; `on_error` with an exception that ends a thread."""
 
     def __init__(
         self,
-        templates: Templates,
-        max_matchers: int,
+        num_slots: int,
+        max_matchers: float,
+        compile_job: Callable[[Compiling], SequenceMatcher],
         on_done: Callable[[CompileJob, CompiledConstraint], None],
+        on_error: Callable[[BaseException], None],
     ) -> None:
-        self._templates = templates
+        self._num_slots = num_slots
+        self._compile_job = compile_job
         self._on_done = on_done
+        self._on_error = on_error
         self._turns: TenantTurns[CompileJob] = TenantTurns()
-        self._running: dict[str, _Running] = {}
-        """By tenant: each has at most one."""
+        self._running: dict[str, Compiling] = {}
+        """By tenant."""
         self._free_matchers = max_matchers
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -73,16 +73,17 @@ class CompileSlots:
         return f"<CompileSlots, {len(self._turns)} waiting, {len(self._running)} compiling>"
 
     def submit(self, job: CompileJob) -> None:
+        """Queues a constraint to be compiled at its tenant's turn."""
         with self._changed:
             self._turns.add(job.tenant, job)
             self._changed.notify()
-            if len(self._threads) < _NUM_SLOTS:
-                thread = threading.Thread(target=self._run, name="isolated-constraints", daemon=True)
+            if len(self._threads) < self._num_slots:
+                thread = threading.Thread(target=self._run, name="constraints", daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
     def cancel(self, seq_no: int) -> None:
-        """Drops a waiting job, or kills the process of one being compiled."""
+        """Drops a waiting job, or kills the process, if there is one, of one being compiled."""
         with self._changed:
             self._turns.remove(lambda job: job.seq_no == seq_no)
             for running in self._running.values():
@@ -90,50 +91,44 @@ class CompileSlots:
                     running.cancel()
 
     def close(self) -> None:
+        """Lets the threads end; the processes that compile are killed."""
         with self._changed:
             self._is_closed = True
             for running in self._running.values():
                 running.cancel()
             self._changed.notify_all()
-        self._templates.close()
+
+    def matcher_closed(self) -> None:
+        """Makes room for another sequence's matcher."""
+        with self._changed:
+            self._free_matchers += 1
+            self._changed.notify()
 
     def _run(self) -> None:
-        while (running := self._next()) is not None:
-            compiled = carry_out(running.job, functools.partial(self._compile, running))
-            is_refused = isinstance(compiled.result, ConstraintRefusal)
-            with self._changed:
-                del self._running[running.job.tenant]
-                self._free_matchers += is_refused
-                self._changed.notify_all()
-            if not (is_refused and running.is_cancelled):
-                self._on_done(running.job, compiled)
+        try:
+            while (running := self._next()) is not None:
+                self._carry_out(running)
+        except BaseException as error:  # outermost frame: sequences would wait forever
+            self._on_error(error)
 
-    def _next(self) -> _Running | None:
+    def _carry_out(self, running: Compiling) -> None:
+        compiled = carry_out(running.job, lambda: self._compile_job(running))
+        is_refused = isinstance(compiled.result, ConstraintRefusal)
+        with self._changed:
+            del self._running[running.job.tenant]
+            self._free_matchers += is_refused
+            self._changed.notify_all()
+        if not (is_refused and running.is_cancelled):
+            self._on_done(running.job, compiled)
+
+    def _next(self) -> Compiling | None:
         """Waits for the next job, and for room for its matcher; returns None once closed."""
         with self._changed:
             while not self._is_closed:
                 found = self._turns.take(without=self._running) if self._free_matchers else None
                 if found is not None:
                     self._free_matchers -= 1
-                    running = self._running[found[0]] = _Running(found[1])
+                    running = self._running[found[0]] = Compiling(found[1])
                     return running
                 self._changed.wait()
             return None
-
-    def _compile(self, running: _Running, job: CompileJob) -> RemoteMatcher:
-        """Raises ConstraintError, and EOFError if there is no nursery."""
-        follower = self._templates.fork(job.constraint, running.compiles_in)
-        matcher = RemoteMatcher(follower, self._templates.vocab_size, self._matcher_closed)
-        try:
-            follower.send(messages.Begin(list(job.token_ids)))
-            matcher.wait(None)
-            matcher.forced()
-        except (ConstraintError, EOFError) as error:
-            follower.close()
-            raise (ResumedTokensError if job.token_ids else ConstraintError)(str(error)) from error
-        return matcher
-
-    def _matcher_closed(self) -> None:
-        with self._changed:
-            self._free_matchers += 1
-            self._changed.notify()
