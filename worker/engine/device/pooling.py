@@ -21,8 +21,6 @@ _MIN_NORM = 1e-12
 class PoolingJob:
     """The inputs of one request, and the rows computed so far."""
 
-    __slots__ = ("alone", "call_id", "deadline", "finish", "inputs", "pending", "pooler", "rows", "tenant")
-
     def __init__(
         self,
         call_id: int,

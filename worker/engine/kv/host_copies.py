@@ -66,28 +66,16 @@ class HostCopies:
 
     def offload(self, block: Block, lane: int) -> None:
         """Copies the last block of a lane to host memory, where there must be room."""
-        assert block.host_copy is None, block
         assert self.can_offload, self
-        assert not self.is_full, self
         self._offloads_left -= 1
         self.offloaded_blocks += 1
-        self._last_id += 1
-        block.host_copy = self._last_id
-        self._unlabelled[block] = None
-        self._copies.add(block)
-        self._ops.offload(block.host_copy, lane, block.start, block.end)
+        self._ops.offload(self._add(block), lane, block.start, block.end)
 
     def adopt(self, block: Block) -> int:
         """Notes a copy that comes from elsewhere, for which there must be room; returns its id. The caller gives the
         runner its content before any op can name the id."""
-        assert block.host_copy is None, block
-        assert not self.is_full, self
-        self._last_id += 1
         self.adopted_blocks += 1
-        block.host_copy = self._last_id
-        self._unlabelled[block] = None
-        self._copies.add(block)
-        return self._last_id
+        return self._add(block)
 
     def onload(self, block: Block, lane: int, end: int) -> None:
         """Copies the tokens of a block up to `end` back to a lane."""
@@ -132,3 +120,12 @@ class HostCopies:
     def check_integrity(self, blocks: Iterable[Block]) -> None:
         """Asserts that exactly the blocks that say so have a copy."""
         assert set(self._copies) == {block for block in blocks if block.host_copy is not None}
+
+    def _add(self, block: Block) -> int:
+        assert block.host_copy is None, block
+        assert not self.is_full, self
+        self._last_id += 1
+        block.host_copy = self._last_id
+        self._unlabelled[block] = None
+        self._copies.add(block)
+        return self._last_id

@@ -16,6 +16,7 @@ all its replicas, or the last one is refused; so a replica that wakes waits for 
 Memory that can't be lent is *fixed*: it counts in full from the moment it is reserved.
 """
 
+import dataclasses
 import functools
 import heapq
 from collections.abc import Mapping
@@ -39,22 +40,20 @@ class KvUsage(NamedTuple):
     """The lanes that it would get now if it asked for as many as it can use."""
 
 
+@dataclasses.dataclass
 class _Borrower:
-    """A replica whose lanes are lent and reclaimed."""
+    """A replica whose lanes are lent and reclaimed. Lanes are as last reported."""
 
-    def __init__(self, name: str, lane_bytes: int, max_lanes: int) -> None:
-        self.name = name
-        self.lane_bytes = lane_bytes
-        self.max_lanes = max_lanes
-        self.held = 0
-        """Lanes that it may use, or has not given back yet."""
-        self.used = self.idle = self.wanted = 0
-        """Lanes, as last reported."""
-        self.is_woken = False
-        """Whether it has been told to ask again and has not done so yet."""
-
-    def __repr__(self) -> str:
-        return f"<{self.name}: {self.held} lanes, {self.used} used, {self.wanted} wanted>"
+    name: str
+    lane_bytes: int
+    max_lanes: int
+    held: int = 0
+    """Lanes that it may use, or has not given back yet."""
+    used: int = 0
+    idle: int = 0
+    wanted: int = 0
+    is_woken: bool = False
+    """Whether it has been told to ask again and has not done so yet."""
 
     @property
     def demand(self) -> int:
