@@ -4,12 +4,12 @@ A tokenizer is rebuilt from the metadata and compared with llama.cpp's own on ma
 not offered, and routers ask the worker to tokenize."""
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import structlog
 
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.worker.engine.gguf.tokenizer import bpe, probe_texts, sentencepiece, tokenizer_json
+from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
 from tokenbus.worker.engine.models import pretrained_tokenizer
 from tokenbus.worker.files.gguf_metadata import Metadata
 
@@ -20,26 +20,7 @@ _SPECS: dict[str, Callable[[Metadata, dict[str, int]], tokenizer_json.TokenizerS
 }
 
 
-class ReferenceTokenizer(Protocol):
-    """llama.cpp's own tokenizer."""
-
-    @property
-    def rules(self) -> tokenizer_bundle.PromptRules: ...
-
-    @property
-    def token_bytes(self) -> list[bytes]: ...
-
-    @property
-    def user_defined(self) -> dict[str, int]:
-        """The tokens that are matched first in every text."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a text in which no special token is parsed."""
-        ...
-
-
-def build(metadata: Metadata, reference: ReferenceTokenizer, pretrained: bytes | None = None) -> bytes | None:
+def build(metadata: Metadata, reference: GgufTokenizer, pretrained: bytes | None = None) -> bytes | None:
     """Returns the packed bundle, or None if no tokenizer agrees with the reference.
 
     `pretrained` is the `tokenizer.json` next to the model, which is tried if the rebuilt one does not agree."""
@@ -49,7 +30,7 @@ def build(metadata: Metadata, reference: ReferenceTokenizer, pretrained: bytes |
     return None
 
 
-def _candidates(metadata: Metadata, reference: ReferenceTokenizer, pretrained: bytes | None) -> Iterator[str]:
+def _candidates(metadata: Metadata, reference: GgufTokenizer, pretrained: bytes | None) -> Iterator[str]:
     model = metadata.text("tokenizer.ggml.model")
     spec = _SPECS[model](metadata, reference.user_defined) if model in _SPECS else None
     if spec is not None:
@@ -58,7 +39,7 @@ def _candidates(metadata: Metadata, reference: ReferenceTokenizer, pretrained: b
         yield text
 
 
-def _agrees(text: str, reference: ReferenceTokenizer) -> bool:
+def _agrees(text: str, reference: GgufTokenizer) -> bool:
     try:
         encode = prompt.load_encoder(text)
     except ValueError as error:

@@ -33,6 +33,7 @@ class GgufTokenizer(ModelTokenizer):
         special = [token for token in tokens if attributes[token] & (_CONTROL | _UNKNOWN)]
         kinds = _CONTROL | _UNKNOWN | _USER_DEFINED
         self.user_defined = {self._text(token): token for token in tokens if attributes[token] & kinds == _USER_DEFINED}
+        """The tokens that are matched first in every text."""
         super().__init__(self._rules(metadata, special, len(tokens)), self.encode)
 
     @property
