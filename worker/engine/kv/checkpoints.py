@@ -54,7 +54,9 @@ class Checkpoints:
         """The trees of domains that have a checkpoint: clients can invent any number of domains."""
         self._states: OrderedDict[Checkpoint, None] = OrderedDict()
         """Checkpoints with a state, the least recently used first."""
-        self.retention: Retention[Checkpoint] = Retention(sizes.budget_bytes, limits, self._num_bytes, self._touch)
+        self.retention: Retention[Checkpoint] = Retention(
+            sizes.budget_bytes, limits, self._num_bytes, self._states.move_to_end
+        )
         self._copy_ids = itertools.count(1)
         self._labels: dict[int, BlockLabel] = {}
         """The labels of the copies made since the labels were last taken, by copy id."""
@@ -244,9 +246,6 @@ class Checkpoints:
     def _num_bytes(self, one: Checkpoint) -> int:
         """Returns the memory that a checkpoint takes in addition to its bases."""
         return self._sizes.state_copy_bytes(one.end - one.start) + self._sizes.kv_bytes(one.end - one.start)
-
-    def _touch(self, one: Checkpoint) -> None:
-        self._states.move_to_end(one)
 
     def _make_room(self, num_bytes: int) -> bool:
         """Discards states, and KV that only they need, until there is room for one more checkpoint of that size."""

@@ -50,8 +50,6 @@ class Loader(NamedTuple):
     """Whether a replica with these settings can lend its KV memory. Raises ModelError."""
 
 
-FindLoader = Callable[[EngineSettings], Loader]
-"""Raises ModelError."""
 OnExit = Callable[[str], None]
 """Called with the reason why the process is about to end."""
 
@@ -59,9 +57,9 @@ OnExit = Callable[[str], None]
 class ReplicaServer:
     """The replicas of one process, which ends with the last of them or when the device fails."""
 
-    def __init__(self, control: socket.socket, make_find: Callable[[OnExit], FindLoader]) -> None:
+    def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._find_loader = make_find(self._report_exit)
+        self._find_loader = _make_find(self._report_exit)
         self._loading = threading.Lock()
         self._step_gate = StepGate()
         self._kv_pool = KvPool()
@@ -172,8 +170,9 @@ _LOADERS: dict[str, Callable[[OnExit, MemoryPlanner], Loader]] = {
 }
 
 
-def _make_find(on_exit: OnExit) -> FindLoader:
-    """Finds the loader of every engine, whose library is imported when the first model needs it."""
+def _make_find(on_exit: OnExit) -> Callable[[EngineSettings], Loader]:
+    """Returns a function that finds the loader for a model; an engine's library is imported when the first model needs
+    it. The function raises ModelError."""
     loaders: dict[str, Loader] = {}
     planner = MemoryPlanner(MemoryClaims(claims.runtime_directory()))
 
@@ -200,7 +199,7 @@ def _make_find(on_exit: OnExit) -> FindLoader:
 def main() -> None:
     parent.die_with_parent()  # a frozen process would not notice that its socket is closed
     logs.configure("engine")
-    ReplicaServer(socket.socket(fileno=int(sys.argv[1])), _make_find).run()
+    ReplicaServer(socket.socket(fileno=int(sys.argv[1]))).run()
     os._exit(0)  # at once, even in the middle of a step: the frontend is gone
 
 
