@@ -28,9 +28,9 @@ def _read_rules(model: str) -> tokenizer_bundle.PromptRules:
     files = registry.find(model, lambda _: None)
     # Imported here, because each of these loads a large library.
     if files.weights.suffix == ".gguf":
-        from tokenbus.worker.engine.gguf.tokenizer import gguf_tokenizer
+        from tokenbus.worker.engine.gguf.model import read_rules
 
-        return gguf_tokenizer.read_rules(files.weights)
+        return read_rules(files.weights)
     from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
 
     return OnnxTokenizer(files.sidecars, None, str(files.weights)).rules

@@ -8,12 +8,13 @@ from __future__ import annotations  # llama_cpp names its handle types for type 
 import ctypes
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
+Outputs = Literal["none", "last", "all"]
+"""Which tokens of each part have outputs: a row of logits, or a hidden state."""
 
 
 class BatchPart(NamedTuple):
@@ -36,7 +37,7 @@ class LlamaBatch:
         self._seq_ids = np.zeros(capacity, np.int32)
         # Every token belongs to exactly one sequence.
         self._num_seq_ids = np.ones(capacity, np.int32)
-        self._wants_logits = np.zeros(capacity, np.int8)
+        self._wants_outputs = np.zeros(capacity, np.int8)
         # llama.cpp expects a pointer to each token's sequence ids: for token i, element i of one array.
         addresses = self._seq_ids.ctypes.data + np.arange(capacity, dtype=np.uintp) * self._seq_ids.itemsize
         self._seq_id_pointers = addresses.astype(np.uintp)
@@ -47,44 +48,24 @@ class LlamaBatch:
             pos=_pointer(self._positions, llama.llama_pos),
             n_seq_id=_pointer(self._num_seq_ids, ctypes.c_int32),
             seq_id=_pointer(self._seq_id_pointers, ctypes.POINTER(llama.llama_seq_id)),
-            logits=_pointer(self._wants_logits, ctypes.c_int8),
+            logits=_pointer(self._wants_outputs, ctypes.c_int8),
         )
 
     def __repr__(self) -> str:
         return f"<LlamaBatch of {self.struct.n_tokens}>"
 
-    def fill(self, scheduled: Listing[ScheduledTokens], *, has_rows: bool = True) -> None:
-        """Lays out the tokens of all sequences one after another. `has_rows` says whether each part has a row of
-        logits, after its last token."""
-        at = 0
-        for part in scheduled:
-            end = at + part.num_tokens
-            self._tokens[at:end] = part.token_ids
-            self._positions[at:end] = range(part.start, part.start + part.num_tokens)
-            self._seq_ids[at:end] = self._first_seq_id + part.lane
-            self._wants_logits[at:end] = 0
-            self._wants_logits[end - 1] = has_rows
-            at = end
-        self.struct.n_tokens = at
-
-    def fill_parts(self, parts: Iterable[BatchPart], *, has_outputs: bool) -> None:
-        """Lays out the tokens of all parts one after another; either all of them have outputs or none."""
+    def fill(self, parts: Iterable[BatchPart], outputs: Outputs) -> None:
+        """Lays out the tokens of all parts one after another."""
         at = 0
         for number, start, token_ids in parts:
             end = at + len(token_ids)
             self._tokens[at:end] = token_ids
             self._positions[at:end] = range(start, start + len(token_ids))
             self._seq_ids[at:end] = self._first_seq_id + number
+            self._wants_outputs[at:end] = outputs == "all"
+            self._wants_outputs[end - 1] = outputs != "none"
             at = end
-        self._wants_logits[:at] = has_outputs
         self.struct.n_tokens = at
-
-    def want_logits_of_last(self, parts: Iterable[BatchPart]) -> None:
-        """Requests the logits after each of the parts that the batch was filled with."""
-        at = 0
-        for part in parts:
-            at += len(part.token_ids)
-            self._wants_logits[at - 1] = 1
 
 
 def _pointer(array: np.ndarray, ctype: type) -> ctypes._Pointer:  # type: ignore[type-arg]

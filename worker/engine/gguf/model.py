@@ -11,6 +11,7 @@ from typing import NamedTuple
 import llama_cpp
 from llama_cpp import llama_cpp as llama
 
+from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
@@ -200,3 +201,20 @@ def _load_error(complaint: str) -> str:
     if "file bounds" in reason or "corrupt" in reason:
         return f"{reason}; fetch the file again"
     return f"llama.cpp can't load it: {reason}"
+
+
+def read_rules(path: Path) -> tokenizer_bundle.PromptRules:
+    """Returns the rules for a model's prompts, without loading its weights. Raises ModelError."""
+    found = gguf_metadata.read(path)
+    backend.init()
+    params = llama.llama_model_default_params()
+    params.vocab_only = True
+    model = llama.llama_model_load_from_file(str(path).encode(), params)
+    if model is None:
+        raise ModelError(f"{path}: llama.cpp can't load its vocabulary: {backend.last_error()}")
+    try:
+        vocab = llama.llama_model_get_vocab(model)
+        assert vocab is not None
+        return GgufTokenizer(vocab, found).rules
+    finally:
+        llama.llama_model_free(model)

@@ -68,7 +68,7 @@ class PoolingContext:
     def decode(self, parts: Iterable[BatchPart], *, has_outputs: bool) -> None:
         """Computes parts of inputs; either all of their tokens have outputs or none. Raises InsufficientMemoryError and
         DeviceError."""
-        self._batch.fill_parts(parts, has_outputs=has_outputs)
+        self._batch.fill(parts, "all" if has_outputs else "none")
         if not self._batch.struct.n_tokens:
             return
         llama.llama_set_embeddings(self._context, has_outputs)

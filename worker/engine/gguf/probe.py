@@ -187,8 +187,7 @@ def _decode(context: llama.llama_context_p, tokens: list[int], start: int, seq_i
 def _decode_parts(context: llama.llama_context_p, parts: list[BatchPart]) -> Rows | None:
     """Computes parts of sequences in one batch; returns the logits after each, or None if llama.cpp refuses to."""
     batch = LlamaBatch(sum(len(part.token_ids) for part in parts), 0)
-    batch.fill_parts(parts, has_outputs=False)
-    batch.want_logits_of_last(parts)
+    batch.fill(parts, "last")
     if llama.llama_decode(context, batch.struct) != 0:
         return None
     size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(llama.llama_get_model(context)))

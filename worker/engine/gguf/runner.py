@@ -35,7 +35,7 @@ from tokenbus.worker.engine.gguf import (
     state_blob,
 )
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters
-from tokenbus.worker.engine.gguf.batch import LlamaBatch
+from tokenbus.worker.engine.gguf.batch import BatchPart, LlamaBatch
 from tokenbus.worker.engine.gguf.causal_embedder import CausalEmbedder
 from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID, Lanes
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
@@ -226,7 +226,8 @@ class GgufRunner:
         assert self._context is not None
         assert self.adapters is not None
         self.adapters.activate(batch[0].sequence.adapters)
-        self._batch.fill(batch, has_rows=has_rows)
+        parts = (BatchPart(part.lane, part.start, part.token_ids) for part in batch)
+        self._batch.fill(parts, "last" if has_rows else "none")
         status = llama.llama_decode(self._context, self._batch.struct)
         if status not in (0, 1):  # 1: no slot in the KV memory; nothing has changed
             raise DeviceError(f"llama_decode returned {status}: {backend.last_error()}")

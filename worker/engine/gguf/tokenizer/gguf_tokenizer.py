@@ -3,16 +3,12 @@
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
 import ctypes
-from pathlib import Path
 
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.prompt import tokenizer_bundle
-from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.engine.gguf import backend
 from tokenbus.worker.engine.gguf.tokenizer.rerank_prompt import PairTokens
 from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
-from tokenbus.worker.files import gguf_metadata
 from tokenbus.worker.files.gguf_metadata import Metadata
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 1 << 0, 1 << 3, 1 << 4
@@ -99,20 +95,3 @@ class GgufTokenizer(ModelTokenizer):
     def _text(self, token: int) -> str:
         text: bytes = llama.llama_vocab_get_text(self._vocab, token)
         return text.decode(errors="replace")
-
-
-def read_rules(path: Path) -> tokenizer_bundle.PromptRules:
-    """Returns the rules for a model's prompts, without loading its weights. Raises ModelError."""
-    found = gguf_metadata.read(path)
-    backend.init()
-    params = llama.llama_model_default_params()
-    params.vocab_only = True
-    model = llama.llama_model_load_from_file(str(path).encode(), params)
-    if model is None:
-        raise ModelError(f"{path}: llama.cpp can't load its vocabulary: {backend.last_error()}")
-    try:
-        vocab = llama.llama_model_get_vocab(model)
-        assert vocab is not None
-        return GgufTokenizer(vocab, found).rules
-    finally:
-        llama.llama_model_free(model)
