@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import structlog
 from nats.aio.msg import Msg
@@ -56,20 +56,15 @@ OnWant = Callable[[], internal.ControlReply]
 """Starts loading the worker's own model if necessary; returns the progress."""
 
 
-class WorkerControl(Protocol):
-    """Carries out commands that concern the whole worker."""
+class WorkerCommands(NamedTuple):
+    """Carries out the commands that concern the whole worker."""
 
     drain: Drain
-    on_load: OnLoad | None
     adapters: Adapters
-
-    def want(self) -> internal.ControlReply:
-        """Handles a router's request for the worker's own model."""
-        ...
-
-    def replaced(self, reason: str) -> None:
-        """Handles a frontend that started later under the same name."""
-        ...
+    want: OnWant
+    replaced: Callable[[str], None]
+    """Another frontend has started later under the same name; takes the reason to show."""
+    load: OnLoad | None
 
 
 class _Service(NamedTuple):
@@ -95,7 +90,7 @@ class Endpoints:
         announcer: Announcer,
         streams: Streams,
         inbox_prefixes: tuple[str, ...],
-        worker: WorkerControl,
+        worker: WorkerCommands,
         metrics: ReplicaMetrics,
     ) -> None:
         self._connection = connection
@@ -232,8 +227,8 @@ class Endpoints:
                 if (serving := self._announcer.serving) is not None:
                     serving.engine.clear_cache()
                 self._answer_operator(message, control, internal.ControlReply(ok=True))
-            case internal.Control(op="load", model=str()) if self._worker.on_load is not None:
-                self._worker.on_load(control, lambda reply: self._answer_operator(message, control, reply))
+            case internal.Control(op="load", model=str()) if self._worker.load is not None:
+                self._worker.load(control, lambda reply: self._answer_operator(message, control, reply))
             case internal.Control(op="load_adapter" | "unload_adapter", adapter=str()):
                 failed = internal.ControlReply(ok=False, error=errors.make_error(errors.Code.INTERNAL))
                 change = self._change_adapters(message, control)

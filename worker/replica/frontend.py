@@ -22,7 +22,7 @@ from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange.exchange import KvExchange
 from tokenbus.worker.kv_exchange.transport import Connect
 from tokenbus.worker.replica.drain import Drain
-from tokenbus.worker.replica.endpoints import Endpoints, OnLoad, OnWant
+from tokenbus.worker.replica.endpoints import Endpoints, OnLoad, OnWant, WorkerCommands
 from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.streams.guardians import Guardians
 from tokenbus.worker.streams.outbox import Outbox
@@ -62,7 +62,6 @@ class Frontend:
     ) -> None:
         """`on_load` loads more models alongside this one; None if that is not possible. `on_want` loads this one; None
         if it is loaded from the start."""
-        self.on_load = on_load
         self._on_want = on_want
         self._bus = bus
         self._names = names
@@ -76,7 +75,9 @@ class Frontend:
         self.streams = Streams(self.announcer, self._outbox, telemetry, settings, self.exchange, self.adapters)
         self.drain = Drain()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._endpoints = Endpoints(bus, names, self.announcer, self.streams, settings.inbox_prefixes, self, metrics)
+        commands = WorkerCommands(self.drain, self.adapters, self.want, self.replaced, on_load)
+        prefixes = settings.inbox_prefixes
+        self._endpoints = Endpoints(bus, names, self.announcer, self.streams, prefixes, commands, metrics)
         self._guardians = Guardians(bus, names, self.announcer, self._outbox, self.streams)
         self._fence = Fence(clock.now())
         self._tick_failed_at: dict[str, float] = {}
