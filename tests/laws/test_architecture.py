@@ -47,6 +47,7 @@ PURE = (
     "worker/broker/fence.py",
     "worker/broker/event_log.py",
     "worker/broker/published_blocks.py",
+    "worker/broker/replica_state.py",
     "worker/broker/sampled_tokens.py",
     "worker/broker/snapshot.py",
     "worker/chat_format/*.py",

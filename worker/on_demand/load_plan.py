@@ -231,7 +231,8 @@ class LoadPlan:
             return None
         if not loaded:  # the machine lacks memory, or some was taken out of the budget meanwhile
             free_bytes = min(free_bytes, self.budget_bytes or free_bytes)
-            self.failed(name, _shortage(model.need, free_bytes), now, errors.Code.INSUFFICIENT_MEMORY)
+            shortage = f"it needs {model.need}, and {mib(free_bytes)} of memory are free"
+            self.failed(name, shortage, now, errors.Code.INSUFFICIENT_MEMORY)
             return None
         idle = [one for one in loaded if self._models[one].is_idle(now)]
         missing = self._missing_bytes(model.need, free_bytes)
@@ -247,10 +248,6 @@ class LoadPlan:
     def _unload(self, name: str, reason: Literal["idle", "room"]) -> Unload:
         self._models[name].state = LoadState.UNLOADING
         return Unload(name, reason)
-
-
-def _shortage(need: MemoryNeed, free_bytes: int) -> str:
-    return f"it needs {need}, and {mib(free_bytes)} of memory are free"
 
 
 def _refusal(name: str, need: MemoryNeed, limit: str) -> errors.Error:

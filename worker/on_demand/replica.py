@@ -62,13 +62,14 @@ class OnDemandReplica(Replica):
         process, on_want = EngineProcess(settings.log.variables()), partial(listener.want, model.served_name)
         super().__init__(settings, model, worker_id, model.engine, process, metrics, tracer, on_load, on_want)
         self._listener = listener
+        self._listing = _listing(model.engine, 1)
         self._load_requested = asyncio.Event()
-        self.frontend.announcer.listing = _listing(model.engine, 1)
 
     def set_context_length(self, tokens: int) -> None:
         """Announces the expected context length, until the model is first loaded."""
-        self.frontend.announcer.listing = _listing(self._engine, tokens)
+        self._listing = _listing(self._engine, tokens)
         if self.frontend.announcer.state is ReplicaState.UNLOADED:
+            self.frontend.announcer.listing = self._listing
             self.frontend.announcer.publish_card()
 
     def load(self, need: MemoryNeed) -> None:
@@ -117,9 +118,9 @@ class OnDemandReplica(Replica):
         self._listener.model_loaded(self.served_name)
 
     async def _run_engines(self) -> None:
+        self.frontend.announcer.listing = self._listing
         self.frontend.announcer.change(ReplicaEvent.UNLOADED)
-        assert self.frontend.announcer.listing is not None
-        self.started.set_result(self.frontend.announcer.listing)
+        self.started.set_result(self._listing)
         while True:
             await self._load_requested.wait()
             failure: contract.EngineStartError | None = None

@@ -118,10 +118,9 @@ class Frontend:
     async def run(self) -> None:
         """Runs until cancelled. Raises ReplacedError if another frontend takes this one's name."""
         self._fence.reset(clock.now())
-        lives = (self.announcer.run_heartbeat(), self._tick(), self._until_replaced())
-        running = [tasks.awaited(life) for life in lives]
+        running = [tasks.awaited(life) for life in (self.announcer.run_heartbeat(), self._tick())]
         try:
-            await asyncio.gather(*running)
+            await asyncio.gather(*running, self._replaced_by)
         finally:
             for task in running:
                 task.cancel()
@@ -169,9 +168,6 @@ class Frontend:
             self._log.error("replaced", worker_id=self.announcer.worker_id, streams=repr(self.streams))
             self._fence_off()
             self._replaced_by.set_exception(ReplacedError(reason))
-
-    async def _until_replaced(self) -> None:
-        await self._replaced_by
 
     async def _tick(self) -> None:
         ticked_at = time.monotonic()

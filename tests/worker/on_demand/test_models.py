@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tests.support.engines import DEMO
+from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.on_demand.models import OnDemandModels
@@ -106,3 +107,17 @@ async def test_a_model_that_can_not_be_unloaded_does_not_keep_others_out(serve: 
     replicas = serve(first=SIM, second=SIM)
     await answer(replicas["first"], until=lambda reply: reply.progress == 1.0)
     await answer(replicas["second"], until=lambda reply: reply.progress == 1.0)
+
+
+async def test_a_model_that_was_never_loaded_shows_the_context_that_it_will_have() -> None:
+    model = ModelToServe("m", SIM, on_demand=True)
+    on_demand = OnDemandModels(WorkerSettings(models=(model,)), WorkerMetrics(), "worker")
+    worker = (WorkerSettings(models=(model,)), model, "w1", WorkerMetrics(), NoopTracer())
+    replica = OnDemandReplica(*worker, lambda control, on_progress: None, on_demand)
+    running = asyncio.create_task(replica._run_engines())
+    await replica.started
+    replica.set_context_length(4_096)
+    listing = replica.frontend.announcer.listing
+    assert listing is not None
+    assert listing.context_length == 4_096
+    running.cancel()
