@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
-from functools import partial
+from operator import methodcaller
 
 import structlog
 from nats.aio.msg import Msg
@@ -257,7 +257,7 @@ class Inbox:
             now = time.monotonic()
             pause_s = now - ticked_at
             ticked_at = now
-            self._for_each(partial(Stream.tick, now=now, pause_s=pause_s if pause_s > _MAX_PAUSE_S else 0.0))
+            self._for_each(methodcaller("tick", now, pause_s if pause_s > _MAX_PAUSE_S else 0.0))
 
     def _for_each(self, act: Callable[[Stream], None]) -> None:
         """Calls `act` with each open stream. If that raises, this stream ends in `internal`, and no other."""
