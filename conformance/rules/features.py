@@ -25,7 +25,7 @@ _FEATURES: dict[str, object] = {
     "tools": [_TOOL],
     "reasoning": {"max_tokens": 1},
     "return_progress": True,
-    "resume_from": {"token_ids": [1], "hash_scheme": "another"},
+    "resume_from": {"token_ids": [1]},
     "routing": {"explain": True},
 }
 
@@ -182,8 +182,7 @@ async def resumed(probe: Probe) -> None:
     whole = await _short_answer(probe, return_token_ids=True)
     given = [token_id for message in whole.messages for token_id in message.get("token_ids") or []][:6]
     text_offset = next(message["text_offset"] for message in whole.messages if message["offset"] == len(given))
-    scheme = next(message["hash_scheme"] for message in whole.messages if message.get("hash_scheme"))
-    answer = await _short_answer(probe, resume_from={"token_ids": given, "hash_scheme": scheme})
+    answer = await _short_answer(probe, resume_from={"token_ids": given})
     rest = whole.text.encode()[text_offset:].decode()
     expect(answer.text == rest, f"{shorten(answer.text)} instead of {shorten(rest)}")
     first = next(message for message in answer.messages if message["tokens"])

@@ -43,8 +43,7 @@ class ResumeFrom(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     """Every sampled token that was received, fewer than `max_tokens`. The new stream begins after them."""
     hash_scheme: str | None = None
-    """The `hash_scheme` of the earlier stream's head, by which ids of another vocabulary are recognized. It must be
-    given."""
+    """The `hash_scheme` of the earlier stream's head, by which ids of another vocabulary are recognized."""
 
 
 class RoutingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -80,8 +80,7 @@ async def test_a_session_of_200_000_tokens_and_a_body_of_8_mb_reach_a_worker(
         padded = client.generate("demo", messages=chat[:1], chat_template_kwargs=arguments, max_tokens=1)
         assert prompt_tokens(await finished(padded)) < 100
         sampled = [token_id for chunk in whole for token_id in chunk.token_ids or []]
-        scheme = next(chunk.hash_scheme for chunk in whole if chunk.hash_scheme)
-        resume_from = messages.ResumeFrom(token_ids=sampled[:3], hash_scheme=scheme)
+        resume_from = messages.ResumeFrom(token_ids=sampled[:3])
         rest = await finished(client.generate("demo", **fields, resume_from=resume_from))
         assert [token_id for chunk in rest for token_id in chunk.token_ids or []] == sampled[3:]
 

@@ -69,9 +69,9 @@ def check_run(run: internal.Run) -> None:
 
 def check_resume(request: messages.GenerateRequest, hash_scheme: str) -> None:
     """Raises RequestError for a request that continues a stream of a hash scheme that differs from the model workers',
-    which would misread its tokens."""
+    which would misread its tokens. A client that does not name its stream's scheme is trusted."""
     resume_from = request.resume_from
-    if resume_from is not None and resume_from.hash_scheme != hash_scheme:
+    if resume_from is not None and resume_from.hash_scheme not in (None, hash_scheme):
         problem = f"resume_from.hash_scheme: the model's workers have {hash_scheme} now"
         raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="resume_from.hash_scheme")
 
@@ -327,8 +327,6 @@ def _check_resume_from(resume_from: generate.ResumeFrom, params: GenerationParam
     if params.logprobs is not None and not params.is_streamed:
         problem = "resume_from: the whole answer has no log probabilities of tokens that were given: stream it"
         raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="resume_from")
-    if not resume_from.hash_scheme:
-        raise invalid_field("resume_from.hash_scheme", "is required: it is in the head of the earlier stream")
 
 
 def _check_token_ids(name: str, token_ids: Sequence[int]) -> None:

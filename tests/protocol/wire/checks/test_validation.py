@@ -473,7 +473,6 @@ def test_a_request_is_taken_or_the_field_that_is_out_of_range_is_named(fields: d
         ([1, -1], {}, "resume_from.token_ids[1]"),
         ([1 << 32], {}, "resume_from.token_ids[0]"),
         ([1, 2, 3], {"max_tokens": 3}, "resume_from.token_ids"),
-        ([1], {}, "resume_from.hash_scheme"),
     ],
 )
 def test_a_request_continues_after_some_tokens_but_fewer_than_it_may_have(
@@ -484,21 +483,19 @@ def test_a_request_continues_after_some_tokens_but_fewer_than_it_may_have(
 
 
 def test_a_request_may_continue_after_all_tokens_but_one() -> None:
-    validation.check_request(
-        make(resume_from=ResumeFrom(token_ids=[0, limits.MAX_TOKEN_ID], hash_scheme="a"), max_tokens=3)
-    )
+    validation.check_request(make(resume_from=ResumeFrom(token_ids=[0, limits.MAX_TOKEN_ID]), max_tokens=3))
 
 
 def test_a_whole_answer_has_no_log_probabilities_of_given_tokens() -> None:
-    resume_from = ResumeFrom(token_ids=[1], hash_scheme="xxh3-64:a")
+    resume_from = ResumeFrom(token_ids=[1])
     error = refusal(make(resume_from=resume_from, logprobs=0, stream=False))
     assert (error.code, error.param) == (Code.UNSUPPORTED, "resume_from")
     validation.check_request(make(resume_from=resume_from, logprobs=0))
     validation.check_request(make(resume_from=resume_from, stream=False))
 
 
-def test_tokens_of_another_hash_scheme_are_refused() -> None:
-    for resume_from in (None, ResumeFrom(token_ids=[1], hash_scheme="xxh3-64:a")):
+def test_tokens_of_another_hash_scheme_are_refused_if_the_client_names_it() -> None:
+    for resume_from in (None, ResumeFrom(token_ids=[1]), ResumeFrom(token_ids=[1], hash_scheme="xxh3-64:a")):
         validation.check_resume(make(resume_from=resume_from), "xxh3-64:a")
     with pytest.raises(errors.RequestError) as caught:
         validation.check_resume(make(resume_from=ResumeFrom(token_ids=[1], hash_scheme="xxh3-64:b")), "xxh3-64:a")
