@@ -10,16 +10,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tokenbus.cli.console import connection_flags
+from tokenbus.cli.console import connection_flags, load_flags
+from tokenbus.cli.console.load_flags import TO_STANDARD_OUTPUT, plan_of
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, with_client
 from tokenbus.client import Client
 from tokenbus.protocol import tasks
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import logs
-from tokenbus.replay.load import options as load_options
 from tokenbus.replay.load.measure import measure, warm_up
-from tokenbus.replay.load.options import TO_STANDARD_OUTPUT, Plan, plan_of
 from tokenbus.replay.load.page import page
+from tokenbus.replay.load.points import Plan
 from tokenbus.replay.load.results import LoadReport, RunResult, as_json, summarize
 from tokenbus.replay.load.stats import RunStats
 from tokenbus.replay.load.table import run_lines, run_table, sweep_table
@@ -28,7 +28,7 @@ from tokenbus.replay.load.workload import FittedWorkload
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
-    load_options.add_flags(parser)
+    load_flags.add_flags(parser)
     parser.set_defaults(run=run)
 
 

@@ -53,20 +53,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-requests",
-        type=int,
+        type=arguments.whole(1),
         default=_DEFAULTS.max_requests,
         help="completions that may be open at a time (%(default)s)",
     )
     parser.add_argument(
         "--max-connections-per-address",
-        type=int,
+        type=arguments.whole(0),
         metavar="N",
         default=_DEFAULTS.max_connections_per_address,
         help="HTTP connections per client address; 0: no limit, for use behind a proxy that sets its own (%(default)s)",
     )
     parser.add_argument(
         "--max-body-bytes",
-        type=arguments.at_least(1),
+        type=arguments.whole(1),
         metavar="N",
         default=_DEFAULTS.max_body_bytes,
         help="largest body of a completion (%(default)s)",
@@ -79,7 +79,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grace-s",
-        type=float,
+        type=arguments.real(0, 86_400),
         default=_DEFAULTS.grace_s,
         help="seconds that open completions may take after SIGTERM (%(default)s)",
     )
@@ -107,12 +107,6 @@ class SettingsFactory:
 
 def settings_of(options: argparse.Namespace) -> GatewaySettings:
     """Returns the settings that parsed flags describe. Raises ValueError."""
-    if options.max_requests < 1:
-        raise ValueError(f"--max-requests must be at least 1, got {options.max_requests}")
-    if options.max_connections_per_address < 0:
-        raise ValueError(f"--max-connections-per-address must be at least 0, got {options.max_connections_per_address}")
-    if not 0 <= options.grace_s <= 86_400:
-        raise ValueError(f"--grace-s must be 0 to 86400, got {options.grace_s:g}")
     return GatewaySettings(
         broker=connection_flags.settings_of(options),
         prefix=options.prefix,

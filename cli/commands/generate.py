@@ -56,7 +56,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 def add_embed_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
-    parser.add_argument("--dimensions", type=arguments.at_least(1), help="length of each vector (the model's own)")
+    parser.add_argument("--dimensions", type=arguments.whole(1), help="length of each vector (the model's own)")
     parser.add_argument("--no-normalize", action="store_true", help="do not scale vectors to length 1")
     parser.add_argument("--timeout-ms", type=float, help="time to wait for the answer (60,000)")
     parser.add_argument(
@@ -68,7 +68,7 @@ def add_embed_flags(parser: argparse.ArgumentParser) -> None:
 def add_rerank_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
-    parser.add_argument("--top-n", type=arguments.at_least(1), metavar="N", help="number of results (all texts)")
+    parser.add_argument("--top-n", type=arguments.whole(1), metavar="N", help="number of results (all texts)")
     parser.add_argument("--timeout-ms", type=float, help="time to wait for the answer (60,000)")
     parser.add_argument("query", metavar="QUERY", help="the query")
     parser.add_argument(

@@ -26,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--served-name", metavar="NAME", help="name that clients request (the file's name)")
     parser.add_argument(
-        "--replicas", type=arguments.at_least(1), default=1, help="replicas sharing its weights (%(default)s)"
+        "--replicas", type=arguments.whole(1), default=1, help="replicas sharing its weights (%(default)s)"
     )
     parser.add_argument(
         "--set",

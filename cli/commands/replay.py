@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenbus.cli.console import nats_server
+from tokenbus.cli.console.arguments import real, several, whole
 from tokenbus.cli.console.replay_live import LiveError, run_live
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, StartError
@@ -37,28 +38,35 @@ _STATISTICS = ("mean", "p50", "p90", "p99")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
+
+    def setting(name: str, kind: Callable[[str], object], text: str) -> None:
+        """Adds the flag of a field of ReplaySettings."""
+        flag(f"--{name.replace('_', '-')}", type=kind, default=getattr(_DEFAULTS, name), help=f"{text} (%(default)s)")
+
     flag("trace", metavar="TRACE", help="a file in Mooncake's format, gzipped or not, or a workload (docs/routing.md)")
     flag("--policy", default=",".join(POLICIES[:3]), help="policies to compare, comma-separated (%(default)s)")
-    flag("--workers", type=int, default=_DEFAULTS.workers, help="number of workers (%(default)s)")
-    flag("--prefill-workers", type=int, default=0, help="how many of these compute prompts for the others (0)")
-    flag("--kv-blocks", type=int, default=_DEFAULTS.kv_blocks, help="KV blocks per worker (%(default)s)")
-    flag("--block-size", type=int, default=_DEFAULTS.block_size, help="tokens per KV block (%(default)s)")
-    flag("--speedup", type=float, default=_DEFAULTS.speedup, help="how many times faster requests arrive (%(default)s)")
+    setting("workers", whole(1, 4_096), "number of workers")
+    setting("prefill_workers", whole(0, 4_095), "how many of these compute prompts for the others")
+    setting("kv_blocks", whole(1, 1 << 22), "KV blocks per worker")
+    setting("block_size", whole(1, 1 << 16), "tokens per KV block")
+    setting("speedup", real(1e-3, 1e6), "how many times faster requests arrive")
     flag("--timing", default=_DEFAULTS.timing, choices=PRESETS, help="model of step times (%(default)s)")
-    flag("--seed", type=int, default=_DEFAULTS.seed, help="seed for workloads and ties (%(default)s)")
-    flag("--max-requests", type=int, default=0, help="requests to take from the trace; 0: all")
-    flag("--routers", type=int, default=_DEFAULTS.routers, help="routers that share the requests (%(default)s)")
-    flag("--delay-ms", type=float, default=_DEFAULTS.delay_ms, help="delay of workers' events (%(default)s)")
-    flag("--temperature", type=float, default=0.0, help="above 0, sometimes choose a costlier worker (%(default)s)")
-    flag("--speeds", default="1", help="workers' speeds, repeated in turn, e.g. 1,1,0.5 (%(default)s)")
-    flag("--max-num-seqs", type=int, default=_DEFAULTS.max_num_seqs, help="sequences per worker (%(default)s)")
-    flag("--max-num-batched-tokens", type=int, default=_DEFAULTS.max_num_batched_tokens, help="per step (%(default)s)")
-    flag("--step-target-ms", type=float, default=0.0, help="limit prompts in a step by time; 0: by tokens only")
-    flag("--kv-token-bytes", type=int, default=0, help="KV bytes per token; 0: workers fetch nothing from each other")
-    flag("--transfer-mb-per-s", type=float, default=_DEFAULTS.transfer_mb_per_s, help="speed of fetching (%(default)s)")
-    flag("--jobs", type=int, default=os.cpu_count() or 1, help="policies to replay at the same time (%(default)s)")
+    setting("seed", int, "seed for workloads and ties")
+    setting("max_requests", whole(0, 1_000_000), "requests to take from the trace; 0: all")
+    setting("routers", whole(1, 64), "routers that share the requests")
+    setting("delay_ms", real(0, 10_000), "delay of workers' events")
+    setting("temperature", real(0, 100), "above 0, sometimes choose a costlier worker")
+    speeds = several(real(0.001, 1_000), at_most=4_096)
+    flag("--speeds", type=speeds, default=_DEFAULTS.speeds, help="workers' speeds, repeated in turn, e.g. 1,1,0.5 (1)")
+    setting("max_num_seqs", whole(1, 4_096), "sequences per worker")
+    setting("max_num_batched_tokens", int, "tokens per step")
+    setting("step_target_ms", real(0, 60_000), "limit prompts in a step by time; 0: by tokens only")
+    setting("kv_token_bytes", whole(0, 1 << 30), "KV bytes per token; 0: workers fetch nothing from each other")
+    setting("transfer_mb_per_s", real(0.001, 1e6), "speed of fetching")
+    jobs = os.cpu_count() or 1
+    flag("--jobs", type=whole(1, 1_024), default=jobs, help="policies to replay at the same time (%(default)s)")
     flag("--live", action="store_true", help="use simulated workers behind a real router and broker, in real time")
-    flag("--sim-speedup", type=float, default=1.0, help="with --live: speed-up over real time (%(default)s)")
+    flag("--sim-speedup", type=real(0.01, 1e3), default=1.0, help="with --live: speed-up over real time (%(default)s)")
     flag("--json", type=Path, metavar="FILE", help="write the results; the same seed gives the same file")
     flag("--html", type=Path, metavar="FILE", help="write plots")
     parser.set_defaults(run=run)
@@ -125,49 +133,18 @@ def _policies_of(options: argparse.Namespace) -> list[str]:
 
 def _settings_of(options: argparse.Namespace) -> ReplaySettings:
     """Returns the settings that parsed flags describe. Raises ValueError."""
-    ranges = {
-        "workers": (1, 4_096),
-        "prefill_workers": (0, 4_095),
-        "kv_blocks": (1, 1 << 22),
-        "block_size": (1, 1 << 16),
-        "speedup": (1e-3, 1e6),
-        "max_requests": (0, 1_000_000),
-        "routers": (1, 64),
-        "delay_ms": (0, 10_000),
-        "temperature": (0, 100),
-        "max_num_seqs": (1, 4_096),
-        "step_target_ms": (0, 60_000),
-        "kv_token_bytes": (0, 1 << 30),
-        "transfer_mb_per_s": (0.001, 1e6),
-        "jobs": (1, 1_024),
-        "sim_speedup": (0.01, 1_000),
-    }
-    for name, (low, high) in ranges.items():
-        if not low <= getattr(options, name) <= high:
-            raise ValueError(f"--{name.replace('_', '-')} must be {low:g} to {high:g}, got {getattr(options, name)}")
     if options.prefill_workers >= options.workers:
         raise ValueError("--prefill-workers must be less than --workers")
     if options.prefill_workers and not options.kv_token_bytes:
         raise ValueError("--prefill-workers needs --kv-token-bytes: the others fetch what these compute")
-    if options.live and (options.routers > 1 or options.speeds != "1" or options.kv_token_bytes):
+    if options.live and (options.routers > 1 or options.speeds != (1.0,) or options.kv_token_bytes):
         raise ValueError(
             "--live runs one router and workers of one speed that fetch no blocks: leave out --routers, --speeds "
             "and --kv-token-bytes"
         )
     if not options.max_num_seqs < options.max_num_batched_tokens <= 1 << 20:
         raise ValueError("--max-num-batched-tokens must be above --max-num-seqs, and at most 1,048,576")
-    fields = {name: getattr(options, name) for name in ReplaySettings.__struct_fields__ if name != "speeds"}
-    return ReplaySettings(**fields, speeds=_speeds(options.speeds))
-
-
-def _speeds(text: str) -> tuple[float, ...]:
-    try:
-        speeds = tuple(float(speed) for speed in text.split(","))
-    except ValueError:
-        speeds = ()
-    if not speeds or not all(0.001 <= speed <= 1_000 for speed in speeds):
-        raise ValueError(f"--speeds must be comma-separated numbers of 0.001 to 1,000, got {text!r}")
-    return speeds
+    return ReplaySettings(**{name: getattr(options, name) for name in ReplaySettings.__struct_fields__})
 
 
 def _as_json(settings: ReplaySettings, runs: Sequence[PolicyResult]) -> bytes:
@@ -182,7 +159,7 @@ def _table(runs: Sequence[PolicyResult]) -> Table:
     heads = (
         "hit rate",
         "fetched",
-        "remote_prefills",
+        "remote prefills",
         "TTFT ms mean",
         "p50",
         "p99",

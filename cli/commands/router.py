@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--remote-prefill-tokens",
-        type=arguments.at_least(0),
+        type=arguments.whole(0),
         default=MIN_REMOTE_PREFILL_TOKENS,
         help="fewest missing tokens for which a prefill worker may compute a prompt; 0: none ever does (%(default)s)",
     )
@@ -51,25 +51,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     queue = QueueSettings()
     parser.add_argument(
         "--max-queued-requests",
-        type=arguments.at_least(0),
+        type=arguments.whole(0),
         default=queue.max_requests,
         help="requests per model that may wait here while every worker is busy (%(default)s)",
     )
     parser.add_argument(
         "--max-queued-tokens",
-        type=arguments.at_least(0),
+        type=arguments.whole(0),
         default=queue.max_tokens,
         help="total tokens of these, prompts and completions together (%(default)s)",
     )
     parser.add_argument(
         "--patience-s",
-        type=arguments.at_least(0),
+        type=arguments.whole(0),
         default=60,
         help="seconds that a request which has lost its worker waits for another to continue it (%(default)s)",
     )
     parser.add_argument(
         "--hold-s",
-        type=arguments.at_least(0),
+        type=arguments.whole(0),
         default=0,
         help="seconds that a request waits if its model has no worker at all, as after scaling to zero (%(default)s)",
     )
@@ -82,25 +82,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-request-bytes",
-        type=arguments.at_least(1),
+        type=arguments.whole(1),
         default=16 * 1024 * 1024,
         help="largest request; one above the broker's limit is sent in parts (%(default)s)",
     )
     parser.add_argument(
         "--tenant-upload-bytes",
-        type=arguments.at_least(1),
+        type=arguments.whole(1),
         default=64 * 1024 * 1024,
         help="bytes of one tenant's requests that may be arriving in parts at a time (%(default)s)",
     )
     parser.add_argument(
         "--tokenization-cache-mib",
-        type=arguments.at_least(0),
+        type=arguments.whole(0),
         default=64,
         metavar="MIB",
         help="memory for token ids of texts in conversations; 0: tokenize each turn from the start (%(default)s)",
     )
     parser.add_argument(
-        "--log-prompt-chars", type=arguments.at_least(0), default=0, help="characters of each prompt to log (0)"
+        "--log-prompt-chars", type=arguments.whole(0), default=0, help="characters of each prompt to log (0)"
     )
     parser.set_defaults(run=run)
 

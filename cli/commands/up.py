@@ -36,10 +36,10 @@ _METRICS_PORTS = {"router": range(9100, 9110), "worker": range(9110, 9130), "gat
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     worker.add_model_flags(parser)
-    parser.add_argument("--workers", type=arguments.at_least(1), default=2, help="number of workers (%(default)s)")
+    parser.add_argument("--workers", type=arguments.whole(1), default=2, help="number of workers (%(default)s)")
     parser.add_argument(
         "--prefill-workers",
-        type=arguments.at_least(0),
+        type=arguments.whole(0),
         default=0,
         help="how many of these compute prompts for the others (%(default)s)",
     )

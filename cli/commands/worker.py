@@ -178,7 +178,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--keep-cache-mib",
-        type=arguments.at_least(1),
+        type=arguments.whole(1),
         default=_ENGINE.keep_cache_mib,
         metavar="MIB",
         help="size of all files there; the longest unused go first (%(default)s)",

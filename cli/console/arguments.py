@@ -25,17 +25,45 @@ def ports(text: str) -> range:
     return found
 
 
-def at_least(low: int) -> Callable[[str], int]:
-    """Returns the type of whole numbers that are `low` or more."""
+def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Returns the type of whole numbers from `low` to `high`, or from `low` on."""
 
-    def parse(text: str) -> int:
+    def number(text: str) -> int:  # argparse names the type in its error message
         value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
+        if high is None and value < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low:,}, got {text}")
+        if high is not None and not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be {low:,} to {high:,}, got {text}")
         return value
 
-    parse.__name__ = "number"  # argparse names the type in its error message
-    return parse
+    return number
+
+
+def real(low: float, high: float) -> Callable[[str], float]:
+    """Returns the type of numbers from `low` to `high`."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be {low:g} to {high:,.0f}, got {text}")
+        return value
+
+    return number
+
+
+def several(number: Callable[[str], float], at_most: int) -> Callable[[str], tuple[float, ...]]:
+    """Returns the type of comma-separated numbers of this type."""
+
+    def numbers(text: str) -> tuple[float, ...]:
+        try:
+            values = tuple(float(number(part)) for part in text.split(","))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"must be comma-separated numbers, got {text}") from error
+        if len(values) > at_most:
+            raise argparse.ArgumentTypeError(f"must be at most {at_most} numbers, got {len(values)}")
+        return values
+
+    return numbers
 
 
 def seconds(text: str) -> float:

@@ -48,7 +48,8 @@ _SECRETS = ("api-key",)
 _URLS = (_NATS, "otlp-traces-endpoint")
 """Settings whose URL may hold a password, which is never printed."""
 _Table = dict[str, Any]
-_KINDS: dict[object, str] = {int: "whole number", float: "number"}
+_KINDS = {"int": "whole number", "float": "number", "number": "number"}
+"""Names for the types of flags, by the names of the functions that parse them."""
 
 
 class Origin(NamedTuple):
@@ -202,7 +203,8 @@ def _typed(action: argparse.Action, value: object, what: str) -> object:
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"{what}: {error}") from error
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} must be a {_KINDS.get(action.type, 'valid value')}, got {value!r}") from error
+        kind = _KINDS.get(getattr(action.type, "__name__", ""), "valid value")
+        raise ValueError(f"{what} must be a {kind}, got {value!r}") from error
 
 
 def api_keys() -> list[str]:

@@ -14,8 +14,7 @@ from tokenbus.client import Client
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import messages
 from tokenbus.protocol.wire.errors import Code
-from tokenbus.replay.load.options import Plan
-from tokenbus.replay.load.points import LoadKind, LoadPoint, schedule
+from tokenbus.replay.load.points import LoadKind, LoadPoint, Plan, schedule
 from tokenbus.replay.load.sender import Sender, closed_loop, open_loop
 from tokenbus.replay.load.stats import RunStats
 from tokenbus.replay.load.table import progress

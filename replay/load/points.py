@@ -1,4 +1,4 @@
-"""The points of a sweep, and when requests are due at each.
+"""A sweep: its points, and when requests are due at each.
 
 In a closed loop (a concurrency), a client sends its next request when it has the answer to the last one. In an open
 loop (a rate or a speedup), requests are sent at their times, whether or not earlier ones have been answered."""
@@ -6,9 +6,13 @@ loop (a rate or a speedup), requests are sent at their times, whether or not ear
 import enum
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from tokenbus.replay.load.workload import TimedRequest
+from tokenbus.replay.load.workload import TimedRequest, Workload
+
+_REQUESTS = 100
+_REQUESTS_PER_CLIENT = 10
 
 
 class LoadKind(enum.StrEnum):
@@ -33,6 +37,36 @@ class LoadPoint(NamedTuple):
 
     def __str__(self) -> str:
         return _LABELS[self.kind].format(self.value)
+
+
+class Plan(NamedTuple):
+    """A sweep to measure."""
+
+    model: str
+    points: tuple[LoadPoint, ...]
+    workload: Workload
+    clip: bool
+    requests: int | None
+    duration_s: float | None
+    warmup: int
+    burst: int
+    max_in_flight: int
+    temperature: float
+    timeout_ms: float | None
+    seed: int
+    reuse_cache: bool
+    json: Path | None
+    html: Path | None
+
+    def requests_at(self, point: LoadPoint, workload: Workload) -> int | None:
+        """Returns the maximum number of requests in a run; None if only its duration limits them."""
+        if workload.num_requests:
+            return min(self.requests or workload.num_requests, workload.num_requests)
+        if self.requests or self.duration_s:
+            return self.requests
+        return (
+            max(_REQUESTS, _REQUESTS_PER_CLIENT * int(point.value)) if point.kind is LoadKind.CONCURRENCY else _REQUESTS
+        )
 
 
 def poisson(rate: float, burst: int, rng: random.Random) -> Iterator[float]:

@@ -8,7 +8,6 @@ from typing import TypeVar
 import msgspec
 
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.files.model_files import read_json
 
 _WIDE = ("float32", "torch.float32")
 
@@ -58,20 +57,15 @@ class ModelSizes(msgspec.Struct, frozen=True):
 SizesT = TypeVar("SizesT", bound=ModelSizes)
 
 
-class _Fields(msgspec.Struct, frozen=True):
-    """Any JSON object."""
-
-
 def read(path: Path | None, kind: type[SizesT]) -> SizesT:
     """Returns the defaults if there is no file. A null field counts as missing, as it does for transformers. Raises
     ModelError naming a file that is malformed."""
     if path is None:
         return kind()
-    read_json(path, _Fields)
-    fields = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-    if isinstance(text := fields.get("text_config"), dict):  # of a model that also reads images
-        fields |= {name: one for name, one in text.items() if one is not None and name != "architectures"}
     try:
+        fields = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        if isinstance(text := fields.get("text_config"), dict):  # of a model that also reads images
+            fields |= {name: one for name, one in text.items() if one is not None and name != "architectures"}
         return msgspec.convert({name: one for name, one in fields.items() if one is not None}, kind, strict=False)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise ModelError(f"{path}: {error}; correct or remove it") from error

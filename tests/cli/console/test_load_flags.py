@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.replay.load.options import Plan, add_flags, plan_of
-from tokenbus.replay.load.points import LoadKind, LoadPoint
+from tokenbus.cli.console.load_flags import add_flags, plan_of
+from tokenbus.replay.load.points import LoadKind, LoadPoint, Plan
 from tokenbus.replay.load.workload import RandomTokens, RepeatedText, TraceWorkload
 
 

@@ -1,51 +1,17 @@
 """The flags of `tokenbus bench`, and the plan they describe."""
 
 import argparse
-import math
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
+from tokenbus.cli.console.arguments import real, several, whole
 from tokenbus.replay import generators, traces
-from tokenbus.replay.load.points import LoadKind, LoadPoint
+from tokenbus.replay.load.points import LoadKind, LoadPoint, Plan
 from tokenbus.replay.load.workload import MIN_VOCABULARY, RandomTokens, RepeatedText, TraceWorkload, Workload
 
-_REQUESTS = 100
-_REQUESTS_PER_CLIENT = 10
 _MAX_POINTS = 64
 _MAX_CLIENTS = 16_384
 TO_STANDARD_OUTPUT = Path("-")
-
-
-class Plan(NamedTuple):
-    """A sweep to measure."""
-
-    model: str
-    points: tuple[LoadPoint, ...]
-    workload: Workload
-    clip: bool
-    requests: int | None
-    duration_s: float | None
-    warmup: int
-    burst: int
-    max_in_flight: int
-    temperature: float
-    timeout_ms: float | None
-    seed: int
-    reuse_cache: bool
-    json: Path | None
-    html: Path | None
-
-    def requests_at(self, point: LoadPoint, workload: Workload) -> int | None:
-        """Returns the maximum number of requests in a run; None if only its duration limits them."""
-        if workload.num_requests:
-            return min(self.requests or workload.num_requests, workload.num_requests)
-        if self.requests or self.duration_s:
-            return self.requests
-        return (
-            max(_REQUESTS, _REQUESTS_PER_CLIENT * int(point.value)) if point.kind is LoadKind.CONCURRENCY else _REQUESTS
-        )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -54,16 +20,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--model", metavar="NAME", required=True, help="the served model")
     group = parser.add_argument_group("load", "one run for each number")
     load = group.add_argument
-    clients, factors = _several(_whole(1, _MAX_CLIENTS)), _several(_real(0.001, 100_000))
+    clients = several(whole(1, _MAX_CLIENTS), _MAX_POINTS)
+    factors = several(real(0.001, 100_000), _MAX_POINTS)
     load("--concurrency", metavar="N,N", type=clients, help="clients that each wait for their answer (1)")
     load("--rate", metavar="R,R", type=factors, help="requests per second, however many are in flight")
     load("--speedup", metavar="X,X", type=factors, help="how many times faster than in the trace (1)")
-    load("--burst", type=_whole(1, 10_000), default=1, help="with --rate: requests sent at once (%(default)s)")
+    load("--burst", type=whole(1, 10_000), default=1, help="with --rate: requests sent at once (%(default)s)")
     in_flight = "with --rate or --speedup: requests beyond this many are counted as not sent (%(default)s)"
-    load("--max-in-flight", type=_whole(1, _MAX_CLIENTS), default=1_024, help=in_flight)
-    load("--requests", metavar="N", type=_whole(1, 10**9), help="requests of each run (100, or the whole trace)")
-    load("--duration-s", metavar="S", type=_real(0.1, 1e6), help="how long each run sends requests")
-    load("--warmup", metavar="N", type=_whole(0, 10_000), default=1, help="requests before each run (%(default)s)")
+    load("--max-in-flight", type=whole(1, _MAX_CLIENTS), default=1_024, help=in_flight)
+    load("--requests", metavar="N", type=whole(1, 10**9), help="requests of each run (100, or the whole trace)")
+    load("--duration-s", metavar="S", type=real(0.1, 1e6), help="how long each run sends requests")
+    load("--warmup", metavar="N", type=whole(0, 10_000), default=1, help="requests before each run (%(default)s)")
     _add_workload(parser.add_argument_group("requests", "random tokens, unless a trace or a prompt is given"))
     flag("--json", metavar="FILE", type=Path, help="write the results as JSON; - writes to standard output")
     flag("--html", metavar="FILE", type=Path, help="write a page of tables and plots")
@@ -71,16 +38,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_workload(group: "argparse._ArgumentGroup") -> None:
     flag = group.add_argument
-    flag("--input-tokens", metavar="N", type=_whole(1, 10**7), help="tokens of a prompt (128)")
-    flag("--output-tokens", metavar="N", type=_whole(1, 10**7), help="tokens of an answer (64)")
+    flag("--input-tokens", metavar="N", type=whole(1, 10**7), help="tokens of a prompt (128)")
+    flag("--output-tokens", metavar="N", type=whole(1, 10**7), help="tokens of an answer (64)")
     flag("--trace", help=f"a file in Mooncake's format, or one of {', '.join(generators.DEFAULTS)}[:SETTING=VALUE,...]")
     flag("--clip", action="store_true", help="clip requests that exceed the model's context instead of skipping them")
     flag("--prompt", metavar="TEXT", help="send this text instead, through the chat template")
-    vocabulary = _whole(MIN_VOCABULARY, 1 << 24)
+    vocabulary = whole(MIN_VOCABULARY, 1 << 24)
     flag("--vocabulary", metavar="N", type=vocabulary, default=400, help="token ids stay below this (%(default)s)")
-    flag("--temperature", type=_real(0, 100), default=0.0, help="sampling temperature (%(default)s)")
-    flag("--timeout-ms", type=_real(1, 1e9), help="timeout of each request")
-    flag("--seed", type=_whole(0, (1 << 32) - 1), default=0, help="seed of prompts, times and workloads (%(default)s)")
+    flag("--temperature", type=real(0, 100), default=0.0, help="sampling temperature (%(default)s)")
+    flag("--timeout-ms", type=real(1, 1e9), help="timeout of each request")
+    flag("--seed", type=whole(0, (1 << 32) - 1), default=0, help="seed of prompts, times and workloads (%(default)s)")
     flag("--reuse-cache", action="store_true", help="let a run hit what earlier runs have left in the prefix cache")
 
 
@@ -136,36 +103,3 @@ def _check_writable(path: Path) -> None:
     target = path if path.exists() else path.parent
     if path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
         raise ValueError(f"{path} can't be written")
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be {low:,} to {high:,}, got {text}")
-        return value
-
-    return number
-
-
-def _real(low: float, high: float) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = float(text)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise argparse.ArgumentTypeError(f"must be {low:g} to {high:,.0f}, got {text}")
-        return value
-
-    return number
-
-
-def _several(number: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
-    def numbers(text: str) -> tuple[float, ...]:
-        try:
-            values = tuple(float(number(part)) for part in text.split(","))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"must be comma-separated numbers, got {text}") from error
-        if len(values) > _MAX_POINTS:
-            raise argparse.ArgumentTypeError(f"must be at most {_MAX_POINTS} numbers, got {len(values)}")
-        return values
-
-    return numbers
