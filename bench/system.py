@@ -114,10 +114,8 @@ async def cards(client: Client, count: int = 1) -> list[messages.Card]:
     async with asyncio.timeout(300):
         while True:
             with contextlib.suppress(errors.RequestError):
-                served = (await client.models(timeout_s=1.0)).models
-                found = [
-                    card for one in served for card in one.workers or [] if card.state is messages.WorkerState.READY
-                ]
+                cards = (await client.models(timeout_s=1.0)).cards
+                found = [card for card in cards if card.state is messages.WorkerState.READY]
                 if len(found) >= count:
                     return found
             await asyncio.sleep(0.1)

@@ -120,7 +120,7 @@ async def _generate(options: argparse.Namespace, client: Client) -> int:
         asyncio.get_running_loop().call_later(_CANCEL_TIMEOUT_S, task.cancel)
 
     with shutdown.on_stop(stop):
-        terminal = await (_print_messages(stream) if options.json else _print_answer(stream))
+        terminal = await _print_messages(stream) if options.json else (await answers.print_stream(stream))[0]
     if terminal.finish_reason is messages.FinishReason.CANCELLED:
         return EXIT_INTERRUPTED
     return 1 if terminal.error else 0
@@ -132,11 +132,6 @@ async def _print_messages(stream: Stream) -> messages.Chunk:
     return chunk
 
 
-async def _print_answer(stream: Stream) -> messages.Chunk:
-    terminal, _ = await answers.print_stream(stream)
-    return terminal
-
-
 async def _embed(options: argparse.Namespace, client: Client) -> int:
     texts = _texts(options)
     request = messages.EmbedRequest(
@@ -145,9 +140,7 @@ async def _embed(options: argparse.Namespace, client: Client) -> int:
         normalize=not options.no_normalize,
         timeout_ms=options.timeout_ms,
     )
-    # One second more than the request has, so that its own error comes first.
-    timeout_s = (options.timeout_ms or pooling.DEFAULT_TIMEOUT_MS) / 1e3 + 1
-    reply = await client.embed(options.model, request, timeout_s=timeout_s)
+    reply = await client.embed(options.model, request, timeout_s=_timeout_s(options))
     for row in reply.embeddings or []:
         print(msgspec.json.encode(row).decode())
     tokens = reply.usage.prompt_tokens if reply.usage else 0
@@ -160,14 +153,17 @@ async def _rerank(options: argparse.Namespace, client: Client) -> int:
     request = messages.RerankRequest(
         query=options.query, documents=texts, top_n=options.top_n, timeout_ms=options.timeout_ms
     )
-    # One second more than the request has, so that its own error comes first.
-    timeout_s = (options.timeout_ms or pooling.DEFAULT_TIMEOUT_MS) / 1e3 + 1
-    reply = await client.rerank(options.model, request, timeout_s=timeout_s)
+    reply = await client.rerank(options.model, request, timeout_s=_timeout_s(options))
     for result in reply.results or []:
         print(f"{result.relevance_score:.6g}\t{texts[result.index]}")
     tokens = reply.usage.prompt_tokens if reply.usage else 0
     print(f"[{len(texts)} documents of {tokens} tokens]", file=sys.stderr)
     return 0
+
+
+def _timeout_s(options: argparse.Namespace) -> float:
+    """Returns one second more than the request has, so that its own error comes first."""
+    return (options.timeout_ms or pooling.DEFAULT_TIMEOUT_MS) / 1e3 + 1
 
 
 def _texts(options: argparse.Namespace) -> list[str]:

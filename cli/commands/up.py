@@ -188,10 +188,7 @@ class LocalSystem:
     def _num_ready(self, reply: messages.ModelsReply) -> int:
         """Returns how many workers have all models ready or loadable."""
         ready = collections.Counter(
-            card.model
-            for served in reply.models
-            for card in served.workers or []
-            if card.loadable or card.state is messages.WorkerState.READY
+            card.model for card in reply.cards if card.loadable or card.state is messages.WorkerState.READY
         )
         return min(ready[name] for name in self._options.served_name)
 

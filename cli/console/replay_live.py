@@ -163,8 +163,7 @@ async def _until_ready(client: Client, count: int) -> list[str]:
     deadline = time.monotonic() + _READY_TIMEOUT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(errors.RequestError):
-            reply = await client.models(timeout_s=2.0)
-            cards = [card for served in reply.models for card in served.workers or []]
+            cards = (await client.models(timeout_s=2.0)).cards
             if sum(card.state is messages.WorkerState.READY for card in cards) >= count:
                 return sorted(card.worker_id for card in cards)
         await asyncio.sleep(0.2)

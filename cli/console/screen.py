@@ -114,7 +114,7 @@ class PlainScreen(Screen):
         print(line, flush=True)
 
     def loading(self, reply: messages.ModelsReply | None, workers: int) -> None:
-        ready = sum(len(served.workers or []) for served in reply.models) if reply else 0
+        ready = len(reply.cards) if reply else 0
         if ready != self._loading:
             self._loading = ready
             self.write(f"starting: {ready} of {workers} workers have loaded the model")
@@ -145,7 +145,7 @@ class TerminalScreen(Screen):
 
     def loading(self, reply: messages.ModelsReply | None, workers: int) -> None:
         self._live.start()
-        ready = sum(len(served.workers or []) for served in reply.models) if reply else 0
+        ready = len(reply.cards) if reply else 0
         self._live.update(f"starting: {ready} of {workers} workers have loaded the model …", refresh=True)
 
     def ready(self, addresses: SystemAddresses, reply: messages.ModelsReply) -> None:
@@ -169,9 +169,7 @@ class JsonScreen(Screen):
 
 
 def _states(reply: messages.ModelsReply | None) -> dict[str, str]:
-    if reply is None:
-        return {}
-    return {card.worker_id: card.shown_state for served in reply.models for card in served.workers or []}
+    return {card.worker_id: card.shown_state for card in reply.cards} if reply else {}
 
 
 def _table(reply: messages.ModelsReply) -> Table:

@@ -54,7 +54,7 @@ async def cards(client: Client) -> list[messages.Card]:
     reply = await client.models()
     if reply.truncated:
         raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, "the router's list of workers does not fit a message")
-    return [card for served in reply.models for card in served.workers or []]
+    return reply.cards
 
 
 async def _ask(

@@ -339,3 +339,8 @@ class ModelsReply(Message, frozen=True, kw_only=True):
     unserved: list[str] | UnsetType = UNSET
     """Models that were served before and are not now. Requests for these end in `no_worker`, and requests for models
     in neither list in `model_not_found`. Absent if the router started too recently to tell, or there are too many."""
+
+    @property
+    def cards(self) -> list[Card]:
+        """The cards of the workers of all models."""
+        return [card for served in self.models for card in served.workers or []]

@@ -24,7 +24,7 @@ async def client(slow_url: str) -> AsyncIterator[Client]:
 
 async def num_running(client: Client) -> int:
     reply = await client.models()
-    return sum(card.load.running for served in reply.models for card in served.workers or [] if card.load)
+    return sum(card.load.running for card in reply.cards if card.load)
 
 
 async def until_running(client: Client, count: int) -> float:

@@ -59,8 +59,8 @@ async def until_ready(client: Client) -> None:
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(errors.RequestError):  # no router yet
-                served = (await client.models()).models
-                if any(card.state is messages.WorkerState.READY for one in served for card in one.workers or []):
+                cards = (await client.models()).cards
+                if any(card.state is messages.WorkerState.READY for card in cards):
                     return
             await asyncio.sleep(0.02)
 

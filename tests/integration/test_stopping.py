@@ -33,7 +33,7 @@ async def until_served(client: Client, count: int) -> None:
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(errors.RequestError):
-                if sum(len(one.workers or []) for one in (await client.models()).models) >= count:
+                if len((await client.models()).cards) >= count:
                     return
             await asyncio.sleep(0.05)
 

@@ -28,7 +28,7 @@ async def told(client: Client) -> messages.Card:
     async with asyncio.timeout(60):
         while True:
             try:
-                cards = [card for one in (await client.models()).models for card in one.workers or []]
+                cards = (await client.models()).cards
             except errors.RequestError:
                 cards = []
             for card in cards:
