@@ -72,7 +72,8 @@ async def _load(options: argparse.Namespace, client: Client) -> int:
         control = internal.Control(
             op="load_adapter", adapter=adapter, path=path, tenants=None if tenants is None else list(tenants)
         )
-        return await _change_adapter(options, client, control, f"{options.worker_id} has the adapter {adapter}")
+        done = f"{options.worker_id} has the adapter {adapter}"
+        return await worker_control.carry_out(options, client, control, done, worker_control.SILENCE_S)
     control = internal.Control(
         op="load",
         model=options.model,
@@ -92,23 +93,11 @@ async def _load(options: argparse.Namespace, client: Client) -> int:
     return print_error("the worker stopped answering")
 
 
-async def _change_adapter(options: argparse.Namespace, client: Client, control: internal.Control, done: str) -> int:
-    async for reply in worker_control.ask(options, client, control, worker_control.SILENCE_S):
-        if reply.error is not None:
-            return await print_request_error(client, None, reply.error)
-        print(done)
-        return 0
-    return print_error("the worker does not answer")
-
-
 async def _unload(options: argparse.Namespace, client: Client) -> int:
+    worker = options.worker_id
     if options.lora is not None:
         control = internal.Control(op="unload_adapter", adapter=options.lora)
-        done = f"{options.worker_id} takes no new requests for the adapter {options.lora}"
-        return await _change_adapter(options, client, control, done)
-    async for reply in worker_control.ask(options, client, internal.Control(op="unload")):
-        if reply.error is not None:
-            return await print_request_error(client, None, reply.error)
-        print(f"{options.worker_id} accepts no new requests, and leaves when its running ones have ended or moved")
-        return 0
-    return print_error("the worker does not answer")
+        done = f"{worker} takes no new requests for the adapter {options.lora}"
+        return await worker_control.carry_out(options, client, control, done, worker_control.SILENCE_S)
+    done = f"{worker} accepts no new requests, and leaves when its running ones have ended or moved"
+    return await worker_control.carry_out(options, client, internal.Control(op="unload"), done)

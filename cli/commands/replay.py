@@ -87,8 +87,7 @@ def run(options: argparse.Namespace) -> int:
         if options.html:
             options.html.write_text(_page(settings, runs), encoding="utf-8")
     except (ValueError, OSError) as error:
-        print_error(str(error))
-        return EXIT_BAD_SETTINGS
+        return print_error(str(error), EXIT_BAD_SETTINGS)
     except (LiveError, nats_server.NatsServerError, StartError) as error:
         return print_error(str(error))
     except (asyncio.CancelledError, KeyboardInterrupt):

@@ -82,12 +82,6 @@ async def _stop(options: argparse.Namespace, client: Client) -> int:
 
 async def _drain(options: argparse.Namespace, client: Client) -> int:
     control = internal.Control(op="drain", grace_s=options.grace_s, handover_s=options.handover_s)
-    async for reply in worker_control.ask(options, client, control):
-        if reply.error is not None:
-            return await print_request_error(client, None, reply.error)
-        then = "stopped" if options.handover_s == 0 else "moved"
-        print(
-            f"{options.worker_id} accepts no new requests, and leaves when its running ones have ended or been {then}"
-        )
-        return 0
-    return print_error("the worker does not answer")
+    then = "stopped" if options.handover_s == 0 else "moved"
+    done = f"{options.worker_id} accepts no new requests, and leaves when its running ones have ended or been {then}"
+    return await worker_control.carry_out(options, client, control, done)

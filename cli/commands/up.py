@@ -6,13 +6,13 @@ import collections
 import contextlib
 import os
 import socket
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 from tokenbus.cli.commands import worker
 from tokenbus.cli.console import arguments, connection_flags, nats_server, screen, serve
+from tokenbus.cli.console.session import print_error
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, ProcessSupervisor, StartError
 from tokenbus.client import Client
 from tokenbus.demo import MODEL_PATH, ONNX_PATH
@@ -239,23 +239,19 @@ def run(options: argparse.Namespace) -> int:
     options.served_name = worker.names_of(options)
     logs.log_errors_only()
     if options.prefill_workers >= options.workers:
-        print("tokenbus: --prefill-workers must be less than --workers", file=sys.stderr)
-        return EXIT_BAD_SETTINGS
+        return print_error("--prefill-workers must be less than --workers", EXIT_BAD_SETTINGS)
     try:
         settings = connection_flags.settings_from_environment(options.nats) if options.nats else nats.BusSettings()
     except ValueError as error:
-        print(f"tokenbus: {error}", file=sys.stderr)
-        return EXIT_BAD_SETTINGS
+        return print_error(str(error), EXIT_BAD_SETTINGS)
     problem, status = worker.start_problem(options)  # its workers inherit the folder for models from the Hub
     if problem:
-        print(f"tokenbus: {problem}", file=sys.stderr)
-        return status
+        return print_error(problem, status)
     out = screen.make(as_json=options.json)
     log_folder = Path(tempfile.mkdtemp(prefix="tokenbus-"))
     try:
         with contextlib.closing(out):
             asyncio.run(LocalSystem(options, settings, log_folder, out).run())
     except (nats_server.NatsServerError, StartError, ConnectionError) as error:
-        print(f"tokenbus: {error}", file=sys.stderr)
-        return 1
+        return print_error(str(error))
     return 0

@@ -2,10 +2,10 @@
 
 import argparse
 import asyncio
-import sys
 from functools import partial
 
 from tokenbus.cli.console import connection_flags
+from tokenbus.cli.console.session import print_error
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.conformance.probing.assertions import BrokenError, Message
 from tokenbus.conformance.probing.exchange import Exchange
@@ -49,11 +49,9 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"no rule contains {options.only!r}: --list shows all rules")
         return asyncio.run(_check(options, rules))
     except ConnectionError as error:
-        print(f"tokenbus: {error}", file=sys.stderr)
-        return 1
+        return print_error(str(error))
     except ValueError as error:
-        print(f"tokenbus: {error}", file=sys.stderr)
-        return EXIT_BAD_SETTINGS
+        return print_error(str(error), EXIT_BAD_SETTINGS)
 
 
 async def _check(options: argparse.Namespace, rules: list[Rule]) -> int:

@@ -23,8 +23,7 @@ def with_client(options: argparse.Namespace, command: Callable[[Client], Awaitab
     try:
         settings = connection_flags.settings_of(options, _CONNECT_TIMEOUT_S)
     except ValueError as error:
-        print_error(str(error))
-        return EXIT_BAD_SETTINGS
+        return print_error(str(error), EXIT_BAD_SETTINGS)
 
     async def run() -> int:
         async with await Client.connect(tenant=options.tenant, prefix=options.prefix, settings=settings) as client:
@@ -57,10 +56,10 @@ async def print_request_error(client: Client, model: str | None, error: errors.E
     return print_error(f"{error.code}: {error.message}{again}")
 
 
-def print_error(text: str) -> int:
+def print_error(text: str, status: int = 1) -> int:
     """Prints an error; returns the exit status."""
     print(f"tokenbus: {text}", file=sys.stderr)
-    return 1
+    return status
 
 
 def decode_utf8(data: bytes, source: str) -> str:

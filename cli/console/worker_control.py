@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from nats.aio.msg import Msg
 
 from tokenbus.cli.console import connection_flags
+from tokenbus.cli.console.session import print_error, print_request_error
 from tokenbus.client import Client
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
@@ -33,6 +34,22 @@ async def ask(
                 return
             yield reply
             timeout_s = SILENCE_S
+
+
+async def carry_out(
+    options: argparse.Namespace,
+    client: Client,
+    control: internal.Control,
+    done: str,
+    timeout_s: float = FIRST_REPLY_S,
+) -> int:
+    """Prints `done` if the worker that `options` name agrees to a control message; returns the exit status."""
+    async for reply in ask(options, client, control, timeout_s):
+        if reply.error is not None:
+            return await print_request_error(client, None, reply.error)
+        print(done)
+        return 0
+    return print_error("the worker does not answer")
 
 
 async def ask_each(
