@@ -33,7 +33,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class MessageEncoder:
-    """Encodes an answer as server-sent events."""
+    """Encodes an answer as server-sent events, or as one body."""
 
     def __init__(self, head: ResponseHead) -> None:
         self._head = head

@@ -91,6 +91,9 @@ class ParsedCall(_Parsed, Generic[RequestT, ReplyT], frozen=True, kw_only=True):
     """Returns the tokens computed for a reply."""
 
 
+Parsed = ParsedGeneration | ParsedCall[Any, Any]
+
+
 class RequestHead(NamedTuple):
     """A request apart from its body."""
 
@@ -123,7 +126,7 @@ class ApiEndpoint(Generic[BodyT]):
     summary: str
     body: type[BodyT]
     """The struct with the known fields; unknown ones are ignored."""
-    read: Callable[[BodyT, RequestHead], ParsedGeneration | ParsedCall[Any, Any]]
+    read: Callable[[BodyT, RequestHead], Parsed]
     """Validates a body as a router would, and turns it into requests of the bus. Raises RequestError with the API's
     name for the field at fault."""
     response: type[msgspec.Struct]
@@ -144,9 +147,7 @@ class ApiEndpoint(Generic[BodyT]):
     def __post_init__(self) -> None:
         self._decoder = codec.Decoder(self.body, self.free_form)
 
-    def parse(
-        self, payload: bytes, headers: Mapping[str, str], request_id: str, default_model: str = ""
-    ) -> ParsedGeneration | ParsedCall[Any, Any]:
+    def parse(self, payload: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> Parsed:
         """Parses and validates a body. `default_model`, unless empty, is the model of a body that names none. Raises
         RequestError with the API's name for the field at fault."""
         body = self._decoder.decode(payload, codec.Encoding.JSON)

@@ -20,7 +20,7 @@ from tokenbus.gateway.http.body import BodyMemory, HeldBody
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.http.response_writer import ResponseWriter
 from tokenbus.gateway.serving import answering
-from tokenbus.gateway.serving.dialect import ApiEndpoint, ErrorForm, ParsedCall, ParsedGeneration
+from tokenbus.gateway.serving.dialect import ApiEndpoint, ErrorForm, Parsed, ParsedGeneration
 from tokenbus.gateway.serving.request_log import RequestLog
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.http.http_server import disconnect_of
@@ -85,9 +85,7 @@ class EndpointApp:
                 span.set_error(str(writer.status or "none"))
             span.end()
 
-    async def _parse(
-        self, request: Request, held: HeldBody, log: RequestLog
-    ) -> ParsedGeneration | ParsedCall[Any, Any]:
+    async def _parse(self, request: Request, held: HeldBody, log: RequestLog) -> Parsed:
         # In a separate method, so that nothing holds the body while the request is served.
         payload = await body.read(request, self._services.bodies.max_body_bytes, held)
         default = self._services.aliases.default
@@ -101,7 +99,7 @@ class EndpointApp:
 
     async def _answer(
         self,
-        parsed: ParsedGeneration | ParsedCall[Any, Any],
+        parsed: Parsed,
         request: Request,
         client: Client,
         writer: ResponseWriter,

@@ -66,7 +66,7 @@ class _OpenItem:
 
 
 class ResponseEncoder:
-    """Encodes an answer as server-sent events."""
+    """Encodes an answer as server-sent events, or as one body."""
 
     def __init__(self, begun: Response, items: OutputItems, name_of: NameOf) -> None:
         self._response = begun
