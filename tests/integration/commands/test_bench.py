@@ -16,8 +16,7 @@ from tests.support.exact_client import cards, until_idle
 from tests.support.raw_client import RawClient
 from tests.support.system import command
 from tokenbus.cli.commands import bench as run
-from tokenbus.cli.console import connection_flags
-from tokenbus.replay.load import options
+from tokenbus.cli.console import connection_flags, load_flags
 
 
 class Done(NamedTuple):
@@ -36,7 +35,7 @@ def bench(url: str, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
     def run_here(*arguments: str) -> Done:
         parser = argparse.ArgumentParser()
         connection_flags.add_client_flags(parser)
-        options.add_flags(parser)
+        load_flags.add_flags(parser)
         status = run.run(parser.parse_args(["--nats", url, "--model", "demo", *arguments]))
         return Done(status, *capsys.readouterr())
 
