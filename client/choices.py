@@ -18,8 +18,7 @@ Submit = Callable[[messages.GenerateRequest], Stream]
 
 
 class Answers(abc.ABC):
-    """The streams of all answers requested together. Leaving an `async with` block early, or `aclose`, cancels all of
-    them."""
+    """The streams of all answers requested together. `aclose`, or leaving an `async with` block early, cancels all."""
 
     def __init__(self, parts: "Sequence[Stream | Answers]") -> None:
         """`parts` may grow until the last chunk."""
@@ -104,8 +103,7 @@ class Choices(Answers):
 
 
 class ChoiceBatch(Answers):
-    """The choices of several requests, numbered as if of one: request `r` has the numbers `r * n` to `r * n + n -
-    1`."""
+    """The choices of several requests, numbered as if of one: request `r` has `n` numbers from `r * n` on."""
 
     def __init__(self, requests: Sequence[messages.GenerateRequest], n: int, submit: Submit) -> None:
         self._n = n

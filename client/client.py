@@ -156,8 +156,7 @@ class Client:
     def generate_choices(
         self, model: str, requests: Sequence[messages.GenerateRequest], n: int, *, headers: tracing.Headers = None
     ) -> Answers:
-        """Requests `n` answers to each of one or more requests, and returns their streams at once. Raises ValueError
-        for an invalid model name."""
+        """Requests `n` answers to each request, and returns their streams at once. Raises what `generate` raises."""
 
         def submit(request: messages.GenerateRequest) -> Stream:
             return self.generate(model, request, headers=headers)

@@ -1,5 +1,4 @@
-"""The inbox of one client: a reply subject for each open stream, and everything that streams need from the
-connection."""
+"""The inbox of one client: a reply subject for each open stream, and what streams need from the connection."""
 
 import asyncio
 import contextlib
@@ -156,8 +155,7 @@ class Inbox:
             )
 
     def _model_of(self, stream: Stream) -> str | None:
-        """Returns the model whose workers may be addressed directly about a stream; None if only routers may know
-        it."""
+        """Returns the model whose workers may be asked directly about a stream; None if only routers may know it."""
         asked = self._names.parse_model(stream.subject).model
         # a name with a colon may mean a model with an adapter, and a chunk may contain any name
         if ":" not in asked or asked == stream.served_by:

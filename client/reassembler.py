@@ -77,8 +77,7 @@ class Reassembler:
         return ReadyChunks(new)
 
     def _check_place(self, chunk: messages.Chunk) -> None:
-        """Raises BrokenStreamError if a worker restarts an attempt: it would generate a different text for a known
-        part."""
+        """Raises BrokenStreamError if a worker restarts an attempt: its text for a known part would differ."""
         is_error = chunk.finish_reason is messages.FinishReason.ERROR and not chunk.tokens
         if chunk.attempt > self._worker_attempt and chunk.offset < self.num_tokens and not is_error:
             raise BrokenStreamError(
@@ -153,6 +152,5 @@ def _is_empty(chunk: messages.Chunk) -> bool:
 
 
 def _is_routers(chunk: messages.Chunk) -> bool:
-    """Returns whether a router made the chunk. Its offsets mean nothing: a router does not know how far a stream has
-    got."""
+    """Returns whether a router made the chunk: its offsets mean nothing, since a router does not know the text."""
     return _is_empty(chunk) and (chunk.worker_id is None or chunk.worker_id is UNSET)

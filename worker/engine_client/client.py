@@ -313,8 +313,7 @@ class EngineClient(asyncio.Protocol):
         self._transport.write(command)
 
     def _end_soon(self, generation: Generation) -> None:
-        """Ends a generation that needs no engine in the next turn of the event loop, since `generate` must return
-        before the terminal."""
+        """Ends a generation that needs no engine in the next turn of the loop: `generate` returns before that."""
         self._ending.add(generation)
         self._idle.clear()
         asyncio.get_running_loop().call_soon(self._end_resumed, generation)

@@ -39,8 +39,7 @@ class CrashAttribution:
         self._poisoned = (replica, frozenset(numbers))
 
     def batch_changed(self, replica: object, call_ids: Iterable[int], *, on_probation: bool) -> None:
-        """Notes that a replica computes a batch of these calls' inputs, and no step; without calls, the batch has
-        ended."""
+        """Notes that a replica computes a batch of these calls' inputs, and no step; without calls, it has ended."""
         calls = frozenset(call_ids)
         self._pooled[replica] = calls
         if calls and on_probation:

@@ -113,8 +113,7 @@ class Generation:
         self._complete(engine_output.Output(), now)
 
     def progress(self, processed_tokens: int, cached_tokens: int) -> bool:
-        """Hands out the prompt's progress, if it has changed and the client wants it; returns whether the sink
-        failed."""
+        """Hands out the prompt's progress, if it has changed and is wanted; returns whether the sink failed."""
         # steps may report the same progress again
         if processed_tokens == self._processed_tokens or not self.request.return_progress:
             return False

@@ -23,8 +23,7 @@ class PendingCalls(Generic[ResultT]):
         return len(self._open)
 
     async def call(self, send: Callable[[int], None]) -> ResultT:
-        """Sends a call under a new id with `send`, and waits for its result. Raises the RequestError that it ends
-        with."""
+        """Sends a call under a new id, and waits for its result. Raises the RequestError with which it ends."""
         self._last_call_id += 1
         call_id = self._last_call_id
         future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()

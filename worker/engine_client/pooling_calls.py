@@ -35,10 +35,10 @@ class _Call:
 
     def command(self) -> ipc.EmbedCall | ipc.RerankCall:
         """Returns the command that gives the call to an engine now."""
-        remaining_ms = (self.deadline - time.monotonic()) * 1e3
-        if isinstance(self.request, internal.Embed):
-            return ipc.EmbedCall(self.call_id, codec.replace(self.request, remaining_ms=remaining_ms))
-        return ipc.RerankCall(self.call_id, codec.replace(self.request, remaining_ms=remaining_ms))
+        request = codec.replace(self.request, remaining_ms=(self.deadline - time.monotonic()) * 1e3)
+        if isinstance(request, internal.Embed):
+            return ipc.EmbedCall(self.call_id, request)
+        return ipc.RerankCall(self.call_id, request)
 
 
 class PoolingCalls:
@@ -71,8 +71,7 @@ class PoolingCalls:
         self._send_next()
 
     async def call(self, request: internal.Embed | internal.Rerank) -> ipc.PoolResult:
-        """Returns the embeddings or scores of all inputs. Raises RequestError if there are too many calls, or if the
-        engine refuses this one or dies."""
+        """Returns the rows of all inputs. Raises RequestError if it is refused here or there, or the engine dies."""
         if len(self._calls) >= _MAX_PENDING:
             raise errors.request_error(errors.Code.OVERLOADED)
         self._last_call_id += 1

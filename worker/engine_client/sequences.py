@@ -55,8 +55,7 @@ class OpenSequences:
         self._held: dict[int, bytes] = {}
         """Open sequences not yet given to the engine, with the command that does so."""
         self._compiling: dict[int, bool] = {}
-        """The engine's sequences whose constraints are not yet compiled, and whether the engine itself is compiling
-        each."""
+        """The engine's sequences whose constraints are not compiled, and whether the engine itself compiles each."""
         self._releasing: set[int] = set()
         self._started: set[int] = set()
         """Open sequences that this engine has started to compute: one of them may be why it died."""

@@ -1,7 +1,4 @@
-"""Keeps an engine running: starts it, notices its end, and starts the next one after a growing pause.
-
-Decision 0023 says how often, and how streams survive.
-"""
+"""Keeps an engine running: starts it, notices its end, and starts another after a growing pause (decision 0023)."""
 
 import asyncio
 import time
@@ -83,8 +80,7 @@ class EngineSupervisor:
             await asyncio.sleep(backoff_s)
 
     def tick(self, now: float, gap_s: float) -> None:
-        """Checks for a stuck step and an overdue takeover. Call it a few times a second; `gap_s` is the time since the
-        last call."""
+        """Checks for a stuck step and a late takeover. Call it a few times a second, `gap_s` after the last call."""
         if self.engine is None:
             return
         if self._dead is not None and self._dead.has_died:

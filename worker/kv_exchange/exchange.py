@@ -46,8 +46,7 @@ class KvExchange:
         await self._holder.none_leased.wait()
 
     async def open(self, incoming: Bus, names: subjects.Subjects, connect: Connect) -> None:
-        """Serves the requests of other workers, which arrive over `incoming`. `connect` opens a connection for blocks
-        when the first are to move."""
+        """Serves other workers' requests, which arrive over `incoming`. `connect` opens a connection for blocks."""
         model, worker_id = self._announcer.model, self._announcer.worker_id
         self._transport = BlockTransport(
             incoming, connect, names, model, worker_id, self._holder, lambda: self._is_computing
@@ -82,8 +81,7 @@ class KvExchange:
     def start_fetch(
         self, run: internal.Run, request: engine_request.EngineRequest, on_done: Callable[[Fetch], None]
     ) -> None:
-        """Fetches blocks for a request that the engine holds back. Calls `on_done` when the fetch has ended, for
-        whatever reason, unless it is cancelled."""
+        """Fetches blocks for a request that the engine holds back; calls `on_done` at the end, unless cancelled."""
 
         def failed(_: Exception) -> None:
             if self._fetches.pop(request.key, None) is not None:  # else `on_done` itself has failed

@@ -64,8 +64,7 @@ class TransferError(Exception):
 
 
 class Pace:
-    """Limits how fast blocks move while a worker computes, so that its streams don't wait for them. Times are seconds
-    of one monotonic clock."""
+    """Limits how fast blocks move while a worker computes. Times are seconds of one monotonic clock."""
 
     def __init__(self, bytes_per_s: float = _BYTES_PER_S) -> None:
         self._bytes_per_s = bytes_per_s

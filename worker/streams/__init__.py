@@ -1,2 +1,1 @@
-"""Accepted requests: tokens become text, text becomes numbered chunks, chunks are kept until no client can need
-them."""
+"""Accepted requests: their outputs become numbered chunks, which are kept until no client can need them."""

@@ -28,8 +28,7 @@ class AnswerRules(NamedTuple):
     forbidden: tuple[int, ...] = ()
     """Forbidden tokens: those that open a call, if no call may be made."""
     reading: engine_request.OutputParsing | None = None
-    """The parsing for the answer's format, even if the answer is not parsed; None where the model's format is
-    unknown."""
+    """The way to parse the answer, even if it is not to be parsed; None where the model's format is unknown."""
 
 
 def answer_rules(

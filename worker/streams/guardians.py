@@ -157,8 +157,7 @@ class Guardians:
         self._offer(streams)
 
     def _offer(self, streams: Sequence[WorkerStream]) -> None:
-        """Offers each stream to one router. An offer holds the tokens that all earlier log entries reported for the
-        stream."""
+        """Offers each stream to one router, with the tokens that all earlier log entries reported for it."""
         if not streams or not self._outbox.flush():
             return
         subject = self._names.guard(self._announcer.model, self._announcer.worker_id)

@@ -73,8 +73,7 @@ class Outbox:
         self._sampled = [sampled for sampled in self._sampled if sampled]
 
     def replay(self, stream: WorkerStream, offset: int, now: float) -> None:
-        """Immediately publishes a stream's chunks again from token `offset` on. Does nothing while chunks wait, since
-        none may overtake them."""
+        """Publishes a stream's chunks again from token `offset` on; does nothing while others wait."""
         if not self.flush():
             return
         stream.last_chunk_at = now
@@ -92,8 +91,7 @@ class Outbox:
             return
 
     def flush(self) -> bool:
-        """Publishes everything that was added since the last successful flush, or nothing. Returns whether nothing is
-        left to publish."""
+        """Publishes everything that waits, or nothing; returns whether nothing is left."""
         if not self._waiting and not self._sampled:
             return True
         self._replace_too_large()
@@ -114,8 +112,7 @@ class Outbox:
         return self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
 
     def _replace_too_large(self) -> None:
-        """Puts a terminal in place of each chunk that does not fit in a message of the current broker, and discards the
-        chunks of its stream that follow."""
+        """Puts a terminal in place of each chunk that does not fit in a message, and of its stream's later chunks."""
         room_bytes = self.room_bytes
         if all(len(outgoing.payload) <= room_bytes for _, _, outgoing in self._waiting):
             return

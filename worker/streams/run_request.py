@@ -9,6 +9,7 @@ from tokenbus.protocol.wire import block_hash, codec, errors, internal, params, 
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
 from tokenbus.worker.contract import contract, engine_output, engine_request
+from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.answer_rules import AnswerRules, answer_rules
 
@@ -19,28 +20,23 @@ _NEVER = -1e9
 def to_engine_request(
     run: internal.Run,
     config: contract.EngineConfig,
-    max_new_tokens: int,
+    settings: FrontendSettings,
     chat: ChatRules | None = None,
     adapters: tuple[block_hash.Adapter, ...] = (),
-    max_prompt_tokens: int = 0,
-    reasoning_message: str = "",
 ) -> engine_request.EngineRequest:
-    """`adapters` are those of the run. Only the context limits the prompt if `max_prompt_tokens` is 0, or if another
-    worker began the completion. `reasoning_message` ends reasoning that is cut short.
-
-    Raises RequestError if the prompt is malformed, or this engine can't serve it."""
+    """Raises RequestError if the prompt is malformed, or this engine can't serve it. `adapters` are the run's."""
     token_ids = _unpack_token_ids(run.token_ids, "token_ids")
     if not token_ids:
         raise errors.request_error(errors.Code.INVALID_REQUEST, "the prompt has no tokens", param="token_ids")
-    if run.resume_from is None and 0 < max_prompt_tokens < len(token_ids):
-        raise errors.prompt_not_allowed(len(token_ids), max_prompt_tokens)
+    if run.resume_from is None and 0 < settings.max_prompt_tokens < len(token_ids):
+        raise errors.prompt_not_allowed(len(token_ids), settings.max_prompt_tokens)
     for need in validation.required_run_features(run.params):
         if need.feature not in config.features:
             problem = f"{need.param} is not served by this engine"
             raise errors.request_error(errors.Code.UNSUPPORTED, problem, param=need.param)
     resumed = None if run.resume_from is None else _to_resumed(run.resume_from, run.params, config)
     num_resumed = 0 if resumed is None else len(resumed.token_ids)
-    sampling = resolve_sampling(run.params, len(token_ids), config, max_new_tokens, num_resumed)
+    sampling = resolve_sampling(run.params, len(token_ids), config, settings.max_new_tokens, num_resumed)
     rules = answer_rules(run, token_ids, chat, can_constrain="grammar" in config.features)
     if rules.forbidden:
         biases = dict(sampling.logit_bias) | dict.fromkeys(rules.forbidden, _NEVER)
@@ -64,7 +60,7 @@ def to_engine_request(
         resumed=resumed,
         parsing=rules.parsing,
         constraint=rules.constraint,
-        reasoning_limit=_reasoning_limit(run.params, sampling, rules, config, reasoning_message),
+        reasoning_limit=_reasoning_limit(run.params, sampling, rules, config, settings.reasoning_budget_message),
     )
 
 

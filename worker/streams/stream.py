@@ -4,6 +4,7 @@ The engine's side of the same request is a `Generation` (worker/engine_client). 
 two: the generation turns tokens into outputs, whichever engine computes them, and the stream turns outputs into what
 the client sees."""
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 
@@ -41,8 +42,7 @@ class WorkerStream:
         self.run = codec.replace(run, resume_from=given and codec.replace(given, token_ids=b"", logprobs=b""))
         """The run that started it here, without the resumed tokens, which are in the replay buffer."""
         self.guardian: str | None = run.router_id
-        """The router that continues it if this worker is lost or leaves; None while it has no guardian, empty if it
-        can't have one."""
+        """The router that continues it if this worker is lost or leaves; None: there is none, empty: none can be."""
         self.is_stranded = False
         """Whether no engine of this worker can continue it, so that its guardian should take it."""
         self.last_words: engine_output.Output | None = None
@@ -77,6 +77,8 @@ class WorkerStream:
         """Decides when to log its prompt's progress, once that is known."""
         self.slow = backoff.BackoffTimer(backoff.FIRST_S)
         """Decides when to log again that the request waits for its first token."""
+        self.deadline: asyncio.TimerHandle | None = None
+        """Ends it when its time is over."""
         self.last_chunk_at = now
         """When the last chunk was made, in seconds of the caller's clock."""
         self.replayed_at = 0.0
@@ -94,8 +96,7 @@ class WorkerStream:
         self.terminal: messages.Chunk | None = None
         """The last chunk; once it is made, the stream accepts no more outputs."""
         self.cancel_error: errors.Error | None = None
-        """The error that the terminal reports in place of `cancelled` if the client did not request the cancel, such as
-        an expired deadline."""
+        """The error that the terminal reports in place of `cancelled`, such as an expired deadline."""
         self.stopped_by: messages.StoppedBy | None = None
         """Who stopped it: the terminal then says so, with `length` in place of `cancelled`."""
 
@@ -176,8 +177,7 @@ class WorkerStream:
         )
 
     def strand(self, output: engine_output.Output, now: float) -> bool:
-        """Keeps the terminal with which the engine gives up a stranded stream: a router may still take it. Returns
-        False for any other output."""
+        """Keeps the terminal with which the engine gives up a stranded stream. Returns False for any other output."""
         if not self.is_stranded or output.error is None or output.error.code is not errors.Code.WORKER_LOST:
             return False
         self.last_words, self.stranded_at = output, now

@@ -56,7 +56,6 @@ class Streams:
         self._exchange = exchange
         self._chat: ChatRules | None = None
         self._streams: dict[str, WorkerStream] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._liveness = ClientLiveness()
         self._ended: TTLCache[WorkerStream] = TTLCache(limits.ENDED_STREAM_TTL_S, limits.MAX_ENDED_STREAM_BYTES)
         self._taken: TTLCache[internal.TakeReply] = TTLCache(limits.ENDED_STREAM_TTL_S, _MAX_TAKEN_BYTES)
@@ -85,12 +84,18 @@ class Streams:
         return last.engine if last is not None else None
 
     def accept(self, run: internal.Run, headers: tracing.Headers = None) -> internal.RunReply:
-        """Starts a stream, or refuses the run and changes nothing. `headers` may name the trace that the run belongs
-        to."""
+        """Starts a stream, or refuses the run and changes nothing. `headers` may name the trace of the run."""
         try:
             self._start(run, headers)
-        except errors.RequestError as error:
-            return self._refusal(run, error.error)
+        except errors.RequestError as refusal:
+            live = self._streams.get(run.request_id)
+            self._telemetry.refused(refusal.error.code)
+            return internal.RunReply(
+                accepted=False,
+                error=refusal.error,
+                same_reply=live is not None and live.run.reply == run.reply,
+                cancelled=self._early_cancels.is_cancelled(run, time.monotonic()),
+            )
         return internal.RunReply(accepted=True)
 
     def cancel(self, key: str, because: errors.Error | None = None) -> bool:
@@ -107,8 +112,7 @@ class Streams:
         return True
 
     def stop(self, key: str, by: messages.StoppedBy) -> bool:
-        """Ends a stream with what was generated so far; returns False if no open stream has this key, or it has just
-        ended."""
+        """Ends a stream with what was generated so far; returns False if no stream with this key is still open."""
         stream = self._streams.get(key)
         if stream is None or stream.terminal is not None or self._engine is None:
             return False
@@ -206,8 +210,7 @@ class Streams:
         return key in self._streams or self._ended.get(key, time.monotonic()) is not None
 
     def replay(self, key: str, offset: int) -> bool:
-        """Replays a stream from token `offset` on, unless it has just been replayed; returns False if there is no such
-        stream."""
+        """Replays a stream from token `offset` on, unless it was just replayed; returns False if there is none."""
         now = time.monotonic()
         stream = self._streams.get(key) or self._ended.get(key, now)
         if stream is None:
@@ -229,8 +232,7 @@ class Streams:
         self._taken.clear()
 
     def no_responders(self, key: str, *, is_probe: bool) -> None:
-        """Handles a no-responders notice. If the notice is for a probe, the client is gone, and its stream is
-        cancelled."""
+        """Handles a no-responders notice: one for a probe means that the client is gone, and cancels its stream."""
         now = time.monotonic()
         if key not in self._streams:
             return
@@ -276,8 +278,7 @@ class Streams:
         return self._engine.load() if self._engine is not None else messages.Load()
 
     def running_requests(self, asked: internal.SnapshotRequest) -> list[internal.RunningRequest] | None:
-        """Returns the open streams as a snapshot lists them, with the requested tokens; None while some of their tokens
-        still wait for the broker."""
+        """Returns the open streams for a snapshot, with the tokens asked for; None while tokens wait for the broker."""
         if not self._outbox.flush():
             return None
         return [
@@ -288,17 +289,7 @@ class Streams:
     def _start(self, run: internal.Run, headers: tracing.Headers) -> None:
         """Raises RequestError and changes nothing if the run can't be accepted."""
         engine, config = self._require_serving(run)
-        adapters = self._adapters.of_run(run)
-        settings = self.settings
-        request = to_engine_request(
-            run,
-            config,
-            settings.max_new_tokens,
-            self._chat,
-            adapters,
-            settings.max_prompt_tokens,
-            settings.reasoning_budget_message,
-        )
+        request = to_engine_request(run, config, self.settings, self._chat, self._adapters.of_run(run))
         if self._exchange.may_fetch(run):
             has_remote_prefill = run.fetch_from is not None and run.fetch_from.leg_ms > 0
             request = codec.replace(request, is_held=True, has_remote_prefill=has_remote_prefill)
@@ -323,7 +314,7 @@ class Streams:
         if run.remaining_ms is not None:
             expired = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
             loop = asyncio.get_running_loop()
-            self._timers[stream.key] = loop.call_later(run.remaining_ms / 1e3, self.cancel, stream.key, expired)
+            stream.deadline = loop.call_later(run.remaining_ms / 1e3, self.cancel, stream.key, expired)
         self._telemetry.started(stream, request, headers, self._load(), announcer.health)
         announcer.log.started.append(
             internal.Started(
@@ -352,16 +343,6 @@ class Streams:
             self._telemetry.failed(stream)
             self._outbox.fail(stream)
         self._announcer.publish_events()  # routers measure the computation from here on
-
-    def _refusal(self, run: internal.Run, error: errors.Error) -> internal.RunReply:
-        live = self._streams.get(run.request_id)
-        self._telemetry.refused(error.code)
-        return internal.RunReply(
-            accepted=False,
-            error=error,
-            same_reply=live is not None and live.run.reply == run.reply,
-            cancelled=self._early_cancels.is_cancelled(run, time.monotonic()),
-        )
 
     def _abandon(self, stream: WorkerStream, reason: str) -> None:
         """Ends a stream and its engine request without a terminal."""
@@ -438,6 +419,5 @@ class Streams:
         if not self._streams:
             self._none_open.set()
         self._liveness.forget(stream.key)
-        timer = self._timers.pop(stream.key, None)
-        if timer is not None:
-            timer.cancel()
+        if stream.deadline is not None:
+            stream.deadline.cancel()

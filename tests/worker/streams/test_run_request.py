@@ -15,6 +15,7 @@ from tokenbus.protocol.wire.params import (
     SamplingParams,
 )
 from tokenbus.worker.contract import engine_output, engine_request
+from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.answer_rules import to_constraint
 from tokenbus.worker.streams.run_request import resolve_sampling, to_engine_request
@@ -143,7 +144,7 @@ def given(*token_ids: int, logprobs: list[engine_output.Logprob] | None = None, 
 
 def to_request(asked: internal.Run) -> engine_request.EngineRequest:
     config = make_config(vocab_size=50, features=("generate", "logprobs", "progress"))
-    return to_engine_request(asked, config, max_new_tokens=40)
+    return to_engine_request(asked, config, FrontendSettings(max_new_tokens=40))
 
 
 def test_a_run_that_continues_a_completion_says_how_it_began() -> None:
@@ -267,16 +268,20 @@ def test_a_text_of_any_kind_is_no_constraint() -> None:
         assert to_constraint(GenerationParams(**asked)) is None  # type: ignore[arg-type]
 
 
+def limited(max_prompt_tokens: int) -> FrontendSettings:
+    return FrontendSettings(max_new_tokens=40, max_prompt_tokens=max_prompt_tokens)
+
+
 def test_a_prompt_that_is_longer_than_its_worker_allows_is_refused_unless_another_one_has_begun_it() -> None:
     config = make_config(context_length=100)
     asked = run(block_hash.pack_token_ids(range(1, 31)))
-    assert len(to_engine_request(asked, config, 40, max_prompt_tokens=30).token_ids) == 30
+    assert len(to_engine_request(asked, config, limited(30)).token_ids) == 30
     with pytest.raises(errors.RequestError) as refused:
-        to_engine_request(asked, config, 40, max_prompt_tokens=29)
+        to_engine_request(asked, config, limited(29))
     error = refused.value.error
     assert (error.code, error.prompt_tokens, error.context_length) == (errors.Code.PROMPT_TOO_LONG, 30, 30)
     begun = codec.replace(asked, resume_from=internal.RunResume(token_ids=block_hash.pack_token_ids([4])))
-    assert len(to_engine_request(begun, config, 40, max_prompt_tokens=29).token_ids) == 30
+    assert len(to_engine_request(begun, config, limited(29)).token_ids) == 30
 
 
 def limit_of(
@@ -284,7 +289,9 @@ def limit_of(
 ) -> engine_request.ReasoningLimit | None:
     asked = codec.replace(run(**params), is_chat=True)
     config = make_config(features=features, chat_format=codec.replace(FORMAT, takes_effort=takes_effort))
-    return to_engine_request(asked, config, 40, RULES, reasoning_message="Enough.").reasoning_limit
+    return to_engine_request(
+        asked, config, FrontendSettings(max_new_tokens=40, reasoning_budget_message="Enough."), RULES
+    ).reasoning_limit
 
 
 def test_a_budget_for_reasoning_is_passed_on_with_how_reasoning_is_told_apart() -> None:

@@ -93,8 +93,7 @@ class RerankCall(IpcMessage, frozen=True):
 
 
 class AbortPooling(IpcMessage, frozen=True):
-    """Frontend to engine: drop the inputs of an `EmbedCall` or `RerankCall` that are not yet computed. Nothing is
-    reported."""
+    """Frontend to engine: drop a call's inputs that are not yet computed. Nothing is reported."""
 
     call_id: int
 
@@ -217,8 +216,7 @@ class StepIsolated(IpcMessage, frozen=True):
 
 
 class MemoryPoisoned(IpcMessage, frozen=True):
-    """Engine to frontend: non-finite numbers remain in its memory, and it ends. Only these sequences may have caused
-    them."""
+    """Engine to frontend: it ends, because of non-finite numbers that only these sequences may have caused."""
 
     seq_nos: list[int]
 
@@ -348,8 +346,7 @@ class AdapterResult(IpcMessage, frozen=True):
 
 
 class ExportedBlocks(IpcMessage, frozen=True):
-    """Engine to frontend: the answer to an `ExportBlocks`. `num_cached` is the number of the prefix's blocks that it
-    has."""
+    """Engine to frontend: the answer to an `ExportBlocks`. `num_cached` blocks of the prefix are cached."""
 
     call_id: int
     num_cached: int
@@ -451,8 +448,7 @@ def receive(sock: socket.socket) -> Iterator[bytes]:
 
 
 def receive_with_sockets(sock: socket.socket) -> Iterator[tuple[OpenReplica, socket.socket, int | None]]:
-    """Yields `OpenReplica` messages with the socket and file attached to each, from a blocking socket until its other
-    end closes."""
+    """Yields messages with the socket and file attached to each, from a blocking socket until its other end closes."""
     decoder = FrameDecoder()
     received: deque[int] = deque()
     while True:
