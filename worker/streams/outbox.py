@@ -54,9 +54,8 @@ class Outbox:
         if output.token_ids:
             if not self._sampled or self._sampled[-1].is_full:
                 self._sampled.append(SampledTokens())
-            logprobs = stream.pack_logprobs(output) if output.logprobs else b""
             first_token = stream.first_token if output.first_token is not None else None
-            self._sampled[-1].add(stream.stream_no, output.token_ids, logprobs, first_token)
+            self._sampled[-1].add(stream.stream_no, output.token_ids, stream.last_logprobs, first_token)
         if chunk is not None:
             self._waiting.append((stream, chunk, _to_message(stream, chunk)))
 

@@ -157,7 +157,7 @@ class ReplayBuffer:
             self._text.append(1, texts[place])
         if self._num_alternatives is not None:
             self._first = len(token_ids) - len(logprobs)
-            self._logprobs += packed_logprobs.pack(logprobs, self._num_alternatives)
+            self._logprobs += self.pack(logprobs)
 
     def text_offset(self, offset: int) -> int:
         """Returns where the text of token `offset` begins."""
@@ -170,15 +170,21 @@ class ReplayBuffer:
         logprobs: Sequence[engine_output.Logprob] = (),
         reasoning: str = "",
         tool_calls: Sequence[engine_output.ToolCallPart] = (),
-    ) -> None:
-        """Adds what was sampled and published next; what comes without a token belongs to the last token."""
-        if self._num_alternatives is not None:
-            assert len(logprobs) == len(token_ids), (logprobs, token_ids)
-            self._logprobs += packed_logprobs.pack(logprobs, self._num_alternatives)
+    ) -> bytes:
+        """Adds what was sampled and published next; what comes without a token belongs to the last token. Returns the
+        log probabilities in packed form, if they are kept."""
+        packed = self.pack(logprobs)
+        assert self._num_alternatives is None or len(logprobs) == len(token_ids), (logprobs, token_ids)
+        self._logprobs += packed
         if reasoning or tool_calls or self._reasoning is not None or self._arguments is not None:
             self._append_parts(len(token_ids), reasoning, tool_calls)
         self._token_ids.extend(token_ids)
         self._text.append(len(token_ids), text)
+        return packed
+
+    def pack(self, logprobs: Sequence[engine_output.Logprob]) -> bytes:
+        """Returns log probabilities in packed form, if they are kept."""
+        return b"" if self._num_alternatives is None else packed_logprobs.pack(logprobs, self._num_alternatives)
 
     def to_deltas(self, parts: Sequence[engine_output.ToolCallPart]) -> list[messages.ToolCallDelta]:
         """Returns parts of tool calls, which are about to be appended, as they are published."""

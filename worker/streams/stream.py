@@ -15,7 +15,6 @@ from tokenbus.protocol.telemetry import backoff, tracing
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.kv_exchange.fetcher import Fetch
-from tokenbus.worker.streams import packed_logprobs
 from tokenbus.worker.streams.long_prompt import LongPrompt
 from tokenbus.worker.streams.replay_buffer import ReplayBuffer
 
@@ -64,8 +63,9 @@ class WorkerStream:
         self._token_bytes = token_bytes
         self.hash_scheme = hash_scheme
         asked = run.params.logprobs
-        self._num_alternatives = None if asked is None else min(asked, len(token_bytes))
-        self._replay_buffer = ReplayBuffer(self._num_alternatives)
+        self._replay_buffer = ReplayBuffer(None if asked is None else min(asked, len(token_bytes)))
+        self.last_logprobs = b""
+        """The log probabilities of the last output in packed form, if any were asked for."""
         self.num_resumed = 0
         """The number of tokens sampled before this run."""
         self.created = int(time.time())
@@ -207,11 +207,6 @@ class WorkerStream:
             resume_from=internal.RunResume.of(so_far.token_ids, so_far.logprobs, first, age_s * 1e3),
         )
 
-    def pack_logprobs(self, output: engine_output.Output) -> bytes:
-        """Returns the log probabilities of an output's tokens in packed form; empty if none were asked for."""
-        count = self._num_alternatives
-        return b"" if count is None else packed_logprobs.pack(output.logprobs, count)
-
     def fail(self) -> messages.Chunk:
         """Ends the stream with an error, because of a bug; returns the terminal, which has no text."""
         buffer = self._replay_buffer
@@ -284,7 +279,9 @@ class WorkerStream:
         )
 
     def _append(self, output: engine_output.Output) -> None:
-        self._replay_buffer.append(output.token_ids, output.text, output.logprobs, output.reasoning, output.tool_calls)
+        self.last_logprobs = self._replay_buffer.append(
+            output.token_ids, output.text, output.logprobs, output.reasoning, output.tool_calls
+        )
 
     def _chunk(
         self,
@@ -317,6 +314,7 @@ class WorkerStream:
     def _terminal(self, output: engine_output.Output) -> messages.Chunk:
         if self.is_streamed:
             last = self._output_chunk(output)
+            self.last_logprobs = self._replay_buffer.pack(output.logprobs)
         else:
             # nothing was streamed: the terminal carries the whole completion
             self._append(output)
