@@ -14,6 +14,7 @@ its own, and has a zygote of its own for its children:
 Whatever a fork can't reproduce is executed: another interpreter flag, `preexec_fn`, or environment of libraries that
 were loaded already."""
 
+import asyncio
 import atexit
 import contextlib
 import ctypes
@@ -136,6 +137,45 @@ def _use(zygote: Zygote | None) -> None:
     subprocess._fork_exec = fork_or_execute  # type: ignore[attr-defined]
 
 
+class AwaitedProcess:
+    """A process of `subprocess` in the place of one of asyncio's. A loop of uvloop would execute that itself."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self.pid = process.pid
+        self.send_signal, self.terminate, self.kill = process.send_signal, process.terminate, process.kill
+        self._process = process
+        self._ended = asyncio.Event()
+        self._end = os.pidfd_open(process.pid)
+        asyncio.get_running_loop().add_reader(self._end, self._reap)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    async def wait(self) -> int | None:
+        await self._ended.wait()
+        return self.returncode
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._end)
+        os.close(self._end)
+        self._process.wait()
+        self._ended.set()
+
+
+def _await_processes() -> None:
+    """Lets asyncio fork processes, too, where its loop is uvloop's."""
+    execute = asyncio.create_subprocess_exec
+
+    async def fork_or_execute(*words: str, **options: Any) -> Any:
+        has_pipes = subprocess.PIPE in [options.get(name) for name in ("stdin", "stdout", "stderr")]
+        if has_pipes or isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
+            return await execute(*words, **options)
+        return AwaitedProcess(subprocess.Popen(words, **options))
+
+    asyncio.create_subprocess_exec = fork_or_execute  # type: ignore[assignment]
+
+
 def _module(words: list[str]) -> str | None:
     """Returns the module that a command executes; its own folder is on the module path, with `-P` or without."""
     match words:
@@ -252,6 +292,7 @@ def _have_zygote(request: Request, fds: list[int]) -> None:
     theirs.close()
     control = socket.socket(fileno=_above(ours.detach(), [*request.fds, *fds]))
     _use(Zygote(control, request.environment))
+    _await_processes()
 
 
 def _place(fds: list[int], numbers: list[int]) -> None:
