@@ -4,7 +4,6 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tokenbus.gateway.serving import conversation
 from tokenbus.protocol.wire import errors, limits, reasoning
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.params import Range
@@ -17,6 +16,8 @@ _RETENTIONS = {
     "in-memory": wire.CacheControl(),
     "24h": wire.CacheControl(ttl_ms=limits.MAX_CACHE_TTL_MS),
 }
+_PRIORITIES = {"priority": -100, "fast": -100, "flex": 100}
+"""Service tiers as wire priorities."""
 _SAME_ON_THE_WIRE = (
     "temperature",
     "top_p",
@@ -91,7 +92,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
         return {name: getattr(self, name) for name in _SAME_ON_THE_WIRE} | {
             "cache_control": _RETENTIONS.get(self.prompt_cache_retention or ""),
             "session_id": self.session_id or self.prompt_cache_key or session,
-            "priority": conversation.priority_of(self.service_tier) if self.priority is None else self.priority,
+            "priority": _PRIORITIES.get(self.service_tier or "") if self.priority is None else self.priority,
         }
 
 

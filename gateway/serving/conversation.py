@@ -11,8 +11,6 @@ _MAX_SESSION_BYTES = 256
 _MAX_ITEMS = 4 * limits.MAX_MESSAGES
 """The most items or messages, for an API that joins several into one wire message."""
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
-_PRIORITIES = {"priority": -100, "fast": -100, "flex": 100}
-"""OpenAI's service tiers as wire priorities."""
 
 
 def normalized(conversation: Sequence[messages.ChatMessage]) -> list[messages.ChatMessage]:
@@ -69,11 +67,6 @@ def session_of(headers: Mapping[str, str]) -> str | None:
         if 0 < len(value.encode()) <= _MAX_SESSION_BYTES:
             return value
     return None
-
-
-def priority_of(service_tier: str | None) -> int | None:
-    """Returns the priority for a service tier; None for the usual ones."""
-    return _PRIORITIES.get(service_tier or "")
 
 
 def _text_of(content: str | list[messages.ContentPart] | None) -> str | None:
