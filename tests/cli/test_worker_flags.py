@@ -66,7 +66,7 @@ def test_without_its_package_a_worker_ends_in_one_line_that_names_it_before_ther
 def test_an_engine_whose_package_can_not_be_imported_is_an_error_of_the_model(
     monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    def broken(on_exit: object) -> engine_main.Loader:
+    def broken(*arguments: object) -> engine_main.Loader:
         raise ImportError("libcudart.so.12: cannot open shared object file")
 
     monkeypatch.setitem(engine_main._LOADERS, engine, broken)
