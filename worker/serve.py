@@ -15,7 +15,7 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.process import reload, shutdown
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import errors, internal, subjects
-from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings, check_choices
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.models import registry
@@ -48,7 +48,7 @@ async def serve(settings: WorkerSettings, read_settings: Callable[[], WorkerSett
     """Runs a worker process until SIGTERM or SIGINT, or until all of its replicas are drained; `read_settings` rereads
     its settings on SIGHUP.
 
-    Raises EngineStartError if a model can't be served, ReplacedError if another worker takes a name, and
+    Raises ModelError if a model can't be served, ReplacedError if another worker takes a name, and
     ConnectionError if there is no broker."""
     worker = WorkerProcess(settings)
     with shutdown.on_stop(worker.drain):
@@ -205,7 +205,7 @@ class WorkerProcess:
                     self._taken_bytes[replica] = num_bytes
                     added.append(replica)
                     await self._wait_started(replica, partial(_report, on_progress, number, model.replicas))
-            except (contract.EngineStartError, ConnectionError) as error:
+            except (ModelError, ConnectionError) as error:
                 for replica in added:
                     replica.frontend.drain.request()
                 refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="model")

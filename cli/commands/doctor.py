@@ -220,7 +220,7 @@ async def check_engine(model: str) -> AsyncIterator[Finding]:
     engine = EngineClient(lambda: process.open(EngineSettings(model=model)), max_waiting=0)
     try:
         config = await engine.start("doctor")
-    except (contract.EngineStartError, EngineDiedError) as error:
+    except (ModelError, EngineDiedError) as error:
         exit_reason = await engine.close()  # llama.cpp may end the process, and only its output says why
         text = exit_reason if isinstance(error, EngineDiedError) else str(error)
         yield Finding("bad", f"no engine can serve {model}", text)

@@ -15,7 +15,7 @@ from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.protocol import tasks
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import backoff, logs, status
-from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 
 Settings = TypeVar("Settings")
 
@@ -131,7 +131,10 @@ def run(
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.get_loop().set_exception_handler(tasks.log_uncaught)
             runner.run(serve(settings, reloader))
-    except (contract.EngineStartError, ValueError) as error:
+    except ModelTooLargeError as error:  # it may fit later
+        print(f"tokenbus: {error}", file=sys.stderr)
+        return 1
+    except (ModelError, ValueError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS
     except ConnectionError as error:

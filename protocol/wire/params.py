@@ -141,7 +141,8 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     max_tokens: Annotated[int | None, COUNT] = None
     """Tokens of the answer that may be reasoning. After these, the reasoning is closed with the model's own marker, and
-    the answer continues; 0 closes it as soon as it begins. The tokens that close it are not counted."""
+    the answer continues; 0 closes it as soon as it begins. The tokens that close it are not counted. Also sets the
+    template's variable `thinking_budget`, unless `chat_template_kwargs` has it."""
     effort: str | None = None
     """`none`, `minimal`, `low`, `medium`, `high`, `xhigh`, or another value that the chat template knows. Sets its
     variables `enable_thinking` (false for the first two) and `reasoning_effort`, unless `chat_template_kwargs` has

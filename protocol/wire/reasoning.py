@@ -13,14 +13,17 @@ EFFORTS = tuple(_SHARES)
 """The efforts that mean the same for all models. Templates may know others."""
 
 
-def template_arguments(effort: str | None, given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the variables for the chat template that an effort means; those that were `given` prevail."""
-    if not effort:
-        return None if given is None else dict(given)
-    meant: dict[str, Any] = {"enable_thinking": effort not in _OFF}
-    if effort not in _OFF:
-        meant["reasoning_effort"] = effort
-    return meant | dict(given or {})
+def template_arguments(
+    effort: str | None, given: Mapping[str, Any] | None, max_tokens: int | None = None
+) -> dict[str, Any] | None:
+    """Returns the variables for the chat template that an effort and a limit on reasoning tokens mean; those that were
+    `given` prevail."""
+    meant: dict[str, Any] = {} if max_tokens is None else {"thinking_budget": max_tokens}
+    if effort:
+        meant["enable_thinking"] = effort not in _OFF
+        if effort not in _OFF:
+            meant["reasoning_effort"] = effort
+    return meant | dict(given or {}) if meant or given is not None else None
 
 
 def token_limit(asked: ReasoningOptions | None, max_tokens: int, *, takes_effort: bool) -> int | None:

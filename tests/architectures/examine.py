@@ -23,7 +23,7 @@ from tests.architectures.finding import Finding, Outcome
 from tests.architectures.hyperparameters import VOCABULARY
 from tests.contracts import driving
 from tests.support.engines import Recorder, demo_engine
-from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
@@ -66,7 +66,7 @@ async def examine(model: Path) -> Finding:
     engine = demo_engine(settings_of(model))
     try:
         config = await engine.start("w")
-    except contract.EngineStartError as error:
+    except ModelError as error:
         return Finding(Outcome.REFUSED, reason=str(error).replace(f"{model}: ", ""))
     except EngineDiedError as error:
         return Finding(Outcome.DIED, reason=str(error))

@@ -151,7 +151,7 @@ async def test_a_model_that_cannot_be_loaded_fails_the_start_with_its_reason() -
         raise ModelError("model.gguf: is no model; fetch it again")
 
     engine = thread_engine(refuse)
-    with pytest.raises(contract.EngineStartError, match="fetch it again"):
+    with pytest.raises(ModelError, match="fetch it again"):
         await engine.start("kit")
     await engine.cleanup()
 

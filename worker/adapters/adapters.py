@@ -10,6 +10,7 @@ from tokenbus.protocol.wire import errors, internal, limits, messages, subjects
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker.adapters.kept_adapter import KeptAdapter
 from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
 from tokenbus.worker.settings.adapter_settings import AdapterSettings
 
@@ -54,7 +55,7 @@ class Adapters:
     async def load_all(self, engine: contract.Engine) -> None:
         """Gives a new engine the wanted adapters.
 
-        Raises EngineStartError if the first engine can't load one of them, and EngineDiedError if it dies meanwhile. A
+        Raises ModelError if the first engine can't load one of them, and EngineDiedError if it dies meanwhile. A
         later engine starts without those that no longer exist."""
         async with self._changing:
             is_first, self._engine = self._engine is None, engine
@@ -68,7 +69,7 @@ class Adapters:
                         raise EngineDiedError(f"the engine ended while it loaded the adapter {name}") from error
                     if is_first:
                         self._engine = None
-                        raise contract.EngineStartError(f"--lora {name}: {error.error.message}") from error
+                        raise ModelError(f"--lora {name}: {error.error.message}") from error
                     self._log.error("adapter_failed", adapter=name, error=error.error.message)
                     del self._wanted[name]
             self._loaded = loaded

@@ -194,14 +194,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The form of its blocks, if it exchanges any."""
 
 
-class EngineStartError(RuntimeError):
-    """The engine can't start with these settings or this model, and trying again won't help; says what to do."""
-
-
-class TooLittleMemoryError(EngineStartError):
-    """There is too little memory for the model with these settings; says what would fit."""
-
-
 class Engine(Protocol):
     """Generates tokens; the guarantees are this module's docstring."""
 
@@ -215,7 +207,7 @@ class Engine(Protocol):
         ...
 
     async def start(self, worker_id: str) -> EngineConfig:
-        """Loads the model. Raises EngineStartError when it can't be loaded."""
+        """Loads the model. Raises ModelError when it can't be loaded."""
         ...
 
     def generate(self, request: engine_request.EngineRequest, sink: engine_output.Sink) -> None:

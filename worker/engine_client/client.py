@@ -15,6 +15,7 @@ import structlog
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
 from tokenbus.worker.contract import contract, engine_output, engine_request
+from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client import admission, sequences
@@ -103,7 +104,7 @@ class EngineClient(asyncio.Protocol):
         return self._config is not None and self._is_dead
 
     async def start(self, worker_id: str) -> contract.EngineConfig:
-        """Raises EngineStartError if the model can't be loaded, EngineDiedError if the process died."""
+        """Raises ModelError if the model can't be loaded, EngineDiedError if the process died."""
         assert self._link is None, "an engine is started once"
         loop = asyncio.get_running_loop()
         self._ready, self._death = loop.create_future(), loop.create_future()
@@ -374,7 +375,7 @@ class EngineClient(asyncio.Protocol):
             case ipc.Ready() as ready:
                 self._ready.set_result(ready)
             case ipc.LoadFailed(message, is_too_large):
-                refusal = contract.TooLittleMemoryError if is_too_large else contract.EngineStartError
+                refusal = ModelTooLargeError if is_too_large else ModelError
                 self._ready.set_exception(refusal(message))
 
     def _take_constraint(self, compiled: ipc.ConstraintCompiled) -> None:

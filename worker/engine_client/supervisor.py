@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
 from tokenbus.worker.engine_client.listener import EngineListener
@@ -62,7 +62,7 @@ class EngineSupervisor:
         return f"<EngineSupervisor of {self.engine!r}, {self.restarts} restarts>"
 
     async def run(self) -> None:
-        """Runs until cancelled or cleaned up. Raises EngineStartError if the model can't be loaded, unless it has
+        """Runs until cancelled or cleaned up. Raises ModelError if the model can't be loaded, unless it has
         served and this is patient, and if `MAX_START_FAILURES` engines have died before one served."""
         backoff_s = INITIAL_BACKOFF_S
         while not self._is_closed:
@@ -73,7 +73,7 @@ class EngineSupervisor:
             backoff_s = next_backoff(backoff_s, time.monotonic() - began) if self.restarts else INITIAL_BACKOFF_S
             self.restarts += 1
             if not self._has_served and self.restarts >= MAX_START_FAILURES:
-                raise contract.EngineStartError(
+                raise ModelError(
                     f"the engine died {self.restarts} times before it could serve; the last time: {reason}"
                 )
             self._log.error("engine_died", worker_id=self._worker_id, reason=reason, restart_in_s=backoff_s)
@@ -116,7 +116,7 @@ class EngineSupervisor:
             await engine.died()
         except EngineDiedError:
             pass
-        except contract.EngineStartError as error:
+        except ModelError as error:
             # a model that has never served can't be loaded; one that has served may load again
             if not self._has_served or not self._is_patient:
                 raise

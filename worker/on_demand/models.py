@@ -8,8 +8,7 @@ import structlog
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import errors, internal
-from tokenbus.worker.contract import contract
-from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.need import MemoryNeed, mib
 from tokenbus.worker.files import device_memory
@@ -47,7 +46,7 @@ class OnDemandModels:
     async def prepare(self) -> None:
         """Sets the models' budget: what the other models leave of the whole one.
 
-        Raises EngineStartError if they alone take more."""
+        Raises ModelError if they alone take more."""
         others = [model for model in self._settings.models if not model.on_demand]
         budget = self._settings.memory_budget_bytes
         for model in others if self._models else ():
@@ -55,7 +54,7 @@ class OnDemandModels:
             budget -= need.total_bytes * model.replicas if budget else 0
             if budget <= 0 < self._settings.memory_budget_bytes:
                 whole = mib(self._settings.memory_budget_bytes)
-                raise contract.EngineStartError(
+                raise ModelError(
                     f"the pinned models take more than the budget: {model.served_name} needs {need}, and all together "
                     f"may take {whole}; raise --memory-budget-mib"
                 )
@@ -64,13 +63,13 @@ class OnDemandModels:
     async def take(self, model: ModelToServe) -> int:
         """Takes the memory of a replica loaded alongside these models out of their budget; returns its bytes.
 
-        Raises EngineStartError if too little is left."""
+        Raises ModelError if too little is left."""
         if not self._plan.budget_bytes:
             return 0
         need = self._beside[model.served_name] = await self._need_to_start(model)
         if not self._plan.take(need.total_bytes):
             left = mib(self._plan.budget_bytes - self._plan.reserved_bytes)
-            raise contract.EngineStartError(
+            raise ModelError(
                 f"{model.served_name} needs {need}, and {left} are left of the budget: unload another model, or raise "
                 "--memory-budget-mib"
             )
@@ -136,9 +135,9 @@ class OnDemandModels:
         self._log.info("model_loaded", worker_id=replica.worker_id, model=name, total_ms=round(seconds * 1e3, 1))
         self._changed.set()
 
-    def model_failed(self, name: str, error: contract.EngineStartError) -> None:
+    def model_failed(self, name: str, error: ModelError) -> None:
         replica, reason = self._replicas[name], str(error)
-        is_memory = isinstance(error, contract.TooLittleMemoryError)
+        is_memory = isinstance(error, ModelTooLargeError)
         code = errors.Code.INSUFFICIENT_MEMORY if is_memory else errors.Code.NO_WORKER
         self._plan.failed(name, reason, time.monotonic(), code)
         self._metrics.model_loads.labels(name, replica.worker_id, "failed").inc()
@@ -213,11 +212,11 @@ class OnDemandModels:
             self._log.error("model_not_loaded", worker_id=worker_id, model=name, error=str(error))
 
     async def _need_to_start(self, model: ModelToServe) -> MemoryNeed:
-        """Raises EngineStartError for a model that can't be measured."""
+        """Raises ModelError for a model that can't be measured."""
         try:
             return await self._measure_files(model)
-        except (ModelError, OSError) as error:
-            raise contract.EngineStartError(str(error)) from error
+        except OSError as error:
+            raise ModelError(str(error)) from error
 
     async def _measure_files(self, model: ModelToServe) -> MemoryNeed:
         """Reads files on a thread. Raises ModelError and OSError."""

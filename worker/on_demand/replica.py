@@ -10,6 +10,7 @@ from tokenbus.protocol.wire import internal
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState
 from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.need import MemoryNeed
 from tokenbus.worker.engine_client.engine_process import EngineProcess
@@ -36,7 +37,7 @@ class LoadListener(Protocol):
         """The model serves, after `load` or after its engine was restarted."""
         ...
 
-    def model_failed(self, name: str, error: contract.EngineStartError) -> None:
+    def model_failed(self, name: str, error: ModelError) -> None:
         """The model could not be loaded, or its engine died and it can't be reloaded."""
         ...
 
@@ -123,10 +124,10 @@ class OnDemandReplica(Replica):
         self.started.set_result(self._listing)
         while True:
             await self._load_requested.wait()
-            failure: contract.EngineStartError | None = None
+            failure: ModelError | None = None
             try:
                 await self._supervisor.run()
-            except contract.EngineStartError as error:
+            except ModelError as error:
                 await self._supervisor.cleanup()
                 failure = error
             if self.frontend.drain.requested.is_set():

@@ -13,6 +13,10 @@ from tokenbus.worker.files import device_memory
 
 _LONG_CONTEXT = 32_768
 _SHORT_CONTEXT = 8_192
+_CONSTRAINT_BYTES = 35 << 20
+_CONSTRAINT_TOKEN_BYTES = 540
+"""The process in which a model's constraints are tried, and what it takes for each token of the vocabulary. It outlives
+the first constraint; for a model that stays it comes out of the reserve."""
 _MAX_SHARED_TOKENS = 16_384
 """Less than a model that stays gets (`memory/fit.py`)."""
 
@@ -42,7 +46,9 @@ def _need(facts: ModelFacts, settings: EngineSettings, longest: int) -> MemoryNe
     has_prefixes = not facts.pools and (facts.kv_bytes_per_token or facts.state_bytes)
     # the system reclaims the memory of cached files
     cached = sizing.budget_bytes(settings) if has_prefixes and not settings.keep_cache else 0
-    return estimate(facts, settings, Sizes(min(length, kv_tokens), kv_tokens, cached))
+    need = estimate(facts, settings, Sizes(min(length, kv_tokens), kv_tokens, cached))
+    isolated = 0 if facts.pools else _CONSTRAINT_BYTES + facts.vocab_size * _CONSTRAINT_TOKEN_BYTES
+    return need._replace(compute_bytes=need.compute_bytes + isolated)
 
 
 def _budget(budget_bytes: int) -> int:

@@ -52,7 +52,7 @@ def successor_settings(settings: EngineSettings, config: contract.EngineConfig) 
         settings = msgspec.structs.replace(
             settings,
             gpu_layers=config.memory.gpu_layers if config.engine == "gguf" else settings.gpu_layers,
-            host_cache_limit_bytes=max(1, config.memory.host_cache_bytes),
+            host_cache_limit_bytes=0 if settings.keep_cache else max(1, config.memory.host_cache_bytes),
             memory_share=0.0,
         )
     if not config.kv_tokens:
@@ -132,7 +132,7 @@ class Replica(EngineListener):
             self._supervisor.engine.capacity.max_waiting = settings.max_waiting
 
     async def run(self) -> None:
-        """Serves until `frontend.drain` is requested. Raises EngineStartError if the model can't be served,
+        """Serves until `frontend.drain` is requested. Raises ModelError if the model can't be served,
         ReplacedError if another worker takes the name, and ConnectionError if there is no broker."""
         structlog.contextvars.bind_contextvars(worker_id=self.worker_id)
         requested = self.frontend.drain.requested
@@ -257,7 +257,7 @@ class Replica(EngineListener):
         )
 
     async def _run_engines(self) -> None:
-        """Runs engines, one after another. Raises EngineStartError."""
+        """Runs engines, one after another. Raises ModelError."""
         await self._supervisor.run()
 
     def _make_engine(self) -> EngineClient:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, reasoning
 from tokenbus.protocol.wire.checks import validation
+from tokenbus.protocol.wire.params import ReasoningOptions
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement import adapters
 from tokenbus.router.requests.flights.any_worker import AnyWorker, deadline, workers_for
@@ -175,12 +176,12 @@ class PromptTokenizer:
 
 def _prompt_of(flight: Flight) -> Prompt:
     request = flight.request
-    effort = None if request.reasoning is None else request.reasoning.effort
+    asked = request.reasoning or ReasoningOptions()
     source = internal.Tokenize(
         text=request.prompt,
         suffix=request.suffix,
         messages=request.messages,
-        chat_template_kwargs=reasoning.template_arguments(effort, request.chat_template_kwargs),
+        chat_template_kwargs=reasoning.template_arguments(asked.effort, request.chat_template_kwargs, asked.max_tokens),
         tools=request.tools,
     )
     return Prompt(source, flight.model, flight.tenant, flight.key, flight.received_at, flight.held_bytes)

@@ -24,6 +24,15 @@ def test_an_effort_sets_variables_that_are_not_given(effort: str | None, given: 
     assert template_arguments(effort, given) == expected  # type: ignore[arg-type]
 
 
+def test_a_limit_on_reasoning_tokens_is_a_variable_too_unless_it_is_given() -> None:
+    assert template_arguments(None, None, 0) == {"thinking_budget": 0}
+    assert template_arguments("low", {"thinking_budget": -1}, 7) == {
+        "thinking_budget": -1,
+        "enable_thinking": True,
+        "reasoning_effort": "low",
+    }
+
+
 @pytest.mark.parametrize(
     ("asked", "takes_effort", "most"),
     [

@@ -15,6 +15,7 @@ from tokenbus.worker.adapters import adapter_folder
 from tokenbus.worker.adapters.adapter_folder import AdapterFolder
 from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
 from tokenbus.worker.settings import adapter_settings
 from tokenbus.worker.settings.adapter_settings import AdapterSettings
@@ -121,7 +122,7 @@ async def test_a_run_never_goes_without_the_adapters_that_it_names(tmp_path: Pat
 
 
 async def test_the_first_engine_must_have_every_adapter_and_later_ones_what_is_left(tmp_path: Path) -> None:
-    with pytest.raises(contract.EngineStartError, match=r"--lora a: .*no adapter"):
+    with pytest.raises(ModelError, match=r"--lora a: .*no adapter"):
         await opened(AdapterSettings("a", "/no/such/file"))
     one, two = file(tmp_path, "1", "one"), file(tmp_path, "2", "two")
     adapters, _, _ = await opened(AdapterSettings("a", one), AdapterSettings("b", two))

@@ -1,7 +1,7 @@
 """Models that take turns have contexts that leave room for others."""
 
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.memory.need import ModelFacts
+from tokenbus.worker.engine.memory.need import ModelFacts, Sizes, estimate
 from tokenbus.worker.on_demand import sizes
 
 MIB = 1 << 20
@@ -27,6 +27,13 @@ def test_sizes_that_were_asked_for_count_as_they_are() -> None:
     asked = EngineSettings(model="m", context_length=50_000, kv_tokens=60_000, host_cache_mib=64)
     found = sizes.choose(FACTS, asked, 1)
     assert (found.context_length, found.kv_tokens, found.host_cache_bytes) == (50_000, 60_000, 64 * MIB)
+
+
+def test_the_process_in_which_constraints_are_tried_counts_for_a_model_that_generates() -> None:
+    few, many = (sizes.choose(FACTS._replace(vocab_size=size), SETTINGS, 8_192 * MIB) for size in (0, 100_000))
+    plain = estimate(FACTS, SETTINGS, Sizes(few.context_length, few.kv_tokens, 0))
+    assert few.compute_bytes == plain.compute_bytes + 35 * MIB
+    assert many.compute_bytes - few.compute_bytes == 100_000 * (600 + 540)
 
 
 def test_an_engine_gets_the_sizes_that_were_counted_and_a_simulator_keeps_its_own() -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
+from tokenbus.worker.contract.contract import CheckpointSizes
 from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
 from tokenbus.worker.engine.gguf import backend, state_blob
 from tokenbus.worker.engine.gguf.batch import BatchPart, LlamaBatch
@@ -28,25 +29,14 @@ class Capabilities(NamedTuple):
     """The size of a saved token in host memory; 0 if nothing can be saved."""
     state_format: StateFormat | None = None
     """The format in which tokens are saved, if it is one that can be checked."""
-    checkpoint: CheckpointBytes | None = None
-    """The sizes of a checkpoint, if lanes have a partial state that can be saved and restored."""
+    checkpoint: CheckpointSizes | None = None
+    """The sizes of a checkpoint's copies, if lanes have a partial state that can be saved and restored."""
     can_batch: bool = True
     """Whether sequences can be computed in one batch; else each needs its own."""
     canary: list[int] = []
     """The first token of the trial, if the logits after all of them are finite."""
     missing: dict[str, str] = {}
     """Abilities that it lacks, with the reasons, as in the engine's config."""
-
-
-class CheckpointBytes(NamedTuple):
-    """The sizes of a checkpoint's copies."""
-
-    state: int
-    """The largest size of the partial state."""
-    token: int
-    """Each token's KV in layers that attend to all tokens; 0 if there are none."""
-    copy: int = 0
-    """The size of a KV copy beyond that of its tokens."""
 
 
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]
@@ -72,7 +62,7 @@ def capabilities(model: llama.llama_model_p, context: llama.llama_context_p, lan
     if not found.can_share and found.checkpoint is None:
         missing["prefix_cache"] = "its lanes could not be shared, or saved and restored, exactly"
     else:
-        if found.state_format is None and (found.checkpoint is None or found.checkpoint.token):
+        if found.state_format is None and (found.checkpoint is None or found.checkpoint.token_bytes):
             missing["recovery"] = missing["kv_exchange"] = "its tokens are saved in a form that is not known"
         if found.checkpoint is not None:
             missing["kv_exchange"] = "its prefixes are reused at checkpoints, which are not exchanged"
@@ -169,7 +159,8 @@ def _try_checkpoint(context: llama.llama_context_p, lanes: Lanes, tokens: list[i
     token_bytes = (len(blob) - len(blob_of_half)) // (last - half)
     if growth and not token_bytes:  # all KV counts as state, which then has no largest size
         return _NONE
-    sizes = CheckpointBytes(len(state) + growth * max(0, window - last), token_bytes, len(blob) - last * token_bytes)
+    state_bytes = len(state) + growth * max(0, window - last)
+    sizes = CheckpointSizes(0, state_bytes, token_bytes, len(blob) - last * token_bytes)
     state_format = state_blob.learn(bytes(blob), 0, last, _vocab_size(context)) if token_bytes else None
     return _NONE._replace(checkpoint=sizes, state_format=state_format)
 

@@ -293,7 +293,7 @@ class GgufRunner:
         missing = dict(capabilities.missing)
         sizes = None
         if capabilities.checkpoint is not None:
-            sizes = sizing.checkpoint_sizes(*capabilities.checkpoint, self.copies)
+            sizes = sizing.checkpoint_sizes(capabilities.checkpoint, self.copies)
         if capabilities.checkpoint is not None and sizes is None:
             left = sizing.budget_bytes(settings)
             missing["prefix_cache"] = f"--host-cache-mib leaves {left} bytes, which are too few for a checkpoint"
@@ -335,7 +335,7 @@ class GgufRunner:
         problem = state_blob.unknown if form is None else form.problem  # what can't be checked is not recovered
         if capabilities.checkpoint is not None:
             return sizing.make_checkpoint_store(
-                self._identity, *capabilities.checkpoint, settings, problem, self.lanes.state_problem
+                self._identity, capabilities.checkpoint, settings, problem, self.lanes.state_problem
             )
         if not capabilities.can_share or not capabilities.bytes_per_token:
             return None
@@ -347,8 +347,8 @@ class GgufRunner:
         num_tokens = int(llama.llama_n_ctx(self._context))
         if capabilities.checkpoint is None:
             return num_tokens * kv_memory.bytes_per_token(self._model.metadata, settings)
-        state_bytes, token_bytes, _ = capabilities.checkpoint
-        return num_tokens * token_bytes + int(llama.llama_n_seq_max(self._context)) * state_bytes
+        sizes = capabilities.checkpoint
+        return num_tokens * sizes.token_bytes + int(llama.llama_n_seq_max(self._context)) * sizes.state_bytes
 
 
 def _identity(fingerprint: str, settings: EngineSettings, capabilities: probe.Capabilities) -> str:

@@ -45,40 +45,33 @@ def make_store(
 
 def make_checkpoint_store(
     identity: str,
-    state_bytes: int,
-    token_bytes: int,
-    copy_bytes: int,
+    sizes: CheckpointSizes,
     settings: EngineSettings,
     find_problem: FindProblem,
     find_state_problem: FindStateProblem,
 ) -> SlotStore | None:
     """Returns a store for checkpoints with states, keys and values of these sizes, or None if there is no room for
     any."""
-    layout = _checkpoint_layout(state_bytes, token_bytes)
+    layout = _checkpoint_layout(sizes.state_bytes, sizes.token_bytes)
     most = _DEFAULT_SLOTS if settings.host_cache_mib < 0 else _MAX_SLOTS
     count = min(most, budget_bytes(settings) // layout.slot_bytes)
-    named = f"{identity}:checkpoints {state_bytes},{token_bytes},{copy_bytes}"
+    named = f"{identity}:checkpoints {sizes.state_bytes},{sizes.token_bytes},{sizes.copy_bytes}"
     return SlotStore(named, layout._replace(num_slots=count), find_problem, find_state_problem) if count else None
 
 
-def checkpoint_sizes(
-    state_bytes: int, token_bytes: int, copy_bytes: int, store: SlotStore | None
-) -> CheckpointSizes | None:
+def checkpoint_sizes(sizes: CheckpointSizes, store: SlotStore | None) -> CheckpointSizes | None:
     """Returns the sizes of checkpoints in a store, or None if there is no room for even one."""
     if store is None:
         return None
     layout = store.layout
-    sizes = CheckpointSizes(
-        layout.num_slots * layout.slot_bytes,
-        state_bytes,
-        token_bytes,
-        copy_bytes,
-        layout.slot_bytes,
-        layout.block_bytes,
-        layout.block_size,
+    stored = sizes._replace(
+        budget_bytes=layout.num_slots * layout.slot_bytes,
+        slot_bytes=layout.slot_bytes,
+        slot_data_bytes=layout.block_bytes,
+        slot_tokens=layout.block_size,
     )
-    needed = sizes.state_copy_bytes(_LEAST_TOKENS) + sizes.kv_bytes(_LEAST_TOKENS)
-    return sizes if needed <= sizes.budget_bytes else None
+    needed = stored.state_copy_bytes(_LEAST_TOKENS) + stored.kv_bytes(_LEAST_TOKENS)
+    return stored if needed <= stored.budget_bytes else None
 
 
 def _checkpoint_layout(state_bytes: int, token_bytes: int) -> SlotLayout:

@@ -72,7 +72,8 @@ def wished(facts: ModelFacts, settings: EngineSettings, rooms: Rooms) -> Sizes:
     kv_tokens = settings.kv_tokens or facts.kv_tokens or default_kv_tokens(length, settings, rooms.placement)
     if not settings.context_length:
         length = min(length, kv_tokens)
-    has_prefixes = facts.kv_bytes_per_token or facts.state_bytes
+    # the system reclaims the memory of cached files
+    has_prefixes = (facts.kv_bytes_per_token or facts.state_bytes) and not settings.keep_cache
     return Sizes(length, kv_tokens, sizing.budget_bytes(settings, rooms.host.total_bytes) if has_prefixes else 0)
 
 

@@ -109,8 +109,9 @@ class MemoryPlanner:
             rooms = self._rooms(settings, part, gpus, own)
             facts = model.facts(settings)
             need = _need(facts, settings, rooms)
-            limited = msgspec.structs.replace(settings, host_cache_limit_bytes=max(1, need.host_cache_bytes))
-            sized = model.sized(limited, need, placement)
+            sized = model.sized(settings, need, placement)
+            if not settings.keep_cache:
+                sized = msgspec.structs.replace(sized, host_cache_limit_bytes=max(1, need.host_cache_bytes))
             kv_tokens = min(need.kv_tokens, sized.kv_tokens or need.kv_tokens)
             length = sized.context_length or need.context_length
             need = estimate(facts, sized, Sizes(length, kv_tokens, need.host_cache_bytes))

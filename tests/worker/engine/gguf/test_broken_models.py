@@ -49,7 +49,7 @@ async def test_an_engine_that_dies_before_it_serves_is_given_up_with_its_last_wo
         return made[-1]
 
     supervisor = EngineSupervisor(make_engine, "w", Listener(), 30.0)
-    with pytest.raises(contract.EngineStartError, match=r"died 3 times .*SIGABRT: ops.cpp:\d+: GGML_ASSERT\(eps"):
+    with pytest.raises(ModelError, match=r"died 3 times .*SIGABRT: ops.cpp:\d+: GGML_ASSERT\(eps"):
         await supervisor.run()
     assert len(made) == MAX_START_FAILURES
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenbus.worker.contract.contract import CheckpointSizes
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.host_cache import sizing
@@ -41,7 +42,8 @@ def test_a_setting_that_would_be_cut_is_refused_with_the_largest_that_is_not() -
 
 def checkpoint_store(state_bytes: int, token_bytes: int, host_cache_mib: int) -> SlotStore | None:
     wanted = EngineSettings(model="m", host_cache_mib=host_cache_mib)
-    return sizing.make_checkpoint_store("m", state_bytes, token_bytes, 500, wanted, lambda *_: "", lambda data: "")
+    sizes = CheckpointSizes(0, state_bytes, token_bytes, 500)
+    return sizing.make_checkpoint_store("m", sizes, wanted, lambda *_: "", lambda data: "")
 
 
 @given(st.integers(1, 200 << 20), st.sampled_from([0, 1, 2_000, 100_000]), st.integers(-1, 64))
@@ -49,7 +51,7 @@ def test_checkpoints_that_fit_in_the_budget_fit_in_the_slots(
     state_bytes: int, token_bytes: int, host_cache_mib: int
 ) -> None:
     store = checkpoint_store(state_bytes, token_bytes, host_cache_mib)
-    sizes = sizing.checkpoint_sizes(state_bytes, token_bytes, 500, store)
+    sizes = sizing.checkpoint_sizes(CheckpointSizes(0, state_bytes, token_bytes, 500), store)
     if store is None or sizes is None:
         return
     layout = store.layout
@@ -67,4 +69,4 @@ def test_checkpoints_that_fit_in_the_budget_fit_in_the_slots(
 
 def test_without_room_for_one_checkpoint_there_are_none() -> None:
     assert checkpoint_store(1_000, 10, 0) is None
-    assert sizing.checkpoint_sizes(5 << 20, 1_000, 500, checkpoint_store(5 << 20, 1_000, 1)) is None
+    assert sizing.checkpoint_sizes(CheckpointSizes(0, 5 << 20, 1_000, 500), checkpoint_store(5 << 20, 1_000, 1)) is None

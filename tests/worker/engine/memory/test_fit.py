@@ -55,6 +55,10 @@ def test_eight_gibibytes_hold_the_whole_context_of_a_model_of_half_a_billion_par
     assert fitted(HALF, 8 * GIB).context_length == 131_072
 
 
+def test_copies_in_a_file_take_no_memory() -> None:
+    assert fitted(HALF, 8 * GIB, keep_cache="/cache", host_cache_mib=64).host_cache_bytes == 0
+
+
 def test_less_memory_takes_from_the_host_cache_first_then_from_the_kv_cache() -> None:
     found = [fitted(HALF, size * GIB) for size in (8, 3, 2)]
     assert [one.context_length for one in found] == [131_072, 131_072, found[2].context_length]
