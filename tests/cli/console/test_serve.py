@@ -1,10 +1,12 @@
 """A server that can't start says why in one line, and by its exit status whether another start may help."""
 
 import argparse
+import signal
 
 import pytest
 
 from tokenbus.cli.console import serve
+from tokenbus.protocol.telemetry import logs
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 
 
@@ -18,8 +20,11 @@ from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeErro
     ],
 )
 def test_what_another_start_can_not_mend_has_a_status_of_its_own(
-    error: Exception, status: int, capsys: pytest.CaptureFixture[str]
+    error: Exception, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logs, "configure", lambda *_: None)  # other tests log to where they did
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
     async def fail(settings: None, reload: object) -> None:
         raise error
 
