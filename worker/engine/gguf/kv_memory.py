@@ -14,8 +14,6 @@ MEAN_OUTPUTS = 64
 """The most tokens whose states are returned at once if an embedding is the mean of all; each costs a row of logits
 too."""
 _MAX_DEFAULT_EMBED_TOKENS = 2_048
-_MAX_POOLED_INPUT = 8_192
-"""The default longest input: attention memory grows with its square."""
 _CACHE_TYPES = {kind.name: kind for kind in number_types.ALL}
 _F32_BYTES = 4
 _WINDOW_PATTERNS = {
@@ -113,11 +111,6 @@ def _recurrent_layers(metadata: Metadata, arch: str) -> int:
 def states_bytes(metadata: Metadata, num_seqs: int) -> int:
     """Returns the size of the recurrent states of `num_seqs` lanes and the one for copies."""
     return (num_seqs + 1) * state_bytes(metadata)
-
-
-def context_length(settings: EngineSettings, trained: int) -> int:
-    """Returns the tokens of the longest input of a model that only pools."""
-    return settings.context_length or min(trained, _MAX_POOLED_INPUT)
 
 
 def embed_outputs(settings: EngineSettings) -> int:

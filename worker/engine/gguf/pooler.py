@@ -17,7 +17,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.pooling_runner import PoolingRunner
 from tokenbus.worker.engine.device.runner import BatchLimits, WholePass
-from tokenbus.worker.engine.gguf import kv_memory, settings_resolution
+from tokenbus.worker.engine.gguf import settings_resolution
 from tokenbus.worker.engine.gguf.batch import BatchPart
 from tokenbus.worker.engine.gguf.model import GgufModel
 from tokenbus.worker.engine.gguf.model_facts import PoolingType
@@ -26,6 +26,8 @@ from tokenbus.worker.engine.gguf.tokenizer.rerank_prompt import RerankPrompt
 
 _CLOSE = 1e-2
 """The largest difference, as a share of a row's length, between a row computed alone and in a batch."""
+_MAX_INPUT_TOKENS = 8_192
+"""The default longest input: attention memory grows with its square."""
 POOLED_INPUTS = 64
 """The most inputs that are pooled in one batch. Each costs a row of logits in host memory, if the model has them."""
 
@@ -38,7 +40,7 @@ class GgufPooler:
         trained, asked = llama.llama_model_n_ctx_train(model.handle), settings.context_length
         if asked > trained:  # an input never has more tokens than the model has positions
             raise ModelError(f"--context-length {asked} is above what the model was made for, {trained}")
-        self.max_input_tokens = kv_memory.context_length(settings, trained)
+        self.max_input_tokens = asked or min(trained, _MAX_INPUT_TOKENS)
         # Attention cost grows with the square of a batch's tokens, though an input sees only itself, so larger batches
         # are slower.
         most = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
