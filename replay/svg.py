@@ -1,7 +1,7 @@
-"""Plots as self-contained SVG text: lines and grouped bars, on linear or logarithmic axes."""
+"""Plots as self-contained SVG text: lines and grouped bars, on linear or logarithmic axes; and HTML pages of them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -10,6 +10,13 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 620, 34, 260
 _LEGEND_COLUMNS = 4
 _COLOURS = ("#3b6fb6", "#d1603d", "#3f9b6c", "#8c5fb3", "#b8892b", "#4aa3b5", "#c2557f", "#7a7a7a")
 """Colours that most people can tell apart, including on dark pages."""
+_STYLE = """
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
+body { max-width: 1340px; margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse } td, th { padding: .15em .8em; text-align: right }
+td:first-child { text-align: left }
+pre { white-space: pre-wrap } .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)) }
+"""
 
 
 class Axis(NamedTuple):
@@ -70,6 +77,13 @@ def bar_chart(title: str, groups: Sequence[str], series: Sequence[Series], y: Ax
                 drawn.append(_bar(left, up.at(height), wide, _colour(number), name))
     names = [_label(_LEFT + room * (place + 0.5), _BOTTOM + 16, name, "middle") for place, name in enumerate(groups)]
     return _svg(title, [*_up(up, y.label), *drawn, *names, *_legend(series)])
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """Returns a page with that title around parts that are already HTML."""
+    name = escape(title)
+    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
+    return "\n".join([head, f"<h1>{name}</h1>", *parts, "</html>\n"])
 
 
 def _shows(point: tuple[float, float], x: Axis, y: Axis) -> bool:

@@ -22,10 +22,9 @@ from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, StartError
 from tokenbus.protocol.process.parent import end_with
 from tokenbus.replay.offline import load_requests, play_all
-from tokenbus.replay.page import document
 from tokenbus.replay.results import PolicyResult, TimeStats
 from tokenbus.replay.settings import ReplaySettings
-from tokenbus.replay.svg import Axis, Series, bar_chart
+from tokenbus.replay.svg import Axis, Series, bar_chart, document
 from tokenbus.router.placement.policies import POLICIES, make_policies
 from tokenbus.worker.engine.sim.timing import PRESETS
 

@@ -7,8 +7,7 @@ from tokenbus.replay.load.histogram import LatencyHistogram
 from tokenbus.replay.load.points import LoadKind
 from tokenbus.replay.load.results import LoadReport, RunResult
 from tokenbus.replay.load.table import ROWS, number, run_lines
-from tokenbus.replay.page import document
-from tokenbus.replay.svg import Axis, Series, bar_chart, line_chart
+from tokenbus.replay.svg import Axis, Series, bar_chart, document, line_chart
 
 _PERCENTILES = ("p50", "p90", "p99")
 _PLOTTED = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
