@@ -9,7 +9,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import model_facts as gguf_facts
 from tokenbus.worker.engine.memory import need
 from tokenbus.worker.engine.memory.need import ModelFacts
-from tokenbus.worker.files import config_json, gguf_metadata
+from tokenbus.worker.files import config_json, gguf_metadata, onnx_model_config
 from tokenbus.worker.files.model_files import Layout, ModelFiles, is_hub_name
 from tokenbus.worker.models import registry
 
@@ -35,11 +35,16 @@ def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFa
     weight_bytes = _size(files, layouts)
     if engine == "onnx":
         facts = _of_config(config, weight_bytes + files.weights.stat().st_size, _F32_BYTES, num_seqs)
-        facts = facts._replace(copies_lanes=True, heads=config.num_attention_heads)
+        named = onnx_model_config.read(files.sidecars)
+        facts = facts._replace(
+            copies_lanes=True, heads=named.num_heads, trained_context=named.context_length or 0, width=named.width
+        )
         if _keeps_cache_in_place(files.weights):
             return facts._replace(score_copies=1, max_score_bytes=need.GQA_SCORE_BYTES)
         return facts._replace(
             kv_bytes_per_token=2 * facts.kv_bytes_per_token,
+            trained_context=min(facts.trained_context or named.sliding_window or 0, named.sliding_window or 1 << 30),
+            padding_tokens=need.PADDING_TOKENS,
             score_copies=need.SCORE_COPIES,
             max_score_bytes=need.MAX_SCORE_BYTES,
         )

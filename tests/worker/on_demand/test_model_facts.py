@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.engines import gqa_demo
 from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
@@ -48,3 +49,12 @@ def test_the_weights_of_a_model_are_the_size_of_its_files_and_unknown_for_one_th
     assert model_facts.weight_bytes(settings(demo.MODEL_PATH)) == demo.MODEL_PATH.stat().st_size
     assert model_facts.weight_bytes(settings("org/repo")) == 0
     assert model_facts.weight_bytes(settings(tmp_path / "none.gguf")) == 0
+
+
+def test_the_facts_of_an_onnx_model_say_how_its_attention_keeps_the_cache() -> None:
+    plain, gqa = (facts_of(settings(folder, engine="onnx")) for folder in (demo.ONNX_PATH, gqa_demo()))
+    assert (plain.trained_context, gqa.trained_context, gqa.heads, gqa.width) == (2_048, 2_048, 4, 128)
+    assert plain.kv_bytes_per_token == 2 * gqa.kv_bytes_per_token == 2 * (2 * 4 * 2 * 32 * 4)
+    assert (plain.padding_tokens, gqa.padding_tokens) == (4_096, 0)
+    assert plain.copies_lanes
+    assert gqa.copies_lanes

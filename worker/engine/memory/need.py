@@ -22,6 +22,8 @@ SCORE_COPIES = 4
 """The buffers of onnxruntime in which plain attention keeps the scores of all heads at once."""
 MAX_SCORE_BYTES = 256 << 20
 """ONNX engines compute a prompt in runs so short that none of these takes more than this."""
+PADDING_TOKENS = 4_096
+"""The padding that a batch of plain attention may have without a setting."""
 GQA_SCORE_BYTES = 64 << 20
 """The most memory for the scores of a GroupQueryAttention node, which computes them in parts."""
 _TOKEN_BYTES = 64
@@ -58,6 +60,8 @@ class ModelFacts(NamedTuple):
     """Whether the model generates nothing: a whole input is computed at once, and no prefix is kept."""
     copies_lanes: bool = False
     """Whether each lane holds tokens of its own: then copies of shared prefixes may take another context."""
+    padding_tokens: int = 0
+    """Tokens of KV memory that are lost where sequences of different lengths share a batch."""
     batch_tokens: int = 0
     """The most tokens that the device computes at once; 0: what the settings say."""
     score_copies: int = 0
@@ -137,7 +141,8 @@ def estimate(facts: ModelFacts, settings: EngineSettings, sizes: Sizes) -> Memor
     logits = facts.rows * facts.vocab_size * _F32_BYTES * _LOGITS_COPIES
     tables = facts.vocab_size * _VOCABULARY_BYTES
     num_windowed = min(sizes.kv_tokens, facts.window_tokens) + facts.embed_tokens
-    cells = sizes.kv_tokens + facts.embed_tokens + (sizes.context_length if facts.copies_lanes else 0)
+    cells = sizes.kv_tokens + facts.embed_tokens + facts.padding_tokens
+    cells += sizes.context_length if facts.copies_lanes else 0
     kv = cells * facts.kv_bytes_per_token + num_windowed * facts.window_bytes_per_token + facts.state_bytes
     attention = _attention_bytes(facts, settings, batch, cells, sizes.context_length)
     states *= 2 if facts.embed_tokens else 1

@@ -18,12 +18,14 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.need import (
     GQA_SCORE_BYTES,
     MAX_SCORE_BYTES,
+    PADDING_TOKENS,
     SCORE_COPIES,
     DevicePlacement,
     MemoryNeed,
     ModelFacts,
 )
 from tokenbus.worker.engine.memory.room import Room
+from tokenbus.worker.engine.models.settings_resolution import AUTO
 from tokenbus.worker.engine.onnx import settings_resolution
 from tokenbus.worker.engine.onnx.graphs import device, external_data
 from tokenbus.worker.engine.onnx.graphs.device import Device
@@ -76,6 +78,13 @@ class OnnxMemory:
     def num_heads(self) -> int:
         return self._config.num_heads or _UNKNOWN_HEADS
 
+    def padding_tokens(self, settings: EngineSettings) -> int:
+        """Returns the most tokens of padding in a batch; 0 if rows have none."""
+        if self._graph.uses_gqa or self._graph.logits is None:
+            return 0
+        asked = settings.onnx.max_paddings
+        return PADDING_TOKENS if asked == AUTO else asked
+
     def max_run_tokens(self, num_columns: int) -> int:
         """Returns the most tokens of a prompt that a run computes, whose last one attends to that many."""
         if self._graph.uses_gqa:
@@ -98,6 +107,7 @@ class OnnxMemory:
             embed_tokens=embed_tokens(settings, self.trained_context) if embeds else 0,
             pools=not generates,
             copies_lanes=generates and settings_resolution.has_own_rows(settings, self._device),
+            padding_tokens=self.padding_tokens(settings),
             batch_tokens=settings.max_num_batched_tokens,
             score_copies=1 if self._graph.uses_gqa else SCORE_COPIES,
             max_score_bytes=GQA_SCORE_BYTES if self._graph.uses_gqa else MAX_SCORE_BYTES if generates else 0,

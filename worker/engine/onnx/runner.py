@@ -118,6 +118,7 @@ class OnnxRunner:
             model.memory.trained_context or None,
             model.memory.bytes_per_token,
             settings.kv_pool_bytes if model.device.kind == "cpu" else 0,
+            model.memory.padding_tokens(settings),
             settings_resolution.has_own_rows(settings, model.device),
         )
         size = settings_resolution.size_cache(settings, model.generation_config, limits)
@@ -127,7 +128,8 @@ class OnnxRunner:
         self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
         self._lanes = LaneLengths(size.num_rows)
         self._cache = self._make_cache(settings, size)
-        self.own_lanes = OwnLanes(self._cache, self._lanes, size.kv_tokens, size.context_length)
+        most_tokens = size.kv_tokens + model.memory.padding_tokens(settings)
+        self.own_lanes = OwnLanes(self._cache, self._lanes, most_tokens, size.context_length)
         self._missing: dict[str, str] = {}
         self.embedder = self._make_embedder(settings, size)
         self.reranker: Reranker | None = None

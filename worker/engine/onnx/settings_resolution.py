@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import CHOICES, EngineSettings
+from tokenbus.worker.engine.memory import need
 from tokenbus.worker.engine.models.settings_resolution import AUTO, SettingRule, common_rules, require, resolve
 from tokenbus.worker.engine.onnx.graphs.device import EXECUTION_PROVIDERS, Device, named
 from tokenbus.worker.files.generation_config import GenerationConfig
@@ -14,7 +15,6 @@ _SHORT_CONTEXT = 4_096
 DEFAULT_INPUT = 512
 """The longest input of an encoder whose files don't say how long it may be."""
 MAX_ROWS = 256
-_DEFAULT_MAX_PADDINGS = 4_096
 _LEAST_ROWS = 4
 """If rows are a fixed part of memory, a context is chosen of which there are at least this many."""
 _PROVIDERS = ("auto", *EXECUTION_PROVIDERS)
@@ -55,6 +55,8 @@ class CacheLimits(NamedTuple):
     bytes_per_token: int
     pool_bytes: int = 0
     """The memory that the cache may borrow in full; 0 if it has its own limit."""
+    padding_tokens: int = 0
+    """Tokens of memory for padding, beside those of the cache."""
     has_own_rows: bool = False
     """Whether a row takes memory only for the tokens that it holds, and the memory is this cache's alone."""
 
@@ -94,7 +96,7 @@ def _rules(settings: EngineSettings) -> Iterator[SettingRule]:
 def max_paddings(settings: EngineSettings, generation_config: GenerationConfig) -> int:
     if settings.onnx.max_paddings != AUTO:
         return settings.onnx.max_paddings
-    return _DEFAULT_MAX_PADDINGS if generation_config.max_paddings is None else generation_config.max_paddings
+    return need.PADDING_TOKENS if generation_config.max_paddings is None else generation_config.max_paddings
 
 
 def size_cache(settings: EngineSettings, generation_config: GenerationConfig, limits: CacheLimits) -> CacheSize:
@@ -157,7 +159,7 @@ def _tokens_that_fit(settings: EngineSettings, limits: CacheLimits, context: int
     """Returns the tokens of all rows together. Raises ModelError if there are too few for one context."""
     allowed = [(settings.kv_tokens or context, f"--kv-tokens {settings.kv_tokens} are")]
     if settings.kv_limit_bytes:  # less a context, for copies of shared prefixes
-        fits = settings.kv_limit_bytes // limits.bytes_per_token - context
+        fits = settings.kv_limit_bytes // limits.bytes_per_token - context - limits.padding_tokens
         allowed.append((fits, f"the {settings.kv_limit_bytes} bytes of the memory budget are"))
     return _checked(min(allowed), context, context * limits.bytes_per_token, 1)
 

@@ -70,7 +70,7 @@ def test_a_plain_graph_needs_its_cache_twice(host: Callable[[int], None]) -> Non
     host(3_000)
     runner = runner_of(settings(demo.ONNX_PATH))
     assert runner.config.memory is not None
-    assert runner.config.memory.kv_bytes == 2 * (8_192 + 2_048 + 2_048) * TOKEN_BYTES
+    assert runner.config.memory.kv_bytes == 2 * (8_192 + 2_048 + 2_048 + 4_096) * TOKEN_BYTES
     runner.close()
 
 

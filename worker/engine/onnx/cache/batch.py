@@ -39,8 +39,7 @@ class RowBatch:
         """The columns of each row that have a token, of (rows, columns)."""
         self.binding: Binding | None = None
         self._kv = kv
-        self.capacity = 0
-        """The columns for which there are buffers."""
+        self._capacity = 0
         self._buffers: tuple[list[Array], list[Array]] = ([], [])
 
     def __repr__(self) -> str:
@@ -60,7 +59,7 @@ class RowBatch:
 
     def reserve(self, columns: int) -> None:
         """Makes sure that the cache can grow to that width, keeping its content. Raises InsufficientMemoryError."""
-        if self._buffers[0] and columns <= self.capacity:
+        if self._buffers[0] and columns <= self._capacity:
             return
         kept = self.arrays() if self._buffers[0] else []
         capacity = columns + _HEADROOM_COLUMNS
@@ -70,7 +69,7 @@ class RowBatch:
         except MemoryError as error:
             text = f"no memory for a batch of {len(self.lanes)} rows of {capacity} tokens"
             raise InsufficientMemoryError(text) from error
-        self._buffers, self.capacity = (both[0], both[1]), capacity
+        self._buffers, self._capacity = (both[0], both[1]), capacity
         for array, old in zip(self.arrays(), kept, strict=bool(kept)):
             array[:] = old
 

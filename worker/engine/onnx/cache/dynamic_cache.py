@@ -38,7 +38,7 @@ class DynamicCache:
 
     @property
     def held_tokens(self) -> int:
-        return sum(len(batch.lanes) * batch.capacity for batch in set(self._batches.values()))
+        return sum(len(batch.lanes) * batch.columns for batch in set(self._batches.values()))
 
     def apply(self, changes: Listing[LaneChange]) -> None:
         for change in changes:
