@@ -93,9 +93,11 @@ class Fetcher:
             computed_for=computed_for if is_remote_prefill else "",
             priority=priority if is_remote_prefill else 0,
         )
-        limit_s = _limit_s(fetching.num_wanted * config.kv_block_size, engine)
+        limit_s, speed = MAX_FETCH_S, engine.prefill_tokens_per_s
         if is_remote_prefill:
             limit_s = REMOTE_PREFILL_PATIENCE * source.leg_ms / 1e3 + STALL_S
+        elif speed is not None:
+            limit_s = min(limit_s, _SHARE * fetching.num_wanted * config.kv_block_size / speed)
         try:
             async with asyncio.timeout(limit_s):
                 await self._fetch(source, request, fetching)
@@ -209,8 +211,3 @@ def _in_blocks(prefix: contract.CachedPrefix, num_blocks: int, size: int) -> con
     num_bytes = TOKEN_BYTES * size * num_blocks
     fill = prefix.token_ids[-TOKEN_BYTES:] * ((num_bytes - len(prefix.token_ids)) // TOKEN_BYTES)
     return codec.replace(prefix, token_ids=prefix.token_ids[:num_bytes] + fill)
-
-
-def _limit_s(num_tokens: int, engine: contract.Engine) -> float:
-    speed = engine.prefill_tokens_per_s
-    return MAX_FETCH_S if speed is None else min(MAX_FETCH_S, _SHARE * num_tokens / speed)
