@@ -64,7 +64,7 @@ PURE = (
     "worker/streams/run_request.py",
     "worker/engine_client/admission.py",
     "worker/engine_client/crash_attribution.py",
-    "worker/engine_client/step_times.py",
+    "worker/engine_client/watchdog.py",
     "worker/engine/device/draws.py",
     "worker/on_demand/load_plan.py",
     "worker/engine/memory/fit.py",

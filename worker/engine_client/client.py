@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
+from tokenbus.protocol.moving_average import MovingAverage
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
 from tokenbus.worker.contract import contract, engine_output, engine_request
@@ -29,12 +30,14 @@ from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.pending_calls import PendingCalls
 from tokenbus.worker.engine_client.pooling_calls import PoolingCalls
 from tokenbus.worker.engine_client.sequences import OpenSequences
-from tokenbus.worker.engine_client.step_times import PrefillSpeed, StepWatchdog
+from tokenbus.worker.engine_client.watchdog import StepWatchdog
 from tokenbus.worker.files.device_memory import DeviceMemory
 
 _CLOSE_TIMEOUT_S = 5.0
 _STALL_S = 1.0
 _RECEIVE_BYTES = 256 * 1024
+_MIN_TIMED_TOKENS = 32
+"""The time of a step with fewer tokens is dominated by its fixed cost, and says little about the speed of prompts."""
 
 
 class _Idle(asyncio.Event):
@@ -82,7 +85,7 @@ class EngineClient(asyncio.Protocol):
         self._pooling = PoolingCalls()
         self._adapters = EngineAdapters(self._send, lambda: self._sequences.held_adapters)
         self._exporting: PendingCalls[ipc.ExportedBlocks] = PendingCalls()
-        self._prefill_speed = PrefillSpeed()
+        self._prefill_tokens_per_s = MovingAverage(0.3)
         self._load = messages.Load()
         self.device_memory: list[DeviceMemory] = []
         """The memory of its devices other than the host, as last read."""
@@ -158,7 +161,7 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        return self._prefill_speed.tokens_per_s
+        return self._prefill_tokens_per_s.value
 
     def report_recovered(self) -> None:
         """Reports the blocks cached from the start; call it once `on_kv_events` is set."""
@@ -392,7 +395,8 @@ class EngineClient(asyncio.Protocol):
         num_computed = report.load.computed_tokens - self._load.computed_tokens
         self._load = report.load
         if report.stats is not None:
-            self._prefill_speed.observe(num_computed, report.stats.seconds)
+            if num_computed >= _MIN_TIMED_TOKENS and report.stats.seconds > 0:
+                self._prefill_tokens_per_s.add(num_computed / report.stats.seconds)
             self.listener.observe(report.stats)
         if report.kv_pool is not None:
             self.listener.observe(report.kv_pool)

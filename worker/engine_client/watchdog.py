@@ -1,16 +1,10 @@
-"""The times of an engine's steps, as its frontend sees them: whether one will never end, how fast prompts are computed.
+"""Decides whether an engine's step will never end.
 
 An engine reports every step once it is computed. While it has work and reports nothing, the step in progress ages. A
 fixed limit alone would kill large models on slow devices, so a step counts as stuck only when it is older than the
 limit and also ten times older than the longest step so far."""
 
-from tokenbus.protocol.moving_average import MovingAverage
-
 _STUCK_FACTOR = 10
-_SPEED_WEIGHT = 0.3
-"""The newest step's weight in the prefill speed."""
-_MIN_TOKENS = 32
-"""The time of a step with fewer tokens is dominated by its fixed cost."""
 
 
 class StepWatchdog:
@@ -40,20 +34,3 @@ class StepWatchdog:
     def is_stuck(self, now: float, timeout_s: float) -> bool:
         """Returns whether the step in progress will never end."""
         return self.age_s(now) > max(timeout_s, _STUCK_FACTOR * self.longest_step_s)
-
-
-class PrefillSpeed:
-    """A moving average over steps that computed prompts."""
-
-    def __init__(self) -> None:
-        self._mean = MovingAverage(_SPEED_WEIGHT)
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """None until a step has been timed."""
-        return self._mean.value
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Records a step."""
-        if num_tokens >= _MIN_TOKENS and seconds > 0:
-            self._mean.add(num_tokens / seconds)
