@@ -125,14 +125,9 @@ class RequestLifecycle:
         return True
 
     def forget(self, flight: Flight, reason: str) -> None:
-        """Forgets a request that another router has taken over."""
+        """Forgets a request that its worker ends (`by_worker`) or that another router has taken over."""
         self._flights.remove(flight)
         self._terminals.log_end(flight, reason)
-
-    def finish(self, flight: Flight) -> None:
-        """Forgets a request that its worker ends."""
-        self._flights.remove(flight)
-        self._terminals.log_end(flight, "by_worker")
 
     def cancel(self, key: str, model: str | None) -> bool:
         """Cancels a request for a model, or for any if None is named; returns False if this router has no such request,
@@ -213,7 +208,7 @@ class RequestLifecycle:
                 has_text = len(flight.completion) > 0
                 self._end(flight, errors.make_error(errors.Code.WORKER_LOST if has_text else errors.Code.SHUTTING_DOWN))
             else:
-                self.finish(flight)
+                self.forget(flight, "by_worker")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -254,7 +249,7 @@ class RequestLifecycle:
             if flight.worker_id is None:
                 await self._end_or_hand_over(flight)
             elif flight.ended_by == flight.worker_id:  # the worker's events ended it before its accept was read
-                self.finish(flight)
+                self.forget(flight, "by_worker")
         finally:
             flight.span.end()
 

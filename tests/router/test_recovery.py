@@ -33,9 +33,6 @@ class Lifecycle:
         self.num_taken = 0
         self.forgotten: list[tuple[str, str]] = []
 
-    def finish(self, flight: Flight) -> None:
-        self._flights.remove(flight)
-
     def forget(self, flight: Flight, reason: str) -> None:
         self.forgotten.append((flight.key, reason))
         self._flights.remove(flight)

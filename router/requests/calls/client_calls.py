@@ -173,8 +173,7 @@ class ClientCalls:
 
     def _ended(self, kind: CallKind[Any, Any], call: Call[Any, Any]) -> None:
         """Forgets a call whose task is done; answers it if the task was cancelled, perhaps before it began."""
-        if self._open.pop(call).cancelled():
-            self._finish(kind, call, kind.replies(id=call.request_id, error=errors.make_error(call.ended_by)))
+        was_cancelled = self._open.pop(call).cancelled()
         self._num_open[kind.operation] -= 1
         if kind.is_bounded_by_memory:
             self._open_bytes[call.address.tenant] -= _cost_bytes(call)
@@ -183,6 +182,8 @@ class ClientCalls:
         same_id.remove(call)
         if not same_id:
             del self._by_key[call.key]
+        if was_cancelled:
+            self._finish(kind, call, kind.replies(id=call.request_id, error=errors.make_error(call.ended_by)))
 
     def _finish(self, kind: CallKind[Any, Any], call: Call[Any, Any], reply: Reply) -> None:
         reply = self._send(kind, call.reply, call.encoding, reply)

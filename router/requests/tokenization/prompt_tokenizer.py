@@ -146,8 +146,11 @@ class PromptTokenizer:
             return await self._any_worker.first_result(model, lambda: self._candidates(model), attempt, is_cancelled)
 
     def _candidates(self, model: str) -> list[Worker]:
-        """Returns a few workers that may be asked, last those whose tokenizers are known to be unusable."""
-        return sorted(workers_for(self._fleet, model, time.monotonic()), key=self._tokenizers.is_broken)
+        """Returns the workers that may be asked, last those whose tokenizers are known to be unusable. Raises
+        RequestError if there are none."""
+        now = time.monotonic()
+        able = self._fleet.model(model).eligible(now) or workers_for(self._fleet, model, now)
+        return sorted(able, key=self._tokenizers.is_broken)
 
     async def _pack(self, prompt: Prompt, tokenizer: Tokenizer, max_tokens: int | None) -> bytes:
         remembering = functools.partial(self._pieces.packer, tokenizer.name, prompt.tenant)

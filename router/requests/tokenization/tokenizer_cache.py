@@ -79,7 +79,7 @@ class TokenizerCache:
         return None
 
     async def fetch(self, worker: Worker) -> Tokenizer | None:
-        """Returns the tokenizer that a worker offers; None if it offers none, or it can't be had or used."""
+        """Returns the tokenizer that a worker offers; None if it offers none, or one that can't be fetched or used."""
         if (digest := worker.card.tokenizer_digest) is None or self.is_broken(worker):
             return None
         found = self.find_fetched([worker])
