@@ -1,5 +1,6 @@
 """Policies: each gives every candidate worker a cost, and the lowest cost wins."""
 
+import dataclasses
 import random
 from importlib import metadata
 from typing import NamedTuple, Protocol
@@ -72,6 +73,7 @@ _MAX_UTILIZATION_SHARE = 0.25
 """The same for full utilization, which a worker reaches with its first prompt, since that is the most it has done."""
 
 
+@dataclasses.dataclass
 class KvAware:
     """The cost is the work that a request causes at a worker, in prompt tokens to be computed:
 
@@ -86,37 +88,27 @@ class KvAware:
     Slower workers cost more, and the worker of the session's last request a little less. docs/decisions/0026 explains
     the default weights."""
 
-    name = "kv"
-
-    def __init__(
-        self,
-        queue_weight: float = 0.2,
-        request_tokens: float = 200.0,
-        waiting_tokens: float = 1_024.0,
-        utilization_tokens: float = 2_048.0,
-        session_tokens: float = 256.0,
-        copy_weight: float = 0.6,
-    ) -> None:
-        self._queue_weight = queue_weight
-        self._request_tokens = request_tokens
-        self._waiting_tokens = waiting_tokens
-        self._utilization_tokens = utilization_tokens
-        self._session_tokens = session_tokens
-        self._copy_weight = copy_weight
+    name: str = "kv"
+    queue_weight: float = 0.2
+    request_tokens: float = 200.0
+    waiting_tokens: float = 1_024.0
+    utilization_tokens: float = 2_048.0
+    session_tokens: float = 256.0
+    copy_weight: float = 0.6
 
     def costs(self, view: View) -> Floats:
         to_compute = view.prompt_tokens - view.overlap_tokens
         if view.fetchable is not None:
-            to_compute -= view.fetchable.tokens * (1.0 - np.maximum(view.fetchable.cost, self._copy_weight))
-        costs: Floats = self._queue_weight * view.prefill_tokens
+            to_compute -= view.fetchable.tokens * (1.0 - np.maximum(view.fetchable.cost, self.copy_weight))
+        costs: Floats = self.queue_weight * view.prefill_tokens
         costs += to_compute
         costs *= view.prefill_slowdown
-        request_tokens = min(self._request_tokens, _MAX_REQUEST_SHARE * view.prompt_tokens)
+        request_tokens = min(self.request_tokens, _MAX_REQUEST_SHARE * view.prompt_tokens)
         costs += request_tokens * view.requests * view.decode_slowdown
-        costs += self._waiting_tokens * (view.waiting_requests + (to_compute > view.free_tokens))
-        costs += min(self._utilization_tokens, _MAX_UTILIZATION_SHARE * view.prompt_tokens) * view.utilization
+        costs += self.waiting_tokens * (view.waiting_requests + (to_compute > view.free_tokens))
+        costs += min(self.utilization_tokens, _MAX_UTILIZATION_SHARE * view.prompt_tokens) * view.utilization
         if view.session is not None:
-            costs -= self._session_tokens * view.session
+            costs -= self.session_tokens * view.session
         return costs
 
 

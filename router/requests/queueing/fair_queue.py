@@ -2,7 +2,7 @@
 
 Tenants share the queue by deficit round robin: in each round a tenant earns a quantum of tokens and spends it on its
 own requests, so a tenant with many or large requests only delays itself. Within a tenant requests leave in the order of
-arrival, where each step of priority counts as `priority_s` seconds of waiting. A request can therefore be overtaken
+arrival, where each step of priority counts as `PRIORITY_S` seconds of waiting. A request can therefore be overtaken
 only by those that arrive a bounded time after it.
 
 When the queue overflows, the tenant with the most queued tokens loses its last request.
@@ -19,6 +19,7 @@ from tokenbus.router.workers.decaying_rate import DecayingRate
 
 QUANTUM_TOKENS = 256
 """Tokens that each tenant earns in a round."""
+PRIORITY_S = 1.0
 _MIN_RETRY_MS = 100.0
 _MAX_RETRY_MS = 60_000.0
 _DEFAULT_RETRY_MS = 1_000.0
@@ -79,10 +80,9 @@ class _TenantQueue:
 class FairQueue:
     """Holds at most `max_requests` requests of at most `max_tokens` tokens together."""
 
-    def __init__(self, max_requests: int, max_tokens: int, *, priority_s: float = 1.0) -> None:
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._priority_s = priority_s
         self._tenants: dict[str, _TenantQueue] = {}
         self._round: deque[str] = deque()
         """Tenants in the order in which they are served; the current one is first."""
@@ -119,7 +119,7 @@ class FairQueue:
             self._tenants[request.tenant] = _TenantQueue()
             self._round.append(request.tenant)
         self._count += 1
-        position = (request.arrived_at + request.priority * self._priority_s, self._count)
+        position = (request.arrived_at + request.priority * PRIORITY_S, self._count)
         self._tenants[request.tenant].add(position, request)
         self._positions[request.key] = request.tenant, position
         self._tokens += request.tokens

@@ -41,8 +41,6 @@ class QueueSettings(NamedTuple):
 
     max_requests: int = 1_024
     max_tokens: int = 1 << 22
-    priority_s: float = 1.0
-    """Seconds of waiting that one step of priority is worth."""
 
 
 class _Waiter(NamedTuple):
@@ -145,9 +143,8 @@ class PlacementQueue:
 
     async def _wait(self, flight: Flight, now: float) -> Placement | NoWorker | None:
         waiter = self._waiters[flight.key] = _Waiter(flight, asyncio.get_running_loop().create_future())
-        max_requests, max_tokens, priority_s = self._settings
         if flight.model not in self._queues:
-            self._queues[flight.model] = FairQueue(max_requests, max_tokens, priority_s=priority_s)
+            self._queues[flight.model] = FairQueue(*self._settings)
         queue, request = self._queues[flight.model], flight.request
         tokens = flight.num_prompt_tokens + self._fleet.model(flight.model).expected_answer_tokens(request.max_tokens)
         queued = QueuedRequest(
