@@ -45,6 +45,7 @@ _LEAVES = ("tokenbus.protocol.prompt.renderer_process", "tokenbus.worker.engine.
 _PRELOADED = ("tokenbus.cli.main", "tokenbus.worker.serve", "tokenbus.worker.engine.gguf.runner")
 _READ_AT_START = ("GGML_", "GOMP_", "HF_", "HOME", "HUGGINGFACE_", "LANG", "LC_", "LD_", "OMP_", "PYTHON", "XDG_CACHE_")
 """Prefixes of variables that the interpreter or a library reads when it is loaded."""
+_PYTHON = sys.executable  # which a test may replace later
 _ROOT = Path(__file__).parents[2]
 _MAX_REQUEST_BYTES = 1 << 18
 _MAX_FDS = 64
@@ -179,7 +180,7 @@ def _await_processes() -> None:
 def _module(words: list[str]) -> str | None:
     """Returns the module that a command executes; its own folder is on the module path, with `-P` or without."""
     match words:
-        case [sys.executable, "-m", module, *_] | [sys.executable, "-P", "-m", module, *_]:
+        case [python, "-m", module, *_] | [python, "-P", "-m", module, *_] if python == _PYTHON:
             return module
     return None
 
