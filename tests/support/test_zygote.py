@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,11 +35,13 @@ def test_it_says_and_returns_the_same(arguments: tuple[str, ...], tmp_path: Path
 
 
 def test_it_is_a_child_with_a_session_and_arguments_of_its_own(waiting: "subprocess.Popen[bytes]") -> None:
+    shown, until = Path(f"/proc/{waiting.pid}/cmdline"), time.monotonic() + 60
+    while shown.read_text().rstrip("\0").split("\0") != WAITS:  # it becomes this process soon after it is forked
+        assert time.monotonic() < until
+        time.sleep(0.01)
     fields = Path(f"/proc/{waiting.pid}/stat").read_text().rpartition(")")[2].split()
     assert int(fields[1]) == os.getpid()
     assert os.getsid(waiting.pid) == waiting.pid
-    shown = Path(f"/proc/{waiting.pid}/cmdline").read_text().rstrip("\0").split("\0")
-    assert shown == WAITS
 
 
 def test_it_can_be_killed(waiting: "subprocess.Popen[bytes]") -> None:
