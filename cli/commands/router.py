@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tenant-limit",
-        type=arguments.tenant_limits,
+        type=_tenant_limits,
         default=TenantLimits(),
         metavar="OPEN,REQUESTS,TOKENS",
         help="limits of each tenant at this router: concurrent requests, requests and tokens per minute; "
@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tenant-limit-for",
-        type=arguments.tenant_limit_for,
+        type=_tenant_limit_for,
         action="append",
         default=[],
         metavar="TENANT=OPEN,REQUESTS,TOKENS",
@@ -138,3 +138,23 @@ def run(options: argparse.Namespace) -> int:
     from tokenbus.router import serve as router
 
     return serve.run("router", options, settings_of, router.serve)
+
+
+def _tenant_limits(text: str) -> TenantLimits:
+    """A tenant's limits, such as `8,600,100000`: concurrent requests, requests per minute, tokens per minute."""
+    try:
+        concurrency, requests, tokens = text.split(",")
+        found = TenantLimits(int(concurrency), float(requests), float(tokens))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be three numbers such as 8,600,100000, got {text}") from None
+    if not all(0 <= number < float("inf") for number in found):
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return found
+
+
+def _tenant_limit_for(text: str) -> tuple[str, TenantLimits]:
+    """A tenant with its limits, such as `acme=8,600,100000`."""
+    tenant, _, rest = text.partition("=")
+    if not tenant or not rest:
+        raise argparse.ArgumentTypeError(f"must be a tenant and its limits, such as acme=8,600,100000, got {text}")
+    return tenant, _tenant_limits(rest)

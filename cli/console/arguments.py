@@ -5,8 +5,6 @@
 import argparse
 from collections.abc import Callable
 
-from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
-
 
 def port(text: str) -> int:
     """A TCP port; 0 asks the system for a free one."""
@@ -83,26 +81,6 @@ def one_of(*names: str) -> Callable[[str], str]:
         return text
 
     return parse
-
-
-def tenant_limits(text: str) -> TenantLimits:
-    """A tenant's limits, such as `8,600,100000`: concurrent requests, requests per minute, tokens per minute."""
-    try:
-        concurrency, requests, tokens = text.split(",")
-        found = TenantLimits(int(concurrency), float(requests), float(tokens))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be three numbers such as 8,600,100000, got {text}") from None
-    if not all(0 <= number < float("inf") for number in found):
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
-    return found
-
-
-def tenant_limit_for(text: str) -> tuple[str, TenantLimits]:
-    """A tenant with its limits, such as `acme=8,600,100000`."""
-    tenant, _, rest = text.partition("=")
-    if not tenant or not rest:
-        raise argparse.ArgumentTypeError(f"must be a tenant and its limits, such as acme=8,600,100000, got {text}")
-    return tenant, tenant_limits(rest)
 
 
 def names(text: str) -> tuple[str, ...]:
