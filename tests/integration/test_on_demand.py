@@ -202,7 +202,7 @@ async def test_a_load_that_fails_ends_its_requests_with_the_reason(system: Syste
     broken.write_bytes(demo.MODEL_PATH.read_bytes()[:900_000])
     system.router("router")
     arguments = models("good", "broken", model=broken, engine="auto")
-    system.worker("worker", *arguments, "--memory-budget-mib", "150", served_name="good")
+    system.worker("worker", *arguments, "--memory-budget-mib", "200", served_name="good")
     bare = await system.connect()
     await listed(bare, "good", "broken")
     answers = [await ask(bare, "broken") for _ in range(3)]
@@ -222,7 +222,7 @@ async def test_a_model_that_was_removed_while_it_was_loaded_goes_on_and_then_say
     path.write_bytes(demo.MODEL_PATH.read_bytes())
     system.router("router")
     arguments = models("other", "model", model=path, engine="auto")
-    system.worker("worker", *arguments, "--memory-budget-mib", "150", served_name="other")
+    system.worker("worker", *arguments, "--memory-budget-mib", "200", served_name="other")
     bare = await system.connect()
     await listed(bare, "other", "model")
     assert (await complete(bare, "model"))["finish_reason"] == "length"
@@ -243,7 +243,7 @@ def engines(system: System) -> set[int]:
 async def test_an_engine_that_is_killed_while_it_loads_is_started_again_and_others_stream_on(system: System) -> None:
     system.router("router")
     arguments = models("a", "b", model=demo.MODEL_PATH, engine="auto")
-    system.worker("worker", *arguments, "--memory-budget-mib", "250", served_name="a")
+    system.worker("worker", *arguments, "--memory-budget-mib", "350", served_name="a")
     bare = await system.connect()
     await listed(bare, "a", "b")
     long = await ask(bare, "a", max_tokens=400, stop_token_ids=[])
@@ -281,7 +281,7 @@ async def test_a_request_is_held_for_no_longer_than_that(system: System) -> None
 
 async def test_a_request_outlives_the_worker_that_is_killed_while_it_loads(system: System) -> None:
     system.router("router", "--hold-s", "30")
-    system.worker("worker", "--memory-budget-mib", "150", served_name="a")
+    system.worker("worker", "--memory-budget-mib", "200", served_name="a")
     bare = await system.connect()
     await listed(bare, "a")
     answer = await ask(bare, "a")
@@ -289,7 +289,7 @@ async def test_a_request_outlives_the_worker_that_is_killed_while_it_loads(syste
         while not engines(system):
             await asyncio.sleep(0.005)
     system.kill("worker")
-    system.worker("worker", "--memory-budget-mib", "150", served_name="a")
+    system.worker("worker", "--memory-budget-mib", "200", served_name="a")
     assert (await answer.terminal())["finish_reason"] == "length"
     check_stream(answer)
 
@@ -301,7 +301,7 @@ async def test_an_engine_that_dies_and_can_t_be_loaded_again_gives_its_memory_ba
     path.write_bytes(demo.MODEL_PATH.read_bytes())
     system.router("router")
     arguments = models("other", "model", model=path, engine="auto")
-    system.worker("worker", *arguments, "--memory-budget-mib", "150", served_name="other")
+    system.worker("worker", *arguments, "--memory-budget-mib", "200", served_name="other")
     bare = await system.connect()
     await listed(bare, "other", "model")
     assert (await complete(bare, "model"))["finish_reason"] == "length"

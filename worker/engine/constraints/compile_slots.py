@@ -70,7 +70,8 @@ class CompileSlots:
         self._is_closed = False
 
     def __repr__(self) -> str:
-        return f"<CompileSlots, {len(self._turns)} waiting, {len(self._running)} compiling>"
+        with self._changed:
+            return f"<CompileSlots, {len(self._turns)} waiting, {len(self._running)} compiling>"
 
     def submit(self, job: CompileJob) -> None:
         """Queues a constraint to be compiled at its tenant's turn."""
