@@ -31,7 +31,7 @@ def _read_rules(model: str) -> tokenizer_bundle.PromptRules:
         from tokenbus.worker.engine.gguf.model import read_rules
 
         return read_rules(files.weights)
-    from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
+    from tokenbus.worker.tokenizers.onnx_tokenizer import OnnxTokenizer
 
     return OnnxTokenizer(files.sidecars, None, str(files.weights)).rules
 

@@ -10,7 +10,7 @@ from tests.hostile.scale import times
 from tests.sim.system import MODEL, FrontendProcess, kill
 from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import codec, errors, internal, messages
-from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
+from tokenbus.worker.tokenizers.gguf import tokenizer_json
 
 RESTARTING = messages.WorkerState.RESTARTING
 READY = messages.WorkerState.READY

@@ -12,8 +12,8 @@ from tests.support.raw_client import Answer, RawClient, check_stream
 from tokenbus import demo
 from tokenbus.demo import corpus
 from tokenbus.protocol.wire import internal, messages
-from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
 from tokenbus.worker.files import gguf_metadata
+from tokenbus.worker.tokenizers.gguf.gguf_tokenizer import GgufTokenizer
 
 NEAR_TIE = 1e-3
 

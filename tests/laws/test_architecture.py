@@ -98,7 +98,7 @@ PURE = (
 """Files that decide: values and the time go in, values come out."""
 IMPURE = {"asyncio", "time", "nats", "prometheus_client", "threading", "socket", "structlog"}
 ONLY_IN = {
-    "llama_cpp": ("worker/engine/gguf/", "worker/convert/quantize.py"),
+    "llama_cpp": ("worker/engine/gguf/", "worker/tokenizers/gguf/gguf_tokenizer.py", "worker/convert/quantize.py"),
     "onnxruntime": ("worker/engine/onnx/",),
     "onnx": ("worker/engine/onnx/", "demo/"),
     "starlette": ("gateway/", "protocol/http/status_server.py", "protocol/http/http_server.py"),

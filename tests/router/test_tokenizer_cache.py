@@ -16,7 +16,7 @@ from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
-from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
+from tokenbus.worker.tokenizers.gguf import tokenizer_json
 
 NAMES = subjects.Subjects()
 PACKED = tokenizer_bundle.pack(

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.gguf import backend
-from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
 from tokenbus.worker.files import gguf_metadata
+from tokenbus.worker.tokenizers.gguf.gguf_tokenizer import GgufTokenizer
 
 _SCALARS = {str: 8, bool: 7, int: 4, float: 6}
 _ITEMS = _SCALARS | {int: 5}

@@ -1,7 +1,7 @@
 """The files of a model: how a user names them, where they are found, and how they travel in settings.
 
 A model is named by a file, by a folder, or by a repository on the Hugging Face Hub as `org/repo[:variant]`. Which files
-make up a model differs by engine, so each engine subclasses `Layout` (gguf/layout.py, onnx/layout.py)."""
+make up a model differs by engine, so each engine subclasses `Layout` (gguf_layout.py, onnx_layout.py)."""
 
 import re
 from abc import ABC, abstractmethod

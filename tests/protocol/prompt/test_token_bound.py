@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tokenbus.protocol.prompt import prompt, token_bound, tokenizer_bundle
 from tokenbus.protocol.wire import internal
-from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
-from tokenbus.worker.engine.gguf.tokenizer.tokenizer_json import Json, TokenizerSpec
+from tokenbus.worker.tokenizers.gguf import tokenizer_json
+from tokenbus.worker.tokenizers.gguf.tokenizer_json import Json, TokenizerSpec
 
 LETTERS = list(token_bound.byte_letters())
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -13,7 +13,7 @@ from tokenbus.protocol.wire import internal, limits
 from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reasoning
 from tokenbus.worker.engine.models import chat_formats, features
-from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
+from tokenbus.worker.tokenizers.model_tokenizer import ModelTokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"

@@ -9,9 +9,9 @@ from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.engine.device.runner import Embedder, Reranker, RunnerAdapters
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.ops import KvOp
-from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
 from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 from tokenbus.worker.files.device_memory import DeviceMemory
+from tokenbus.worker.tokenizers.model_tokenizer import ModelTokenizer
 
 
 class PoolingRunner:

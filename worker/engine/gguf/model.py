@@ -19,14 +19,15 @@ from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.gguf import backend, context, devices, model_facts, settings_resolution
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters, LlamaAdapter
 from tokenbus.worker.engine.gguf.gguf_memory import GgufMemory
-from tokenbus.worker.engine.gguf.tokenizer import bundle
-from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
-from tokenbus.worker.engine.models import chat_formats, pretrained_tokenizer
+from tokenbus.worker.engine.models import chat_formats
 from tokenbus.worker.files import generation_config, gguf_metadata, in_use
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.gguf_layout import GgufLayout
 from tokenbus.worker.files.model_files import ModelFiles, source_name
+from tokenbus.worker.tokenizers import pretrained_tokenizer
+from tokenbus.worker.tokenizers.gguf import bundle
+from tokenbus.worker.tokenizers.gguf.gguf_tokenizer import GgufTokenizer
 
 _MAX_DEVICES = 128
 """More devices than llama.cpp can use. It reads one share for each device that it finds."""

@@ -25,10 +25,10 @@ from tokenbus.worker.engine.onnx.lora import projections
 from tokenbus.worker.engine.onnx.lora.matrices import OnnxAdapter, no_adapters
 from tokenbus.worker.engine.onnx.onnx_memory import OnnxMemory
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
-from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
 from tokenbus.worker.files import generation_config, in_use, onnx_model_config
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.model_files import ModelFiles, source_name
+from tokenbus.worker.tokenizers.onnx_tokenizer import OnnxTokenizer
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4_096

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.support import vocabularies
 from tests.support.vocabularies import Loaded
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
-from tokenbus.worker.engine.gguf.tokenizer import bundle, probe_texts
-from tokenbus.worker.engine.gguf.tokenizer.pre_tokenizers import PRE_TOKENIZERS
+from tokenbus.worker.tokenizers.gguf import bundle, probe_texts
+from tokenbus.worker.tokenizers.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 Tokenize = Callable[[str], list[int]]
 

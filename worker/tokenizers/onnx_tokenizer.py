@@ -8,12 +8,11 @@ from tokenizers import Tokenizer
 
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.engine.models import pretrained_tokenizer
-from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
-from tokenbus.worker.engine.onnx.tokenizer import token_bytes
 from tokenbus.worker.files.generation_config import to_token_ids
 from tokenbus.worker.files.model_files import read_json
 from tokenbus.worker.files.onnx_model_config import read_genai
+from tokenbus.worker.tokenizers import pretrained_tokenizer, token_bytes
+from tokenbus.worker.tokenizers.model_tokenizer import ModelTokenizer
 
 _MIN_COVERAGE = 0.5
 """The share of a model's vocabulary that its tokenizer must cover: exports pad the vocabulary, but no further."""

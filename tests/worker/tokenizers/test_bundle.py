@@ -16,8 +16,8 @@ from tokenbus.demo import chats, corpus
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker.engine.gguf.runner import GgufRunner
-from tokenbus.worker.engine.gguf.tokenizer import bundle, probe_texts
 from tokenbus.worker.files import gguf_metadata
+from tokenbus.worker.tokenizers.gguf import bundle, probe_texts
 
 BOS = chats.SPECIAL_TOKENS.index(chats.BOS)
 Tokenize = Callable[[str], list[int]]

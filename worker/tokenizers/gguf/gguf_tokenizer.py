@@ -7,9 +7,9 @@ import ctypes
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.prompt import tokenizer_bundle
-from tokenbus.worker.engine.gguf.tokenizer.rerank_prompt import PairTokens
-from tokenbus.worker.engine.models.model_tokenizer import ModelTokenizer
 from tokenbus.worker.files.gguf_metadata import Metadata
+from tokenbus.worker.tokenizers.gguf.rerank_prompt import PairTokens
+from tokenbus.worker.tokenizers.model_tokenizer import ModelTokenizer
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 1 << 0, 1 << 3, 1 << 4
 """Bits of llama.cpp's token attributes."""

@@ -18,7 +18,7 @@ from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine.gguf.runner import GgufRunner
-from tokenbus.worker.engine.onnx.tokenizer.onnx_tokenizer import OnnxTokenizer
+from tokenbus.worker.tokenizers.onnx_tokenizer import OnnxTokenizer
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -1,8 +1,8 @@
 """SentencePiece's variant of byte pair encoding (`llama`), which merges the pair with the highest score first."""
 
-from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
-from tokenbus.worker.engine.gguf.tokenizer.tokenizer_json import TokenizerSpec
 from tokenbus.worker.files.gguf_metadata import Metadata
+from tokenbus.worker.tokenizers.gguf import tokenizer_json
+from tokenbus.worker.tokenizers.gguf.tokenizer_json import TokenizerSpec
 
 _MAX_TOKEN_CHARS = 512
 """Finding the parts of a token takes time quadratic in its length, so a vocabulary with a longer token is refused."""

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import llama_cpp_source, vocabularies
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
-from tokenbus.worker.engine.gguf.tokenizer import bundle
+from tokenbus.worker.tokenizers.gguf import bundle
 
 OFFERED = {
     "aquila": True,

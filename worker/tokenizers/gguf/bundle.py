@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import structlog
 
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
-from tokenbus.worker.engine.gguf.tokenizer import bpe, probe_texts, sentencepiece, tokenizer_json
-from tokenbus.worker.engine.gguf.tokenizer.gguf_tokenizer import GgufTokenizer
-from tokenbus.worker.engine.models import pretrained_tokenizer
 from tokenbus.worker.files.gguf_metadata import Metadata
+from tokenbus.worker.tokenizers import pretrained_tokenizer
+from tokenbus.worker.tokenizers.gguf import bpe, probe_texts, sentencepiece, tokenizer_json
+from tokenbus.worker.tokenizers.gguf.gguf_tokenizer import GgufTokenizer
 
 _SPECS: dict[str, Callable[[Metadata, dict[str, int]], tokenizer_json.TokenizerSpec | None]] = {
     "gpt2": bpe.tokenizer_spec,

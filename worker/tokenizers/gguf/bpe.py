@@ -2,10 +2,10 @@
 
 import re
 
-from tokenbus.worker.engine.gguf.tokenizer import tokenizer_json
-from tokenbus.worker.engine.gguf.tokenizer.pre_tokenizers import PRE_TOKENIZERS
-from tokenbus.worker.engine.gguf.tokenizer.tokenizer_json import TokenizerSpec
 from tokenbus.worker.files.gguf_metadata import Metadata
+from tokenbus.worker.tokenizers.gguf import tokenizer_json
+from tokenbus.worker.tokenizers.gguf.pre_tokenizers import PRE_TOKENIZERS
+from tokenbus.worker.tokenizers.gguf.tokenizer_json import TokenizerSpec
 
 _CHARACTER_KINDS = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")
 """Values of `tokenizer.ggml.pre` whose merges are over characters."""

@@ -1,1 +1,0 @@
-"""The tokenizer in an ONNX model's folder."""
