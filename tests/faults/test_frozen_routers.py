@@ -26,6 +26,8 @@ async def started(folder: Path, config: Path | None = None) -> AsyncIterator[Sys
     for name in ("worker-a", "worker-b"):
         system.worker(name)
     await until_ready(await system.connect(), 2)
+    for name in ("router-a", "router-b"):
+        await system.until_logged(name, "router_ready")
     yield system
     os.kill(system.pid("router-a"), signal.SIGCONT)
     await system.stop()
