@@ -15,6 +15,8 @@ from tests.support.system import System
 
 DROPPED_S = 4.5
 """The broker has dropped a router that stands still for 3 s; on a busy machine it may come to that later."""
+LONG = 240
+"""Tokens of a stream that lasts longer than it takes to replace a guardian, at a step of 50 ms each."""
 STORY = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
 
 
@@ -24,7 +26,7 @@ async def started(folder: Path, config: Path | None = None) -> AsyncIterator[Sys
     for name in ("router-a", "router-b"):
         system.router(name)
     for name in ("worker-a", "worker-b"):
-        system.worker(name)
+        system.worker(name, "--engine", "sim", model="steps-of-50ms")
     await until_ready(await system.connect(), 2)
     for name in ("router-a", "router-b"):
         await system.until_logged(name, "router_ready")
@@ -61,7 +63,7 @@ def placed_by(system: System, router: str, request_id: str) -> bool:
 
 async def test_requests_after_three_seconds_are_answered_and_streams_are_not_disturbed(system: System) -> None:
     bare = await system.connect()
-    running = [await bare.generate(STORY | {"max_tokens": 400}) for _ in range(8)]
+    running = [await bare.generate(STORY | {"max_tokens": LONG}) for _ in range(8)]
     for answer in running:
         await answer.until(2)
     system.signal("router-a", signal.SIGSTOP)
@@ -74,7 +76,7 @@ async def test_requests_after_three_seconds_are_answered_and_streams_are_not_dis
 
 async def test_a_frozen_guardian_is_replaced_so_that_its_streams_outlive_their_worker(system: System) -> None:
     bare = await system.connect()
-    answers = {f"r{n}": await bare.generate(STORY | {"max_tokens": 900, "id": f"r{n}"}) for n in range(16)}
+    answers = {f"r{n}": await bare.generate(STORY | {"max_tokens": LONG, "id": f"r{n}"}) for n in range(16)}
     for answer in answers.values():
         await answer.until(2)
     assert any(placed_by(system, "router-a", name) for name in answers)
@@ -89,7 +91,7 @@ async def test_a_frozen_guardian_is_replaced_so_that_its_streams_outlive_their_w
     for answer in answers.values():
         assert len(answer.terminals) == 1
         assert answer.flaws == (0, 0)
-        assert answer.num_tokens == 900
+        assert answer.num_tokens == LONG
 
 
 @pytest.mark.long
@@ -98,7 +100,7 @@ async def test_workers_replace_a_frozen_guardian_whose_connection_the_broker_kee
     config.write_text('ping_interval: "2m"\n')
     async with started(tmp_path, config) as system:
         bare = await system.connect()
-        answers = {f"r{n}": await bare.generate(STORY | {"max_tokens": 900, "id": f"r{n}"}) for n in range(16)}
+        answers = {f"r{n}": await bare.generate(STORY | {"max_tokens": LONG, "id": f"r{n}"}) for n in range(16)}
         for answer in answers.values():
             await answer.until(2)
         guarded = [name for name in answers if placed_by(system, "router-a", name)]
@@ -115,7 +117,7 @@ async def test_workers_replace_a_frozen_guardian_whose_connection_the_broker_kee
         for answer in answers.values():
             assert len(answer.terminals) == 1
             assert answer.flaws == (0, 0)
-            assert answer.num_tokens == 900
+            assert answer.num_tokens == LONG
 
 
 @pytest.mark.long

@@ -125,6 +125,7 @@ async def test_one_whose_process_stands_still_or_dies_harms_only_its_own_request
     answer = await bare.generate(letters)
     await answer.until(3)
     processes = set(served.family("worker")) - before
+    assert processes, "it is followed in a process of its own"
     for process_id in processes:
         os.kill(process_id, signal.SIGSTOP)
     for _ in range(5):
