@@ -121,7 +121,7 @@ async def test_a_cancelled_one_ends_its_work(served: System) -> None:
 async def test_one_whose_process_stands_still_or_dies_harms_only_its_own_request(served: System) -> None:
     bare = await served.connect()
     before = set(served.family("worker"))
-    letters = {"prompt": "x", "grammar": "root ::= [a-z ]{100000}", "max_tokens": 400, "temperature": 1, "seed": 3}
+    letters = {"prompt": "x", "grammar": "root ::= [a-z ]{100000}", "max_tokens": 1_900, "temperature": 1, "seed": 3}
     answer = await bare.generate(letters)
     await answer.until(3)
     processes = set(served.family("worker")) - before
