@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from tokenbus.protocol.process.memory import resident_bytes
 from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
 from tokenbus.worker.engine.constraints.grammars.matcher import MAX_SLOW_S, Matcher
@@ -101,7 +102,7 @@ def _compile(channel: Commands, compiler: ConstraintCompiler) -> Matcher:
     """Compiles a constraint and reports it. If that fails, raises EOFError, which ends the process."""
     command = channel.receive()
     assert isinstance(command, messages.Compile), command
-    before = _resident_bytes()
+    before = resident_bytes()
     _limit_memory(MAX_COMPILE_BYTES)
     _limit_cpu(MAX_COMPILE_S)
     try:
@@ -110,7 +111,7 @@ def _compile(channel: Commands, compiler: ConstraintCompiler) -> Matcher:
         channel.send(messages.Failed(str(error), error.line))
         raise EOFError from error
     _limit_cpu(0)
-    channel.send(messages.Compiled(max(0, _resident_bytes() - before)))
+    channel.send(messages.Compiled(max(0, resident_bytes() - before)))
     return matcher
 
 
@@ -154,10 +155,6 @@ def _limit_cpu(seconds: float) -> None:
     A process that only waits is killed too, somewhat later: out of memory, llguidance may hang forever."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, STALL_S if seconds else 0)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 if __name__ == "__main__":
