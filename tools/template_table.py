@@ -13,7 +13,7 @@ from tokenbus.protocol.prompt.rendering import PromptPieces
 from tokenbus.protocol.prompt.special_tokens import SpecialTokens
 from tokenbus.protocol.prompt.template import ChatTemplate
 from tokenbus.protocol.wire.messages import ChatMessage
-from tokenbus.worker.chat_format.inference.infer import infer_format
+from tokenbus.worker.chat_format.infer import infer_format
 from tokenbus.worker.chat_format.known_formats import known_format
 from tokenbus.worker.contract.chat_format import ChatFormat
 

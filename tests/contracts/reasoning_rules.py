@@ -5,8 +5,8 @@ import msgspec
 from tests.contracts.driving import new_key, prompt, request, run, settled, start
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import messages
-from tokenbus.worker.chat_format.grammar.answer import reasoning_grammar
-from tokenbus.worker.chat_format.grammar.reasoning_budget import MAX_WAIT
+from tokenbus.worker.chat_format.answer_grammar import reasoning_grammar
+from tokenbus.worker.chat_format.reasoning_budget import MAX_WAIT
 from tokenbus.worker.contract import contract, engine_request
 
 _MARKER = 8

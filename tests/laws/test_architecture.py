@@ -53,8 +53,6 @@ PURE = (
     "worker/chat_format/*.py",
     "worker/chat_format/parsing/*.py",
     "worker/contract/*.py",
-    "worker/chat_format/grammar/*.py",
-    "worker/chat_format/inference/*.py",
     "worker/engine_client/detokenizer.py",
     "worker/engine_client/stop_automaton.py",
     "worker/streams/packed_logprobs.py",

@@ -8,8 +8,8 @@ import msgspec
 
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
 from tokenbus.worker.chat_format.parsing import deltas
+from tokenbus.worker.chat_format.parsing.markers import Rules
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
-from tokenbus.worker.chat_format.parsing.scans import Rules
 from tokenbus.worker.contract.chat_format import ChatFormat
 
 Token = tuple[int, str]

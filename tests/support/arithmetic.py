@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.protocol.wire.params import SamplingParams
-from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
 from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.contract.engine_errors import InsufficientMemoryError
 from tokenbus.worker.engine.device.draws import Matrix

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
-from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningBudget, ReasoningCloser, closing_marker
+from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget, ReasoningCloser, closing_marker
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.chat_format import ChatFormat
 

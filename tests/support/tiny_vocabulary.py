@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from tokenbus.worker.chat_format.grammar.lark import LarkWriter
+from tokenbus.worker.chat_format.lark import LarkWriter
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
 from tokenbus.worker.engine.constraints.grammars.matcher import Matcher

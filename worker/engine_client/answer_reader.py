@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
+from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.chat_format.parsing import deltas
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
 from tokenbus.worker.contract import engine_output, engine_request

@@ -14,7 +14,7 @@ import structlog
 
 from tokenbus.protocol.moving_average import MovingAverage
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
-from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
+from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import contract, engine_output, engine_request
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.engine.process import ipc

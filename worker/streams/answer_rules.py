@@ -12,9 +12,9 @@ import msgspec
 
 from tokenbus.protocol.wire import errors, internal, tools
 from tokenbus.protocol.wire.params import GenerationParams
-from tokenbus.worker.chat_format.grammar.answer import calls_grammar, reasoning_grammar
-from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
-from tokenbus.worker.chat_format.grammar.lark import GrammarError
+from tokenbus.worker.chat_format.answer_grammar import calls_grammar, reasoning_grammar
+from tokenbus.worker.chat_format.chat_rules import ChatRules
+from tokenbus.worker.chat_format.lark import GrammarError
 from tokenbus.worker.contract import engine_request
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)

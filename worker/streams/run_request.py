@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, params, reasoning, subjects
 from tokenbus.protocol.wire.checks import validation
-from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
+from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import contract, engine_output, engine_request
 from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.streams import packed_logprobs

@@ -19,7 +19,7 @@ from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, 
 from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.replica_state import ReplicaState, Serving
-from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
+from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import contract, engine_output
 from tokenbus.worker.contract.validator import StreamValidator
 from tokenbus.worker.kv_exchange.exchange import KvExchange

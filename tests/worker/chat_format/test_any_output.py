@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from tests.support.answers import ORDINARY, Answer, Token, read, together
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, KnownFormat, with_tokens
 from tokenbus.worker.chat_format.parsing import deltas
-from tokenbus.worker.chat_format.parsing.markers import MAX_WHITESPACE
+from tokenbus.worker.chat_format.parsing.markers import MAX_WHITESPACE, Rules
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
-from tokenbus.worker.chat_format.parsing.scans import Rules
 from tokenbus.worker.contract.chat_format import ChatFormat
 
 TOOLS: dict[str, dict[str, object]] = {

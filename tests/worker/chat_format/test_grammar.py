@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from tokenbus.worker.chat_format.grammar.answer import Tools, calls_grammar, reasoning_grammar
-from tokenbus.worker.chat_format.grammar.lark import GrammarError
+from tokenbus.worker.chat_format.answer_grammar import Tools, calls_grammar, reasoning_grammar
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
+from tokenbus.worker.chat_format.lark import GrammarError
 from tokenbus.worker.chat_format.parsing import deltas
+from tokenbus.worker.chat_format.parsing.markers import Rules
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
-from tokenbus.worker.chat_format.parsing.scans import Rules
 from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind
 
 TOOLS: dict[str, dict[str, Any]] = {

@@ -8,8 +8,8 @@ from tokenbus.protocol.prompt.rendering import PromptPieces
 from tokenbus.protocol.prompt.special_tokens import SpecialTokens
 from tokenbus.protocol.prompt.template import ChatTemplate
 from tokenbus.protocol.wire.messages import ChatMessage
-from tokenbus.worker.chat_format.inference.infer import infer_format
-from tokenbus.worker.chat_format.inference.probe import Render
+from tokenbus.worker.chat_format.infer import infer_format
+from tokenbus.worker.chat_format.probe import Render
 from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reasoning, Values
 
 SPECIAL = {"<|user|>": 1, "<|assistant|>": 2, "<|end|>": 3, "<|call|>": 4, "<|never|>": 5}

@@ -8,9 +8,8 @@ import pytest
 
 from tests.support.answers import ORDINARY, Answer, known, read
 from tokenbus.worker.chat_format.parsing import deltas
-from tokenbus.worker.chat_format.parsing.markers import MAX_WHITESPACE
+from tokenbus.worker.chat_format.parsing.markers import MAX_WHITESPACE, Rules
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
-from tokenbus.worker.chat_format.parsing.scans import Rules
 from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reasoning, Values
 
 HERMES = known("hermes")

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, KnownFormat, known_format, with_tokens
-from tokenbus.worker.chat_format.parsing import schema
-from tokenbus.worker.chat_format.parsing.scans import Rules
+from tokenbus.worker.chat_format.parsing import values
+from tokenbus.worker.chat_format.parsing.markers import Rules
 from tokenbus.worker.contract.chat_format import ChatFormat
 
 
@@ -52,14 +52,14 @@ def test_a_special_token_that_begins_like_another_is_told_from_it() -> None:
     ],
 )
 def test_the_types_of_a_schema_are_those_it_allows(parameters: object, types: set[str]) -> None:
-    assert schema.types_of(parameters) == types
+    assert values.types_of(parameters) == types
 
 
 def test_a_schema_that_nests_too_deeply_allows_anything() -> None:
     nested: object = {"type": "string"}
     for _ in range(1000):
         nested = {"anyOf": [nested]}
-    assert schema.types_of(nested) == set()
+    assert values.types_of(nested) == set()
 
 
 @pytest.mark.parametrize(
@@ -82,4 +82,4 @@ def test_a_schema_that_nests_too_deeply_allows_anything() -> None:
 def test_a_value_without_quotes_becomes_json_of_a_type_that_is_allowed(
     text: str, types: set[str], expected: str
 ) -> None:
-    assert schema.to_json(text, types) == expected
+    assert values.to_json(text, types) == expected

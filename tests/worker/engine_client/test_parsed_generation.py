@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.worker.engine_client.test_resumed_generation import after
 from tokenbus.protocol.wire import messages
-from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
+from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reasoning
 from tokenbus.worker.contract.validator import StreamValidator

@@ -8,7 +8,7 @@ from tests.support.tiny_vocabulary import compiler
 from tests.worker.engine_client.test_parsed_generation import CALL, FORMAT, HELLO, PIECES, RULES, TURN
 from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema
-from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
+from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.chat_format import ChatFormat
 from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError, to_problem

@@ -12,20 +12,66 @@ is passed on only when complete; one that is cut off is dropped, and a malformed
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from tokenbus.worker.chat_format.parsing import deltas
-from tokenbus.worker.chat_format.parsing.call_reader import CallReader, Tools
+from tokenbus.worker.chat_format.parsing.call_reader import CallReader, JsonCall, NamedCall, Tools
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed, ReadBack
-from tokenbus.worker.chat_format.parsing.header_call import NamedCall
-from tokenbus.worker.chat_format.parsing.headers import read_header
-from tokenbus.worker.chat_format.parsing.json_call import JsonCall
-from tokenbus.worker.chat_format.parsing.markers import MarkerMatch, first_of, skip_whitespace, without_surrogates
-from tokenbus.worker.chat_format.parsing.output import ParsedOutput
-from tokenbus.worker.chat_format.parsing.scans import Rules, Scan, To
+from tokenbus.worker.chat_format.parsing.markers import (
+    MarkerMatch,
+    Rules,
+    Scan,
+    TextKind,
+    To,
+    first_of,
+    skip_whitespace,
+    without_surrogates,
+)
 from tokenbus.worker.chat_format.parsing.tagged_call import TaggedCall
-from tokenbus.worker.chat_format.parsing.text_reader import Found, TextReader
+from tokenbus.worker.chat_format.parsing.text_reader import Found, ParsedOutput, TextReader
 from tokenbus.worker.contract.chat_format import Kind
+
+_WORD = re.compile(r"[^\s\ud800-\udfff]*")
+
+
+class HeaderedMessage(NamedTuple):
+    """The contents of a header."""
+
+    kind: TextKind = None
+    """Content, reasoning, or neither (not for the client)."""
+    function: str = ""
+    """The function that it calls."""
+
+
+def read_header(header: str, rules: Rules) -> HeaderedMessage | None:
+    """Returns the kind of message that this header announces, or None if the format does not define it."""
+    channels = rules.form.channels
+    assert channels is not None
+    if constrain := rules.alphabet.encode(channels.constrain):
+        header = header.replace(constrain, " ")
+    role, *named = header.split(rules.channel.pieces[0])
+    channel = named[-1] if named else ""
+    recipient = _word_behind(channels.recipient, role) or _word_behind(channels.recipient, channel)
+    if recipient:
+        is_call = recipient.startswith(channels.function)
+        return HeaderedMessage(function=recipient[len(channels.function) :] if is_call else "")
+    name = _first_word(channel)
+    if name in channels.reasoning:
+        return HeaderedMessage(deltas.ReasoningDelta)
+    return HeaderedMessage(deltas.Content) if name in channels.content else None
+
+
+def _first_word(text: str) -> str:
+    found = _WORD.match(text.lstrip())
+    return found[0] if found else ""
+
+
+def _word_behind(before: str, text: str) -> str:
+    at = text.find(before)
+    return "" if at < 0 else _first_word(text[at + len(before) :])
+
 
 MAX_HELD = 1024
 """The most characters of a message header, or of the text around calls."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 from tokenbus.protocol.wire import internal
-from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
 from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.engine.device.runner import Embedder, Reranker, RunnerAdapters
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore

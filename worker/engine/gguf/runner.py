@@ -12,7 +12,7 @@ import structlog
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.protocol.wire import codec, internal
-from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
 from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings

@@ -10,9 +10,9 @@ from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.prompt.rendering import PromptPieces, Renderer
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire.messages import ChatMessage
-from tokenbus.worker.chat_format.inference.infer import infer_format
-from tokenbus.worker.chat_format.inference.probe import Render
+from tokenbus.worker.chat_format.infer import infer_format
 from tokenbus.worker.chat_format.known_formats import known_format
+from tokenbus.worker.chat_format.probe import Render
 from tokenbus.worker.contract.chat_format import ChatFormat
 from tokenbus.worker.engine.models import features
 

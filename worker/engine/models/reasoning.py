@@ -1,7 +1,7 @@
 """Finds out from its chat format and tokenizer whether a loaded model's reasoning can be closed."""
 
-from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
-from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
+from tokenbus.worker.chat_format.chat_rules import ChatRules
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
 from tokenbus.worker.contract.chat_format import ChatFormat
 from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens, PartEncoder
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import structlog
 
 from tokenbus.protocol.wire import block_hash
-from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningBudget
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget
 from tokenbus.worker.contract.engine_errors import DeviceError
 from tokenbus.worker.contract.engine_settings import SchedulerSettings
 from tokenbus.worker.engine.constraints.compilation import Compilation

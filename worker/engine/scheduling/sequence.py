@@ -8,7 +8,7 @@ from collections.abc import Sequence as Listing
 from typing import TYPE_CHECKING
 
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningBudget
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.prefix_tree import Domain

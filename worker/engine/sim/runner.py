@@ -11,7 +11,7 @@ import xxhash
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.params import SamplingParams
-from tokenbus.worker.chat_format.grammar.reasoning_budget import ReasoningCloser
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
 from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings

@@ -18,7 +18,7 @@ import msgspec
 from canitoolcall.fixtures import Family, Fixture, ReferenceModel
 
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
-from tokenbus.worker.chat_format.parsing.scans import Rules
+from tokenbus.worker.chat_format.parsing.markers import Rules
 from tokenbus.worker.contract.chat_format import ChatFormat
 
 IDS: dict[str, dict[str, int]] = json.loads(Path(__file__).with_name("tokens.json").read_text())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tokenbus.worker.chat_format.parsing.markers import Rules
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
-from tokenbus.worker.chat_format.parsing.scans import Rules
 from tokenbus.worker.contract.chat_format import ChatFormat
 
 _PROMPT_TAIL = 256

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokenbus.worker.chat_format.inference.probe import FUNCTIONS, KEYS, PARAMETERS, VALUE_KEYS, TemplateProbe, call
 from tokenbus.worker.chat_format.parsing import deltas
+from tokenbus.worker.chat_format.parsing.markers import Rules
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
-from tokenbus.worker.chat_format.parsing.scans import Rules
+from tokenbus.worker.chat_format.probe import FUNCTIONS, KEYS, PARAMETERS, VALUE_KEYS, TemplateProbe, call
 from tokenbus.worker.contract.chat_format import ChatFormat, Values
 
 _A, _B = KEYS

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Listing
 
-from tokenbus.worker.chat_format.grammar.chat_rules import ChatRules
+from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.chat_format import ChatFormat

@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.reasoning_vocabulary import KNOWN, ReasoningVocabulary
-from tokenbus.worker.chat_format.grammar.reasoning_budget import (
-    MAX_WAIT,
-    ReasoningBudget,
-    ReasoningCloser,
-    closing_marker,
-)
+from tokenbus.worker.chat_format.reasoning_budget import MAX_WAIT, ReasoningBudget, ReasoningCloser, closing_marker
 
 HERMES = ReasoningVocabulary(KNOWN["hermes"])
 THINK, CLOSE = HERMES.form.tokens["<think>"], HERMES.form.tokens["</think>"]

@@ -1,1 +1,0 @@
-"""Infers chat formats from chat templates."""
