@@ -6,6 +6,7 @@ from deploy.dashboards.spec import MODEL, WORKER, Dashboard, Panel, Query, Row
 _P = "tokenbus_worker"
 _TTFT = f"{_P}_time_to_first_token_seconds"
 _ITL = f"{_P}_inter_token_latency_seconds"
+_TPOT = f"{_P}_time_per_output_token_seconds"
 _E2E = f"{_P}_e2e_request_latency_seconds"
 _WAIT = "tokenbus_router_queue_wait_seconds"
 
@@ -26,9 +27,17 @@ _FIRST = (
         _quantiles(_TTFT),
     ),
     Panel(
-        "Time from one token to the next",
-        "The smoothness of streams. If p99 rises, prompts of other requests make steps long: lower --step-target-ms; "
-        "if p50 rises, too many requests run at once: lower --max-num-seqs.",
+        "Time per output token (TPOT)",
+        "The mean time of a request's tokens after the first, over requests that have ended. If it rises, too many "
+        "requests run at once: lower --max-num-seqs, or add workers.",
+        "s",
+        _quantiles(_TPOT),
+    ),
+    Panel(
+        "Inter-token latency (ITL)",
+        "The time from one step that gave a stream tokens to the next: its smoothness. If p99 rises, prompts of other "
+        "requests make steps long: lower --step-target-ms; if p50 rises, too many requests run at once: lower "
+        "--max-num-seqs.",
         "s",
         _quantiles(_ITL),
     ),

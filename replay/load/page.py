@@ -10,7 +10,7 @@ from tokenbus.replay.load.table import ROWS, number, run_lines
 from tokenbus.replay.svg import Axis, Series, bar_chart, document, line_chart
 
 _PERCENTILES = ("p50", "p90", "p99")
-_PLOTTED = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
+_PLOTTED = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 _MOST_RUNS = 8
 """The number of runs drawn as separate lines: as many as there are colours."""
 _LOADS = {
@@ -38,7 +38,11 @@ def _sweep(runs: Sequence[RunResult]) -> Iterator[str]:
     yield line_chart("Output tokens per second", [tokens], load, Axis("tokens/s"))
     for name in _PLOTTED:
         series = [Series(percentile, _points(runs, name, percentile)) for percentile in _PERCENTILES]
-        yield line_chart(f"{ROWS[name].capitalize()} by load", series, load, Axis("ms", is_log=True))
+        yield line_chart(f"{_title(name)} by load", series, load, Axis("ms", is_log=True))
+
+
+def _title(name: str) -> str:
+    return ROWS[name][0].upper() + ROWS[name][1:]
 
 
 def _points(runs: Sequence[RunResult], name: str, percentile: str) -> list[tuple[float, float]]:
@@ -52,7 +56,7 @@ def _distributions(runs: Sequence[RunResult], times: Sequence[Mapping[str, Laten
             Series(str(run.point), [(value, 100 * share) for value, share in one[name].cumulative()])
             for run, one in zip(runs[:_MOST_RUNS], times, strict=False)
         ]
-        yield line_chart(f"{ROWS[name].capitalize()}: cumulative share", series, Axis("ms", is_log=True), Axis("%"))
+        yield line_chart(f"{_title(name)}: cumulative share", series, Axis("ms", is_log=True), Axis("%"))
 
 
 def _by_worker(runs: Sequence[RunResult]) -> Iterator[str]:

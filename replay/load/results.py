@@ -36,10 +36,13 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """Ended requests by worker."""
     ttft_ms: LatencyStats
     """Time to the first token, of all requests that had one."""
-    itl_ms: LatencyStats
-    """Time from one token to the next, over all gaps. Tokens of one chunk share its gap."""
     tpot_ms: LatencyStats
-    """The mean gap of each finished request, which does not depend on how tokens are grouped into chunks."""
+    """Time per output token of each finished request: from its first token to its last, divided by the tokens after the
+    first. A request whose tokens all arrived at once has none."""
+    itl_ms: LatencyStats
+    """Inter-token latency: the time from one arrival of a request's tokens to the next, over all of them."""
+    tokens_per_arrival: float | None
+    """Tokens that a client receives at the same time, on average."""
     e2e_ms: LatencyStats
     """Time to the end, of finished requests."""
     accept_ms: LatencyStats
@@ -66,7 +69,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """The results of a sweep."""
 
-    version: int = 1
+    version: int = 2
     """Raised when a field changes its meaning. New fields may be added at any time."""
     model: str
     workload: str
@@ -104,6 +107,7 @@ def summarize(point: LoadPoint, stats: RunStats, *, interrupted: bool) -> RunRes
         requests_per_s=round(stats.finished / duration_s, 3),
         output_tokens_per_s=round(stats.output_tokens / duration_s, 3),
         output_tokens=stats.output_tokens,
+        tokens_per_arrival=round(stats.output_tokens / stats.arrivals, 3) if stats.arrivals else None,
         prompt_tokens=stats.prompt_tokens,
         cached_tokens=stats.cached_tokens,
         cached_share=round(stats.cached_tokens / stats.prompt_tokens, 4) if stats.prompt_tokens else None,

@@ -17,6 +17,8 @@ class Sender:
         self._client = client
         self._model = model
         self.stats = stats
+        self._read_at: float | None = None
+        """When the current turn of the event loop first read a chunk."""
 
     def __repr__(self) -> str:
         return f"<Sender to {self._model}: {self.stats!r}>"
@@ -30,10 +32,20 @@ class Sender:
         """Reads a stream to its end and returns its error, if any. Cancellation cancels the request."""
         async with stream:
             async for chunk in stream:
-                timer.receive(chunk, time.monotonic())
+                timer.receive(chunk, self._arrival_time())
                 if chunk.error:
                     return chunk.error
         return None
+
+    def _arrival_time(self) -> float:
+        """Returns the same time throughout a turn of the event loop: what is read in it arrived together."""
+        if self._read_at is None:
+            self._read_at = time.monotonic()
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        return self._read_at
+
+    def _end_turn(self) -> None:
+        self._read_at = None
 
 
 async def closed_loop(sender: Sender, requests: Iterator[TimedRequest], clients: int, until: float) -> None:

@@ -2,6 +2,9 @@
 
 Times are seconds of one monotonic clock. They start when a request was due, not when it was sent: if a busy sender is
 late, its users wait for the sender too. Without this, an overloaded sender would hide the system's latency.
+
+Chunks received at the same time are one *arrival*: a client sees them at once, whether their tokens came in one message
+or in several that it read together.
 """
 
 from collections import Counter
@@ -9,7 +12,7 @@ from collections import Counter
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.replay.load.histogram import LatencyHistogram
 
-TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "accept_ms", "queue_ms", "late_ms")
+TIMES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "accept_ms", "queue_ms", "late_ms")
 _MAX_WORKERS = 1_024
 """Workers that are counted separately; requests of all others are counted together."""
 OTHERS = "others"
@@ -32,6 +35,8 @@ class RunStats:
         self.not_sent = 0
         self.peak_in_flight = 0
         self.output_tokens = 0
+        self.arrivals = 0
+        """Times at which a request's tokens arrived, one token or several."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
 
@@ -88,8 +93,7 @@ class RequestTimer:
         self._is_accepted = False
         self._first_at: float | None = None
         self._last_token_at = due_at
-        self._num_later_tokens = 0
-        """Tokens that arrived after the first chunk's."""
+        self._num_tokens = 0
 
     def receive(self, chunk: messages.Chunk, now: float) -> None:
         """Records a chunk."""
@@ -103,22 +107,25 @@ class RequestTimer:
             self._end(chunk, now)
 
     def _receive_tokens(self, tokens: int, now: float) -> None:
-        """Times tokens. Those of one chunk share the time since the previous chunk."""
         stats = self._stats
         stats.output_tokens += tokens
+        self._num_tokens += tokens
         if self._first_at is None:
             self._first_at = now
             self._add("ttft_ms", now)
+        elif now == self._last_token_at:
+            return
         else:
-            self._num_later_tokens += tokens
-            stats.times["itl_ms"].add((now - self._last_token_at) / tokens * 1e3, tokens)
+            stats.times["itl_ms"].add((now - self._last_token_at) * 1e3)
+        stats.arrivals += 1
         self._last_token_at = now
 
     def _end(self, terminal: messages.Chunk, now: float) -> None:
         if terminal.finish_reason not in (messages.FinishReason.ERROR, messages.FinishReason.CANCELLED):
             self._add("e2e_ms", now)
-            if self._first_at is not None and self._num_later_tokens:
-                self._stats.times["tpot_ms"].add((self._last_token_at - self._first_at) / self._num_later_tokens * 1e3)
+            if self._first_at is not None and self._last_token_at > self._first_at:
+                generating_s = self._last_token_at - self._first_at
+                self._stats.times["tpot_ms"].add(generating_s / (self._num_tokens - 1) * 1e3)
         self._stats.record_terminal(terminal)
 
     def _add(self, name: str, now: float) -> None:

@@ -9,9 +9,9 @@ from tokenbus.replay.load.results import RunResult
 from tokenbus.replay.load.stats import RunStats
 
 ROWS = {
-    "ttft_ms": "time to first token",
-    "itl_ms": "inter-token gap",
-    "tpot_ms": "time per token",
+    "ttft_ms": "time to first token (TTFT)",
+    "tpot_ms": "time per output token (TPOT)",
+    "itl_ms": "inter-token latency (ITL)",
     "e2e_ms": "end to end",
     "accept_ms": "accepted by a worker",
     "queue_ms": "queued at the worker",
@@ -43,6 +43,8 @@ def run_lines(run: RunResult) -> Iterator[str]:
     )
     if run.cached_share is not None:
         yield f"prompts     {run.prompt_tokens:,} tokens, {run.cached_share:.1%} of them cached"
+    if run.tokens_per_arrival is not None:
+        yield f"arrivals    {number(run.tokens_per_arrival)} tokens each; ITL is the time between them"
     yield f"ended by    {_counts(run.finish_reasons) or 'nothing'}"
     if run.workers:
         yield f"workers     {_workers(run.workers)}"

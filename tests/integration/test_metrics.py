@@ -81,6 +81,9 @@ async def test_what_was_served_is_what_is_counted(system: System) -> None:
     assert seen["tokenbus_worker_generation_tokens_total"] == 30
     assert seen["tokenbus_worker_prefix_cache_hits_tokens_total"] == sum(usage["cached_tokens"] for usage in usages) > 0
     assert seen["tokenbus_worker_inter_token_latency_seconds_count"] == 24
+    assert seen["tokenbus_worker_time_per_output_token_seconds_count"] == 6
+    decode_s = seen["tokenbus_worker_decode_time_seconds_sum"]
+    assert seen["tokenbus_worker_time_per_output_token_seconds_sum"] == pytest.approx(decode_s / 4)
     assert seen["tokenbus_worker_time_to_first_token_seconds_count"] == 6
     assert seen["tokenbus_worker_requests_running"] == seen["tokenbus_worker_kv_blocks used"] == 0
     told = await samples(router)

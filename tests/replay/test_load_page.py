@@ -40,6 +40,7 @@ def test_a_page_is_self_contained_and_escapes_names() -> None:
     assert "<script" not in text
     assert set(re.findall(r"https?://[^\"]+", text)) == {"http://www.w3.org/2000/svg"}
     assert "<h1>m&amp;m: &lt;words&gt;</h1>" in text
+    assert "Inter-token latency (ITL): cumulative share" in text
 
 
 def test_a_page_says_if_nothing_was_measured() -> None:
@@ -54,7 +55,7 @@ def test_a_table_of_a_sweep_fits_80_columns() -> None:
 
 def test_the_json_has_the_documented_fields() -> None:
     text = as_json(report_of({2.0: stats_of(1.0, 2.0)})).decode()
-    for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "output_tokens_per_s", "requests_per_s", "errors", "p99"):
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "output_tokens_per_s", "requests_per_s", "errors", "p99"):
         assert f'"{name}": ' in text
     assert '"load": "rate"' in text
 

@@ -1,11 +1,18 @@
 """Statistics of a benchmark from the chunks of its requests."""
 
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import cast
+
 import pytest
 
+from tokenbus.client import Client, Stream
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.protocol.wire.messages import FinishReason
 from tokenbus.replay.load.points import LoadKind, LoadPoint
 from tokenbus.replay.load.results import RunResult, summarize
+from tokenbus.replay.load.sender import Sender
 from tokenbus.replay.load.stats import OTHERS, RunStats, retry_delay_s
 from tokenbus.replay.load.table import progress, run_lines
 
@@ -42,16 +49,64 @@ def test_times_count_from_when_a_request_was_due() -> None:
     assert [spread.max for spread in spreads] == [500, 1_000, 2_000, 500, 3_000, 3]
 
 
-def test_tokens_of_one_chunk_share_the_gap_before_it() -> None:
+def test_the_time_per_output_token_is_that_after_the_first_by_the_tokens_after_it() -> None:
     stats = RunStats(0.0)
     timer = stats.start_request(0.0, 0.0)
     for at, tokens in ((1.0, 1), (1.4, 4), (1.5, 0), (2.0, 1)):
         timer.receive(chunk(tokens), at)
     timer.receive(end(), 2.1)
     run = run_of(stats)
-    assert (run.output_tokens, stats.times["itl_ms"].count) == (6, 5)
-    assert (run.itl_ms.p50, run.itl_ms.max) == (pytest.approx(100, rel=0.005), 600)
-    assert (run.tpot_ms.mean, run.tpot_ms.max) == (200, 200)
+    assert (run.output_tokens, run.tpot_ms.mean, run.tpot_ms.max) == (6, 200, 200)
+
+
+def test_inter_token_latency_is_the_time_between_arrivals_however_many_tokens_and_chunks_each_has() -> None:
+    stats = RunStats(0.0)
+    timer = stats.start_request(0.0, 0.0)
+    for at, tokens in ((1.0, 1), (1.4, 4), (1.4, 1), (1.5, 0), (2.0, 1), (2.0, 1)):
+        timer.receive(chunk(tokens), at)
+    timer.receive(end(), 2.1)
+    run = run_of(stats)
+    assert (stats.times["itl_ms"].count, run.itl_ms.max) == (2, 600)
+    assert run.itl_ms.p50 == pytest.approx(400, rel=0.005)
+    assert (run.output_tokens, run.tokens_per_arrival) == (8, round(8 / 3, 3))
+    assert "arrivals    2.67 tokens each; ITL is the time between them" in run_lines(run)
+
+
+def test_tokens_that_all_arrive_at_once_have_no_time_per_token() -> None:
+    stats = RunStats(0.0)
+    timer = stats.start_request(0.0, 0.0)
+    for tokens in (3, 1):
+        timer.receive(chunk(tokens), 1.0)
+    timer.receive(end(), 1.0)
+    run = run_of(stats)
+    assert (run.ttft_ms.max, run.tpot_ms.max, run.itl_ms.max, run.tokens_per_arrival) == (1_000, None, None, 4)
+
+
+class Bursts:
+    """A stream that gives some chunks at once, then makes its reader wait, again and again."""
+
+    def __init__(self, *sizes: int) -> None:
+        self._sizes = sizes
+
+    async def __aenter__(self) -> "Bursts":
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def __aiter__(self) -> AsyncIterator[messages.Chunk]:
+        for size in self._sizes:
+            await asyncio.sleep(0)
+            for _ in range(size):
+                yield chunk(1)
+        yield end()
+
+
+async def test_what_a_reader_does_not_wait_for_is_one_arrival() -> None:
+    stats = RunStats(time.monotonic())
+    sender = Sender(cast(Client, None), "m", stats)
+    for _ in range(2):
+        await sender.read(cast(Stream, Bursts(3, 1, 4)), stats.start_request(stats.began_at, stats.began_at))
+    assert (stats.output_tokens, stats.arrivals, stats.times["itl_ms"].count) == (16, 6, 4)
 
 
 def test_an_answer_of_one_token_has_no_gaps() -> None:

@@ -221,6 +221,11 @@ class WorkerMetrics(MetricFamilies):
             "From one token of a request to the next; tokens of one step count once.",
             ITL_BUCKETS,
         )
+        self.tpot = histogram(
+            "time_per_output_token_seconds",
+            "Of each request: from the first token to its end, divided by the tokens after the first.",
+            ITL_BUCKETS,
+        )
         self.queue = histogram("queue_time_seconds", "From the accept to the first step.", REQUEST_BUCKETS)
         self.prefill = histogram("prefill_time_seconds", "From the first step to the first token.", REQUEST_BUCKETS)
         self.decode = histogram("decode_time_seconds", "From the first token to the last.", REQUEST_BUCKETS)
@@ -381,6 +386,8 @@ class ReplicaMetrics(WorkerMetrics):
             self.ttft.observe(timings.ttft_ms / 1e3)
             self.prefill.observe(timings.prefill_ms / 1e3)
             self.decode.observe(timings.decode_ms / 1e3)
+        if usage.completion_tokens > 1:
+            self.tpot.observe(timings.decode_ms / 1e3 / (usage.completion_tokens - 1))
 
     def forget(self) -> None:
         """Stops exporting the replica's metrics."""

@@ -70,6 +70,7 @@ def aliases(of: WorkerMetrics) -> list[Collector]:
         _Alias("vllm:num_preemptions", of.preemptions),
         _Alias("vllm:time_to_first_token_seconds", of.ttft),
         _Alias("vllm:inter_token_latency_seconds", of.itl),
+        _Alias("vllm:request_time_per_output_token_seconds", of.tpot),
         _Alias("vllm:e2e_request_latency_seconds", of.e2e),
         _Alias("vllm:request_queue_time_seconds", of.queue),
         _Alias("vllm:request_prefill_time_seconds", of.prefill),

@@ -23,6 +23,7 @@ SAME = {
     for name in (
         "time_to_first_token",
         "inter_token_latency",
+        "request_time_per_output_token",
         "e2e_request_latency",
         "request_queue_time",
         "request_prefill_time",
