@@ -11,7 +11,7 @@ from tokenbus.replay.fast_forward import FastForwardScheduler
 from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.traces import TracedRequest
 from tokenbus.replay.virtual_transfers import Prefix, TransferLink, VirtualTransfer
-from tokenbus.worker.broker.published_blocks import to_runs
+from tokenbus.worker.broker.event_log import to_runs
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain

@@ -30,7 +30,6 @@ from tokenbus.worker.engine.memory.room import Room
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineProcess
 from tokenbus.worker.files import device_memory, model_files, transfer
-from tokenbus.worker.hub import location
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_facts, sizes
 
@@ -126,7 +125,7 @@ def _hub_cache(options: argparse.Namespace) -> Finding:
     """Checks where models from the Hub are kept, and the free space there."""
     if problem := hub_flags.apply(options):
         return Finding("bad", problem)
-    folder = location.folder()
+    folder = registry.hub_folder()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if not os.access(existing, os.W_OK):

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _pull(model: str, engine: str) -> None:
-    from tokenbus.worker.hub import fetch  # the Hub's library takes a while to import
+    from tokenbus.worker.models import fetch  # the Hub's library takes a while to import
 
     screen = _Screen(model)
     files = fetch.fetch(model, registry.layouts(engine), screen)
@@ -59,10 +59,10 @@ def run_local(options: argparse.Namespace) -> int:
 
 def _list() -> int:
     from tokenbus.worker.convert import converted
-    from tokenbus.worker.hub import cache, location
+    from tokenbus.worker.models import hub_cache, registry
 
-    models = cache.list_models(_all_layouts())
-    conversions = [cache.LocalModel(path.name, "", (path,)) for path in converted.list_files()]
+    models = hub_cache.list_models(_all_layouts())
+    conversions = [hub_cache.LocalModel(path.name, "", (path,)) for path in converted.list_files()]
     rows = [("name", "quantization", "size", "last used", "")]
     for model in (*models, *conversions):
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.last_used))
@@ -72,17 +72,17 @@ def _list() -> int:
     for row in rows if rows[1:] else ():
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     if not rows[1:]:
-        print(f"no model is in {location.folder()}")
+        print(f"no model is in {registry.hub_folder()}")
     return 0
 
 
 def _remove(model: str) -> int:
     from tokenbus.worker.convert import converted
-    from tokenbus.worker.hub import cache
+    from tokenbus.worker.models import hub_cache
 
     def remove() -> None:
         is_conversion = model in [path.name for path in converted.list_files()]
-        freed = converted.remove(model) if is_conversion else cache.remove(model, _all_layouts())
+        freed = converted.remove(model) if is_conversion else hub_cache.remove(model, _all_layouts())
         print(f"removed {model}: {transfer.size(freed)} are free again")
 
     return _reporting(remove)

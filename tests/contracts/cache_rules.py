@@ -4,7 +4,7 @@ from tests.contracts.driving import prompt, request, run, settled, start
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import block_hash, codec, messages
 from tokenbus.worker.contract import contract, engine_request
-from tokenbus.worker.kv_exchange import block_check
+from tokenbus.worker.kv_exchange import fetcher
 
 
 class Held:
@@ -178,7 +178,7 @@ async def gives_blocks_that_another_engine_can_use(engine: contract.Engine, conf
     assert (num_cached, len(blocks)) == (full, full)
     assert config.kv_format is not None
     for place, block in enumerate(blocks):
-        assert block_check.problem(config.kv_format, block, place * config.kv_block_size) == ""
+        assert fetcher.block_problem(config.kv_format, block, place * config.kv_block_size) == ""
     engine.clear_cache()
     engine.put_blocks(prefix_of(token_ids, "one", "a"), 0, blocks[:2])
     engine.put_blocks(prefix_of(token_ids, "one", "a"), 2, blocks[2:])

@@ -10,7 +10,7 @@ from tests.hostile.scale import times
 from tests.sim.system import MODEL, FrontendProcess, kill
 from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import codec, errors, internal, messages
-from tokenbus.worker.tokenizers.gguf import tokenizer_json
+from tokenbus.worker.tokenizers import gguf_bundle
 
 RESTARTING = messages.WorkerState.RESTARTING
 READY = messages.WorkerState.READY
@@ -247,8 +247,8 @@ def test_tokens_and_their_text_go_past_workers_that_answer_nonsense_or_nothing(s
 
 BUNDLE = tokenizer_bundle.pack(
     tokenizer_bundle.TokenizerBundle(
-        tokenizer_json=tokenizer_json.write(
-            tokenizer_json.TokenizerSpec(tokenizer_json.bpe({"a": 0, "b": 1}, [], byte_fallback=True)), {}
+        tokenizer_json=gguf_bundle.write(
+            gguf_bundle.TokenizerSpec(gguf_bundle.bpe_model({"a": 0, "b": 1}, [], byte_fallback=True)), {}
         ),
         rules=tokenizer_bundle.PromptRules(special_tokens={}, vocab_size=2),
     )

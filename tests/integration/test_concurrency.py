@@ -13,7 +13,7 @@ from tokenbus import demo
 from tokenbus.demo import corpus
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.files import gguf_metadata
-from tokenbus.worker.tokenizers.gguf.gguf_tokenizer import GgufTokenizer
+from tokenbus.worker.tokenizers.gguf_tokenizer import GgufTokenizer
 
 NEAR_TIE = 1e-3
 

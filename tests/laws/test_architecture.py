@@ -46,10 +46,7 @@ PURE = (
     "router/requests/flights/flight.py",
     "worker/broker/fence.py",
     "worker/broker/event_log.py",
-    "worker/broker/published_blocks.py",
     "worker/broker/replica_state.py",
-    "worker/broker/sampled_tokens.py",
-    "worker/broker/snapshot.py",
     "worker/chat_format/*.py",
     "worker/chat_format/parsing/*.py",
     "worker/contract/*.py",
@@ -96,7 +93,7 @@ PURE = (
 """Files that decide: values and the time go in, values come out."""
 IMPURE = {"asyncio", "time", "nats", "prometheus_client", "threading", "socket", "structlog"}
 ONLY_IN = {
-    "llama_cpp": ("worker/engine/gguf/", "worker/tokenizers/gguf/gguf_tokenizer.py", "worker/convert/quantize.py"),
+    "llama_cpp": ("worker/engine/gguf/", "worker/tokenizers/gguf_tokenizer.py", "worker/convert/quantize.py"),
     "onnxruntime": ("worker/engine/onnx/",),
     "onnx": ("worker/engine/onnx/", "demo/"),
     "starlette": ("gateway/", "protocol/http/status_server.py", "protocol/http/http_server.py"),

@@ -16,13 +16,13 @@ from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
-from tokenbus.worker.tokenizers.gguf import tokenizer_json
+from tokenbus.worker.tokenizers import gguf_bundle
 
 NAMES = subjects.Subjects()
 PACKED = tokenizer_bundle.pack(
     tokenizer_bundle.TokenizerBundle(
-        tokenizer_json=tokenizer_json.write(
-            tokenizer_json.TokenizerSpec(tokenizer_json.bpe({"a": 0, "b": 1}, [], byte_fallback=True)), {}
+        tokenizer_json=gguf_bundle.write(
+            gguf_bundle.TokenizerSpec(gguf_bundle.bpe_model({"a": 0, "b": 1}, [], byte_fallback=True)), {}
         ),
         rules=tokenizer_bundle.PromptRules(special_tokens={}, vocab_size=2, chat_template="{{ messages[0].content }}"),
     )

@@ -10,7 +10,7 @@ from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.engine.gguf import backend
 from tokenbus.worker.files import gguf_metadata
-from tokenbus.worker.tokenizers.gguf.gguf_tokenizer import GgufTokenizer
+from tokenbus.worker.tokenizers.gguf_tokenizer import GgufTokenizer
 
 _SCALARS = {str: 8, bool: 7, int: 4, float: 6}
 _ITEMS = _SCALARS | {int: 5}

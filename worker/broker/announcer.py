@@ -18,11 +18,8 @@ import xxhash
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing
 from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages, subjects
-from tokenbus.worker.broker.event_log import Ends, EventLog
-from tokenbus.worker.broker.published_blocks import PublishedBlocks
+from tokenbus.worker.broker.event_log import Ends, EventLog, PublishedBlocks, SampledTokens, split_snapshot
 from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState, Serving, after
-from tokenbus.worker.broker.sampled_tokens import SampledTokens
-from tokenbus.worker.broker.snapshot import split
 from tokenbus.worker.contract import contract
 
 _HEARTBEAT_INTERVAL_S = 0.8 * limits.HEARTBEAT_S
@@ -108,7 +105,7 @@ class Announcer:
             return []
         # a snapshot continues the event log, so what is pending has to be in the log first
         self.publish_events()
-        return split(
+        return split_snapshot(
             self.worker_id, self.epoch, self.log.next_seq - 1, running, self._published_blocks.runs(), self._load()
         )
 

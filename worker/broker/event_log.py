@@ -1,12 +1,103 @@
-"""Collects what routers must learn about a worker, and turns it into numbered entries."""
+"""Collects what routers must learn about a worker: numbered entries, and a snapshot in parts of bounded size."""
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
-from tokenbus.protocol.wire import block_hash, codec, internal, messages
-from tokenbus.worker.broker.published_blocks import to_runs
-from tokenbus.worker.broker.sampled_tokens import SampledTokens
+from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages
+
+
+class PublishedBlocks:
+    """Maps the hash of each cached block to that of the block before it. The engine's memory bounds its size."""
+
+    def __init__(self) -> None:
+        self._parents: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<PublishedBlocks {len(self._parents)}>"
+
+    def apply(self, removed: Iterable[int], stored: Iterable[tuple[int, int]]) -> None:
+        """Applies an engine's report: removed hashes, then stored `(parent, hash)` pairs."""
+        for name in removed:
+            del self._parents[name]
+        for parent, name in stored:
+            assert name not in self._parents, name
+            self._parents[name] = parent
+
+    def num_leading(self, hashes: Iterable[int]) -> int:
+        """Returns how many of a prompt's leading blocks are cached."""
+        return sum(1 for _ in itertools.takewhile(self._parents.__contains__, hashes))
+
+    def clear(self) -> None:
+        """Forgets every block."""
+        self._parents.clear()
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Yields `(parent, hash)` of every block, parents first."""
+        return ((parent, name) for name, parent in self._parents.items())
+
+    def runs(self) -> list[internal.BlockRun]:
+        """Returns every block as runs."""
+        return list(to_runs(self.pairs()))
+
+
+def to_runs(stored: Iterable[tuple[int, int]]) -> Iterator[internal.BlockRun]:
+    """Groups `(parent, hash)` pairs into runs in which every block follows the one before it."""
+    first, names = 0, list[int]()
+    for parent, name in stored:
+        if names and parent == names[-1]:
+            names.append(name)
+            continue
+        if names:
+            yield internal.BlockRun(parent=first, hashes=names)
+        first, names = parent, [name]
+    if names:
+        yield internal.BlockRun(parent=first, hashes=names)
+
+
+class SampledTokens:
+    """The tokens that one entry of the event log will carry, in the order in which they were sampled."""
+
+    def __init__(self) -> None:
+        self.stream_nos = array("I")
+        self.token_ids = array("I")
+        self.logprobs: dict[int, bytes] = {}
+        self.first_tokens: list[internal.FirstToken] = []
+        self._logprob_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<SampledTokens {len(self.token_ids)}>"
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether further tokens must go into another entry."""
+        return 8 * len(self.token_ids) + self._logprob_bytes >= limits.PART_BYTES // 2
+
+    def add(
+        self, stream_no: int, token_ids: Iterable[int], logprobs: bytes, first_token: internal.FirstToken | None
+    ) -> None:
+        """Adds tokens of a stream, with their packed log probabilities and the record of its first token, if any."""
+        for token_id in token_ids:
+            self.stream_nos.append(stream_no)
+            self.token_ids.append(token_id)
+        if logprobs:
+            self.logprobs[stream_no] = self.logprobs.get(stream_no, b"") + logprobs
+            self._logprob_bytes += len(logprobs)
+        if first_token is not None:
+            self.first_tokens.append(first_token)
+
+    def remove(self, stream_no: int) -> None:
+        """Discards the tokens of a stream that ends without publishing them."""
+        kept = [pair for pair in zip(self.stream_nos, self.token_ids, strict=True) if pair[0] != stream_no]
+        self.stream_nos = array("I", (pair[0] for pair in kept))
+        self.token_ids = array("I", (pair[1] for pair in kept))
+        self.logprobs.pop(stream_no, None)
+        self.first_tokens = [one for one in self.first_tokens if one.stream_no != stream_no]
+
 
 _HASHES_PER_ENTRY = 512
 """A stored block without a successor in the same run takes about 50 bytes, so an entry, together with a step's tokens,
@@ -188,3 +279,87 @@ class EventLog:
             logprobs=sampled.logprobs,
             first_tokens=sampled.first_tokens,
         )
+
+
+ItemT = TypeVar("ItemT")
+
+REQUESTS_PER_PART = 48
+"""A running request takes at most about 700 bytes without tokens, so a part stays below `PART_BYTES`."""
+TOKEN_BYTES_PER_PART = 8 * 1024
+"""Bytes of sampled tokens and their log probabilities, in addition to the rest of `REQUESTS_PER_PART` requests."""
+HASHES_PER_PART = 2_560
+"""A hash takes 9 bytes and a run of one block about 40, so with `RUNS_PER_PART` a part stays below `PART_BYTES`."""
+RUNS_PER_PART = 512
+
+
+def split_snapshot(
+    worker_id: str,
+    epoch: str,
+    seq: int,
+    running: list[internal.RunningRequest],
+    runs: list[internal.BlockRun],
+    load: messages.Load,
+) -> list[internal.SnapshotPart]:
+    """Returns at least one part; together they state what the worker held after event `seq`. A request with many tokens
+    spans several parts, in token order."""
+    contents: list[tuple[list[internal.RunningRequest], list[internal.BlockRun]]] = []
+    requests = _parts_of(_cut_requests(running), _token_bytes, REQUESTS_PER_PART, TOKEN_BYTES_PER_PART)
+    blocks = _parts_of(_cut_runs(runs), lambda run: len(run.hashes), RUNS_PER_PART, HASHES_PER_PART)
+    contents += [(part, []) for part in requests]
+    contents += [([], part) for part in blocks]
+    contents = contents or [([], [])]
+    return [
+        internal.SnapshotPart(
+            worker_id=worker_id,
+            epoch=epoch,
+            seq=seq,
+            part=number,
+            parts=len(contents),
+            runs=part_runs,
+            running=part_running,
+            load=load,
+        )
+        for number, (part_running, part_runs) in enumerate(contents)
+    ]
+
+
+def _token_bytes(request: internal.RunningRequest) -> int:
+    return len(request.token_ids) + len(request.logprobs)
+
+
+def _cut_requests(running: Iterable[internal.RunningRequest]) -> Iterator[internal.RunningRequest]:
+    """Splits requests so that each has at most `TOKEN_BYTES_PER_PART`."""
+    for request in running:
+        if _token_bytes(request) <= TOKEN_BYTES_PER_PART:
+            yield request
+            continue
+        for at in range(0, len(request.token_ids), TOKEN_BYTES_PER_PART):
+            yield codec.replace(request, token_ids=request.token_ids[at : at + TOKEN_BYTES_PER_PART], logprobs=b"")
+        for at in range(0, len(request.logprobs), TOKEN_BYTES_PER_PART):
+            yield codec.replace(request, token_ids=b"", logprobs=request.logprobs[at : at + TOKEN_BYTES_PER_PART])
+
+
+def _cut_runs(runs: Iterable[internal.BlockRun]) -> Iterator[internal.BlockRun]:
+    """Splits runs so that each has at most `HASHES_PER_PART` hashes."""
+    for run in runs:
+        for at in range(0, len(run.hashes), HASHES_PER_PART):
+            # a split run continues after the last hash of the previous part
+            parent = run.hashes[at - 1] if at else run.parent
+            yield internal.BlockRun(parent=parent, hashes=run.hashes[at : at + HASHES_PER_PART])
+
+
+def _parts_of(
+    items: Iterable[ItemT], size: Callable[[ItemT], int], max_items: int, max_size: int
+) -> Iterator[list[ItemT]]:
+    """Groups items into parts within both limits."""
+    part: list[ItemT] = []
+    part_size = 0
+    for item in items:
+        # a part is full when either limit is reached
+        if part and (len(part) == max_items or part_size + size(item) > max_size):
+            yield part
+            part, part_size = [], 0
+        part.append(item)
+        part_size += size(item)
+    if part:
+        yield part

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.files import config_json
+from tokenbus.worker.files import model_config
 
 CONVERTER = "llama.cpp's convert_hf_to_gguf.py"
 _SCALINGS = ("default", "linear", "yarn", "llama3")
@@ -42,7 +42,7 @@ class Rope(msgspec.Struct, frozen=True):
         return any(one is not None for one in own)
 
 
-class SafetensorsConfig(config_json.ModelSizes, frozen=True):
+class SafetensorsConfig(model_config.ModelSizes, frozen=True):
     """The fields of `config.json` from which a model is converted."""
 
     intermediate_size: int = 0
@@ -106,7 +106,7 @@ def read(path: Path | None, where: Path) -> SafetensorsConfig:
     """Raises ModelError if there is no such file, or if a conversion would be impossible or inexact."""
     if path is None:
         raise ModelError(f"{where}: there is no config.json beside the weights; fetch the whole repository")
-    config = config_json.read(path, SafetensorsConfig)
+    config = model_config.read_sizes(path, SafetensorsConfig)
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"):
         if getattr(config, name) < 1:
             raise ModelError(f"{path}: {name} must be at least 1, got {getattr(config, name)}; correct it")

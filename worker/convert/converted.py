@@ -15,10 +15,10 @@ from huggingface_hub import constants
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.convert.process import ConversionReport, Job
-from tokenbus.worker.files import in_use, transfer
+from tokenbus.worker.files import model_files, transfer
+from tokenbus.worker.files.layouts import SAFETENSORS_SUFFIX, SafetensorsLayout
 from tokenbus.worker.files.model_files import ModelFiles, source_name
-from tokenbus.worker.files.safetensors_layout import SUFFIX, SafetensorsLayout
-from tokenbus.worker.hub import location
+from tokenbus.worker.models import registry
 
 TYPES = (
     *("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0"),
@@ -34,13 +34,13 @@ _reports = msgspec.json.Decoder(ConversionReport)
 
 
 def is_convertible(files: ModelFiles) -> bool:
-    return files.weights.suffix == SUFFIX
+    return files.weights.suffix == SAFETENSORS_SUFFIX
 
 
 def folder() -> Path:
     """Returns the folder of all conversions: in the folder named by the user for the Hub's models, or beside the Hub's
     cache."""
-    return Path(os.environ.get(location.VARIABLE) or constants.HF_HOME) / "tokenbus" / "converted"
+    return Path(os.environ.get(registry.HUB_CACHE_VARIABLE) or constants.HF_HOME) / "tokenbus" / "converted"
 
 
 def list_files() -> list[Path]:
@@ -53,7 +53,7 @@ def remove(name: str) -> int:
 
     Raises ModelError if a worker uses it."""
     path = next(path for path in list_files() if path.name == name)
-    if in_use.is_held(path):
+    if model_files.is_held(path):
         raise ModelError(f"{name}: a worker uses it; unload it there first")
     size = path.stat().st_size
     path.unlink()
@@ -65,7 +65,7 @@ def convert(model: str, files: ModelFiles, kind: str, threads: int, progress: Ca
 
     `progress` is called with the share done. Raises ModelError, saying what to do, if it can't be converted."""
     parts = [files.weights.with_name(name) for name in SafetensorsLayout().parts_of(files.weights.name)]
-    name = source_name(model).rpartition("/")[2].partition(":")[0].removesuffix(SUFFIX)
+    name = source_name(model).rpartition("/")[2].partition(":")[0].removesuffix(SAFETENSORS_SUFFIX)
     target = folder() / f"{name}-{_fingerprint(parts, files.sidecars)}-{kind.upper()}.gguf"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.convert import safetensors
-from tokenbus.worker.convert.architectures import Architecture, PlannedTensor
+from tokenbus.worker.convert.architectures import Architecture, PlannedTensor, TensorChange
 from tokenbus.worker.convert.config import SafetensorsConfig
-from tokenbus.worker.convert.expected import TensorChange
 from tokenbus.worker.convert.safetensors import Tensor
 from tokenbus.worker.convert.vocabulary import Vocabulary
 

@@ -10,9 +10,9 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenbus.protocol.prompt.tokenizer_bundle import PromptRules
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.convert.config import CONVERTER
-from tokenbus.worker.tokenizers.gguf.pre_tokenizers import PRE_TOKENIZERS
-from tokenbus.worker.tokenizers.gguf.probe_texts import PROBE_TEXTS
 from tokenbus.worker.tokenizers.onnx_tokenizer import OnnxTokenizer
+from tokenbus.worker.tokenizers.pre_tokenizers import PRE_TOKENIZERS
+from tokenbus.worker.tokenizers.probe_texts import PROBE_TEXTS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """GGUF's token types."""

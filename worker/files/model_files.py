@@ -1,13 +1,17 @@
 """The files of a model: how a user names them, where they are found, and how they travel in settings.
 
 A model is named by a file, by a folder, or by a repository on the Hugging Face Hub as `org/repo[:variant]`. Which files
-make up a model differs by engine, so each engine subclasses `Layout` (gguf_layout.py, onnx_layout.py)."""
+make up a model differs by format, so each format subclasses `Layout` (layouts.py). Weights that are loaded are marked
+by a shared lock on the file, which ends with its process, so that they are not removed.
+"""
 
+import contextlib
+import fcntl
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import BinaryIO, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
@@ -155,3 +159,23 @@ def read_json(path: Path | None, kind: type[StructT]) -> StructT:
         return msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise ModelError(f"{path}: {error}; correct or remove it") from error
+
+
+def hold_weights(weights: Path) -> BinaryIO:
+    """Returns an open file; the weights are in use until it is closed. Raises OSError if they can't be read."""
+    file = weights.open("rb")
+    with contextlib.suppress(OSError):  # a file system without locks: use can't be detected
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file
+
+
+def is_held(weights: Path) -> bool:
+    """Whether a worker is using the weights; False if that can't be detected."""
+    with weights.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False

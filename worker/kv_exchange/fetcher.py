@@ -2,9 +2,14 @@
 
 If anything goes wrong, the prompt is computed from the last received block on. A fetch may take half the time that
 computing its blocks would, within an absolute limit. A remote prefill, whose blocks the other worker has yet to
-compute, may take twice as long as the router expects."""
+compute, may take twice as long as the router expects.
+
+Whether a block's numbers are what the model would compute can't be checked: workers of a model trust each other in
+that. Everything else is compared, since an engine may abort on a block in another format.
+"""
 
 import asyncio
+import struct
 import time
 from collections import deque
 from typing import NamedTuple
@@ -16,7 +21,7 @@ from tokenbus.protocol.wire import codec, internal
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
 from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import contract
-from tokenbus.worker.kv_exchange import block_check
+from tokenbus.worker.contract.contract import KvBlockFormat
 from tokenbus.worker.kv_exchange.transport import BlockTransport, LeasedBlocks, Pace, TransferError
 
 MAX_FETCHES = 2
@@ -175,7 +180,7 @@ class _Fetching:
         """Takes the next block, and returns why it is invalid; empty if it is valid."""
         assert self.config.kv_format is not None
         start = (self.first + self.num_fetched) * self._size
-        if problem := block_check.problem(self.config.kv_format, block, start):
+        if problem := block_problem(self.config.kv_format, block, start):
             return problem
         self._batch.append(block)
         self.num_fetched += 1
@@ -211,3 +216,21 @@ def _in_blocks(prefix: contract.CachedPrefix, num_blocks: int, size: int) -> con
     num_bytes = TOKEN_BYTES * size * num_blocks
     fill = prefix.token_ids[-TOKEN_BYTES:] * ((num_bytes - len(prefix.token_ids)) // TOKEN_BYTES)
     return codec.replace(prefix, token_ids=prefix.token_ids[:num_bytes] + fill)
+
+
+_NUMBER = struct.Struct("<i")
+
+
+def block_problem(block_format: KvBlockFormat, block: bytes, start: int) -> str:
+    """Returns why these bytes can't be the block whose first token is at position `start`; empty if they can."""
+    if len(block) != block_format.num_bytes:
+        return f"it has {len(block)} bytes, a block has {block_format.num_bytes}"
+    for offset, expected in block_format.fixed:
+        if block[offset : offset + len(expected)] != expected:
+            return f"it differs in what all blocks have at byte {offset}"
+    found = [{_NUMBER.unpack_from(block, at)[0] for at in places} for places in block_format.positions]
+    if sorted(map(sorted, found)) != [[position] for position in range(start, start + len(found))]:
+        return f"its tokens are not those from {start} on"
+    if any(not 0 <= _NUMBER.unpack_from(block, at)[0] < block_format.vocab_size for at in block_format.token_ids):
+        return f"the vocabulary has {block_format.vocab_size} tokens, and a block's is none of them"
+    return ""

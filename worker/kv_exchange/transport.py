@@ -30,8 +30,7 @@ from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.protocol.wire.checks import validation
-from tokenbus.worker.kv_exchange.holder import Holder, NoBlock
-from tokenbus.worker.kv_exchange.leases import MAX_LEASES
+from tokenbus.worker.kv_exchange.holder import MAX_LEASES, Holder, NoBlock
 
 _leases = codec.Decoder(internal.BlockLease)
 _lease_requests = codec.Decoder(internal.BlockLeaseRequest)

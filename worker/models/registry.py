@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 import sys
@@ -13,10 +14,15 @@ import structlog
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files import gguf_metadata, transfer
-from tokenbus.worker.files.gguf_layout import GgufLayout, stem_of
+from tokenbus.worker.files.layouts import (
+    GgufLayout,
+    OnnxLayout,
+    SafetensorsLayout,
+    is_onnx_model,
+    model_folder,
+    stem_of,
+)
 from tokenbus.worker.files.model_files import Layout, ModelFiles, is_hub_name
-from tokenbus.worker.files.onnx_layout import OnnxLayout, is_onnx_model, model_folder
-from tokenbus.worker.files.safetensors_layout import SafetensorsLayout
 
 _PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "gguf": {"llama_cpp": ("llama-cpp-python",)},
@@ -83,7 +89,7 @@ def find_as(model: str, layouts: Sequence[Layout], progress: Callable[[float], N
     if not is_hub_name(model):
         path = Path(model)
         return next((layout for layout in layouts if layout.recognises(path)), layouts[0]).find(path)
-    from tokenbus.worker.hub import fetch  # slow to import, and local models don't need it
+    from tokenbus.worker.models import fetch  # slow to import, and local models don't need it
 
     return fetch.fetch(model, layouts, _logged(model, progress))
 
@@ -113,3 +119,30 @@ def served_name(model: str) -> str:
     path = Path(model)
     name = model_folder(path).resolve().name if path.suffix == ".onnx" else stem_of(path.name)
     return name.lower()
+
+
+HUB_CACHE_VARIABLE = "TOKENBUS_HUB_CACHE"
+_HUB_VARIABLE = "HF_HUB_CACHE"
+
+
+def use_hub_cache(named: str) -> None:
+    """Keeps models in a folder from now on, which is created with the first model. If empty, HF_HUB_CACHE, HF_HOME and
+    XDG_CACHE_HOME apply.
+
+    Raises ValueError if nothing can be kept there."""
+    if not named:
+        return
+    path = Path(named).expanduser().absolute()
+    existing = next(one for one in (path, *path.parents) if one.exists())
+    if not existing.is_dir():
+        raise ValueError(f"--hub-cache {named}: {existing} is not a directory")
+    if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
+        raise ValueError(f"--hub-cache {named}: this user may not write to {existing}: name another folder")
+    os.environ[HUB_CACHE_VARIABLE] = os.environ[_HUB_VARIABLE] = str(path)
+
+
+def hub_folder() -> Path:
+    """Returns the folder of the Hub's cache."""
+    from huggingface_hub import constants  # slow to import
+
+    return Path(constants.HF_HUB_CACHE)

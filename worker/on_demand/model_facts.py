@@ -9,7 +9,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import model_facts as gguf_facts
 from tokenbus.worker.engine.memory import need
 from tokenbus.worker.engine.memory.need import ModelFacts
-from tokenbus.worker.files import config_json, gguf_metadata, onnx_model_config
+from tokenbus.worker.files import gguf_metadata, model_config
 from tokenbus.worker.files.model_files import Layout, ModelFiles, is_hub_name
 from tokenbus.worker.models import registry
 
@@ -31,11 +31,11 @@ def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFa
     if files.weights.suffix == ".gguf":
         size = gguf_facts.weight_bytes(files.weights)
         return gguf_facts.read(gguf_metadata.read(files.weights), size, settings, num_seqs)
-    config = config_json.read(files.sidecars.get("config.json"), config_json.ModelSizes)
+    config = model_config.read_sizes(files.sidecars.get("config.json"), model_config.ModelSizes)
     weight_bytes = _size(files, layouts)
     if engine == "onnx":
         facts = _of_config(config, weight_bytes + files.weights.stat().st_size, _F32_BYTES, num_seqs)
-        named = onnx_model_config.read(files.sidecars)
+        named = model_config.read_onnx_config(files.sidecars)
         facts = facts._replace(
             copies_lanes=True, heads=named.num_heads, trained_context=named.context_length or 0, width=named.width
         )
@@ -64,7 +64,7 @@ def weight_bytes(settings: EngineSettings) -> int:
         return 0
 
 
-def _of_config(config: config_json.ModelSizes, weight_bytes: int, value_bytes: int, rows: int) -> ModelFacts:
+def _of_config(config: model_config.ModelSizes, weight_bytes: int, value_bytes: int, rows: int) -> ModelFacts:
     return ModelFacts(
         weight_bytes=weight_bytes,
         kv_bytes_per_token=2 * config.num_hidden_layers * config.kv_heads * config.head_size * value_bytes,

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing
 from tokenbus.protocol.wire import codec, limits, messages, subjects
 from tokenbus.worker.broker.announcer import Announcer
-from tokenbus.worker.broker.event_log import Ends
-from tokenbus.worker.broker.sampled_tokens import SampledTokens
+from tokenbus.worker.broker.event_log import Ends, SampledTokens
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams.request_telemetry import StreamTelemetry, has_failed
 from tokenbus.worker.streams.stream import WorkerStream

@@ -1,17 +1,24 @@
-"""The tokenizer of an ONNX model, read from the files next to it: prompts, token bytes, and end tokens."""
+"""The tokenizer of an ONNX model, read from the files next to it: prompts, token bytes, and end tokens.
+
+A decoder turns a list of tokens into text. For the bytes of each token there are two cases: in byte-level vocabularies
+each letter of a token is a byte, so the bytes can be read off; for all others the decoder is called, token by token.
+"""
 
 import contextlib
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
 
-from tokenbus.protocol.prompt import prompt, tokenizer_bundle
+from tokenbus.protocol.prompt import prompt, token_bound, tokenizer_bundle
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files.generation_config import to_token_ids
+from tokenbus.worker.files.model_config import read_genai
 from tokenbus.worker.files.model_files import read_json
-from tokenbus.worker.files.onnx_model_config import read_genai
-from tokenbus.worker.tokenizers import pretrained_tokenizer, token_bytes
+from tokenbus.worker.tokenizers import model_tokenizer
 from tokenbus.worker.tokenizers.model_tokenizer import ModelTokenizer
 
 _MIN_COVERAGE = 0.5
@@ -51,8 +58,8 @@ class OnnxTokenizer(ModelTokenizer):
     Thread-safe. Raises ModelError if files are missing, malformed, or belong to another model."""
 
     def __init__(self, sidecars: dict[str, Path], vocab_size: int | None, where: str) -> None:
-        document = pretrained_tokenizer.read(sidecars.get("tokenizer.json"))
-        plain = pretrained_tokenizer.without_special_tokens(document) if document is not None else None
+        document = model_tokenizer.read_tokenizer_json(sidecars.get("tokenizer.json"))
+        plain = model_tokenizer.without_special_tokens(document) if document is not None else None
         if document is None or plain is None:
             raise ModelError(f"{where}: has no tokenizer.json beside it that can be read; fetch it with the model")
         try:
@@ -66,7 +73,7 @@ class OnnxTokenizer(ModelTokenizer):
         super().__init__(self._read_rules(sidecars, size), prompt.load_encoder(plain))
         eos = self._full.token_to_id(self.rules.eos_token) if self.rules.eos_token else None
         self.end_token_ids = to_token_ids(read_genai(sidecars).eos_token_id) | to_token_ids(eos)
-        self.token_bytes = token_bytes.from_tokenizer(self._full, document, size)
+        self.token_bytes = bytes_of_tokens(self._full, document, size)
         self.bundle = tokenizer_bundle.pack(tokenizer_bundle.TokenizerBundle(tokenizer_json=plain, rules=self.rules))
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
@@ -132,3 +139,53 @@ def _template(path: Path | None, config: _TokenizerConfig) -> str | None:
 
 def _text(token: str | _Token | None) -> str:
     return token.content if isinstance(token, _Token) else token or ""
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_OF_LETTER = token_bound.byte_letters()
+
+
+def bytes_of_tokens(tokenizer: Tokenizer, document: bytes, size: int) -> list[bytes]:
+    """Returns `size` entries by token id; those of special tokens and unused ids are empty."""
+    found = [b""] * size
+    is_byte_level = _is_byte_level(msgspec.json.decode(document))
+    to_bytes = _from_letters if is_byte_level else _by_decoder(tokenizer)
+    added = tokenizer.get_added_tokens_decoder()
+    for text, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
+        if token_id not in added:
+            found[token_id] = to_bytes(text, token_id)
+    for token_id, token in added.items():
+        if not token.special:  # an added token of a byte-level vocabulary is plain text
+            found[token_id] = token.content.encode() if is_byte_level else to_bytes(token.content, token_id)
+    return found
+
+
+def _is_byte_level(document: dict[str, Any]) -> bool:
+    """Whether the texts of tokens are bytes written as letters."""
+    decoder = document.get("decoder") or {}
+    return any(step.get("type") == "ByteLevel" for step in (decoder, *decoder.get("decoders", ())))
+
+
+def _from_letters(text: str, token_id: int) -> bytes:
+    if all(letter in _BYTE_OF_LETTER for letter in text):
+        return bytes(_BYTE_OF_LETTER[letter] for letter in text)
+    return text.encode()
+
+
+def _by_decoder(tokenizer: Tokenizer) -> Callable[[str, int], bytes]:
+    """Returns a function that decodes a token after another one, whose text it strips.
+
+    At the beginning of a text, decoders may behave differently, such as dropping a space."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    added = tokenizer.get_added_tokens_decoder()
+    words = {token_id for text, token_id in vocabulary.items() if text.isascii() and text.isalpha()}
+    before = min(words - added.keys(), default=0)  # special added tokens have no text
+    length = len(tokenizer.decode([before]))
+
+    def to_bytes(text: str, token_id: int) -> bytes:
+        if byte := _BYTE_TOKEN.fullmatch(text):  # part of a character, which the decoder would replace
+            return bytes([int(byte[1], 16)])
+        decoded: str = tokenizer.decode([before, token_id])
+        return decoded[length:].encode()
+
+    return to_bytes

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tokenbus.protocol.prompt import prompt, token_bound, tokenizer_bundle
 from tokenbus.protocol.wire import internal
-from tokenbus.worker.tokenizers.gguf import tokenizer_json
-from tokenbus.worker.tokenizers.gguf.tokenizer_json import Json, TokenizerSpec
+from tokenbus.worker.tokenizers import gguf_bundle
+from tokenbus.worker.tokenizers.gguf_bundle import Json, TokenizerSpec
 
 LETTERS = list(token_bound.byte_letters())
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -25,16 +25,16 @@ def vocabulary(pieces: list[str]) -> dict[str, int]:
 def byte_level(**changes: Any) -> str:
     merges = ["t h", "th e", "Ġ the", "= =", "== ==", "==== ====", "======== ========"]
     pieces = [*LETTERS, "th", "the", "Ġthe", "==", "====", "========", "================"]
-    design = TokenizerSpec(tokenizer_json.bpe(vocabulary(pieces), merges), pre_tokenizers=(tokenizer_json.BYTE_LEVEL,))
-    return changed(tokenizer_json.write(design, {"<whole  thing>": len(vocabulary(pieces))}), changes)
+    design = TokenizerSpec(gguf_bundle.bpe_model(vocabulary(pieces), merges), pre_tokenizers=(gguf_bundle.BYTE_LEVEL,))
+    return changed(gguf_bundle.write(design, {"<whole  thing>": len(vocabulary(pieces))}), changes)
 
 
 def sentencepiece(**changes: Any) -> str:
     merges = ["t h", "th e", "▁ the", "▁ ▁"]
     pieces = [*BYTE_TOKENS, "t", "h", "e", "▁", "th", "the", "▁the", "▁▁"]
-    model = tokenizer_json.bpe(vocabulary(pieces), merges, byte_fallback=True)
-    rewrites: tuple[Json, ...] = (tokenizer_json.PREPEND_SPACE, tokenizer_json.REPLACE_SPACES)
-    text = tokenizer_json.write(TokenizerSpec(model, normalizers=rewrites), {"< a b >": len(vocabulary(pieces))})
+    model = gguf_bundle.bpe_model(vocabulary(pieces), merges, byte_fallback=True)
+    rewrites: tuple[Json, ...] = (gguf_bundle.PREPEND_SPACE, gguf_bundle.REPLACE_SPACES)
+    text = gguf_bundle.write(TokenizerSpec(model, normalizers=rewrites), {"< a b >": len(vocabulary(pieces))})
     return changed(text, changes)
 
 
@@ -76,7 +76,7 @@ REMOVES = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "
     "changes",
     [
         {"pre_tokenizer": {"type": "Whitespace"}},
-        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [REMOVES, tokenizer_json.BYTE_LEVEL]}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [REMOVES, gguf_bundle.BYTE_LEVEL]}},
         {"normalizer": {"type": "NFC"}},
         {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": ""}},
         {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},

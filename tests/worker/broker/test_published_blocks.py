@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenbus.protocol.wire import internal
-from tokenbus.worker.broker.published_blocks import PublishedBlocks, to_runs
+from tokenbus.worker.broker.event_log import PublishedBlocks, to_runs
 
 ROOT = 1
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenbus.protocol.wire import codec, internal, limits, messages
-from tokenbus.worker.broker.snapshot import (
+from tokenbus.worker.broker.event_log import (
     HASHES_PER_PART,
     REQUESTS_PER_PART,
     RUNS_PER_PART,
     TOKEN_BYTES_PER_PART,
-    split,
+    split_snapshot,
 )
 
 LOAD = messages.Load(running=3, used_blocks=7)
@@ -32,7 +32,7 @@ def runs(*lengths: int) -> list[internal.BlockRun]:
 
 
 def made(running: list[internal.RunningRequest], blocks: list[internal.BlockRun]) -> list[internal.SnapshotPart]:
-    parts = split("w1", "5-ab", 17, running, blocks, LOAD)
+    parts = split_snapshot("w1", "5-ab", 17, running, blocks, LOAD)
     assert [(part.part, part.parts) for part in parts] == [(number, len(parts)) for number in range(len(parts))]
     assert all((part.worker_id, part.epoch, part.seq, part.load) == ("w1", "5-ab", 17, LOAD) for part in parts)
     return parts

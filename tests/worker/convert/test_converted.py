@@ -18,8 +18,8 @@ from tests.support import safetensors_model
 from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.convert import converted, process, quantize
+from tokenbus.worker.files.layouts import SafetensorsLayout
 from tokenbus.worker.files.model_files import ModelFiles
-from tokenbus.worker.files.safetensors_layout import SafetensorsLayout
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_conversions_are_kept_in_the_folder_that_is_named_for_the_hub(
 def test_several_processes_that_want_a_model_wait_for_one_conversion(folder: Path, cache: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from tokenbus.worker.convert import converted\n"
-        "from tokenbus.worker.files.safetensors_layout import SafetensorsLayout\n"
+        "from tokenbus.worker.files.layouts import SafetensorsLayout\n"
         "files = SafetensorsLayout().find(Path(sys.argv[1])); reports = []\n"
         "print(converted.convert(sys.argv[1], files, 'f16', 1, reports.append).weights, len(reports))"
     )

@@ -10,7 +10,7 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.convert import config as convert_config
 from tokenbus.worker.engine.memory.need import ModelFacts
-from tokenbus.worker.files import config_json, onnx_model_config
+from tokenbus.worker.files import model_config
 from tokenbus.worker.on_demand import model_facts
 
 FIELDS = {
@@ -47,15 +47,19 @@ def test_a_field_that_is_null_counts_as_absent_for_all_who_read_it(tmp_path: Pat
     expected = plain / "config.json"
     expected.write_text(json.dumps(without))
     path = write(null, **{name: None})
-    assert config_json.read(path, config_json.ModelSizes) == config_json.read(expected, config_json.ModelSizes)
+    assert model_config.read_sizes(path, model_config.ModelSizes) == model_config.read_sizes(
+        expected, model_config.ModelSizes
+    )
     assert convert_config.read(path, path) == convert_config.read(expected, expected)
-    assert onnx_model_config.read({"config.json": path}) == onnx_model_config.read({"config.json": expected})
+    assert model_config.read_onnx_config({"config.json": path}) == model_config.read_onnx_config(
+        {"config.json": expected}
+    )
     assert facts(null, **{name: None}).kv_bytes_per_token > 0
 
 
 def test_conversion_the_onnx_engine_and_the_estimate_find_the_same_sizes(tmp_path: Path) -> None:
     path = write(tmp_path)
-    converted, served = convert_config.read(path, path), onnx_model_config.read({"config.json": path})
+    converted, served = convert_config.read(path, path), model_config.read_onnx_config({"config.json": path})
     assert (converted.kv_heads, converted.head_size) == served.head_sizes == (2, 16)
     assert converted.context_length == served.context_length == facts(tmp_path).trained_context == 512
     assert facts(tmp_path).kv_bytes_per_token == 2 * 2 * 2 * 16 * 2, "keys and values, layers, heads, width, f16"
@@ -74,16 +78,16 @@ def test_a_malformed_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(ModelError, match=r"config\.json"):
-        config_json.read(path, config_json.ModelSizes)
+        model_config.read_sizes(path, model_config.ModelSizes)
 
 
 def test_without_a_file_nothing_is_known() -> None:
-    assert msgspec.structs.asdict(config_json.read(None, config_json.ModelSizes))["hidden_size"] == 0
+    assert msgspec.structs.asdict(model_config.read_sizes(None, model_config.ModelSizes))["hidden_size"] == 0
 
 
 def test_the_sizes_of_a_model_that_reads_images_too_are_those_of_its_text(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     text = {"hidden_size": 640, "head_dim": None, "architectures": ["Gemma3TextModel"], "dtype": "bfloat16"}
     path.write_text(json.dumps({"architectures": ["A"], "hidden_size": 1, "head_dim": 8, "text_config": text}))
-    sizes = config_json.read(path, config_json.ModelSizes)
+    sizes = model_config.read_sizes(path, model_config.ModelSizes)
     assert (sizes.hidden_size, sizes.head_dim, sizes.architectures, sizes.dtype) == (640, 8, ["A"], "bfloat16")

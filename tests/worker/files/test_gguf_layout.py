@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.files.gguf_layout import GgufLayout
+from tokenbus.worker.files.layouts import GgufLayout
 from tokenbus.worker.files.model_files import ModelFiles, is_hub_name
 from tokenbus.worker.models.registry import served_name
 

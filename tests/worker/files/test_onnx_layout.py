@@ -7,8 +7,8 @@ import pytest
 
 from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.files.layouts import OnnxLayout, is_onnx_model
 from tokenbus.worker.files.model_files import ModelFiles
-from tokenbus.worker.files.onnx_layout import OnnxLayout, is_onnx_model
 from tokenbus.worker.models.registry import served_name
 
 COMMUNITY = [

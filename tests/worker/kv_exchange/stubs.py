@@ -9,7 +9,7 @@ from tests.support.arithmetic import block_of, exchanging, make_config
 from tokenbus.protocol.wire import block_hash, internal, messages
 from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import contract
-from tokenbus.worker.kv_exchange import block_check
+from tokenbus.worker.kv_exchange import fetcher
 from tokenbus.worker.kv_exchange.transport import TransferError
 
 SIZE = 16
@@ -47,7 +47,7 @@ class StubEngine:
         assert len(array("I", given.token_ids)) == SIZE * (first + len(blocks))
         for number, content in enumerate(blocks, start=first):
             assert CONFIG.kv_format is not None
-            assert block_check.problem(CONFIG.kv_format, content, SIZE * number) == ""
+            assert fetcher.block_problem(CONFIG.kv_format, content, SIZE * number) == ""
             self.blocks[number] = content
 
     async def export_blocks(

@@ -10,7 +10,7 @@ import pytest
 from tests.support.engines import DEMO, gguf_runner
 from tokenbus.worker.contract.contract import KvBlockFormat
 from tokenbus.worker.engine.gguf import probe, state_blob
-from tokenbus.worker.kv_exchange.block_check import problem
+from tokenbus.worker.kv_exchange.fetcher import block_problem
 
 SIZE = 16
 
@@ -32,15 +32,15 @@ def llama_blocks(flash_attention: str = "auto") -> tuple[KvBlockFormat, tuple[by
 def test_each_block_of_llama_cpp_is_one_in_its_own_place_only(flash_attention: str) -> None:
     block_format, blocks = llama_blocks(flash_attention)
     for place, block in enumerate(blocks):
-        verdicts = [problem(block_format, block, SIZE * other) == "" for other in range(4)]
+        verdicts = [block_problem(block_format, block, SIZE * other) == "" for other in range(4)]
         assert verdicts == [other == place for other in range(4)]
 
 
 def test_blocks_with_and_without_flash_attention_are_foreign_to_each_other() -> None:
     (with_flash, blocks), (without, others) = llama_blocks("on"), llama_blocks("off")
     assert len(blocks[0]) == len(others[0])
-    assert problem(with_flash, others[0], 0)
-    assert problem(without, blocks[0], 0)
+    assert block_problem(with_flash, others[0], 0)
+    assert block_problem(without, blocks[0], 0)
 
 
 def test_of_ten_thousand_bad_blocks_none_passes() -> None:
@@ -63,7 +63,7 @@ def test_of_ten_thousand_bad_blocks_none_passes() -> None:
                 block += rng.randbytes(rng.randrange(1, 64))
             case _:  # bytes of the right number
                 block = bytearray(rng.randbytes(len(block)))
-        assert problem(block_format, bytes(block), start), number
+        assert block_problem(block_format, bytes(block), start), number
 
 
 def test_any_numbers_pass_and_tokens_may_be_in_any_order() -> None:
@@ -72,7 +72,7 @@ def test_any_numbers_pass_and_tokens_may_be_in_any_order() -> None:
     (first,), (second,) = block_format.positions[:2]
     block[first : first + 4], block[second : second + 4] = block[second : second + 4], block[first : first + 4]
     block[-1] ^= 255
-    assert problem(block_format, bytes(block), 0) == ""
+    assert block_problem(block_format, bytes(block), 0) == ""
 
 
 def test_a_position_may_not_come_twice() -> None:
@@ -80,7 +80,7 @@ def test_a_position_may_not_come_twice() -> None:
     block = bytearray(blocks[0])
     (first,), (second,) = block_format.positions[:2]
     block[first : first + 4] = block[second : second + 4]
-    assert problem(block_format, bytes(block), 0)
+    assert block_problem(block_format, bytes(block), 0)
 
 
 def test_a_state_of_another_form_is_not_learned() -> None:

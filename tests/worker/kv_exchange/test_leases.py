@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenbus.worker.contract.contract import CachedPrefix
-from tokenbus.worker.kv_exchange.leases import LEASE_S, MAX_LEASES, UNREAD_S, Leases
+from tokenbus.worker.kv_exchange.holder import LEASE_S, MAX_LEASES, UNREAD_S, Leases
 
 PREFIX = CachedPrefix("acme", "", (), b"\1\0\0\0")
 

@@ -15,8 +15,7 @@ from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.wire import block_hash, codec, internal, subjects
 from tokenbus.worker.kv_exchange import transport
-from tokenbus.worker.kv_exchange.holder import Holder
-from tokenbus.worker.kv_exchange.leases import LEASE_S, UNREAD_S
+from tokenbus.worker.kv_exchange.holder import LEASE_S, UNREAD_S, Holder
 from tokenbus.worker.kv_exchange.transport import BlockTransport, Pace, TransferError
 
 NAMES = subjects.Subjects()

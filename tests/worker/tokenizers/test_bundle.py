@@ -17,7 +17,7 @@ from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.files import gguf_metadata
-from tokenbus.worker.tokenizers.gguf import bundle, probe_texts
+from tokenbus.worker.tokenizers import gguf_bundle, probe_texts
 
 BOS = chats.SPECIAL_TOKENS.index(chats.BOS)
 Tokenize = Callable[[str], list[int]]
@@ -210,7 +210,7 @@ def changed(facts: gguf_metadata.Metadata, key: str, value: gguf_metadata.Value)
 def test_the_bundle_of_the_demo_model_is_built_again_the_same(
     runner: GgufRunner, facts: gguf_metadata.Metadata, reference: ReferenceTokenizer
 ) -> None:
-    assert bundle.build(facts, reference) == runner.bundle
+    assert gguf_bundle.build(facts, reference) == runner.bundle
 
 
 def test_there_is_no_bundle_where_a_single_probe_differs(
@@ -218,7 +218,7 @@ def test_there_is_no_bundle_where_a_single_probe_differs(
 ) -> None:
     for odd in filter(None, probe_texts.PROBE_TEXTS):
         differs = reference._replace(encode=lambda text, odd=odd: reference.encode(text)[text == odd :])
-        assert bundle.build(facts, differs) is None, odd
+        assert gguf_bundle.build(facts, differs) is None, odd
 
 
 @pytest.mark.parametrize("piece", [b"Router", b" broker"])
@@ -229,7 +229,7 @@ def test_there_is_no_bundle_where_the_vocabularys_own_words_differ(
     differs = reference._replace(
         token_bytes=[piece], encode=lambda text: [] if piece.decode() in text else reference.encode(text)
     )
-    assert bundle.build(facts, differs) is None
+    assert gguf_bundle.build(facts, differs) is None
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_there_is_no_bundle_where_the_vocabularys_own_words_differ(
 def test_there_is_no_bundle_for_a_vocabulary_that_cannot_be_rebuilt(
     facts: gguf_metadata.Metadata, reference: ReferenceTokenizer, key: str, value: gguf_metadata.Value
 ) -> None:
-    assert bundle.build(changed(facts, key, value), reference) is None
+    assert gguf_bundle.build(changed(facts, key, value), reference) is None
 
 
 def pretrained(unpacked: tokenizer_bundle.TokenizerBundle) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def test_if_the_vocabulary_cannot_be_rebuilt_the_pretrained_tokenizer_is_used(
 ) -> None:
     strange = changed(facts, "tokenizer.ggml.pre", "unheard-of")
     text = json.dumps(pretrained(unpacked)).encode()
-    packed = bundle.build(strange, reference, text)
+    packed = gguf_bundle.build(strange, reference, text)
     assert packed is not None
     builder = prompt.load_builder(tokenizer_bundle.unpack(packed))
     for probe in ("Once upon a <|end|> time <|bos|>", "20 + 22 = ?", "Zürich 👍🏽"):
@@ -291,7 +291,7 @@ def test_a_pretrained_tokenizer_that_differs_or_is_malformed_is_not_used(
     document = pretrained(unpacked)
     other = document | {"model": document["model"] | {"merges": document["model"]["merges"][1:]}}
     for text in (json.dumps(other).encode(), b"", b"[]", b"{}", b'{"added_tokens": [7]}', b"\xff"):
-        assert bundle.build(strange, reference, text) is None, text[:40]
+        assert gguf_bundle.build(strange, reference, text) is None, text[:40]
 
 
 @pytest.mark.parametrize("merge", ["nospace", "never seen", "a ", "", "a b c"])
@@ -299,7 +299,7 @@ def test_there_is_no_bundle_for_a_vocabulary_with_a_merge_that_makes_no_token(
     facts: gguf_metadata.Metadata, reference: ReferenceTokenizer, merge: str
 ) -> None:
     merges: gguf_metadata.Value = [*facts.texts("tokenizer.ggml.merges"), merge]
-    assert bundle.build(changed(facts, "tokenizer.ggml.merges", merges), reference) is None
+    assert gguf_bundle.build(changed(facts, "tokenizer.ggml.merges", merges), reference) is None
 
 
 def test_a_model_whose_merges_make_no_sense_is_served_without_a_bundle(
@@ -318,7 +318,7 @@ def test_a_model_whose_merges_make_no_sense_is_served_without_a_bundle(
 def test_a_model_without_a_chat_template_has_a_bundle_that_refuses_conversations(
     facts: gguf_metadata.Metadata, reference: ReferenceTokenizer, encode: Tokenize
 ) -> None:
-    packed = bundle.build(facts, reference._replace(rules=_without_template(reference.rules)))
+    packed = gguf_bundle.build(facts, reference._replace(rules=_without_template(reference.rules)))
     assert packed is not None
     plain = prompt.load_builder(tokenizer_bundle.unpack(packed))
     assert plain.build(internal.Tokenize(text="hi")) == [BOS, *encode("hi")]

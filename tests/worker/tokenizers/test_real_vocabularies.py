@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import llama_cpp_source, vocabularies
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
-from tokenbus.worker.tokenizers.gguf import bundle
+from tokenbus.worker.tokenizers import gguf_bundle
 
 OFFERED = {
     "aquila": True,
@@ -64,7 +64,7 @@ def test_the_table_names_every_vocabulary_that_there_is(folder: Path) -> None:
 def test_a_vocabulary_is_offered_where_it_can_be_rebuilt(folder: Path, name: str, offered: bool) -> None:
     path = folder / f"ggml-vocab-{name}.gguf"
     with vocabularies.load(path) as loaded:
-        packed = bundle.build(*loaded)
+        packed = gguf_bundle.build(*loaded)
         assert (packed is not None) == offered
         if packed is None:
             return

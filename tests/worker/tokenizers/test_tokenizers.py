@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.support import vocabularies
 from tests.support.vocabularies import Loaded
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
-from tokenbus.worker.tokenizers.gguf import bundle, probe_texts
-from tokenbus.worker.tokenizers.gguf.pre_tokenizers import PRE_TOKENIZERS
+from tokenbus.worker.tokenizers import gguf_bundle, probe_texts
+from tokenbus.worker.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
 Tokenize = Callable[[str], list[int]]
 
@@ -32,7 +32,7 @@ TELLING = (
 
 def tokenizer_of(loaded: Loaded) -> Tokenize | None:
     """The tokenizer that a router makes of the bundle, if one is offered."""
-    packed = bundle.build(*loaded)
+    packed = gguf_bundle.build(*loaded)
     if packed is None:
         return None
     return prompt.load_encoder(tokenizer_bundle.unpack(packed).tokenizer_json)
@@ -93,7 +93,7 @@ def test_a_vocabulary_that_is_cut_otherwise_than_its_kind_says_is_not_offered(
 ) -> None:
     with vocabularies.load(vocabularies.write(tmp_path / "vocab.gguf", cut_sensitive(pre))) as loaded:
         facts = loaded.metadata._replace(values=loaded.metadata.values | {"tokenizer.ggml.pre": other})
-        assert bundle.build(facts, loaded.tokenizer) is None
+        assert gguf_bundle.build(facts, loaded.tokenizer) is None
 
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -199,7 +199,7 @@ def test_tokens_found_whole_that_overlap_so_that_the_order_of_search_matters_are
 
 def test_scores_that_do_not_cover_the_vocabulary_are_not_offered(by_score: Loaded) -> None:
     facts = by_score.metadata._replace(values=by_score.metadata.values | {"tokenizer.ggml.scores": [0.0]})
-    assert bundle.build(facts, by_score.tokenizer) is None
+    assert gguf_bundle.build(facts, by_score.tokenizer) is None
 
 
 def test_probes_of_a_large_vocabulary_stay_short() -> None:

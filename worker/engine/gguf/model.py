@@ -21,13 +21,12 @@ from tokenbus.worker.engine.gguf.adapters import ContextAdapters, LlamaAdapter
 from tokenbus.worker.engine.gguf.gguf_memory import GgufMemory
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.engine.models import chat_formats
-from tokenbus.worker.files import generation_config, gguf_metadata, in_use
+from tokenbus.worker.files import generation_config, gguf_metadata, model_files
 from tokenbus.worker.files.device_memory import DeviceMemory
-from tokenbus.worker.files.gguf_layout import GgufLayout
+from tokenbus.worker.files.layouts import GgufLayout
 from tokenbus.worker.files.model_files import ModelFiles, source_name
-from tokenbus.worker.tokenizers import pretrained_tokenizer
-from tokenbus.worker.tokenizers.gguf import bundle
-from tokenbus.worker.tokenizers.gguf.gguf_tokenizer import GgufTokenizer
+from tokenbus.worker.tokenizers import gguf_bundle, model_tokenizer
+from tokenbus.worker.tokenizers.gguf_tokenizer import GgufTokenizer
 
 _MAX_DEVICES = 128
 """More devices than llama.cpp can use. It reads one share for each device that it finds."""
@@ -91,11 +90,11 @@ class GgufModel:
         vocab = llama.llama_model_get_vocab(self.handle)
         assert vocab is not None
         self.tokenizer = GgufTokenizer(vocab, self.metadata)
-        pretrained = pretrained_tokenizer.read(files.sidecars.get("tokenizer.json"))
-        self.bundle = bundle.build(self.metadata, self.tokenizer, pretrained) if generates else None
+        pretrained = model_tokenizer.read_tokenizer_json(files.sidecars.get("tokenizer.json"))
+        self.bundle = gguf_bundle.build(self.metadata, self.tokenizer, pretrained) if generates else None
         self.chat_format = chat_formats.infer(self.tokenizer.rules)
         self._adapters: LoadedModels[LlamaAdapter] = LoadedModels()
-        self._held = in_use.hold(files.weights)
+        self._held = model_files.hold_weights(files.weights)
         self._gpus = devices.computing(devices.gpus(), settings, self.placement.gpu_layers)
         """The addresses of the GPUs that compute it, by name."""
 

@@ -8,8 +8,8 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import kv_memory
 from tokenbus.worker.engine.memory.need import ModelFacts
 from tokenbus.worker.files import gguf_metadata
-from tokenbus.worker.files.gguf_layout import GgufLayout
 from tokenbus.worker.files.gguf_metadata import Metadata
+from tokenbus.worker.files.layouts import GgufLayout
 
 IDLE_LANES = 48
 """Lanes for the ends of cached prefixes. Each costs a row of logits in host memory."""

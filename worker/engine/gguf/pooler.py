@@ -22,7 +22,7 @@ from tokenbus.worker.engine.gguf.batch import BatchPart
 from tokenbus.worker.engine.gguf.model import GgufModel
 from tokenbus.worker.engine.gguf.model_facts import PoolingType
 from tokenbus.worker.engine.gguf.pooling_context import PoolingContext, PoolingSize
-from tokenbus.worker.tokenizers.gguf.rerank_prompt import RerankPrompt
+from tokenbus.worker.tokenizers.gguf_tokenizer import RerankPrompt
 
 _CLOSE = 1e-2
 """The largest difference, as a share of a row's length, between a row computed alone and in a batch."""

@@ -48,9 +48,8 @@ from tokenbus.worker.engine.models import features, reasoning
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.files import generation_config
 from tokenbus.worker.files.device_memory import DeviceMemory
-from tokenbus.worker.files.gguf_layout import GgufLayout
+from tokenbus.worker.files.layouts import GgufLayout, SafetensorsLayout
 from tokenbus.worker.files.model_files import ModelFiles
-from tokenbus.worker.files.safetensors_layout import SafetensorsLayout
 from tokenbus.worker.models import registry
 
 _LEAST_KV_TOKENS = 2_048

@@ -15,7 +15,7 @@ from tokenbus.worker.engine.device.runner import BatchLimits, WholePass
 from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.model import OnnxModel
 from tokenbus.worker.engine.onnx.settings_resolution import DEFAULT_INPUT, CacheSize
-from tokenbus.worker.files.onnx_model_config import pooling_mode
+from tokenbus.worker.files.model_config import pooling_mode
 
 _CLOSE = 1e-2
 """The largest difference, as a share of a vector's length, between a vector computed alone and in a batch."""

@@ -25,7 +25,7 @@ from tokenbus.worker.engine.onnx.lora import projections
 from tokenbus.worker.engine.onnx.lora.matrices import OnnxAdapter, no_adapters
 from tokenbus.worker.engine.onnx.onnx_memory import OnnxMemory
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
-from tokenbus.worker.files import generation_config, in_use, onnx_model_config
+from tokenbus.worker.files import generation_config, model_config, model_files
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.model_files import ModelFiles, source_name
 from tokenbus.worker.tokenizers.onnx_tokenizer import OnnxTokenizer
@@ -53,7 +53,7 @@ class OnnxModel:
         where = str(files.weights)
         self.device = device
         self.files = files
-        self.model_config = onnx_model_config.read(files.sidecars)
+        self.model_config = model_config.read_onnx_config(files.sidecars)
         self.generation_config = generation_config.read(files.sidecars, {})
         model = external_data.load(files.weights)
         self.graph = graph.read(model, where, self.model_config.head_sizes)
@@ -81,7 +81,7 @@ class OnnxModel:
         structlog.get_logger().info(
             "onnx_loaded", provider=device.kind, gqa=self.graph.uses_gqa, last_logits_only=last_logits_only
         )
-        self._held = in_use.hold(files.weights)
+        self._held = model_files.hold_weights(files.weights)
 
     def __repr__(self) -> str:
         return f"<OnnxModel {self.files.weights}>"

@@ -31,7 +31,7 @@ from tokenbus.worker.engine.onnx.graphs import device, external_data
 from tokenbus.worker.engine.onnx.graphs.device import Device
 from tokenbus.worker.engine.onnx.graphs.graph import Graph
 from tokenbus.worker.files.device_memory import DeviceMemory
-from tokenbus.worker.files.onnx_model_config import OnnxModelConfig
+from tokenbus.worker.files.model_config import OnnxModelConfig
 
 _OWN_FILE_COPIES = 2
 _OWN_FILE_LOADING_COPIES = 4

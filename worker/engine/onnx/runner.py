@@ -42,8 +42,8 @@ from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.files import generation_config
 from tokenbus.worker.files.device_memory import DeviceMemory
+from tokenbus.worker.files.layouts import OnnxLayout
 from tokenbus.worker.files.model_files import ModelFiles
-from tokenbus.worker.files.onnx_layout import OnnxLayout
 from tokenbus.worker.models import registry
 
 

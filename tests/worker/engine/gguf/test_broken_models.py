@@ -20,7 +20,7 @@ from tokenbus.worker.engine.gguf.model import GgufModel
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import MAX_START_FAILURES, EngineSupervisor
-from tokenbus.worker.files.gguf_layout import GgufLayout
+from tokenbus.worker.files.layouts import GgufLayout
 
 
 class Listener(EngineListener):

@@ -12,7 +12,7 @@ from tests.support.engines import DEMO, gguf_runner
 from tokenbus.worker.engine.gguf import probe, state_blob
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.engine.gguf.state_blob import StateFormat
-from tokenbus.worker.kv_exchange import block_check
+from tokenbus.worker.kv_exchange import fetcher
 
 MUTATIONS = 10_000
 
@@ -115,7 +115,7 @@ def test_a_token_that_the_vocabulary_does_not_have_is_noticed(runner: GgufRunner
     ):
         changed = blob[:at] + struct.pack("<i", token_id) + blob[at + 4 :]
         assert known.problem(changed, 0, 16) == problem
-        block_problem = block_check.problem(known.block_format(16), changed, 0)
+        block_problem = fetcher.block_problem(known.block_format(16), changed, 0)
         assert bool(block_problem) == bool(problem), block_problem
 
 

@@ -19,7 +19,7 @@ from tokenbus.worker.engine.onnx.graphs.device import Device
 from tokenbus.worker.engine.onnx.model import OnnxModel
 from tokenbus.worker.engine.onnx.onnx_memory import OnnxMemory
 from tokenbus.worker.engine.onnx.runner import OnnxRunner, load
-from tokenbus.worker.files import device_memory, onnx_model_config
+from tokenbus.worker.files import device_memory, model_config
 from tokenbus.worker.files.device_memory import DeviceMemory, HostLimit
 from tokenbus.worker.replica.replica import successor_settings
 
@@ -52,7 +52,7 @@ def runner_of(asked: EngineSettings, planner: MemoryPlanner | None = None) -> On
 def memory_of(folder: Path, on: Device) -> OnnxMemory:
     weights = next(folder.rglob("*.onnx"))
     model = external_data.load(weights)
-    config = onnx_model_config.read({"config.json": folder / "config.json"})
+    config = model_config.read_onnx_config({"config.json": folder / "config.json"})
     return OnnxMemory(weights, model, graph.read(model, "demo"), config, on)
 
 

@@ -12,7 +12,7 @@ from onnx import TensorProto
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine.onnx.graphs.external_data import nodes
-from tokenbus.worker.files.onnx_model_config import HeadSizes
+from tokenbus.worker.files.model_config import HeadSizes
 
 _IDS = "input_ids"
 _MASK = "attention_mask"

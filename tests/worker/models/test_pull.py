@@ -15,7 +15,7 @@ from tests.support import hub_server
 from tests.support.hub_server import HubServer
 from tests.support.system import command
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
-from tokenbus.worker.files import in_use
+from tokenbus.worker.files import model_files
 
 MIB = 1 << 20
 WEIGHTS = random.Random(1).randbytes(4 * MIB + 12_345)
@@ -269,7 +269,7 @@ def test_one_quantization_is_removed_and_the_others_stay(machine: Machine) -> No
 
 def test_a_model_that_is_used_is_not_removed(machine: Machine) -> None:
     path = machine.pull()
-    with in_use.hold(path):
+    with model_files.hold_weights(path):
         assert "in use" in machine.run("models", "--local").stdout
         refused = machine.run("models", "--remove", REPO)
         assert (refused.returncode, path.read_bytes() == WEIGHTS) == (1, True)
@@ -290,7 +290,7 @@ def test_a_conversion_is_listed_and_removed_by_its_files_name(machine: Machine) 
     path = folder / "tiny-0123-Q8_0.gguf"
     path.write_bytes(b"weights")
     assert machine.run("models", "--local").stdout.splitlines()[1].split()[:4] == [path.name, "-", "7", "B"]
-    with in_use.hold(path):
+    with model_files.hold_weights(path):
         assert "a worker uses it" in machine.run("models", "--remove", path.name).stderr
     assert machine.run("models", "--remove", path.name).returncode == 0
     assert not path.exists()

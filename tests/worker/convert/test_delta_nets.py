@@ -12,7 +12,7 @@ from tests.support.delta_net_math import KINDS
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.convert import process
 from tokenbus.worker.engine.gguf import backend
-from tokenbus.worker.files.safetensors_layout import SafetensorsLayout
+from tokenbus.worker.files.layouts import SafetensorsLayout
 
 TOKENS = [(7 * place) % 600 for place in range(40)]
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from huggingface_hub import constants
 
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.files import in_use
+from tokenbus.worker.files import model_files
 from tokenbus.worker.files.model_files import Layout
 
 _PREFIX = "models--"
@@ -45,7 +45,7 @@ class LocalModel(NamedTuple):
 
     @property
     def is_used(self) -> bool:
-        return any(in_use.is_held(file) for file in self.files)
+        return any(model_files.is_held(file) for file in self.files)
 
 
 def list_models(layouts: tuple[Layout, ...]) -> list[LocalModel]:

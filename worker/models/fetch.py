@@ -1,27 +1,106 @@
-"""Downloads one file of a repository into the Hub's cache; an interrupted download resumes where it stopped.
+"""Fetches a model from the Hub, by name, into the Hub's cache; an interrupted download resumes where it stopped.
 
-`huggingface_hub` starts over after a kill, and compares only sizes. So the bytes are fetched here, to where the library
-looks for them: `blobs/<digest>`, under the library's own lock, so that its programs and ours wait for each other. The
-library then creates links and references (decision 0060)."""
+The variables HF_HOME, HF_TOKEN and HF_HUB_OFFLINE apply, as in every program that uses `huggingface_hub`. The library
+starts over after a kill, and compares only sizes. So the bytes are fetched here, to where the library looks for them:
+`blobs/<digest>`, under the library's own lock, so that its programs and ours wait for each other. The library then
+creates links and references (decision 0060).
+"""
 
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import httpx2
 import huggingface_hub
+import structlog
 from huggingface_hub import constants
 from huggingface_hub.utils._fixes import WeakFileLock
 from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils._http import get_session, hf_raise_for_status
 
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.hub import repository
-from tokenbus.worker.hub.repository import RemoteFile
-from tokenbus.worker.hub.retry import Tries
+from tokenbus.worker.files import transfer
+from tokenbus.worker.files.model_files import Layout, ModelFiles
+from tokenbus.worker.models import repository
+from tokenbus.worker.models.repository import RemoteFile, Repository, Tries
+
+_SPARE_BYTES = 64 << 20
+"""The disk space to leave free for everything else."""
+
+
+def fetch(name: str, layouts: Sequence[Layout], on_bytes: transfer.OnBytes) -> ModelFiles:
+    """Downloads `org/repo` or `org/repo:variant`, by the first layout that recognises a file of the repository.
+
+    Raises ModelError, saying what to do."""
+    repo, _, variant = name.partition(":")
+    with repository.explained(repo):
+        found = repository.look_up(repo)
+        layout = next((one for one in layouts if any(map(one.is_weights, found.files))), layouts[0])
+        parts = layout.select(found.sizes, variant, repo)
+        missing = [part for part in parts if part not in found.files]
+        if missing:
+            raise ModelError(f"{repo}: {', '.join(missing)} is not there; choose another variant")
+        structlog.get_logger().info("fetching_model", repo=repo, file=parts[0], parts=len(parts))
+        _check_space(found, parts)
+        weights = _download_all(found, parts, on_bytes)
+        sidecars = {one: _small(found, one) for one in layout.sidecars if one in found.files}
+        return ModelFiles(weights[0], sidecars | _base_sidecars(found, set(layout.sidecars) - sidecars.keys()))
+
+
+def _download_all(found: Repository, parts: list[str], on_bytes: transfer.OnBytes) -> list[Path]:
+    total = sum(found.files[part].size for part in parts)
+    done, paths = 0, []
+    for part in parts:
+        paths.append(
+            download(found.name, part, found.files[part], lambda size, done=done: on_bytes(done + size, total))  # type: ignore[misc]
+        )
+        done += found.files[part].size
+    return paths
+
+
+def _small(found: Repository, name: str) -> Path:
+    return download(found.name, name, found.files[name], lambda size: None)
+
+
+def _base_sidecars(found: Repository, wanted: set[str]) -> dict[str, Path]:
+    """Downloads missing sidecars from the original repository: conversions often leave them out. None is required."""
+    if found.base is None or not wanted or found.base == found.name:
+        return {}
+    try:
+        base = repository.look_up(found.base)
+    except Exception:  # the model can be served without these files
+        return {}
+    sidecars = {}
+    for name in sorted(wanted & base.files.keys()):
+        try:
+            sidecars[name] = _small(base, name)
+        except Exception:  # for example, the original is gated and its conversion is not
+            return sidecars
+    return sidecars
+
+
+def _check_space(found: Repository, parts: list[str]) -> None:
+    """Raises ModelError if the disk has too little room for what is still missing."""
+    needed = sum(_missing_bytes(found, part) for part in parts)
+    cache = Path(constants.HF_HUB_CACHE)
+    folder = next(path for path in (cache, *cache.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if needed and needed + _SPARE_BYTES > free:
+        problem = f"needs {transfer.size(needed)} in {cache}, where {transfer.size(free)} are free"
+        raise ModelError(f"{found.name}: {problem}; remove other models, or pass --hub-cache on a larger disk")
+
+
+def _missing_bytes(found: Repository, part: str) -> int:
+    file = found.files[part]
+    if not file.digest or blob_path(found.name, file.digest).exists():
+        return 0
+    partial = partial_path(found.name, file.digest)
+    return max(0, file.size - (partial.stat().st_size if partial.exists() else 0))
+
 
 _CHUNK_BYTES = 1 << 20
 _LOCK_POLL_S = 0.5

@@ -1,1 +1,0 @@
-"""Repositories on the Hugging Face Hub and the local cache of them."""
