@@ -11,21 +11,21 @@ _HEAD = f"""# Streams under faults
 <!-- Written by `python -m tests.chaos report` from build/chaos.jsonl. -->
 
 This page shows the results of `make chaos`. It runs real processes (one nats-server, two routers, and three workers
-with the simulated engine or two with the demo model) with 32 open streams at any time (16 of the library, 12 of plain
+with the simulated engine or two with the demo model) with 32 open streams at all times (16 of the library, 12 of plain
 clients and 4 with `stream: false`), and causes one fault after another. Every text is compared byte by byte with that
 of an undisturbed stream. [guarantees.md](guarantees.md) says what is promised.
 
-- *Aim*: the number of faults after which a kind of fault counts as tried.
+- *Aim*: how many faults of a kind it takes for that kind to count as tested.
 - *Completed*: streams that reached their full length, or that their own client cancelled.
 - *Wrong*: streams with a byte that differs from the undisturbed text, a repetition, a wrong `usage`, or a message after
   the terminal.
-- *Diverged*: streams of the demo model that continued with a different token than the undisturbed stream, at a place
+- *Diverged*: streams of the demo model that continued with a different token than the undisturbed stream, at a point
   where two tokens are so close that rounding decides.
-- *Holes*: streams that lost a message, as the offsets show.
-- *Lost terminals*: streams that a worker had accepted, and that had no terminal when their client gave up.
-- *No answer*: requests that no worker had accepted, and that had no terminal when their client gave up.
-- `{UNSEALED}`: a router's error when it can't know what a client has read, since the seal of the last step
-  or an entry of the event log is missing.
+- *Holes*: streams that lost a message, as their offsets show.
+- *Lost terminals*: streams that a worker had accepted, and that had no terminal by the time their client gave up.
+- *No answer*: requests that no worker had accepted, and that had no terminal by the time their client gave up.
+- `{UNSEALED}`: a router's error when it can't know what a client has read, because the seal of the
+  last step or an entry of the event log is missing.
 - *Gap*: the pause in a plain client's text before another attempt continued it.
 """
 
