@@ -22,15 +22,15 @@ from tests.support import tiny_vocabulary, vocabularies
 from tests.support.hostile_constraints import ALL
 from tests.support.tiny_vocabulary import constraint
 from tokenbus.worker.engine.constraints.compilation import Compilation, Event
-from tokenbus.worker.engine.constraints.grammars.compiled import (
+from tokenbus.worker.engine.constraints.compile_slots import (
     CompiledConstraint,
     CompileJob,
     CompileStarted,
     ConstraintRefusal,
 )
-from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
-from tokenbus.worker.engine.constraints.grammars.matcher import SequenceMatcher
-from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
+from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 _MAX_TOKENS = 400 if IS_LONG else 100
 _MAX_S = 5.0

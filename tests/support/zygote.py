@@ -40,7 +40,7 @@ import tokenbus.protocol.process.lean_imports  # noqa: F401  # before structlog,
 from tokenbus.protocol.process.parent import die_with_parent, end_with_parent
 
 _PARENTS = ("tokenbus.cli.start", "tokenbus.worker.engine.process.main")
-_LEAVES = ("tokenbus.protocol.prompt.renderer_process", "tokenbus.worker.engine.constraints.isolated.nursery")
+_LEAVES = ("tokenbus.protocol.prompt.renderer_process", "tokenbus.worker.engine.constraints.nursery")
 """Modules whose processes execute nothing themselves."""
 _PRELOADED = ("tokenbus.cli.main", "tokenbus.worker.serve", "tokenbus.worker.engine.gguf.runner")
 _READ_AT_START = ("GGML_", "GOMP_", "HF_", "HOME", "HUGGINGFACE_", "LANG", "LC_", "LD_", "OMP_", "PYTHON", "XDG_CACHE_")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.support.sampling import asked, some_logits
 from tests.support.tiny_vocabulary import END, OTHER_END, TOKENS, compiler, constraint, decode, encode
 from tokenbus.worker.contract import engine_request
-from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
-from tokenbus.worker.engine.constraints.grammars.matcher import Matcher
+from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.matcher import Matcher
 from tokenbus.worker.engine.device import draws
 from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.sampler import Sampler

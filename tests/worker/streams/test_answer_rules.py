@@ -11,7 +11,7 @@ from tokenbus.protocol.wire.params import GenerationParams, JsonSchema
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.chat_format import ChatFormat
-from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError, to_problem
+from tokenbus.worker.engine.constraints.grammar import ConstraintError, to_problem
 from tokenbus.worker.streams.answer_rules import AnswerRules, answer_rules, to_constraint
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

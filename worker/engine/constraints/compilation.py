@@ -10,22 +10,22 @@ import msgspec
 import structlog
 
 from tokenbus.worker.contract import engine_request
-from tokenbus.worker.engine.constraints.compile_slots import CompileSlots, Compiling
-from tokenbus.worker.engine.constraints.grammars.compiled import (
+from tokenbus.worker.engine.constraints import messages
+from tokenbus.worker.engine.constraints.compile_slots import (
     CompiledConstraint,
     CompileJob,
+    CompileSlots,
     CompileStarted,
+    Compiling,
     ConstraintRefusal,
     ResumedTokensError,
 )
-from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
-from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
-from tokenbus.worker.engine.constraints.grammars.matcher import Matcher
-from tokenbus.worker.engine.constraints.grammars.small import is_small
-from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
-from tokenbus.worker.engine.constraints.isolated import messages
-from tokenbus.worker.engine.constraints.isolated.remote_matcher import RemoteMatcher
-from tokenbus.worker.engine.constraints.isolated.templates import Templates
+from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.grammar import ConstraintError, is_small
+from tokenbus.worker.engine.constraints.matcher import Matcher
+from tokenbus.worker.engine.constraints.processes import Templates
+from tokenbus.worker.engine.constraints.remote_matcher import RemoteMatcher
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 _MAX_REFUSALS = 1_000
 _NUM_PROCESSES = 2

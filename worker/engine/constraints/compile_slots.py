@@ -1,17 +1,113 @@
 """Threads that compile constraints, a few at a time, so that no step or other command waits for one."""
 
 import threading
-from collections.abc import Callable
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Listing
+from typing import Generic, NamedTuple, TypeVar
 
-from tokenbus.worker.engine.constraints.grammars.compiled import (
-    CompiledConstraint,
-    CompileJob,
-    ConstraintRefusal,
-    carry_out,
-)
-from tokenbus.worker.engine.constraints.grammars.matcher import SequenceMatcher
-from tokenbus.worker.engine.constraints.grammars.turns import TenantTurns
-from tokenbus.worker.engine.constraints.isolated.processes import ConstraintProcess
+import structlog
+
+from tokenbus.protocol.wire import errors
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.engine.constraints.grammar import ConstraintError, to_problem
+from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
+from tokenbus.worker.engine.constraints.processes import ConstraintProcess
+
+
+class CompileJob(NamedTuple):
+    """A constraint to compile for a sequence, and to follow through the tokens that the sequence already has."""
+
+    seq_no: int
+    tenant: str
+    constraint: engine_request.Constraint
+    token_ids: Listing[int]
+
+
+class ConstraintRefusal(NamedTuple):
+    """Why a constraint can't be compiled."""
+
+    problem: errors.Error
+    is_too_costly: bool = False
+    """Whether it takes too much time or memory; otherwise it is invalid."""
+    is_lasting: bool = False
+    """Whether the same constraint would be refused again."""
+
+
+class CompiledConstraint(NamedTuple):
+    """A sequence's constraint, advanced past its existing tokens, or the reason why there is none."""
+
+    seq_no: int
+    seconds: float
+    result: SequenceMatcher | ConstraintRefusal
+
+
+class CompileStarted(NamedTuple):
+    """The engine itself starts to compile a constraint: if it dies now, this may be why."""
+
+    seq_no: int
+
+
+class ResumedTokensError(ConstraintError):
+    """A sequence's existing tokens violate its constraint."""
+
+
+def carry_out(job: CompileJob, compile_job: Callable[[], SequenceMatcher]) -> CompiledConstraint:
+    """Calls `compile_job`, which may raise ConstraintError."""
+    began = time.monotonic()
+    result: SequenceMatcher | ConstraintRefusal
+    try:
+        result = compile_job()
+    except ResumedTokensError:
+        problem = f"are not what {job.constraint.param} allows"
+        result = ConstraintRefusal(errors.invalid_field("resume_from.token_ids", problem).error)
+    except ConstraintError as error:
+        result = ConstraintRefusal(to_problem(error, job.constraint), error.is_too_costly, is_lasting=True)
+    except Exception:  # outermost frame of a constraint: its sequence ends, not the engine
+        structlog.get_logger().exception("constraint_failed", seq_no=job.seq_no)
+        result = ConstraintRefusal(errors.make_error(errors.Code.INTERNAL))
+    return CompiledConstraint(job.seq_no, time.monotonic() - began, result)
+
+
+Work = TypeVar("Work")
+
+
+class TenantTurns(Generic[Work]):
+    """Tenants take turns in order of arrival: each gets one piece of work done before the first gets its next."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[Work]] = OrderedDict()
+        """The work of each tenant; the first tenant is next."""
+
+    def __repr__(self) -> str:
+        return f"<TenantTurns, {len(self)} waiting>"
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def add(self, tenant: str, work: Work) -> None:
+        self._waiting.setdefault(tenant, deque()).append(work)
+
+    def take(self, without: Collection[str] = ()) -> tuple[str, Work] | None:
+        """Removes and returns the next work and its tenant; None if only the tenants in `without` have any."""
+        tenant = next((tenant for tenant in self._waiting if tenant not in without), None)
+        if tenant is None:
+            return None
+        several = self._waiting.pop(tenant)
+        work = several.popleft()
+        if several:
+            self._waiting[tenant] = several
+        return tenant, work
+
+    def remove(self, is_unwanted: Callable[[Work], bool]) -> None:
+        """Drops waiting work."""
+        for tenant, several in list(self._waiting.items()):
+            kept = deque(work for work in several if not is_unwanted(work))
+            if kept:
+                self._waiting[tenant] = kept
+            else:
+                del self._waiting[tenant]
 
 
 class Compiling:

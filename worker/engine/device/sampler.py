@@ -15,8 +15,8 @@ import numpy as np
 import structlog
 
 from tokenbus.worker.contract import engine_output, engine_request
-from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
-from tokenbus.worker.engine.constraints.grammars.matcher import SequenceMatcher
+from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 from tokenbus.worker.engine.device import draws
 from tokenbus.worker.engine.device.draws import Indices, Matrix, Row
 from tokenbus.worker.engine.device.logits_health import summarize

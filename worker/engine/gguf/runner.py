@@ -17,7 +17,7 @@ from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.convert import converted
-from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 from tokenbus.worker.engine.device import poison
 from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.loaded_models import LoadedModels

@@ -3,7 +3,7 @@
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
 from tokenbus.worker.contract.chat_format import ChatFormat
-from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens, PartEncoder
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens, PartEncoder
 
 
 def closer_of(chat_format: ChatFormat | None, model: ModelTokens, missing: dict[str, str]) -> ReasoningCloser | None:

@@ -12,7 +12,7 @@ from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 from tokenbus.worker.engine.device import poison
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.logits_health import LogitsHealth

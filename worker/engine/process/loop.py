@@ -14,14 +14,14 @@ from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget
 from tokenbus.worker.contract.engine_errors import DeviceError
 from tokenbus.worker.contract.engine_settings import SchedulerSettings
 from tokenbus.worker.engine.constraints.compilation import Compilation
-from tokenbus.worker.engine.constraints.grammars.compiled import (
+from tokenbus.worker.engine.constraints.compile_slots import (
     CompiledConstraint,
     CompileJob,
     CompileStarted,
     ConstraintRefusal,
 )
-from tokenbus.worker.engine.constraints.grammars.matcher import SequenceMatcher
-from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
+from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 from tokenbus.worker.engine.device.pooling import PoolingJob, PoolingQueue
 from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.kv.prefix_tree import Domain

@@ -15,7 +15,7 @@ from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.kv.retention import NO_HINT, CacheHint
 
 if TYPE_CHECKING:  # a frontend imports this module, and does not need grammars
-    from tokenbus.worker.engine.constraints.grammars.matcher import SequenceMatcher
+    from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 
 
 class EngineFinishReason(enum.StrEnum):

@@ -10,16 +10,17 @@ from tests.support.tiny_vocabulary import END, TOKENS, constraint, encode
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.constraints.compilation import OwnCompiler
-from tokenbus.worker.engine.constraints.compile_slots import CompileSlots, Compiling
-from tokenbus.worker.engine.constraints.grammars.compiled import (
+from tokenbus.worker.engine.constraints.compile_slots import (
     CompiledConstraint,
     CompileJob,
+    CompileSlots,
     CompileStarted,
+    Compiling,
     ConstraintRefusal,
 )
-from tokenbus.worker.engine.constraints.grammars.compiler import ConstraintCompiler
-from tokenbus.worker.engine.constraints.grammars.matcher import Matcher
-from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
+from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.matcher import Matcher
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 
 class Gated(ConstraintCompiler):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.tiny_vocabulary import END, compiler, constraint, encode
-from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammar import ConstraintError
 
 GRAMMARS = {
     "arithmetic": r"""

@@ -8,7 +8,7 @@ import pytest
 from tests.support.executed_scheduler import EOS, sizes
 from tokenbus.protocol.wire import messages
 from tokenbus.worker.contract import engine_request
-from tokenbus.worker.engine.constraints.grammars.matcher import Matcher
+from tokenbus.worker.engine.constraints.matcher import Matcher
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, StepPlan, StepResult
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler

@@ -21,8 +21,8 @@ from tests.support.tiny_vocabulary import (
     encode,
     walk,
 )
-from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
-from tokenbus.worker.engine.constraints.grammars.matcher import Matcher
+from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.matcher import Matcher
 
 COMPILER = compiler()
 

@@ -6,9 +6,9 @@ from functools import cached_property
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from tokenbus.worker.contract import engine_request
-from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError, to_grammar
-from tokenbus.worker.engine.constraints.grammars.matcher import Matcher
-from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens, make_tokenizer
+from tokenbus.worker.engine.constraints.grammar import ConstraintError, to_grammar
+from tokenbus.worker.engine.constraints.matcher import Matcher
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens, make_tokenizer
 
 _MAX_CACHED = 64
 _MAX_CACHED_BYTES = 64 << 20

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 from llguidance import LLMatcher
 
-from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.grammar import ConstraintError
 
 Allowed = np.ndarray[tuple[int], np.dtype[np.bool_]]
 

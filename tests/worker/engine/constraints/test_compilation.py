@@ -14,16 +14,16 @@ import pytest
 from tests.support.tiny_vocabulary import END, OTHER_END, TOKENS, choice, compiler, constraint, decode, encode, walk
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.engine.constraints.compilation import Compilation, Event
-from tokenbus.worker.engine.constraints.grammars.compiled import (
+from tokenbus.worker.engine.constraints.compile_slots import (
     CompiledConstraint,
     CompileJob,
     CompileStarted,
     ConstraintRefusal,
 )
-from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
-from tokenbus.worker.engine.constraints.grammars.matcher import Matcher, SequenceMatcher
-from tokenbus.worker.engine.constraints.grammars.vocabulary import ModelTokens
-from tokenbus.worker.engine.constraints.isolated.remote_matcher import RemoteMatcher
+from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.matcher import Matcher, SequenceMatcher
+from tokenbus.worker.engine.constraints.remote_matcher import RemoteMatcher
+from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 pytestmark = pytest.mark.usefixtures("executed")
 ENDLESS = ".?" * 8_000
@@ -104,7 +104,7 @@ def process_ids() -> set[int]:
             environment, command = (path / "environ").read_bytes(), (path / "cmdline").read_bytes()
         except OSError:
             continue
-        if b"constraints.isolated.nursery" in command and _MARK in environment:
+        if b"constraints.nursery" in command and _MARK in environment:
             found.add(int(path.name))
     return found
 

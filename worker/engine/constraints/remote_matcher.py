@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tokenbus.worker.engine.constraints.grammars.grammar import ConstraintError
-from tokenbus.worker.engine.constraints.grammars.matcher import Allowed, unpacked
-from tokenbus.worker.engine.constraints.isolated import messages
-from tokenbus.worker.engine.constraints.isolated.processes import ConstraintProcess
+from tokenbus.worker.engine.constraints import messages
+from tokenbus.worker.engine.constraints.grammar import ConstraintError
+from tokenbus.worker.engine.constraints.matcher import Allowed, unpacked
+from tokenbus.worker.engine.constraints.processes import ConstraintProcess
 
 _PATIENCE_S = 0.005
 """The time that a step waits for a follower. Most need a tenth of a millisecond."""

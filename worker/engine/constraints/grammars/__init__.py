@@ -1,1 +1,0 @@
-"""Grammars of constrained outputs, compiled and matched in one process."""

@@ -1,1 +1,0 @@
-"""Constraints in separate processes, whose time and memory are limited by the kernel."""
