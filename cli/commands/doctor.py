@@ -22,11 +22,10 @@ from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.memory import claims, fit, room
+from tokenbus.worker.engine.memory import claims, fit
 from tokenbus.worker.engine.memory.claims import MemoryClaims
-from tokenbus.worker.engine.memory.fit import Rooms
+from tokenbus.worker.engine.memory.fit import Room, Rooms
 from tokenbus.worker.engine.memory.need import MemoryNeed, mib
-from tokenbus.worker.engine.memory.room import Room
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineProcess
 from tokenbus.worker.files import device_memory, model_files, transfer
@@ -171,7 +170,7 @@ def check_memory(models: list[str], budget_bytes: int, host: Room) -> Iterator[F
             f"{mib(limit)} of {mib(host.total_bytes)} are {limited}"
         )
         if not budget_bytes:
-            what += f", of which {mib(room.reserve_bytes(host.total_bytes))} stay in reserve"
+            what += f", of which {mib(fit.reserve_bytes(host.total_bytes))} stay in reserve"
         fits = need.total_bytes <= limit
         yield Finding("ok" if fits else "bad", what, "" if fits else "lower --kv-tokens or --context-length")
     if len(models) > 1 and total:

@@ -8,7 +8,7 @@ from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.contract.chat_format import ChatFormat
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.engine.models import chat_formats, features
+from tokenbus.worker.engine.models import features
 from tokenbus.worker.models import registry
 
 
@@ -19,7 +19,7 @@ def show(model: str) -> int:
     except ModelError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return 1
-    found = chat_formats.infer(rules)
+    found = features.infer_chat_format(rules)
     print("\n\n".join(_report(rules, found)))
     return 0
 
@@ -47,7 +47,7 @@ def _report(rules: tokenizer_bundle.PromptRules, found: ChatFormat | None) -> li
     ]
     if found.calls is not None:
         try:
-            parts.append(f"a call as the model writes it:\n{chat_formats.example(rules)}")
+            parts.append(f"a call as the model writes it:\n{features.example_call(rules)}")
         except errors.RequestError as error:
             parts.append(f"the template refuses the example: {error.error.message}")
     return parts

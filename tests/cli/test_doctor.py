@@ -9,7 +9,7 @@ from tokenbus import demo
 from tokenbus.cli.commands import doctor
 from tokenbus.cli.console import connection_flags
 from tokenbus.protocol.wire import messages
-from tokenbus.worker.engine.memory.room import Room
+from tokenbus.worker.engine.memory.fit import Room
 
 
 def marks(findings: list[doctor.Finding]) -> dict[str, str]:

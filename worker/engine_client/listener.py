@@ -1,7 +1,7 @@
 """Events of a supervised engine, for the replica that it serves."""
 
 from tokenbus.worker.contract import contract
-from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
+from tokenbus.worker.contract.contract import RecoveredCopies
 from tokenbus.worker.engine.process import ipc
 
 Observation = (

@@ -6,7 +6,7 @@ for most uses, or a short one if that would take more than half of the budget (d
 import msgspec
 
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.host_cache import sizing
+from tokenbus.worker.engine.host_cache import slot_store
 from tokenbus.worker.engine.memory import fit
 from tokenbus.worker.engine.memory.need import MemoryNeed, ModelFacts, Sizes, estimate
 from tokenbus.worker.files import device_memory
@@ -45,7 +45,7 @@ def _need(facts: ModelFacts, settings: EngineSettings, longest: int) -> MemoryNe
     kv_tokens = settings.kv_tokens or facts.kv_tokens or (length if facts.pools else shared)
     has_prefixes = not facts.pools and (facts.kv_bytes_per_token or facts.state_bytes)
     # the system reclaims the memory of cached files
-    cached = sizing.budget_bytes(settings) if has_prefixes and not settings.keep_cache else 0
+    cached = slot_store.budget_bytes(settings) if has_prefixes and not settings.keep_cache else 0
     need = estimate(facts, settings, Sizes(min(length, kv_tokens), kv_tokens, cached))
     isolated = 0 if facts.pools else _CONSTRAINT_BYTES + facts.vocab_size * _CONSTRAINT_TOKEN_BYTES
     return need._replace(compute_bytes=need.compute_bytes + isolated)

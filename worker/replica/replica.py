@@ -19,9 +19,8 @@ from tokenbus.protocol.wire import subjects
 from tokenbus.worker.adapters.adapter_folder import AdapterFolder
 from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState
 from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.contract import MemoryPlan, RecoveredCopies
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.contract.memory_plan import MemoryPlan
-from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
 from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.sim import faults

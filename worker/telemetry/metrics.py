@@ -13,7 +13,7 @@ from tokenbus.protocol.telemetry.metrics import (
 )
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker.contract import contract, engine_request
-from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
+from tokenbus.worker.contract.contract import RecoveredCopies
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client.listener import Observation
 

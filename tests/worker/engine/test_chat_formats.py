@@ -12,7 +12,7 @@ from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import internal, limits
 from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reasoning
-from tokenbus.worker.engine.models import chat_formats, features
+from tokenbus.worker.engine.models import features
 from tokenbus.worker.tokenizers.model_tokenizer import ModelTokenizer
 
 TEMPLATE = (
@@ -29,7 +29,7 @@ def rules(template: str | None) -> tokenizer_bundle.PromptRules:
 
 def test_a_format_is_inferred_in_a_renderer_process_and_logged() -> None:
     with capture_logs() as logs:
-        found = chat_formats.infer(rules(TEMPLATE))
+        found = features.infer_chat_format(rules(TEMPLATE))
     assert found is not None
     assert (found.calls, found.tokens) == (CALLS, {"<|end|>": 7})
     assert [(line["event"], line["offered"]) for line in logs] == [("chat_format_inferred", ["tools"])]
@@ -37,7 +37,7 @@ def test_a_format_is_inferred_in_a_renderer_process_and_logged() -> None:
 
 @pytest.mark.parametrize("template", [None, "", "{% for %}", "{{ messages[0].content }}"])
 def test_a_model_without_a_template_that_shows_one_has_no_format(template: str | None) -> None:
-    assert chat_formats.infer(rules(template)) is None
+    assert features.infer_chat_format(rules(template)) is None
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_renderings_of_a_slow_template_delay_the_load_by_two_seconds_of_cpu_
     slow = f"{{% for a in range({rounds}) %}}{{% for b in range(1000) %}}{{% endfor %}}{{% endfor %}}"
     before = children_cpu_s()
     with capture_logs() as logs:
-        assert chat_formats.infer(rules(TEMPLATE + slow)) is None
+        assert features.infer_chat_format(rules(TEMPLATE + slow)) is None
     assert children_cpu_s() - before < 2.2
     assert [line["event"] for line in logs] == ["chat_format_given_up", "chat_format_inferred"]
     assert logs[-1]["offered"] == []
@@ -55,7 +55,7 @@ def test_the_renderings_of_a_slow_template_delay_the_load_by_two_seconds_of_cpu_
 
 def test_to_compile_a_slow_template_is_part_of_that_time() -> None:
     before = children_cpu_s()
-    assert chat_formats.infer(rules("{{ 9 ** (9 ** 9) }}")) is None
+    assert features.infer_chat_format(rules("{{ 9 ** (9 ** 9) }}")) is None
     assert children_cpu_s() - before < 2.2
 
 
@@ -65,7 +65,7 @@ def test_a_format_is_inferred_however_long_the_machine_takes_to_start_a_process(
     monkeypatch.setattr(limits, "RENDER_STALL_S", 0.001)
     cpu_s = itertools.count(step=1e-6)  # little, but some whenever it is looked at
     monkeypatch.setattr(time, "clock_gettime", lambda clock: next(cpu_s))
-    found = chat_formats.infer(rules(TEMPLATE))
+    found = features.infer_chat_format(rules(TEMPLATE))
     assert found is not None
     assert found.calls == CALLS
 
@@ -73,7 +73,7 @@ def test_a_format_is_inferred_however_long_the_machine_takes_to_start_a_process(
 def test_a_conversation_that_no_process_renders_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with capture_logs() as logs:
-        assert chat_formats.infer(rules(TEMPLATE)) is None
+        assert features.infer_chat_format(rules(TEMPLATE)) is None
     assert "chat_format_not_rendered" in [line["event"] for line in logs]
 
 

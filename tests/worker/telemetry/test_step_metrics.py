@@ -1,7 +1,7 @@
 """The metrics of a replica count all that is in the stats of its steps."""
 
-from tokenbus.worker.engine.logits_summary import LogitsSummary
 from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine.scheduling.plan import LogitsSummary
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
 COUNTED = {

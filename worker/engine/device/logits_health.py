@@ -1,4 +1,5 @@
-"""Examines logits: a row about once a second, and each row that is not finite.
+"""Examines the logits of each step: some rows are summarized, and the shares of rows that are not finite discarded
+(decision 0066).
 
 Summarizing a row takes a fraction of a millisecond, which is negligible for a step."""
 
@@ -9,9 +10,9 @@ from collections.abc import Sequence as Listing
 import numpy as np
 import structlog
 
-from tokenbus.worker.engine.device.draws import Matrix, Row
-from tokenbus.worker.engine.logits_summary import LogitsSummary, SeenLogits
-from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
+from tokenbus.worker.engine.device.draws import Matrix
+from tokenbus.worker.engine.device.sampler import Sampler, summarize
+from tokenbus.worker.engine.scheduling.plan import LogitsSummary, Outcome, ScheduledTokens, SeenLogits, Undone
 
 _INTERVAL_S = 1.0
 _MAX_POISONED = 8
@@ -55,12 +56,31 @@ class LogitsHealth:
 _NOTHING = SeenLogits()
 
 
-def summarize(row: Row) -> LogitsSummary:
-    """Summarizes a row."""
-    numbers = row[np.isfinite(row)]
-    nan, pos_inf = int(np.isnan(row).sum()), int(np.isposinf(row).sum())
-    neg_inf = len(row) - len(numbers) - nan - pos_inf
-    if not len(numbers):
-        return LogitsSummary(nan, pos_inf, neg_inf, 0, 0.0, 0.0, 0.0)
-    mean = float(numbers.mean(dtype=np.float64))
-    return LogitsSummary(nan, pos_inf, neg_inf, len(numbers), mean, float(numbers.min()), float(numbers.max()))
+_STRIDE = 1_024
+"""One logit in this many is checked. Each is a product with the whole last state, which is non-finite throughout if any
+of its numbers is, since normalization divides by its length. All logits of 64 rows would take a few milliseconds."""
+
+
+def sort_out(
+    batch: Listing[ScheduledTokens], rows: Matrix, sampler: Sampler, health: LogitsHealth
+) -> dict[int, Outcome]:
+    """Returns the outcome of each share, by its lane. `rows` are the logits after the last token of each share; they
+    are overwritten."""
+    poisoned = are_poisoned(rows)
+    health.look(batch, rows, poisoned)
+    outcomes: dict[int, Outcome] = {
+        part.lane: Undone.POISONED if bad else None for part, bad in zip(batch, poisoned, strict=True)
+    }
+    sampled = [n for n, part in enumerate(batch) if part.samples and not poisoned[n]]
+    if sampled:
+        # As long as all is well, the shares that sample come first; then nothing is copied.
+        wanted = rows[: len(sampled)] if sampled[-1] == len(sampled) - 1 else rows[sampled]
+        results = sampler.sample(wanted, [batch[n].sequence for n in sampled])
+        outcomes |= {batch[n].lane: one for n, one in zip(sampled, results, strict=True)}
+    return outcomes
+
+
+def are_poisoned(rows: Matrix) -> list[bool]:
+    """Returns for each row whether it has non-finite logits. Minus infinity is allowed: it rules tokens out."""
+    seen = rows[:, ::_STRIDE]
+    return [not bool((row < np.inf).all()) for row in seen]

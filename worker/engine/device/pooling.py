@@ -3,16 +3,26 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence as Listing
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import structlog
 
 from tokenbus.protocol.wire import errors, internal
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
+from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.contract.engine_errors import InsufficientMemoryError
 from tokenbus.worker.engine.device.draws import Matrix
-from tokenbus.worker.engine.device.runner import Embedder, Pooler, PoolingPass, Reranker
+from tokenbus.worker.engine.device.runner import Embedder, Pooler, PoolingPass, Reranker, RunnerAdapters
+from tokenbus.worker.engine.host_cache.slot_store import SlotStore
+from tokenbus.worker.engine.kv.ops import KvOp
+from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget
+from tokenbus.worker.files.device_memory import DeviceMemory
+
+if TYPE_CHECKING:  # the engine process would load jinja2 with it, whatever its model
+    from tokenbus.worker.tokenizers.model_tokenizer import ModelTokenizer
 
 _MIN_NORM = 1e-12
 """Shorter vectors are divided by this instead of their norm, which may be 0."""
@@ -243,3 +253,60 @@ def _result(job: PoolingJob) -> PoolingResult:
             error=errors.make_error(errors.Code.INTERNAL, "the model computed values that are not numbers")
         )
     return PoolingResult(np.ascontiguousarray(job.finish(rows), "<f4").tobytes(), job.num_tokens)
+
+
+class PoolingRunner:
+    """One replica of such a model. The frontend refuses requests to generate, since it lacks the feature."""
+
+    def __init__(
+        self,
+        config: contract.EngineConfig,
+        tokenizer: "ModelTokenizer",
+        device_memory: Callable[[], list[DeviceMemory]],
+        close: Callable[[], None],
+        *,
+        embedder: Embedder | None = None,
+        reranker: Reranker | None = None,
+    ) -> None:
+        self.config = config
+        self._tokenizer = tokenizer
+        self.token_bytes: list[bytes] = []
+        self.bundle: bytes | None = None
+        self.copies: SlotStore | None = None
+        self.embedder = embedder
+        self.reranker = reranker
+        self.reasoning_closer: ReasoningCloser | None = None
+        self.end_token_ids: frozenset[int] = frozenset()
+        self.num_lanes = 1
+        self.logits = None
+        self.canary: Listing[int] = ()
+        self.adapters: RunnerAdapters | None = None
+        self._device_memory = device_memory
+        self._close = close
+
+    def __repr__(self) -> str:
+        return f"<PoolingRunner {self.config.source} {self.embedder or self.reranker!r}>"
+
+    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
+        raise AssertionError("this model generates nothing")
+
+    def remove_sequence(self, seq_no: int) -> None:
+        """Does nothing: no sequence was ever added."""
+
+    def apply(self, kv_ops: Listing[KvOp]) -> None:
+        assert not kv_ops, kv_ops
+
+    def step(self, plan: StepPlan) -> list[Outcome]:
+        raise AssertionError("this model generates nothing")
+
+    def tokenize(self, request: internal.Tokenize) -> list[int]:
+        return self._tokenizer.tokenize(request)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def device_memory(self) -> list[DeviceMemory]:
+        return self._device_memory()
+
+    def close(self) -> None:
+        self._close()

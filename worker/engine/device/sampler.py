@@ -19,8 +19,7 @@ from tokenbus.worker.engine.constraints.grammar import ConstraintError
 from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 from tokenbus.worker.engine.device import draws
 from tokenbus.worker.engine.device.draws import Indices, Matrix, Row
-from tokenbus.worker.engine.device.logits_health import summarize
-from tokenbus.worker.engine.scheduling.plan import SampledToken
+from tokenbus.worker.engine.scheduling.plan import LogitsSummary, SampledToken
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 _MAX_FOLLOWERS = 32
@@ -224,3 +223,14 @@ def _constrain(row: Row, matcher: SequenceMatcher, forbidden: Indices, wanted: i
 
 def _known_ids(token_ids: Iterable[int], vocab_size: int) -> Indices:
     return np.array(sorted(token_id for token_id in token_ids if 0 <= token_id < vocab_size), np.int64)
+
+
+def summarize(row: Row) -> LogitsSummary:
+    """Summarizes a row."""
+    numbers = row[np.isfinite(row)]
+    nan, pos_inf = int(np.isnan(row).sum()), int(np.isposinf(row).sum())
+    neg_inf = len(row) - len(numbers) - nan - pos_inf
+    if not len(numbers):
+        return LogitsSummary(nan, pos_inf, neg_inf, 0, 0.0, 0.0, 0.0)
+    mean = float(numbers.mean(dtype=np.float64))
+    return LogitsSummary(nan, pos_inf, neg_inf, len(numbers), mean, float(numbers.min()), float(numbers.max()))

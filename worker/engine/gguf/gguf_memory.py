@@ -9,8 +9,8 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import devices, kv_memory, model_facts
 from tokenbus.worker.engine.memory import fit
+from tokenbus.worker.engine.memory.fit import Room
 from tokenbus.worker.engine.memory.need import DevicePlacement, MemoryNeed, ModelFacts
-from tokenbus.worker.engine.memory.room import Room
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.gguf_metadata import Metadata
 

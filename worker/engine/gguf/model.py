@@ -20,7 +20,7 @@ from tokenbus.worker.engine.gguf import backend, context, devices, model_facts, 
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters, LlamaAdapter
 from tokenbus.worker.engine.gguf.gguf_memory import GgufMemory
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
-from tokenbus.worker.engine.models import chat_formats
+from tokenbus.worker.engine.models import features
 from tokenbus.worker.files import generation_config, gguf_metadata, model_files
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.layouts import GgufLayout
@@ -92,7 +92,7 @@ class GgufModel:
         self.tokenizer = GgufTokenizer(vocab, self.metadata)
         pretrained = model_tokenizer.read_tokenizer_json(files.sidecars.get("tokenizer.json"))
         self.bundle = gguf_bundle.build(self.metadata, self.tokenizer, pretrained) if generates else None
-        self.chat_format = chat_formats.infer(self.tokenizer.rules)
+        self.chat_format = features.infer_chat_format(self.tokenizer.rules)
         self._adapters: LoadedModels[LlamaAdapter] = LoadedModels()
         self._held = model_files.hold_weights(files.weights)
         self._gpus = devices.computing(devices.gpus(), settings, self.placement.gpu_layers)

@@ -15,7 +15,7 @@ from tokenbus.protocol.wire import codec, messages
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.draws import Matrix
-from tokenbus.worker.engine.device.pooling_runner import PoolingRunner
+from tokenbus.worker.engine.device.pooling import PoolingRunner
 from tokenbus.worker.engine.device.runner import BatchLimits, WholePass
 from tokenbus.worker.engine.gguf import settings_resolution
 from tokenbus.worker.engine.gguf.batch import BatchPart

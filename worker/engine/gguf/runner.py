@@ -18,7 +18,7 @@ from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.convert import converted
 from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
-from tokenbus.worker.engine.device import poison
+from tokenbus.worker.engine.device import logits_health
 from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.logits_health import LogitsHealth
@@ -39,12 +39,11 @@ from tokenbus.worker.engine.gguf.batch import BatchPart, LlamaBatch
 from tokenbus.worker.engine.gguf.causal_embedder import CausalEmbedder
 from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID, Lanes
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
-from tokenbus.worker.engine.host_cache import sizing
-from tokenbus.worker.engine.host_cache.slot_store import SlotStore
-from tokenbus.worker.engine.kv.identity import kv_identity
+from tokenbus.worker.engine.host_cache import slot_store
+from tokenbus.worker.engine.host_cache.slot_store import SlotStore, kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.memory.planner import MemoryPlanner, PlannedReplica
-from tokenbus.worker.engine.models import features, reasoning
+from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.files import generation_config
 from tokenbus.worker.files.device_memory import DeviceMemory
@@ -217,7 +216,7 @@ class GgufRunner:
         if not self._decode(batch, has_rows=has_rows):
             return {part.lane: Undone.NO_ROOM for part in batch}
         if has_rows:
-            return poison.sort_out(batch, self._rows(len(batch)), self._sampler, self.logits)
+            return logits_health.sort_out(batch, self._rows(len(batch)), self._sampler, self.logits)
         return {part.lane: None if self._is_finite(part) else Undone.POISONED for part in batch}
 
     def _decode(self, batch: Listing[ScheduledTokens], *, has_rows: bool) -> bool:
@@ -292,14 +291,14 @@ class GgufRunner:
         missing = dict(capabilities.missing)
         sizes = None
         if capabilities.checkpoint is not None:
-            sizes = sizing.checkpoint_sizes(capabilities.checkpoint, self.copies)
+            sizes = slot_store.checkpoint_sizes(capabilities.checkpoint, self.copies)
         if capabilities.checkpoint is not None and sizes is None:
-            left = sizing.budget_bytes(settings)
+            left = slot_store.budget_bytes(settings)
             missing["prefix_cache"] = f"--host-cache-mib leaves {left} bytes, which are too few for a checkpoint"
         if self.bundle is None:
             missing["router_tokenizing"] = "no tokenizer made from its files agrees with llama.cpp's on all probes"
         model_tokens = ModelTokens(self.token_bytes, self.end_token_ids, self.encode)
-        self.reasoning_closer = reasoning.closer_of(self._model.chat_format, model_tokens, missing)
+        self.reasoning_closer = features.closer_of(self._model.chat_format, model_tokens, missing)
         exchanged = capabilities.state_format if self.copies is not None and capabilities.can_share else None
         offered = features.with_sampler(
             chat=self._tokenizer.supports_chat,
@@ -333,13 +332,13 @@ class GgufRunner:
         form, block_size = capabilities.state_format, settings.kv_block_size
         problem = state_blob.unknown if form is None else form.problem  # what can't be checked is not recovered
         if capabilities.checkpoint is not None:
-            return sizing.make_checkpoint_store(
+            return slot_store.make_checkpoint_store(
                 self._identity, capabilities.checkpoint, settings, problem, self.lanes.state_problem
             )
         if not capabilities.can_share or not capabilities.bytes_per_token:
             return None
         size = capabilities.bytes_per_token * max(block_size, probe.TOKENS) if form is None else form.size(block_size)
-        return sizing.make_store(self._identity, block_size, size, settings, problem)
+        return slot_store.make_store(self._identity, block_size, size, settings, problem)
 
     def _kv_bytes(self, settings: EngineSettings, capabilities: probe.Capabilities) -> int:
         """Returns the most device memory that all lanes can take."""

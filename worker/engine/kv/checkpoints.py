@@ -26,10 +26,9 @@ from collections.abc import Sequence as Listing
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.contract.contract import CheckpointSizes
 from tokenbus.worker.engine.kv import checkpoint_tree, prefix_tree
-from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint, CheckpointMatch, TokenRun
+from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint, CheckpointMatch, TokenRun, recovered_checkpoints
 from tokenbus.worker.engine.kv.ops import Discard, Offload, Onload, OpQueue, RestoreState, SaveState
 from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain, KvEvents, RootName, StoredBlock
-from tokenbus.worker.engine.kv.recovered_checkpoints import recovered_checkpoints
 from tokenbus.worker.engine.kv.retention import DEFAULT_LIMITS, Retention, RetentionLimits, SessionKey
 
 

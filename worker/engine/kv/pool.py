@@ -22,8 +22,7 @@ from collections.abc import Iterator
 
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.contract.contract import CheckpointSizes
-from tokenbus.worker.engine.kv.allocation import Allocation
-from tokenbus.worker.engine.kv.checkpointed import CheckpointedAllocation
+from tokenbus.worker.engine.kv.allocation import Allocation, CheckpointedAllocation
 from tokenbus.worker.engine.kv.checkpoints import Checkpoints
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
 from tokenbus.worker.engine.kv.prefix_tree import Block, Domain

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from tokenbus.worker.engine.memory.room import UNLIMITED, OtherClaim, Room, room_of
+from tokenbus.worker.engine.memory.fit import UNLIMITED, OtherClaim, Room, room_of
 from tokenbus.worker.files import device_memory
 from tokenbus.worker.files.device_memory import HOST, DeviceMemory, HostLimit
 

@@ -4,16 +4,67 @@ Explicit settings are taken as they are. The defaults are the model's own contex
 a cache in host memory; if that is too much, the host cache shrinks first, then the KV cache, and then the context
 (decision 0064)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from tokenbus.worker.contract.engine_errors import ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.host_cache import sizing
+from tokenbus.worker.engine.host_cache import slot_store
 from tokenbus.worker.engine.memory.need import DevicePlacement, MemoryNeed, ModelFacts, Sizes, estimate, mib
-from tokenbus.worker.engine.memory.room import Room
+from tokenbus.worker.files.device_memory import DeviceMemory
+
+_RESERVE_SHARE = 16
+_LEAST_RESERVE = 512 << 20
+_MOST_RESERVE = 4 << 30
+_MAX_RESERVE_SHARE = 4
+
+
+class OtherClaim(NamedTuple):
+    """The memory that another process has planned to take of a device."""
+
+    claimed_bytes: int
+    taken_bytes: int
+    """The part that it has already taken, so that it is no longer free."""
+    later_bytes: int = 0
+    """The additional memory that it may take gradually, for copies of prefixes."""
+
+
+class Room(NamedTuple):
+    """The memory of a device that a replica may take, including what its process has already taken for it."""
+
+    total_bytes: int
+    """The device's total memory."""
+    free_bytes: int
+    """The part that no other process has taken, or is about to take; others may need some of it later."""
+    chosen_bytes: int
+    """The part for which sizes are chosen: a share of the memory, without a reserve."""
+
+
+UNLIMITED = Room(1 << 62, 1 << 62, 1 << 62)
+"""The room if nothing is known about it."""
+
+
+def reserve_bytes(total_bytes: int) -> int:
+    """Returns the memory of a device that is left for others, and for what no estimate covers."""
+    usual = max(_LEAST_RESERVE, min(_MOST_RESERVE, total_bytes // _RESERVE_SHARE))
+    return min(usual, total_bytes // _MAX_RESERVE_SHARE)
+
+
+def room_of(
+    device: DeviceMemory, taken_bytes: int, elsewhere_bytes: int, others: Iterable[OtherClaim], share: float
+) -> Room:
+    """Returns the room for a part of a process, which has taken `taken_bytes` of the device and claimed
+    `elsewhere_bytes` for its other parts. All workers together may have what is free and what they already have; the
+    process gets a share of that."""
+    listed = list(others)
+    own = device.free_bytes + taken_bytes - sum(one.claimed_bytes - one.taken_bytes for one in listed)
+    of_all = device.free_bytes + taken_bytes + sum(one.taken_bytes for one in listed)
+    later = sum(one.later_bytes for one in listed)
+    chosen = min(own - later, int(of_all * share)) - reserve_bytes(device.total_bytes)
+    return Room(device.total_bytes, max(0, own - elsewhere_bytes), max(0, chosen - elsewhere_bytes))
+
 
 _UNKNOWN_CONTEXT = 8_192
 """The context for which a model counts as trained if its files don't say."""
@@ -74,7 +125,7 @@ def wished(facts: ModelFacts, settings: EngineSettings, rooms: Rooms) -> Sizes:
         length = min(length, kv_tokens)
     # the system reclaims the memory of cached files
     has_prefixes = (facts.kv_bytes_per_token or facts.state_bytes) and not settings.keep_cache
-    return Sizes(length, kv_tokens, sizing.budget_bytes(settings, rooms.host.total_bytes) if has_prefixes else 0)
+    return Sizes(length, kv_tokens, slot_store.budget_bytes(settings, rooms.host.total_bytes) if has_prefixes else 0)
 
 
 def fit(facts: ModelFacts, settings: EngineSettings, rooms: Rooms) -> MemoryNeed:

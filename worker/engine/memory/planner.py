@@ -10,13 +10,12 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from tokenbus.worker.contract.contract import MemoryPlan
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.contract.memory_plan import MemoryPlan
-from tokenbus.worker.engine.memory import fit, room
+from tokenbus.worker.engine.memory import fit
 from tokenbus.worker.engine.memory.claims import HOST_CACHE, MemoryClaims
-from tokenbus.worker.engine.memory.fit import Rooms
+from tokenbus.worker.engine.memory.fit import Room, Rooms
 from tokenbus.worker.engine.memory.need import DevicePlacement, MemoryNeed, ModelFacts, Sizes, estimate
-from tokenbus.worker.engine.memory.room import Room
 from tokenbus.worker.files import device_memory
 from tokenbus.worker.files.device_memory import HOST, DeviceMemory
 
@@ -122,7 +121,7 @@ class MemoryPlanner:
             kv_bytes=need.kv_bytes,
             compute_bytes=need.compute_bytes,
             host_cache_bytes=need.host_cache_bytes,
-            reserve_bytes=room.reserve_bytes(host.total_bytes),
+            reserve_bytes=fit.reserve_bytes(host.total_bytes),
             total_bytes=host.total_bytes,
             free_bytes=host.free_bytes + max(0, size - placement.weight_bytes),
             gpu_bytes=need.gpu_bytes(placement),

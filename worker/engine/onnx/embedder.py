@@ -10,7 +10,7 @@ from tokenbus.protocol.wire import limits, messages
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.draws import Matrix
-from tokenbus.worker.engine.device.pooling_runner import PoolingRunner
+from tokenbus.worker.engine.device.pooling import PoolingRunner
 from tokenbus.worker.engine.device.runner import BatchLimits, WholePass
 from tokenbus.worker.engine.onnx.graphs.arrays import Array
 from tokenbus.worker.engine.onnx.model import OnnxModel

@@ -16,7 +16,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.runner import Embedder
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
-from tokenbus.worker.engine.models import chat_formats
+from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.onnx.graphs import device, external_data, graph, graph_edits
 from tokenbus.worker.engine.onnx.graphs.device import Device
 from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
@@ -58,7 +58,7 @@ class OnnxModel:
         model = external_data.load(files.weights)
         self.graph = graph.read(model, where, self.model_config.head_sizes)
         self.tokenizer = OnnxTokenizer(files.sidecars, self.graph.vocab_size, where)
-        self.chat_format = chat_formats.infer(self.tokenizer.rules) if self.graph.logits is not None else None
+        self.chat_format = features.infer_chat_format(self.tokenizer.rules) if self.graph.logits is not None else None
         self.fingerprint = _fingerprint(files.weights, model)
         self._planner = planner
         self.memory = OnnxMemory(files.weights, model, self.graph, self.model_config, device)

@@ -15,6 +15,7 @@ import msgspec
 import onnx
 
 from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.memory.fit import Room
 from tokenbus.worker.engine.memory.need import (
     GQA_SCORE_BYTES,
     MAX_SCORE_BYTES,
@@ -24,7 +25,6 @@ from tokenbus.worker.engine.memory.need import (
     MemoryNeed,
     ModelFacts,
 )
-from tokenbus.worker.engine.memory.room import Room
 from tokenbus.worker.engine.models.settings_resolution import AUTO
 from tokenbus.worker.engine.onnx import settings_resolution
 from tokenbus.worker.engine.onnx.graphs import device, external_data

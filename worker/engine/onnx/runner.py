@@ -13,17 +13,16 @@ from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
-from tokenbus.worker.engine.device import poison
+from tokenbus.worker.engine.device import logits_health
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.logits_health import LogitsHealth
 from tokenbus.worker.engine.device.runner import Embedder, Reranker, Runner, RunnerAdapters
 from tokenbus.worker.engine.device.sampler import Sampler
-from tokenbus.worker.engine.host_cache import sizing
-from tokenbus.worker.engine.host_cache.slot_store import SlotStore
-from tokenbus.worker.engine.kv.identity import kv_identity
+from tokenbus.worker.engine.host_cache import slot_store
+from tokenbus.worker.engine.host_cache.slot_store import SlotStore, kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
-from tokenbus.worker.engine.models import features, reasoning
+from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.models.settings_resolution import resolve
 from tokenbus.worker.engine.onnx import embedder, host_moves, probe, settings_resolution
 from tokenbus.worker.engine.onnx.adapters import ReplicaAdapters
@@ -134,7 +133,7 @@ class OnnxRunner:
         self.embedder = self._make_embedder(settings, size)
         self.reranker: Reranker | None = None
         model_tokens = ModelTokens(self.token_bytes, self.end_token_ids, self.encode)
-        self.reasoning_closer = reasoning.closer_of(model.chat_format, model_tokens, self._missing)
+        self.reasoning_closer = features.closer_of(model.chat_format, model_tokens, self._missing)
         self._takes_adapters = model.takes_adapters
         self._adapters = ReplicaAdapters(model, self._cache.drop_bindings) if model.projections else None
         self.adapters: RunnerAdapters | None = self._adapters
@@ -207,7 +206,7 @@ class OnnxRunner:
         outcomes: dict[int, Outcome] = {}
         try:
             for in_rows, logits in self._compute(parts):
-                outcomes |= poison.sort_out(in_rows, logits, self._sampler, self.logits)
+                outcomes |= logits_health.sort_out(in_rows, logits, self._sampler, self.logits)
         except InsufficientMemoryError as error:
             structlog.get_logger().warning("onnxruntime", text=str(error))
             outcomes = {part.lane: Undone.NO_ROOM for part in parts}
@@ -295,7 +294,7 @@ class OnnxRunner:
             return "" if saved_tokens.is_finite(self._model.graph.kv, data) else "numbers"
 
         block_bytes = size.block_size * token_bytes
-        return sizing.make_store(self.kv_identity, size.block_size, block_bytes, settings, find_problem)
+        return slot_store.make_store(self.kv_identity, size.block_size, block_bytes, settings, find_problem)
 
     def _make_static_cache(self, lanes: LaneLengths, context_length: int) -> StaticCache:
         num_rows = len(lanes.lengths) + 1  # one is the spare row

@@ -14,10 +14,10 @@ import msgspec
 
 from tokenbus.protocol.wire import block_hash, errors, internal, messages
 from tokenbus.worker.contract import contract, engine_output, engine_request
+from tokenbus.worker.contract.contract import RecoveredCopies
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
 from tokenbus.worker.engine.kv.retention import CacheHint
-from tokenbus.worker.engine.logits_summary import LogitsSummary
+from tokenbus.worker.engine.scheduling.plan import LogitsSummary
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.files.device_memory import DeviceMemory
 

@@ -25,14 +25,13 @@ from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 from tokenbus.worker.engine.device.pooling import PoolingJob, PoolingQueue
 from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.kv.prefix_tree import Domain
-from tokenbus.worker.engine.logits_summary import SeenLogits
 from tokenbus.worker.engine.process import ipc, scheduler_setup
 from tokenbus.worker.engine.process.block_transfers import BlockTransfers
 from tokenbus.worker.engine.process.memory_check import MemoryCheck
 from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.process.step_timer import StepTimer
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
-from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, StepPlan, StepResult, Undone
+from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, SeenLogits, StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget, TransferBudget
 

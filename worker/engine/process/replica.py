@@ -14,12 +14,12 @@ from pathlib import Path
 import structlog
 
 from tokenbus.protocol.wire import block_hash, codec, errors
+from tokenbus.worker.contract.contract import RecoveredCopies
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import SchedulerSettings
 from tokenbus.worker.engine.device import pooling
 from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.host_cache.cache_folder import CacheFolder
-from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
 from tokenbus.worker.engine.host_cache.slot_store import RegionError
 from tokenbus.worker.engine.process import ipc, scheduler_setup
 from tokenbus.worker.engine.process.loop import Inbox, LanesChanged, StepLoop

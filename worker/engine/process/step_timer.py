@@ -1,10 +1,9 @@
 """The step timer makes the stats of each step, which the frontend turns into metrics."""
 
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.logits_summary import SeenLogits
 from tokenbus.worker.engine.process.ipc import StepKind, StepStats
 from tokenbus.worker.engine.scheduling.counters import SchedulerCounts
-from tokenbus.worker.engine.scheduling.plan import StepPlan
+from tokenbus.worker.engine.scheduling.plan import SeenLogits, StepPlan
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from tokenbus.worker.engine.kv.checkpointed import CheckpointedAllocation
+from tokenbus.worker.engine.kv.allocation import CheckpointedAllocation
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 

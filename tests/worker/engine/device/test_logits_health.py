@@ -8,8 +8,7 @@ import pytest
 
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.device.logits_health import LogitsHealth, summarize
-from tokenbus.worker.engine.logits_summary import LogitsSummary, SeenLogits
-from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
+from tokenbus.worker.engine.scheduling.plan import LogitsSummary, ScheduledTokens, SeenLogits
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 NAN, INF = math.nan, math.inf

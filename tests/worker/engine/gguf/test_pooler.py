@@ -15,7 +15,7 @@ from tests.support.poisoned_model import POISON
 from tokenbus.demo import corpus
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.device.pooling_runner import PoolingRunner
+from tokenbus.worker.engine.device.pooling import PoolingRunner
 from tokenbus.worker.engine.device.runner import Pooler
 from tokenbus.worker.engine.gguf.runner import load
 

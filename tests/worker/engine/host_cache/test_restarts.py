@@ -13,8 +13,8 @@ from tests.support import adapters
 from tests.support.engines import DEMO, ONNX, Recorder, exact_demo, gqa_demo, stateful
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker.contract import contract, engine_request
+from tokenbus.worker.contract.contract import RecoveredCopies
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.host_cache.recovery import RecoveredCopies
 from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineProcess

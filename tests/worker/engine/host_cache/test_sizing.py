@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenbus.worker.contract.contract import CheckpointSizes
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.host_cache import sizing
+from tokenbus.worker.engine.host_cache import slot_store
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
 
@@ -17,7 +17,7 @@ MOST_MIB = SLOT_BYTES  # 2**20 slots
 
 
 def num_slots(host_cache_mib: int) -> int:
-    store = sizing.make_store(
+    store = slot_store.make_store(
         "model", BLOCK, NUM_BYTES, EngineSettings(model="m", host_cache_mib=host_cache_mib), lambda *_: ""
     )
     return 0 if store is None else store.layout.num_slots
@@ -43,7 +43,7 @@ def test_a_setting_that_would_be_cut_is_refused_with_the_largest_that_is_not() -
 def checkpoint_store(state_bytes: int, token_bytes: int, host_cache_mib: int) -> SlotStore | None:
     wanted = EngineSettings(model="m", host_cache_mib=host_cache_mib)
     sizes = CheckpointSizes(0, state_bytes, token_bytes, 500)
-    return sizing.make_checkpoint_store("m", sizes, wanted, lambda *_: "", lambda data: "")
+    return slot_store.make_checkpoint_store("m", sizes, wanted, lambda *_: "", lambda data: "")
 
 
 @given(st.integers(1, 200 << 20), st.sampled_from([0, 1, 2_000, 100_000]), st.integers(-1, 64))
@@ -51,11 +51,11 @@ def test_checkpoints_that_fit_in_the_budget_fit_in_the_slots(
     state_bytes: int, token_bytes: int, host_cache_mib: int
 ) -> None:
     store = checkpoint_store(state_bytes, token_bytes, host_cache_mib)
-    sizes = sizing.checkpoint_sizes(CheckpointSizes(0, state_bytes, token_bytes, 500), store)
+    sizes = slot_store.checkpoint_sizes(CheckpointSizes(0, state_bytes, token_bytes, 500), store)
     if store is None or sizes is None:
         return
     layout = store.layout
-    assert sizes.budget_bytes <= sizing.budget_bytes(EngineSettings(model="m", host_cache_mib=host_cache_mib))
+    assert sizes.budget_bytes <= slot_store.budget_bytes(EngineSettings(model="m", host_cache_mib=host_cache_mib))
     assert layout.num_slots <= (65_536 if host_cache_mib < 0 else 1 << 20)
     for num_tokens in (1, 16, 2_047, 100_000):
         parts = layout.parts(state_bytes, 0 if token_bytes else num_tokens)
@@ -69,4 +69,7 @@ def test_checkpoints_that_fit_in_the_budget_fit_in_the_slots(
 
 def test_without_room_for_one_checkpoint_there_are_none() -> None:
     assert checkpoint_store(1_000, 10, 0) is None
-    assert sizing.checkpoint_sizes(CheckpointSizes(0, 5 << 20, 1_000, 500), checkpoint_store(5 << 20, 1_000, 1)) is None
+    assert (
+        slot_store.checkpoint_sizes(CheckpointSizes(0, 5 << 20, 1_000, 500), checkpoint_store(5 << 20, 1_000, 1))
+        is None
+    )

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine.memory.claims import MemoryClaims
-from tokenbus.worker.engine.memory.room import UNLIMITED
+from tokenbus.worker.engine.memory.fit import UNLIMITED
 from tokenbus.worker.files.device_memory import HOST, DeviceMemory, HostLimit, groups_of
 
 GIB = 1 << 30

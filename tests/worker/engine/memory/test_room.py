@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker.engine.memory.room import OtherClaim, reserve_bytes, room_of
+from tokenbus.worker.engine.memory.fit import OtherClaim, reserve_bytes, room_of
 from tokenbus.worker.files.device_memory import HOST, DeviceMemory
 
 MIB = 1 << 20
