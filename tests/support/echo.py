@@ -8,13 +8,13 @@ import numpy as np
 from tests.support.arithmetic import ArithmeticRunner, next_token
 from tokenbus.worker.contract import contract
 from tokenbus.worker.engine.kv.ops import KvOp
-from tokenbus.worker.engine.onnx import host_moves
-from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
-from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, KvCache
-from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
-from tokenbus.worker.engine.onnx.cache.row_memory import HostRows
-from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
-from tokenbus.worker.engine.onnx.graphs.graph import Graph, KvTensor
+from tokenbus.worker.engine.onnx import kv_cache
+from tokenbus.worker.engine.onnx.dynamic_cache import DynamicCache
+from tokenbus.worker.engine.onnx.graph import Graph, KvTensor
+from tokenbus.worker.engine.onnx.kv_cache import DecodeGroup, KvCache
+from tokenbus.worker.engine.onnx.lanes import LaneLengths
+from tokenbus.worker.engine.onnx.row_memory import HostRows
+from tokenbus.worker.engine.onnx.static_cache import StaticCache
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, ScheduledTokens, StepPlan
 
 ROW_TOKENS = 64
@@ -129,7 +129,7 @@ class EchoRunner(ArithmeticRunner):
         return np.array([tokens[place] for place in sorted(tokens)], np.float32).tobytes()
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
-        host_moves.apply(
+        kv_cache.apply_changes(
             self.lengths.resolve(kv_ops), self.cache, self.opened_copies() if self.copies is not None else None
         )
 

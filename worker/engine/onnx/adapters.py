@@ -9,10 +9,10 @@ import numpy as np
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine.device.loaded_models import ReplicaModels
-from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs
-from tokenbus.worker.engine.onnx.lora import adapter_file, base, matrices
-from tokenbus.worker.engine.onnx.lora.matrices import OnnxAdapter
+from tokenbus.worker.engine.onnx import adapter_file, lora
+from tokenbus.worker.engine.onnx.lora import OnnxAdapter
 from tokenbus.worker.engine.onnx.model import OnnxModel
+from tokenbus.worker.engine.onnx.session import NO_ADAPTERS, AdapterInputs
 
 _MAX_SETS = 8
 """The number of adapter sets whose inputs are kept: clients choose scales, so there could be any number of sets."""
@@ -26,7 +26,7 @@ class ReplicaAdapters:
 
     def __init__(self, model: OnnxModel, drop_bindings: Callable[[], None]) -> None:
         self._model = model
-        self._base = base.make(model.projections, model.model_config.architecture, model.graph.kv[0].width)
+        self._base = lora.make_base(model.projections, model.model_config.architecture, model.graph.kv[0].width)
         self._drop_bindings = drop_bindings
         self._loaded = ReplicaModels(model.adapters)
         self._sets: OrderedDict[tuple[Adapter, ...], AdapterInputs] = OrderedDict()
@@ -46,7 +46,7 @@ class ReplicaAdapters:
         self._model.take_adapters()
 
         def arrange() -> OnnxAdapter:
-            arrays = matrices.arrange(changes, projections)
+            arrays = lora.arrange(changes, projections)
             for name, array in arrays.items():
                 if not np.isfinite(array).all():
                     raise ModelError(
@@ -70,7 +70,7 @@ class ReplicaAdapters:
         if not used:
             return NO_ADAPTERS
         if used not in self._sets:
-            arrays = matrices.combine([(self._loaded[one.digest], one.scale) for one in used])
+            arrays = lora.combine([(self._loaded[one.digest], one.scale) for one in used])
             session = self._model.graph_runner.session
             self._sets[used] = {name: session.tensor(array) for name, array in arrays.items()}
             if len(self._sets) > _MAX_SETS:

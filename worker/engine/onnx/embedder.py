@@ -12,7 +12,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.pooling import PoolingRunner
 from tokenbus.worker.engine.device.runner import BatchLimits, WholePass
-from tokenbus.worker.engine.onnx.graphs.arrays import Array
+from tokenbus.worker.engine.onnx.graph import Array
 from tokenbus.worker.engine.onnx.model import OnnxModel
 from tokenbus.worker.engine.onnx.settings_resolution import DEFAULT_INPUT, CacheSize
 from tokenbus.worker.files.model_config import pooling_mode

@@ -17,13 +17,11 @@ from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.runner import Embedder
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.engine.models import features
-from tokenbus.worker.engine.onnx.graphs import device, external_data, graph, graph_edits
-from tokenbus.worker.engine.onnx.graphs.device import Device
-from tokenbus.worker.engine.onnx.graphs.graph_runner import GraphRunner
-from tokenbus.worker.engine.onnx.graphs.session import Session
-from tokenbus.worker.engine.onnx.lora import projections
-from tokenbus.worker.engine.onnx.lora.matrices import OnnxAdapter, no_adapters
+from tokenbus.worker.engine.onnx import device, graph, lora
+from tokenbus.worker.engine.onnx.device import Device
+from tokenbus.worker.engine.onnx.lora import OnnxAdapter, no_adapters
 from tokenbus.worker.engine.onnx.onnx_memory import OnnxMemory
+from tokenbus.worker.engine.onnx.session import GraphRunner, Session
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.files import generation_config, model_config, model_files
 from tokenbus.worker.files.device_memory import DeviceMemory
@@ -55,7 +53,7 @@ class OnnxModel:
         self.files = files
         self.model_config = model_config.read_onnx_config(files.sidecars)
         self.generation_config = generation_config.read(files.sidecars, {})
-        model = external_data.load(files.weights)
+        model = graph.load(files.weights)
         self.graph = graph.read(model, where, self.model_config.head_sizes)
         self.tokenizer = OnnxTokenizer(files.sidecars, self.graph.vocab_size, where)
         self.chat_format = features.infer_chat_format(self.tokenizer.rules) if self.graph.logits is not None else None
@@ -64,7 +62,7 @@ class OnnxModel:
         self.memory = OnnxMemory(files.weights, model, self.graph, self.model_config, device)
         self.placement = planner.plan_weights(self.memory, settings)
         generates = self.graph.logits is not None
-        self.projections = projections.find(model, self.graph.kv_width) if generates else ()
+        self.projections = lora.find_projections(model, self.graph.kv_width) if generates else ()
         self.adapters: LoadedModels[OnnxAdapter] = LoadedModels()
         """The adapters of all replicas of the model."""
         self._settings = settings
@@ -132,11 +130,11 @@ class OnnxModel:
             if self.takes_adapters:
                 return
             path = self.files.weights
-            model = external_data.load(path)
+            model = graph.load(path)
             if _fingerprint(path, model) != self.fingerprint:
                 raise ModelError(f"{path}: is no longer the model that was loaded; restart the worker")
             self._edit(model)
-            projections.add_inputs(model, self.graph.kv_width)
+            lora.add_inputs(model, self.graph.kv_width)
             session = Session(model, path, self._settings, self.device)
             self.graph_runner.replace(session, no_adapters(self.projections))
             self.takes_adapters = True
@@ -147,15 +145,15 @@ class OnnxModel:
         logits = self.graph.logits
         if logits is None:
             return False
-        if self.graph.hidden in (None, graph_edits.HIDDEN) and graph_edits.expose_hidden_states(model, logits):
-            self.graph = self.graph._replace(hidden=graph_edits.HIDDEN)
-        return self.graph.keep_logits is None and graph_edits.keep_last_logits(model, logits)
+        if self.graph.hidden in (None, graph.HIDDEN) and graph.expose_hidden_states(model, logits):
+            self.graph = self.graph._replace(hidden=graph.HIDDEN)
+        return self.graph.keep_logits is None and graph.keep_last_logits(model, logits)
 
 
 def _fingerprint(path: Path, model: onnx.ModelProto) -> str:
     """Hashes samples of the graph and of each file with weights, which takes a few ms regardless of their size."""
     digest = xxhash.xxh3_64()
-    for file in (path, *sorted(path.parent / name for name in set(external_data.external_files(model)))):
+    for file in (path, *sorted(path.parent / name for name in set(graph.external_files(model)))):
         size = file.stat().st_size
         digest.update(size.to_bytes(8, "little"))
         with file.open("rb") as data:

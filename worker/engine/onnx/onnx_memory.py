@@ -26,10 +26,9 @@ from tokenbus.worker.engine.memory.need import (
     ModelFacts,
 )
 from tokenbus.worker.engine.models.settings_resolution import AUTO
-from tokenbus.worker.engine.onnx import settings_resolution
-from tokenbus.worker.engine.onnx.graphs import device, external_data
-from tokenbus.worker.engine.onnx.graphs.device import Device
-from tokenbus.worker.engine.onnx.graphs.graph import Graph
+from tokenbus.worker.engine.onnx import device, settings_resolution
+from tokenbus.worker.engine.onnx.device import Device
+from tokenbus.worker.engine.onnx.graph import Graph, external_files
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.model_config import OnnxModelConfig
 
@@ -48,7 +47,7 @@ class OnnxMemory:
         self, weights: Path, model: onnx.ModelProto, graph: Graph, config: OnnxModelConfig, on: Device
     ) -> None:
         own = weights.stat().st_size
-        beside = sum((weights.parent / name).stat().st_size for name in set(external_data.external_files(model)))
+        beside = sum((weights.parent / name).stat().st_size for name in set(external_files(model)))
         self.part = f"weights of {weights.resolve()}"
         self.weight_bytes = beside + _OWN_FILE_COPIES * own
         self.loading_bytes = beside + _OWN_FILE_LOADING_COPIES * own

@@ -24,20 +24,17 @@ from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.models.settings_resolution import resolve
-from tokenbus.worker.engine.onnx import embedder, host_moves, probe, settings_resolution
+from tokenbus.worker.engine.onnx import device, embedder, kv_cache, probe, row_memory, settings_resolution
 from tokenbus.worker.engine.onnx.adapters import ReplicaAdapters
-from tokenbus.worker.engine.onnx.cache import row_memory, saved_tokens
-from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
-from tokenbus.worker.engine.onnx.cache.kv_cache import DecodeGroup, DecodeResult, KvCache
-from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
-from tokenbus.worker.engine.onnx.cache.own_lanes import OwnLanes
-from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
-from tokenbus.worker.engine.onnx.graphs import device
-from tokenbus.worker.engine.onnx.graphs.arrays import Array
-from tokenbus.worker.engine.onnx.graphs.session import NO_ADAPTERS, AdapterInputs
+from tokenbus.worker.engine.onnx.dynamic_cache import DynamicCache
+from tokenbus.worker.engine.onnx.graph import Array
+from tokenbus.worker.engine.onnx.kv_cache import DecodeGroup, DecodeResult, KvCache, OwnLanes
+from tokenbus.worker.engine.onnx.lanes import LaneLengths
 from tokenbus.worker.engine.onnx.model import OnnxModel, model_key
 from tokenbus.worker.engine.onnx.onnx_memory import embed_tokens
+from tokenbus.worker.engine.onnx.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
+from tokenbus.worker.engine.onnx.static_cache import StaticCache
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.files import generation_config
 from tokenbus.worker.files.device_memory import DeviceMemory
@@ -167,7 +164,7 @@ class OnnxRunner:
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         try:
-            host_moves.apply(self._lanes.resolve(kv_ops), self._cache, self.copies)
+            kv_cache.apply_changes(self._lanes.resolve(kv_ops), self._cache, self.copies)
         except InsufficientMemoryError as error:  # some of the changes are done, and it is unknown which
             raise DeviceError(str(error)) from error
 
@@ -286,12 +283,12 @@ class OnnxRunner:
         """Returns a store for copies of blocks, or None if the cache is not in host memory or no store is wanted."""
         if self._model.device.kind != "cpu":
             return None
-        token_bytes = saved_tokens.bytes_per_token(self._model.graph.kv)
+        token_bytes = kv_cache.bytes_per_token(self._model.graph.kv)
 
         def find_problem(data: memoryview, start: int, count: int) -> str:
             if len(data) != count * token_bytes:
                 return "size"
-            return "" if saved_tokens.is_finite(self._model.graph.kv, data) else "numbers"
+            return "" if kv_cache.is_finite(self._model.graph.kv, data) else "numbers"
 
         block_bytes = size.block_size * token_bytes
         return slot_store.make_store(self.kv_identity, size.block_size, block_bytes, settings, find_problem)

@@ -13,7 +13,7 @@ from tests.support import graphs
 from tests.support.graphs import decoder, pairs, value
 from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.engine.onnx.graphs import external_data, graph
+from tokenbus.worker.engine.onnx import graph
 
 EVERY_INPUT = [value("position_ids"), value("num_logits_to_keep"), value("use_cache_branch", (), TensorProto.BOOL)]
 
@@ -37,14 +37,14 @@ def inside_if(inner: onnx.NodeProto) -> onnx.NodeProto:
 def damaged(tmp_path: Path, data: bytes) -> graph.Graph:
     path = tmp_path / "damaged.onnx"
     path.write_bytes(data)
-    return read(external_data.load(path))
+    return read(graph.load(path))
 
 
 # reading
 
 
 def test_the_demo_model_says_all_of_itself() -> None:
-    found = read(external_data.load(demo.ONNX_PATH / "onnx" / "model.onnx"))
+    found = read(graph.load(demo.ONNX_PATH / "onnx" / "model.onnx"))
     assert [(kv.past, kv.present) for kv in found.kv[:2]] == list(pairs(1).items())
     assert (found.mask, found.positions, found.logits) == ("attention_mask", "position_ids", "logits")
     assert found.keep_logits is found.cache_branch is found.token_types is found.hidden is found.pooled is None
@@ -222,19 +222,19 @@ def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path, data: bytes) -> None:
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"none\.onnx: is no ONNX model"):
-        external_data.load(tmp_path / "none.onnx")
+        graph.load(tmp_path / "none.onnx")
 
 
 def test_a_file_that_ends_early_is_to_be_fetched_again(tmp_path: Path) -> None:
     path = tmp_path / "cut.onnx"
     path.write_bytes((demo.ONNX_PATH / "onnx" / "model.onnx").read_bytes()[:-1])
     with pytest.raises(ModelError, match=r"cut\.onnx: is no ONNX model .*; fetch it again"):
-        external_data.load(path)
+        graph.load(path)
 
 
 def test_weights_beside_the_graph_are_left_where_they_are(tmp_path: Path) -> None:
-    loaded = external_data.load(graphs.keep_outside(tmp_path / "m.onnx", "m.onnx_data"))
-    assert set(external_data.external_files(loaded)) == {"m.onnx_data"}
+    loaded = graph.load(graphs.keep_outside(tmp_path / "m.onnx", "m.onnx_data"))
+    assert set(graph.external_files(loaded)) == {"m.onnx_data"}
     assert read(loaded).vocab_size == graphs.VOCAB
 
 
@@ -242,7 +242,7 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     path = graphs.keep_outside(tmp_path / "m.onnx", "m.onnx_data")
     (tmp_path / "m.onnx_data").unlink()
     with pytest.raises(ModelError, match=r"m\.onnx: its weights are in m\.onnx_data, not beside it; fetch all"):
-        external_data.load(path)
+        graph.load(path)
 
 
 def test_weights_that_lie_outside_the_folder_are_not_looked_at(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_weights_that_lie_outside_the_folder_are_not_looked_at(tmp_path: Path) -
     for location in ("../outside", str(tmp_path / "elsewhere"), "deep/../../inner/x"):
         path = graphs.keep_outside(tmp_path / "inner" / "m.onnx", location)
         with pytest.raises(ModelError, match="not beside it"):
-            external_data.load(path)
+            graph.load(path)
 
 
 @pytest.mark.parametrize("location", ["", ".", "\0", "x" * 300, "inner"])
@@ -261,7 +261,7 @@ def test_weights_with_a_name_that_no_file_has_are_missing(tmp_path: Path, locati
     model.graph.initializer[0].external_data[0].value = location
     path.write_bytes(model.SerializeToString())
     with pytest.raises(ModelError, match="not beside it; fetch all its files"):
-        external_data.load(path)
+        graph.load(path)
 
 
 @pytest.mark.parametrize("name", [b"input_ids", b"present.0.value", b"m.onnx_data", b"ReduceMean"])
@@ -269,7 +269,7 @@ def test_names_that_are_no_text_are_refused(tmp_path: Path, name: bytes) -> None
     path = graphs.keep_outside(tmp_path / "m.onnx", "m.onnx_data")
     path.write_bytes(path.read_bytes().replace(name, b"\xff" * len(name)))
     with pytest.raises(ModelError, match=r"m\.onnx: is no ONNX model \(it has names that are no text\); fetch"):
-        external_data.load(path)
+        graph.load(path)
 
 
 def test_weights_in_a_branch_or_a_constant_are_looked_for_too(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_weights_in_a_branch_or_a_constant_are_looked_for_too(tmp_path: Path) ->
         path = tmp_path / "m.onnx"
         path.write_bytes(decoder(nodes=[made]).SerializeToString())
         with pytest.raises(ModelError, match=r"its weights are in \.\./secret, not beside it"):
-            external_data.load(path)
+            graph.load(path)
 
 
 WHOLE = graphs.tiny().SerializeToString()
@@ -318,7 +318,7 @@ def load_or_refuse(folders: pytest.TempPathFactory, data: bytes) -> None:
     path = folders.getbasetemp() / "changed.onnx"
     path.write_bytes(data)
     try:
-        found = read(external_data.load(path))
+        found = read(graph.load(path))
     except ModelError:
         return
     assert found.kv or found.logits is None

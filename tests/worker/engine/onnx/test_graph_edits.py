@@ -13,8 +13,8 @@ from tests.support import graphs
 from tests.support.engines import ONNX, gqa_demo
 from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.engine.onnx.graphs import external_data, graph, graph_edits, session
-from tokenbus.worker.engine.onnx.graphs.device import Device
+from tokenbus.worker.engine.onnx import graph, session
+from tokenbus.worker.engine.onnx.device import Device
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 CPU = Device("cpu")
@@ -25,7 +25,7 @@ TOKENS = [[1, 5, 9, 30, 12, 7]]
 @pytest.fixture(params=FOLDERS)
 def model(request: pytest.FixtureRequest) -> onnx.ModelProto:
     """The demo model, in both flavours."""
-    return external_data.load(FOLDERS[request.param]() / "onnx" / "model.onnx")
+    return graph.load(FOLDERS[request.param]() / "onnx" / "model.onnx")
 
 
 def run(model: onnx.ModelProto, tokens: list[list[int]] = TOKENS) -> Arrays:
@@ -68,7 +68,7 @@ def copy(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def test_a_trimmed_graph_gives_the_last_of_its_logits_and_the_same_cache(model: onnx.ModelProto) -> None:
     whole = run(model)
-    assert graph_edits.keep_last_logits(model, "logits")
+    assert graph.keep_last_logits(model, "logits")
     trimmed = run(model)
     assert trimmed["logits"].shape == (1, 1, whole["logits"].shape[2])
     np.testing.assert_allclose(trimmed.pop("logits"), whole.pop("logits")[:, -1:], atol=1e-4)
@@ -80,12 +80,12 @@ def test_a_trimmed_graph_gives_the_last_logits_of_every_row() -> None:
     model = graphs.tiny()
     rows = [[1, 2, 3], [7, 8, 9], [4, 4, 4]]
     whole = run(model, rows)["logits"]
-    assert graph_edits.keep_last_logits(model, "logits")
+    assert graph.keep_last_logits(model, "logits")
     np.testing.assert_allclose(run(model, rows)["logits"], whole[:, -1:], atol=1e-5)
 
 
 def test_what_a_trimmed_graph_says_of_itself_is_what_it_gives(model: onnx.ModelProto) -> None:
-    graph_edits.keep_last_logits(model, "logits")
+    graph.keep_last_logits(model, "logits")
     sizes = model.graph.output[0].type.tensor_type.shape.dim
     assert [sizes[1].dim_value, sizes[2].dim_value] == list(run(model)["logits"].shape[1:])
 
@@ -93,12 +93,12 @@ def test_what_a_trimmed_graph_says_of_itself_is_what_it_gives(model: onnx.ModelP
 def test_hidden_states_are_those_that_the_logits_are_made_of(model: onnx.ModelProto) -> None:
     embedding = next(weight for weight in model.graph.initializer if weight.name == "token_embd.weight")
     whole = run(model)
-    assert graph_edits.expose_hidden_states(model, "logits")
-    assert graph_edits.keep_last_logits(model, "logits")
+    assert graph.expose_hidden_states(model, "logits")
+    assert graph.keep_last_logits(model, "logits")
     found = run(model)
     matrix = numpy_helper.to_array(embedding)
-    assert found[graph_edits.HIDDEN].shape == (1, len(TOKENS[0]), matrix.shape[1])
-    np.testing.assert_allclose(found[graph_edits.HIDDEN] @ matrix.T, whole["logits"], atol=1e-3)
+    assert found[graph.HIDDEN].shape == (1, len(TOKENS[0]), matrix.shape[1])
+    np.testing.assert_allclose(found[graph.HIDDEN] @ matrix.T, whole["logits"], atol=1e-3)
     assert found["logits"].shape[1] == 1
 
 
@@ -119,17 +119,17 @@ def test_logits_that_are_changed_further_are_trimmed_in_front_of_their_projectio
 ) -> None:
     model = ending(*steps)
     whole = run(model)["logits"]
-    assert graph_edits.expose_hidden_states(model, "logits")
-    assert graph_edits.keep_last_logits(model, "logits")
+    assert graph.expose_hidden_states(model, "logits")
+    assert graph.keep_last_logits(model, "logits")
     found = run(model)
     np.testing.assert_allclose(found["logits"], whole[:, -1:], atol=1e-5)
-    assert found[graph_edits.HIDDEN].shape == (1, len(TOKENS[0]), graphs.TINY.width)
+    assert found[graph.HIDDEN].shape == (1, len(TOKENS[0]), graphs.TINY.width)
 
 
 def test_logits_of_half_precision_are_trimmed_and_stay_so() -> None:
     model = ending(node("Cast", ["raw"], "logits", to=TensorProto.FLOAT16), dtype=TensorProto.FLOAT16)
     whole = run(model)["logits"]
-    assert graph_edits.keep_last_logits(model, "logits")
+    assert graph.keep_last_logits(model, "logits")
     found = run(model)["logits"]
     assert found.dtype == np.float16
     np.testing.assert_array_equal(found, whole[:, -1:])
@@ -152,8 +152,8 @@ UNCHANGED = {
 def test_a_graph_whose_logits_are_made_otherwise_is_left_as_it_is(steps: list[onnx.NodeProto]) -> None:
     model = ending(*steps)
     before = copy(model)
-    assert not graph_edits.keep_last_logits(model, "logits")
-    assert not graph_edits.expose_hidden_states(model, "logits")
+    assert not graph.keep_last_logits(model, "logits")
+    assert not graph.expose_hidden_states(model, "logits")
     assert model == before
 
 
@@ -161,8 +161,8 @@ def test_logits_that_come_out_of_a_branch_are_left_as_they_are() -> None:
     branch = helper.make_graph([node("Identity", ["raw"], "out")], "branch", [], [graphs.value("out", (), 1)])
     model = ending(helper.make_node("If", ["mask"], ["logits"], then_branch=branch, else_branch=branch))
     before = copy(model)
-    assert not graph_edits.keep_last_logits(model, "logits")
-    assert not graph_edits.expose_hidden_states(model, "logits")
+    assert not graph.keep_last_logits(model, "logits")
+    assert not graph.expose_hidden_states(model, "logits")
     assert model == before
 
 
@@ -175,8 +175,8 @@ def test_a_projection_of_matrices_without_a_batch_is_left_as_it_is() -> None:
     del model.graph.node[-1]
     model.graph.node.extend([flat, gemm])
     before = copy(model)
-    assert not graph_edits.keep_last_logits(model, "logits")
-    assert not graph_edits.expose_hidden_states(model, "logits")
+    assert not graph.keep_last_logits(model, "logits")
+    assert not graph.expose_hidden_states(model, "logits")
     assert model == before
 
 
@@ -185,7 +185,7 @@ def test_logits_that_are_not_by_row_and_token_are_left_as_they_are(sizes: list[i
     model = graphs.tiny()
     model.graph.output[0].CopyFrom(helper.make_tensor_value_info("logits", TensorProto.FLOAT, sizes))
     before = copy(model)
-    assert not graph_edits.keep_last_logits(model, "logits")
+    assert not graph.keep_last_logits(model, "logits")
     assert model == before
 
 
@@ -194,8 +194,8 @@ def test_logits_that_are_not_by_row_and_token_are_left_as_they_are(sizes: list[i
 
 def test_a_changed_graph_is_loaded_with_the_weights_beside_its_file(tmp_path: Path) -> None:
     path = graphs.keep_outside(tmp_path / "m.onnx", "m.onnx_data")
-    model = external_data.load(path)
-    assert graph_edits.keep_last_logits(model, "logits")
+    model = graph.load(path)
+    assert graph.keep_last_logits(model, "logits")
     assert logits_of(model, path).shape == (1, 1, graphs.VOCAB)
     np.testing.assert_allclose(logits_of(model, path), run(graphs.tiny())["logits"][:, -1:], atol=1e-5)
 
@@ -208,7 +208,7 @@ def test_weights_may_be_links_to_another_folder_as_in_the_hubs_cache(tmp_path: P
     for name in ("m.onnx", "m.onnx_data"):
         (snapshot / name).rename(blobs / name)
         (snapshot / name).symlink_to(Path("../../blobs") / name)
-    np.testing.assert_allclose(logits_of(external_data.load(path), path), run(graphs.tiny())["logits"], atol=1e-5)
+    np.testing.assert_allclose(logits_of(graph.load(path), path), run(graphs.tiny())["logits"], atol=1e-5)
 
 
 def test_weights_that_are_too_short_are_refused_with_what_onnxruntime_says(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_weights_that_are_too_short_are_refused_with_what_onnxruntime_says(tmp_p
     weights = tmp_path / "m.onnx_data"
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(ModelError, match=r"m\.onnx: onnxruntime [\d.]+ can't load it: "):
-        logits_of(external_data.load(path), path)
+        logits_of(graph.load(path), path)
 
 
 def logits_of(model: onnx.ModelProto, path: Path) -> np.ndarray[Any, Any]:

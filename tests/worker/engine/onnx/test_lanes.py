@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenbus.worker.engine.kv.ops import Share, Truncate
-from tokenbus.worker.engine.onnx.cache.lanes import Copy, LaneLengths, LaneTransfer, Shrink
-from tokenbus.worker.engine.onnx.cache.rows import RowTable
+from tokenbus.worker.engine.onnx.lanes import Copy, LaneLengths, LaneTransfer, Shrink
+from tokenbus.worker.engine.onnx.static_cache import RowTable
 
 NUM_LANES = 6
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker.engine.onnx.cache.batch import bucket_by_length
+from tokenbus.worker.engine.onnx.dynamic_cache import bucket_by_length
 
 lanes = st.dictionaries(st.integers(0, 40), st.integers(1, 300), max_size=20)
 

@@ -19,11 +19,11 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.onnx.cache.dynamic_cache import DynamicCache
-from tokenbus.worker.engine.onnx.cache.row_memory import HostRows
-from tokenbus.worker.engine.onnx.cache.static_cache import StaticCache
-from tokenbus.worker.engine.onnx.graphs.graph import KvTensor
+from tokenbus.worker.engine.onnx.dynamic_cache import DynamicCache
+from tokenbus.worker.engine.onnx.graph import KvTensor
+from tokenbus.worker.engine.onnx.row_memory import HostRows
 from tokenbus.worker.engine.onnx.runner import OnnxRunner, load
+from tokenbus.worker.engine.onnx.static_cache import StaticCache
 from tokenbus.worker.engine.process.kv_pool import KvPool
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import Sequence

@@ -13,9 +13,9 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.memory.claims import MemoryClaims
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
-from tokenbus.worker.engine.onnx.graphs import device as devices
-from tokenbus.worker.engine.onnx.graphs import external_data, graph
-from tokenbus.worker.engine.onnx.graphs.device import Device
+from tokenbus.worker.engine.onnx import device as devices
+from tokenbus.worker.engine.onnx import graph
+from tokenbus.worker.engine.onnx.device import Device
 from tokenbus.worker.engine.onnx.model import OnnxModel
 from tokenbus.worker.engine.onnx.onnx_memory import OnnxMemory
 from tokenbus.worker.engine.onnx.runner import OnnxRunner, load
@@ -51,7 +51,7 @@ def runner_of(asked: EngineSettings, planner: MemoryPlanner | None = None) -> On
 
 def memory_of(folder: Path, on: Device) -> OnnxMemory:
     weights = next(folder.rglob("*.onnx"))
-    model = external_data.load(weights)
+    model = graph.load(weights)
     config = model_config.read_onnx_config({"config.json": folder / "config.json"})
     return OnnxMemory(weights, model, graph.read(model, "demo"), config, on)
 

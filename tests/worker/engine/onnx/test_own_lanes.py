@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker.engine.onnx.cache.lanes import LaneLengths
-from tokenbus.worker.engine.onnx.cache.own_lanes import OwnLanes
+from tokenbus.worker.engine.onnx.kv_cache import OwnLanes
+from tokenbus.worker.engine.onnx.lanes import LaneLengths
 
 TOKENS, CONTEXT = 1_000, 400
 

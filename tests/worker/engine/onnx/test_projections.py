@@ -9,9 +9,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from tests.support import graphs
-from tokenbus.worker.engine.onnx.lora import projections
-from tokenbus.worker.engine.onnx.lora.matrices import Change, OnnxAdapter, arrange, combine, no_adapters
-from tokenbus.worker.engine.onnx.lora.projections import Place
+from tokenbus.worker.engine.onnx import lora
+from tokenbus.worker.engine.onnx.lora import Change, OnnxAdapter, Place, arrange, combine, no_adapters
 
 Array = np.ndarray[Any, np.dtype[Any]]
 KV_WIDTH = 8
@@ -68,19 +67,19 @@ X = np.random.default_rng(4).normal(0, 1, (2, 3, 32)).astype(np.float32)
 @pytest.mark.parametrize("exporter", NAMES)
 def test_a_projection_is_found_by_the_names_of_every_exporter(exporter: str) -> None:
     node, weight, name = NAMES[exporter]
-    (found,) = projections.find(one_node(node, weight), KV_WIDTH)
+    (found,) = lora.find_projections(one_node(node, weight), KV_WIDTH)
     assert (found.place, found.inputs, found.outputs) == (Place(3, name), 32, 24)
 
 
 @pytest.mark.parametrize("what", NOT)
 def test_what_is_no_projection_is_not_found(what: str) -> None:
-    assert projections.find(one_node(NOT[what], "x.weight"), KV_WIDTH) == ()
+    assert lora.find_projections(one_node(NOT[what], "x.weight"), KV_WIDTH) == ()
 
 
 def test_projections_that_can_t_be_told_apart_are_none() -> None:
     model = one_node("/vision/layers.3/self_attn/q_proj/MatMul", "w")
     model.graph.node.insert(1, helper.make_node("MatMul", ["x", "w"], ["u"], name=NAMES["Optimum"][0]))
-    assert projections.find(model, KV_WIDTH) == ()
+    assert lora.find_projections(model, KV_WIDTH) == ()
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])
@@ -88,9 +87,9 @@ def test_the_product_of_an_adapter_s_matrices_is_added_to_what_a_projection_comp
     model = one_node(*NAMES["onnxruntime-genai"][:2])
     if is_quantized:
         graphs.quantize(model.graph)
-    found = projections.find(model, KV_WIDTH)
+    found = lora.find_projections(model, KV_WIDTH)
     base = run(model, x=X)
-    projections.add_inputs(model, KV_WIDTH)
+    lora.add_inputs(model, KV_WIDTH)
     assert (run(model, x=X, **no_adapters(found)) == base).all()
     one = change(1, 5, 32, 24)
     changed = run(model, x=X, **arrange({Place(3, "o_proj"): one}, found))
@@ -99,8 +98,8 @@ def test_the_product_of_an_adapter_s_matrices_is_added_to_what_a_projection_comp
 
 def test_adapters_of_several_ranks_and_scales_add_up() -> None:
     model = one_node(*NAMES["Optimum"][:2])
-    found, base = projections.find(model, KV_WIDTH), run(model, x=X)
-    projections.add_inputs(model, KV_WIDTH)
+    found, base = lora.find_projections(model, KV_WIDTH), run(model, x=X)
+    lora.add_inputs(model, KV_WIDTH)
     changes = [change(1, 2, 32, 24), change(2, 7, 32, 24)]
     loaded = [OnnxAdapter(arrange({Place(3, "q_proj"): one}, found)) for one in changes]
     changed = run(model, x=X, **combine(list(zip(loaded, (0.5, 1.0), strict=True))))
@@ -110,8 +109,8 @@ def test_adapters_of_several_ranks_and_scales_add_up() -> None:
 
 def test_projections_in_one_weight_are_changed_each_by_its_own_matrices() -> None:
     model = one_node(*NAMES["onnxruntime-genai, packed"][:2])
-    found, base = projections.find(model, KV_WIDTH), run(model, x=X)
-    projections.add_inputs(model, KV_WIDTH)
+    found, base = lora.find_projections(model, KV_WIDTH), run(model, x=X)
+    lora.add_inputs(model, KV_WIDTH)
     q, v = change(1, 2, 32, 8), change(2, 3, 32, 8)
     arrays = arrange({Place(3, "q_proj"): q, Place(3, "v_proj"): v}, found)
     changed = run(model, x=X, **arrays) - base
@@ -123,7 +122,7 @@ def test_matrices_have_the_type_of_the_graph() -> None:
     model = one_node(*NAMES["Optimum"][:2])
     weight = model.graph.initializer[0]
     weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight).astype(np.float16), weight.name))
-    found = projections.find(model, KV_WIDTH)
+    found = lora.find_projections(model, KV_WIDTH)
     arrays = arrange({Place(3, "q_proj"): change(1, 2, 32, 24)}, found)
     combined = combine([(OnnxAdapter(arrays), 0.5)])
     assert {array.dtype for array in (*arrays.values(), *combined.values())} == {np.dtype(np.float16)}

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tokenbus.worker.engine.onnx.cache import saved_tokens
-from tokenbus.worker.engine.onnx.graphs.graph import KvTensor
+from tokenbus.worker.engine.onnx import kv_cache
+from tokenbus.worker.engine.onnx.graph import KvTensor
 
 
 @pytest.mark.parametrize("name", ["float32", "float16"])
@@ -13,6 +13,6 @@ def test_a_number_that_is_none_is_found_in_every_tensor(name: str) -> None:
     for wrong in (np.nan, np.inf, -np.inf):
         for tensor in range(4):
             arrays = [np.full((2, 7, one.width), 60_000, one.dtype) for one in tensors]
-            assert saved_tokens.is_finite(tensors, saved_tokens.pack(arrays))
+            assert kv_cache.is_finite(tensors, kv_cache.pack_tokens(arrays))
             arrays[tensor][1, 6, 0] = wrong
-            assert not saved_tokens.is_finite(tensors, saved_tokens.pack(arrays))
+            assert not kv_cache.is_finite(tensors, kv_cache.pack_tokens(arrays))

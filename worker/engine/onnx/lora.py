@@ -1,17 +1,24 @@
-"""Finds the projections of a graph, which LoRA adapters change, and gives them inputs for an adapter's matrices.
+"""LoRA adapters in a graph: finds the projections that they change, and gives these inputs for an adapter's matrices.
 
     y = x W        becomes        y = x W + (x a) b
 
-`a` and `b` are inputs of the graph for each projection, with the rank left open. onnxruntime's own adapters do nothing
-when inputs are bound, and weights can't be changed for a single sequence of a step, or if they are quantized."""
+`a` of (inputs, rank) and `b` of (rank, outputs) are inputs of the graph for each projection, with the rank left open.
+onnxruntime's own adapters do nothing when inputs are bound, and weights can't be changed for a single sequence of a
+step, or if they are quantized.
+
+The changes of several adapters add up, and so do those of projections that one node computes: their matrices are
+concatenated along the rank, and `b` is zero for the outputs of other projections."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Listing
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
+
+from tokenbus.worker.engine.onnx.graph import Array
 
 _PREFIX = "tokenbus.lora"
 _PLACE = re.compile(
@@ -65,7 +72,7 @@ class Projection(NamedTuple):
         return f"{_PREFIX}.{self.place.layer}.{self.place.name}.b"
 
 
-def find(model: onnx.ModelProto, kv_width: int) -> tuple[Projection, ...]:
+def find_projections(model: onnx.ModelProto, kv_width: int) -> tuple[Projection, ...]:
     """Returns the projections of a graph; none if they can't be identified. `kv_width` is that of a token's keys."""
     found = [projection for _, projection in _projections(model.graph, kv_width)]
     return tuple(found) if len({one.place for one in found}) == len(found) else ()
@@ -145,3 +152,94 @@ def _nbits_sizes(node: onnx.NodeProto, weights: _Weights) -> _Sizes | None:
 
 _SIZES = {"MatMul": _matmul_sizes, "MatMulNBits": _nbits_sizes}
 """The nodes that are projections, with the number and type of their inputs and outputs."""
+
+
+MAX_RANK = 1_024
+
+
+class Base(NamedTuple):
+    """The projections of a model with their inputs and outputs."""
+
+    sizes: Mapping[Place, tuple[int, int]]
+    architecture: str
+    """The name of its transformers class without the task, in lower case; empty if unknown."""
+    head_width: int
+
+
+def make_base(projections: Iterable[Projection], architecture: str, head_width: int) -> Base:
+    sizes = {
+        place: (one.inputs, columns.stop - columns.start) for one in projections for place, columns in one.parts.items()
+    }
+    return Base(sizes, architecture, head_width)
+
+
+class Change(NamedTuple):
+    """The matrices of one projection in an adapter, as trained: `b @ a @ x` is added."""
+
+    a: Array
+    """(rank, inputs)"""
+    b: Array
+    """(outputs, rank), including the adapter's own scale."""
+
+
+class OnnxAdapter:
+    """The matrices of one adapter, by input of the graph."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.arrays = arrays
+
+    def __repr__(self) -> str:
+        return f"<OnnxAdapter of {len(self.arrays)} matrices>"
+
+    def close(self) -> None:
+        """Frees the matrices."""
+        self.arrays = {}
+
+
+def arrange(changes: Mapping[Place, Change], projections: Iterable[Projection]) -> dict[str, Array]:
+    """Returns the inputs of the graph for an adapter whose matrices have the shapes of the projections."""
+    arrays: dict[str, Array] = {}
+    for projection in projections:
+        found = [(columns, changes[place]) for place, columns in projection.parts.items() if place in changes]
+        if not found:
+            continue
+        rank = sum(len(change.a) for _, change in found)
+        b = np.zeros((rank, projection.outputs), projection.dtype)
+        at = 0
+        with np.errstate(over="ignore"):  # values out of range become infinite
+            for columns, change in found:
+                b[at : at + len(change.a), columns] = change.b.T
+                at += len(change.a)
+            arrays[projection.a] = np.concatenate([change.a.T for _, change in found], axis=1).astype(projection.dtype)
+        arrays[projection.b] = b
+    return arrays
+
+
+def combine(adapters: Listing[tuple[OnnxAdapter, float]]) -> dict[str, Array]:
+    """Returns the inputs of the graph for a set of adapters with their scales."""
+    names = {name for adapter, _ in adapters for name in adapter.arrays}
+    combined: dict[str, Array] = {}
+    for name in names:
+        is_b = name.endswith(".b")
+        found = [
+            _scaled(adapter.arrays[name], scale if is_b else 1.0)
+            for adapter, scale in adapters
+            if name in adapter.arrays
+        ]
+        combined[name] = found[0] if len(found) == 1 else np.concatenate(found, axis=0 if is_b else 1)
+    return combined
+
+
+def _scaled(array: Array, scale: float) -> Array:
+    scaled: Array = array if scale == 1.0 else array * array.dtype.type(scale)
+    return scaled
+
+
+def no_adapters(projections: Iterable[Projection]) -> dict[str, Array]:
+    """Returns inputs that change nothing: of rank 1, since an empty matrix is a special case for every kernel."""
+    arrays: dict[str, Array] = {}
+    zeros: dict[tuple[Any, ...], Array] = {}
+    for one in projections:
+        for name, shape in ((one.a, (one.inputs, 1)), (one.b, (1, one.outputs))):
+            arrays[name] = zeros.setdefault((shape, one.dtype), np.zeros(shape, one.dtype))
+    return arrays

@@ -9,9 +9,8 @@ import onnxruntime
 from onnx import TensorProto, helper
 
 from tokenbus.protocol.process import memory
-from tokenbus.worker.engine.onnx.graphs.arrays import Array
-from tokenbus.worker.engine.onnx.graphs.device import EXECUTION_PROVIDERS, Device
-from tokenbus.worker.engine.onnx.graphs.graph import KvTensor
+from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, Device
+from tokenbus.worker.engine.onnx.graph import Array, KvTensor
 
 
 class RowMemory(Protocol):

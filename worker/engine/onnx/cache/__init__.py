@@ -1,1 +1,0 @@
-"""The KV cache of the ONNX engine: where each lane lies, and what is copied."""

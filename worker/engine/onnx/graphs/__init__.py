@@ -1,1 +1,0 @@
-"""ONNX graphs: reading one, changing it, loading it into onnxruntime, and running it."""
