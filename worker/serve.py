@@ -19,7 +19,7 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings, check_choices
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.models import registry
-from tokenbus.worker.on_demand import model_facts
+from tokenbus.worker.on_demand import model_sizes
 from tokenbus.worker.on_demand.models import OnDemandModels
 from tokenbus.worker.on_demand.replica import OnDemandReplica
 from tokenbus.worker.replica.replica import Replica
@@ -193,7 +193,7 @@ class WorkerProcess:
         engines = {model.engine.model: model.engine for model in models if not model.on_demand}
         if len(engines) < 2:
             return {}
-        return {name: await asyncio.to_thread(model_facts.weight_bytes, one) for name, one in engines.items()}
+        return {name: await asyncio.to_thread(model_sizes.weight_bytes, one) for name, one in engines.items()}
 
     async def _load(self, model: ModelToServe, on_progress: OnProgress) -> None:
         added: list[Replica] = []

@@ -30,7 +30,7 @@ from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineProcess
 from tokenbus.worker.files import device_memory, model_files, transfer
 from tokenbus.worker.models import registry
-from tokenbus.worker.on_demand import model_facts, sizes
+from tokenbus.worker.on_demand import model_sizes
 
 _CONNECT_TIMEOUT_S = 3.0
 _MIN_PAYLOAD = 64 * 1024
@@ -184,9 +184,9 @@ def _need_of(model: str, budget_bytes: int, host: Room) -> MemoryNeed:
     settings = EngineSettings(model=model)
     if budget_bytes:
         settings = EngineSettings(model=model, host_cache_mib=0)
-        return sizes.choose(model_facts.read(settings, lambda _: None), settings, budget_bytes)
+        return model_sizes.choose_sizes(model_sizes.read_facts(settings, lambda _: None), settings, budget_bytes)
     try:
-        facts = model_facts.read(settings, lambda _: None)
+        facts = model_sizes.read_facts(settings, lambda _: None)
     except ModelError as error:
         raise OSError(str(error)) from error
     return fit.fit(facts, settings, Rooms(host))

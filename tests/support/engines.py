@@ -25,7 +25,7 @@ from tokenbus.worker.engine.gguf.runner import GgufRunner, load
 from tokenbus.worker.engine.process import replica
 from tokenbus.worker.engine_client import engine_process
 from tokenbus.worker.engine_client.client import EngineClient
-from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
+from tokenbus.worker.engine_client.engine_faults import CrashAttribution
 
 
 class ThreadLink(engine_process.EngineLink):

@@ -1,18 +1,63 @@
 """The LoRA adapters of one replica by name: which are wanted, which its engine has, and who may use them."""
 
 import asyncio
+import os
+import resource
+import stat
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import structlog
 
 from tokenbus.protocol.wire import errors, internal, limits, messages, subjects
 from tokenbus.protocol.wire.block_hash import Adapter
-from tokenbus.worker.adapters.kept_adapter import KeptAdapter
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
 from tokenbus.worker.settings.adapter_settings import AdapterSettings
+
+_GGUF = b"GGUF"
+
+
+class KeptAdapter:
+    """Holds an adapter's file or folder open. This process and its engine can read it from its `path`.
+
+    The files in a PEFT folder are not held: they can be read only as long as they are in it. The digest shows if a file
+    was overwritten. If too many files are open, or on systems other than Linux, the path is the one that was given."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd: int | None = None
+        if Path("/proc/self/fd").is_dir():
+            self._fd = _open(path)
+        if self._fd is not None:
+            self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def __repr__(self) -> str:
+        return f"<KeptAdapter {self.path}>"
+
+    def close(self) -> None:
+        """Closes the file. Safe to call again."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _open(path: str) -> int | None:
+    """Opens a folder or a GGUF file; any other file needs its name. Returns None for those, and if opening fails or
+    more than half of this process's descriptors would be in use."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+    if fd < most and (is_folder or os.pread(fd, len(_GGUF), 0) == _GGUF):
+        return fd
+    os.close(fd)
+    return None
+
 
 MAX_LOADED = 256
 """The most adapters of one replica, all of which are in its card."""

@@ -1,7 +1,7 @@
 """Infers a chat format from a chat template: renders known conversations and examines the text between the words.
 
 Nothing here is specific to a family of models. A format is only used if it reads back what the template itself writes
-(`read_back.py`). Templates that hide part of their format are recognised by a text (`known_formats.py`).
+(`probe.py`). Templates that hide part of their format are recognised by a text (`known_formats.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tokenbus.worker.chat_format.probe import (
     Render,
     TemplateProbe,
     call,
+    reads_back,
 )
-from tokenbus.worker.chat_format.read_back import reads_back
 from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reasoning, Values
 
 _INDEX = re.compile(r"\d+")

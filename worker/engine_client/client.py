@@ -21,16 +21,12 @@ from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client import admission, sequences
 from tokenbus.worker.engine_client.admission import CapacityLimit
-from tokenbus.worker.engine_client.answer_reader import AnswerReader
-from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
-from tokenbus.worker.engine_client.engine_adapters import EngineAdapters
+from tokenbus.worker.engine_client.engine_calls import EngineAdapters, PendingCalls, PoolingCalls
+from tokenbus.worker.engine_client.engine_faults import CrashAttribution, StepWatchdog
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineLink
-from tokenbus.worker.engine_client.generation import Generation
+from tokenbus.worker.engine_client.generation import AnswerReader, Generation
 from tokenbus.worker.engine_client.listener import EngineListener
-from tokenbus.worker.engine_client.pending_calls import PendingCalls
-from tokenbus.worker.engine_client.pooling_calls import PoolingCalls
 from tokenbus.worker.engine_client.sequences import OpenSequences
-from tokenbus.worker.engine_client.watchdog import StepWatchdog
 from tokenbus.worker.files.device_memory import DeviceMemory
 
 _CLOSE_TIMEOUT_S = 5.0

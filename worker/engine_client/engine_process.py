@@ -14,7 +14,7 @@ from types import MappingProxyType
 from tokenbus.protocol import tasks
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
+from tokenbus.worker.engine_client.engine_faults import CrashAttribution
 
 _MALLOC = "GLIBC_TUNABLES"
 """With `hugetlb=1` glibc puts weights into huge pages, if the system leaves that to the process: a step of a model of

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine_client.crash_attribution import MAX_CRASHES, CrashAttribution
+from tokenbus.worker.engine_client.engine_faults import MAX_CRASHES, CrashAttribution
 from tokenbus.worker.engine_client.generation import Generation
 
 _LONG_PROMPT_TOKENS = 1_024

@@ -13,8 +13,7 @@ from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
-from tokenbus.worker.kv_exchange.holder import Holder
-from tokenbus.worker.kv_exchange.remote_prefills import RemotePrefill
+from tokenbus.worker.kv_exchange.holder import Holder, RemotePrefill
 from tokenbus.worker.kv_exchange.transport import BlockTransport, Connect
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics
 

@@ -12,7 +12,7 @@ from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeErro
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.need import MemoryNeed, mib
 from tokenbus.worker.files import device_memory
-from tokenbus.worker.on_demand import model_facts, sizes
+from tokenbus.worker.on_demand import model_sizes
 from tokenbus.worker.on_demand.load_plan import LoadPlan, LoadState, LoadStep, Unload
 from tokenbus.worker.on_demand.replica import OnDemandReplica
 from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
@@ -78,7 +78,7 @@ class OnDemandModels:
     def sized(self, model: ModelToServe) -> EngineSettings:
         """Returns the settings of a model loaded alongside these, with the sizes that `take` counted."""
         need = self._beside.get(model.served_name)
-        return model.engine if need is None else sizes.sized(model.engine, need)
+        return model.engine if need is None else model_sizes.with_sizes(model.engine, need)
 
     def give_back(self, num_bytes: int) -> None:
         """Gives back what `take` has taken."""
@@ -220,5 +220,5 @@ class OnDemandModels:
 
     async def _measure_files(self, model: ModelToServe) -> MemoryNeed:
         """Reads files on a thread. Raises ModelError and OSError."""
-        facts = await asyncio.to_thread(model_facts.read, model.engine, lambda _: None)
-        return sizes.choose(facts, model.engine, self._settings.memory_budget_bytes)
+        facts = await asyncio.to_thread(model_sizes.read_facts, model.engine, lambda _: None)
+        return model_sizes.choose_sizes(facts, model.engine, self._settings.memory_budget_bytes)

@@ -17,7 +17,7 @@ from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 from tokenbus.worker.files.model_files import source_name
 from tokenbus.worker.models import registry
-from tokenbus.worker.on_demand import sizes
+from tokenbus.worker.on_demand import model_sizes
 from tokenbus.worker.replica.endpoints import OnLoad
 from tokenbus.worker.replica.replica import Replica
 from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
@@ -76,7 +76,7 @@ class OnDemandReplica(Replica):
     def load(self, need: MemoryNeed) -> None:
         """Starts an engine that takes no more than `need`. The listener is told whether it serves."""
         self.load_progress = 0.0
-        self._engine = sizes.sized(self._model.engine, need)
+        self._engine = model_sizes.with_sizes(self._model.engine, need)
         self.frontend.announcer.change(ReplicaEvent.LOAD)
         self._load_requested.set()
 

@@ -7,18 +7,66 @@ Text, reasoning and the arguments of tool calls are a track each: its bytes, and
     ends        3    3    8    9        in bytes of UTF-8
 
 The arguments of all calls are concatenated. A list says where each call begins.
+
+Log probabilities are packed for other workers. Each token takes a record of 12 bytes for itself and one for each of the
+likeliest tokens at its position, so that packed tokens can be put together, and cut apart, without being read:
+
+    token 0: own | likeliest | second | ...     token 1: own | likeliest | ...     a record: id (4 bytes) | logprob (8)
 """
 
 import bisect
+import functools
+import itertools
+import struct
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import UNSET
 
 from tokenbus.protocol.wire import block_hash, messages
 from tokenbus.worker.contract import engine_output
-from tokenbus.worker.streams import packed_logprobs
+
+
+@functools.cache
+def _logprob_record(num_alternatives: int) -> struct.Struct:
+    return struct.Struct("<" + "Id" * (1 + num_alternatives))
+
+
+def logprob_bytes(num_alternatives: int) -> int:
+    """Returns the size of a token with that many alternatives."""
+    return _logprob_record(num_alternatives).size
+
+
+def pack_logprobs(logprobs: Iterable[engine_output.Logprob], num_alternatives: int) -> bytes:
+    """Packs log probabilities, with the likeliest `num_alternatives` of each. Raises struct.error if one has fewer."""
+    pack_token = _logprob_record(num_alternatives).pack
+    return b"".join(
+        [
+            pack_token(one.token_id, one.logprob, *itertools.chain.from_iterable(one.top[:num_alternatives]))
+            for one in logprobs
+        ]
+    )
+
+
+def unpack_logprobs(data: bytes, num_alternatives: int) -> list[engine_output.Logprob]:
+    """Reverses `pack` for tokens with `num_alternatives` each."""
+    return [
+        engine_output.Logprob(token_id, logprob, list(zip(rest[::2], rest[1::2], strict=True)))
+        for token_id, logprob, *rest in _logprob_record(num_alternatives).iter_unpack(data)
+    ]
+
+
+def unpack_foreign_logprobs(data: bytes, num_alternatives: int) -> list[engine_output.Logprob]:
+    """Unpacks what another worker says that it has packed. Raises ValueError if that can't be."""
+    if len(data) % logprob_bytes(num_alternatives):
+        raise ValueError(f"{len(data)} bytes are not log probabilities with {num_alternatives} alternatives each")
+    logprobs = unpack_logprobs(data, num_alternatives)
+    # no probability is above 1; written so that NaN is refused
+    if not all(logprob <= 0 for one in logprobs for _, logprob in ((one.token_id, one.logprob), *one.top)):
+        raise ValueError("a log probability is above 0")
+    return logprobs
+
 
 _JSON_GROWTH = 6
 """A control character of one byte becomes six bytes of JSON."""
@@ -184,7 +232,7 @@ class ReplayBuffer:
 
     def pack(self, logprobs: Sequence[engine_output.Logprob]) -> bytes:
         """Returns log probabilities in packed form, if they are kept."""
-        return b"" if self._num_alternatives is None else packed_logprobs.pack(logprobs, self._num_alternatives)
+        return b"" if self._num_alternatives is None else pack_logprobs(logprobs, self._num_alternatives)
 
     def to_deltas(self, parts: Sequence[engine_output.ToolCallPart]) -> list[messages.ToolCallDelta]:
         """Returns parts of tool calls, which are about to be appended, as they are published."""
@@ -209,7 +257,7 @@ class ReplayBuffer:
     def segment(self, start: int, stop: int) -> Segment:
         """Returns the tokens from `start` up to `stop`."""
         ids, packed = self._token_ids[start:stop].tolist(), self.packed_logprobs(start, stop)
-        logprobs = packed_logprobs.unpack(packed, self._num_alternatives or 0)
+        logprobs = unpack_logprobs(packed, self._num_alternatives or 0)
         plain = Segment(start, stop - start, self._text.offset(start), self._text.text(start, stop), ids, logprobs)
         if self._reasoning is not None:
             plain = plain._replace(
@@ -226,7 +274,7 @@ class ReplayBuffer:
         if self._num_alternatives is None:
             return b""
         first, end = max(0, start - self._first), max(0, stop - self._first)
-        token_bytes = packed_logprobs.num_bytes(self._num_alternatives)
+        token_bytes = logprob_bytes(self._num_alternatives)
         return bytes(self._logprobs[first * token_bytes : end * token_bytes])
 
     @property

@@ -9,8 +9,7 @@ from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.telemetry.long_waits import LongWaits, WaitLog
 from tokenbus.protocol.wire import errors, messages, subjects
 from tokenbus.worker.contract import engine_request
-from tokenbus.worker.streams.long_prompt import LongPrompt
-from tokenbus.worker.streams.stream import WorkerStream
+from tokenbus.worker.streams.stream import LongPrompt, WorkerStream
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics
 
 

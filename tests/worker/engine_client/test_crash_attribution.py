@@ -1,6 +1,6 @@
 """Every sequence that may have been in the step that ended an engine process is suspect, and no other."""
 
-from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
+from tokenbus.worker.engine_client.engine_faults import CrashAttribution
 
 ONE, OTHER = "one", "other"
 

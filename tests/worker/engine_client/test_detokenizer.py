@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokenbus.worker.engine_client.detokenizer import Detokenizer, StopMatcher, Text
-from tokenbus.worker.engine_client.stop_automaton import StopAutomaton
+from tokenbus.worker.engine_client.detokenizer import Detokenizer, StopAutomaton, StopMatcher, Text
 
 GREETING = "héllo € 😀 wörld"
 

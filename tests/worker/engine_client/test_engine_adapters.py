@@ -8,7 +8,7 @@ from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine_client.engine_adapters import EngineAdapters
+from tokenbus.worker.engine_client.engine_calls import EngineAdapters
 
 
 class Answering:

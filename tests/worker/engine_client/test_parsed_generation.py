@@ -14,8 +14,7 @@ from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reason
 from tokenbus.worker.contract.validator import StreamValidator
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import FinishRule
-from tokenbus.worker.engine_client.answer_reader import AnswerReader
-from tokenbus.worker.engine_client.generation import Generation
+from tokenbus.worker.engine_client.generation import AnswerReader, Generation
 
 PIECES = [
     *(b"", b"", b"", b"</think>", b"<|assistant|>", b"\n", b"Hello", b" ST", b"OP", b'{"name": "f", "arguments": '),

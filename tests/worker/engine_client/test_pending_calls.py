@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tokenbus.protocol.wire import errors
-from tokenbus.worker.engine_client.pending_calls import PendingCalls
+from tokenbus.worker.engine_client.engine_calls import PendingCalls
 
 
 async def test_results_reach_their_callers_in_any_order() -> None:

@@ -6,7 +6,7 @@ from tokenbus.protocol.wire import errors
 from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
-from tokenbus.worker.engine_client.crash_attribution import CrashAttribution
+from tokenbus.worker.engine_client.engine_faults import CrashAttribution
 from tokenbus.worker.engine_client.generation import Generation
 from tokenbus.worker.engine_client.sequences import OpenSequences
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenbus.worker.engine_client.watchdog import StepWatchdog
+from tokenbus.worker.engine_client.engine_faults import StepWatchdog
 
 
 @pytest.mark.parametrize(("age_s", "is_stuck"), [(29.9, False), (30.0, False), (30.1, True)])

@@ -11,7 +11,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.convert import config as convert_config
 from tokenbus.worker.engine.memory.need import ModelFacts
 from tokenbus.worker.files import model_config
-from tokenbus.worker.on_demand import model_facts
+from tokenbus.worker.on_demand import model_sizes
 
 FIELDS = {
     "hidden_size": 64,
@@ -35,7 +35,7 @@ def facts(folder: Path, **more: object) -> ModelFacts:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text("{}")
     (folder / "model.safetensors").write_bytes(bytes(1 << 20))
-    return model_facts.read(EngineSettings(model=str(folder), engine="gguf"), lambda share: None)
+    return model_sizes.read_facts(EngineSettings(model=str(folder), engine="gguf"), lambda share: None)
 
 
 @pytest.mark.parametrize("name", ["head_dim", "num_key_value_heads", "sliding_window", "use_sliding_window", "dtype"])

@@ -11,8 +11,7 @@ from tokenbus.protocol.wire import codec, errors, internal, limits, messages
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.contract.engine_request import EngineRequest
 from tokenbus.worker.kv_exchange import holder as holders
-from tokenbus.worker.kv_exchange.holder import MAX_LEASES, REMOTE_PREFILL_LEASE_S, Holder, NoBlock
-from tokenbus.worker.kv_exchange.remote_prefills import RemotePrefill
+from tokenbus.worker.kv_exchange.holder import MAX_LEASES, REMOTE_PREFILL_LEASE_S, Holder, NoBlock, RemotePrefill
 
 
 class ComputingEngine(StubEngine):

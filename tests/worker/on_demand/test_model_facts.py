@@ -10,7 +10,7 @@ from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.need import ModelFacts
-from tokenbus.worker.on_demand import model_facts
+from tokenbus.worker.on_demand import model_sizes
 
 
 def settings(model: str | Path = "m", **changes: object) -> EngineSettings:
@@ -18,7 +18,7 @@ def settings(model: str | Path = "m", **changes: object) -> EngineSettings:
 
 
 def facts_of(given: EngineSettings) -> ModelFacts:
-    return model_facts.read(given, lambda _: None)
+    return model_sizes.read_facts(given, lambda _: None)
 
 
 def test_the_facts_of_the_demo_model_are_those_of_its_file() -> None:
@@ -46,9 +46,9 @@ def test_a_model_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_weights_of_a_model_are_the_size_of_its_files_and_unknown_for_one_that_is_not_here(tmp_path: Path) -> None:
-    assert model_facts.weight_bytes(settings(demo.MODEL_PATH)) == demo.MODEL_PATH.stat().st_size
-    assert model_facts.weight_bytes(settings("org/repo")) == 0
-    assert model_facts.weight_bytes(settings(tmp_path / "none.gguf")) == 0
+    assert model_sizes.weight_bytes(settings(demo.MODEL_PATH)) == demo.MODEL_PATH.stat().st_size
+    assert model_sizes.weight_bytes(settings("org/repo")) == 0
+    assert model_sizes.weight_bytes(settings(tmp_path / "none.gguf")) == 0
 
 
 def test_the_facts_of_an_onnx_model_say_how_its_attention_keeps_the_cache() -> None:

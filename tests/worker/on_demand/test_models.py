@@ -97,7 +97,7 @@ async def test_an_error_that_nobody_expected_is_an_answer_too(serve: Serve, monk
     def fail(*_: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("tokenbus.worker.on_demand.model_facts.read", fail)
+    monkeypatch.setattr("tokenbus.worker.on_demand.model_sizes.read_facts", fail)
     refused = await answer(serve(wrong=SIM)["wrong"], until=lambda reply: reply.error is not None)
     assert refused.error is not None
     assert refused.error.code is errors.Code.NO_WORKER

@@ -10,7 +10,7 @@ from tokenbus.protocol.process.memory import resident_bytes
 from tokenbus.protocol.wire import messages
 from tokenbus.worker.contract.contract import EngineDevice
 from tokenbus.worker.files.device_memory import DeviceMemory
-from tokenbus.worker.replica.health import INTERVAL_S, HealthMonitor
+from tokenbus.worker.replica.replica import HEALTH_INTERVAL_S, HealthMonitor
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
 GPU = DeviceMemory("CUDA0", 100, 40)
@@ -46,12 +46,12 @@ def test_without_an_engine_there_are_the_host_and_the_frontend() -> None:
 
 def test_it_is_read_every_five_seconds_and_when_an_engine_has_started_or_died() -> None:
     monitor, engine = HealthMonitor(), Engine()
-    assert [tick(monitor, now) for now in (0.0, INTERVAL_S - 0.1, INTERVAL_S)] == [True, False, True]
+    assert [tick(monitor, now) for now in (0.0, HEALTH_INTERVAL_S - 0.1, HEALTH_INTERVAL_S)] == [True, False, True]
     started(monitor, engine)
-    assert tick(monitor, INTERVAL_S + 0.1, engine)
+    assert tick(monitor, HEALTH_INTERVAL_S + 0.1, engine)
     monitor.engine_died()
-    assert tick(monitor, INTERVAL_S + 0.2)
-    assert not tick(monitor, INTERVAL_S + 0.3)
+    assert tick(monitor, HEALTH_INTERVAL_S + 0.2)
+    assert not tick(monitor, HEALTH_INTERVAL_S + 0.3)
 
 
 def test_an_engine_is_asked_for_the_memory_of_its_gpus_and_one_without_any_is_not() -> None:
@@ -76,7 +76,7 @@ def test_a_device_that_vanishes_is_not_shown_any_more() -> None:
     started(monitor, engine, EngineDevice(name="CUDA0", kind="gpu"))
     tick(monitor, 0.0, engine)
     engine.device_memory = []
-    tick(monitor, INTERVAL_S, engine)
+    tick(monitor, HEALTH_INTERVAL_S, engine)
     assert [one.name for one in monitor.latest.devices] == ["host"]
 
 

@@ -12,7 +12,7 @@ from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.chat_format import ChatFormat
 from tokenbus.worker.engine.constraints.grammar import ConstraintError, to_problem
-from tokenbus.worker.streams.answer_rules import AnswerRules, answer_rules, to_constraint
+from tokenbus.worker.streams.run_request import AnswerRules, answer_rules, to_constraint
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOLS = [

@@ -1,6 +1,6 @@
 """A prompt that takes long to compute is logged ever more rarely, and once it is done."""
 
-from tokenbus.worker.streams.long_prompt import LongPrompt
+from tokenbus.worker.streams.stream import LongPrompt
 
 
 def logged(*reports: tuple[float, bool]) -> list[float]:

@@ -14,7 +14,7 @@ from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import engine_output
-from tokenbus.worker.streams import packed_logprobs
+from tokenbus.worker.streams import replay_buffer
 from tokenbus.worker.streams.outbox import Outbox
 from tokenbus.worker.streams.request_telemetry import StreamTelemetry
 from tokenbus.worker.streams.stream import WorkerStream
@@ -225,7 +225,7 @@ async def test_log_probabilities_are_in_the_entry_as_they_are_kept_if_they_were_
     (events,) = entries_in(sender.flush())
     assert events.logprobs.keys() == {3}
     kept = [msgspec.structs.replace(logprob, top=logprob.top[:1]) for logprob in seen]
-    assert packed_logprobs.unpack(events.logprobs[3], 1) == kept
+    assert replay_buffer.unpack_logprobs(events.logprobs[3], 1) == kept
 
 
 async def test_a_client_that_wants_no_stream_gets_no_chunk_before_the_end_but_its_tokens_are_logged() -> None:

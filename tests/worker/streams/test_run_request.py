@@ -16,9 +16,8 @@ from tokenbus.protocol.wire.params import (
 )
 from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.settings.settings import FrontendSettings
-from tokenbus.worker.streams import packed_logprobs
-from tokenbus.worker.streams.answer_rules import to_constraint
-from tokenbus.worker.streams.run_request import resolve_sampling, to_engine_request
+from tokenbus.worker.streams import replay_buffer
+from tokenbus.worker.streams.run_request import resolve_sampling, to_constraint, to_engine_request
 
 OWN = SamplingParams(temperature=0.3, top_p=0.8, top_k=20, min_p=0.1, max_tokens=50)
 
@@ -138,7 +137,7 @@ def run(prompt: bytes = b"\1\0\0\0", resume_from: internal.RunResume | None = No
 
 
 def given(*token_ids: int, logprobs: list[engine_output.Logprob] | None = None, **fields: float) -> internal.RunResume:
-    packed = packed_logprobs.pack(logprobs, len(logprobs[0].top)) if logprobs else b""
+    packed = replay_buffer.pack_logprobs(logprobs, len(logprobs[0].top)) if logprobs else b""
     return internal.RunResume(token_ids=block_hash.pack_token_ids(token_ids), logprobs=packed, **fields)  # type: ignore[arg-type]
 
 

@@ -7,7 +7,7 @@ from msgspec import UNSET
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.contract import engine_output
-from tokenbus.worker.streams import packed_logprobs
+from tokenbus.worker.streams import replay_buffer
 from tokenbus.worker.streams.stream import WorkerStream
 
 USAGE = messages.Usage(prompt_tokens=2, completion_tokens=3, total_tokens=5, cached_tokens=0)
@@ -347,7 +347,7 @@ def test_a_snapshot_has_the_tokens_behind_those_that_are_known(known_tokens: int
     seen = one.snapshot(known_tokens)
     assert (seen.id, seen.attempt, seen.stream_no) == ("acme:r-1", 4, 6)
     assert block_hash.unpack_token_ids(seen.token_ids).tolist() == token_ids
-    assert [found.token_id for found in packed_logprobs.unpack(seen.logprobs, 1)] == token_ids
+    assert [found.token_id for found in replay_buffer.unpack_logprobs(seen.logprobs, 1)] == token_ids
 
 
 def test_a_snapshot_has_the_account_of_the_first_token_once_there_is_one() -> None:

@@ -7,7 +7,7 @@ does, every later request would fail as well. Then the engine ends, and the next
 
 The culprit was among the sequences without finite numbers in the first step that had any such. So these are suspects,
 like those of a step in which an engine dies: each runs alone in the next engine until it has a token, and gets no third
-engine (engine_client/crash_attribution.py). A model whose canary was not finite when it was loaded has no canary, so it
+engine (engine_client/engine_faults.py). A model whose canary was not finite when it was loaded has no canary, so it
 does not end one engine after another.
 """
 

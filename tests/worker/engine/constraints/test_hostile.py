@@ -15,7 +15,7 @@ from tests.support.hostile_constraints import ALL
 from tokenbus.protocol.wire import codec, internal
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ResponseFormat
-from tokenbus.worker.streams.answer_rules import to_constraint
+from tokenbus.worker.streams.run_request import to_constraint
 
 MAX_CPU_S = 2.0
 """CPU time of the engine, in which no more than small constraints are compiled."""

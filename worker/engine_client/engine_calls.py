@@ -1,14 +1,120 @@
-"""Embeddings and scores from an engine, apart from its streams."""
+"""Calls to an engine, apart from its streams: LoRA adapters, embeddings and scores, and others that await a reply."""
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Set
+from typing import Generic, TypeVar
 
 import structlog
 
 from tokenbus.protocol.wire import codec, errors, internal
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine_client.crash_attribution import MAX_CRASHES
+from tokenbus.worker.engine_client.engine_faults import MAX_CRASHES
+
+ResultT = TypeVar("ResultT")
+
+
+class PendingCalls(Generic[ResultT]):
+    """Pending calls of one kind, each known by its call id."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, asyncio.Future[ResultT]] = {}
+        self._last_call_id = 0
+
+    def __repr__(self) -> str:
+        return f"<PendingCalls {len(self._open)} open>"
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def call(self, send: Callable[[int], None]) -> ResultT:
+        """Sends a call under a new id, and waits for its result. Raises the RequestError with which it ends."""
+        self._last_call_id += 1
+        call_id = self._last_call_id
+        future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
+        self._open[call_id] = future
+        try:
+            send(call_id)
+            return await future
+        finally:
+            del self._open[call_id]
+
+    def end(self, call_id: int, result: ResultT, error: errors.Error | None = None) -> None:
+        """Ends a call with its result, or with an error if there is one. Its caller may be gone."""
+        future = self._open.get(call_id)
+        if future is None or future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(errors.RequestError(error))
+
+    def fail_all(self) -> None:
+        """Fails every call with `worker_lost`: no reply will come."""
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(errors.request_error(errors.Code.WORKER_LOST))
+
+
+class EngineAdapters:
+    """Loads and unloads adapters. `send` gives the engine a command. `held` returns the digests of adapters that
+    held-back sequences use; the engine does not know about these, so they are unloaded later."""
+
+    def __init__(self, send: Callable[[ipc.Command], None], held: Callable[[], set[str]]) -> None:
+        self._send = send
+        self._held = held
+        self._loading: PendingCalls[str] = PendingCalls()
+        self._loaded: Counter[str] = Counter()
+        """The number of times each was loaded, by digest."""
+        self._unloading: list[str] = []
+        """Those to be unloaded once no held-back sequence needs them."""
+
+    def __repr__(self) -> str:
+        return f"<EngineAdapters of {len(self._loaded)} files, {len(self._unloading)} to unload>"
+
+    async def load(self, path: str) -> str:
+        """Returns the digest of the adapter. Raises RequestError if the engine refuses it or dies."""
+        digest = await self._loading.call(lambda call_id: self._send(ipc.LoadAdapter(call_id, path)))
+        self._loaded[digest] += 1
+        return digest
+
+    def unload(self, digest: str) -> None:
+        """Reverses one `load`. After the last one, new requests can no longer use the adapter."""
+        if self._loaded[digest]:
+            self._loaded[digest] -= 1
+            self._loaded = +self._loaded  # drops counts of zero
+            self._unloading.append(digest)
+            self.send_unloads()
+
+    def send_unloads(self) -> None:
+        """Makes the engine unload what is due. Call it whenever a sequence is no longer held back."""
+        if self._unloading:
+            held = self._held()
+            for digest in [one for one in self._unloading if one not in held]:
+                self._unloading.remove(digest)
+                self._send(ipc.UnloadAdapter(digest))
+
+    def has_all(self, request: engine_request.EngineRequest) -> bool:
+        """Whether a request's adapters are loaded."""
+        return all(self._loaded[one.digest] for one in request.adapters)
+
+    def check(self, request: engine_request.EngineRequest) -> None:
+        """Raises RequestError if one of the request's adapters is not loaded."""
+        if not self.has_all(request):
+            raise errors.request_error(errors.Code.NO_WORKER, "the adapter is not loaded here", param="lora")
+
+    def loaded(self, result: ipc.AdapterResult) -> None:
+        """Ends a `load`."""
+        self._loading.end(result.call_id, result.digest, result.error)
+
+    def lose_engine(self) -> None:
+        """Forgets all adapters, and fails every `load` in progress."""
+        self._loaded.clear()
+        self._unloading.clear()
+        self._loading.fail_all()
+
 
 _MAX_PENDING = 64
 _GRACE_S = 1.0
