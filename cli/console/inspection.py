@@ -8,7 +8,7 @@ from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.contract.chat_format import ChatFormat
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.engine.models import features
+from tokenbus.worker.engine.device import features
 from tokenbus.worker.models import registry
 
 

@@ -193,7 +193,7 @@ async def test_sigterm_drains_every_replica(system: System) -> None:
 
 def _bytes_per_token() -> int:
     from tokenbus.worker.contract.engine_settings import EngineSettings
-    from tokenbus.worker.engine.gguf import kv_memory
+    from tokenbus.worker.engine.gguf import model_facts
     from tokenbus.worker.files import gguf_metadata
 
-    return kv_memory.bytes_per_token(gguf_metadata.read(Path(demo.MODEL_PATH)), EngineSettings(model="demo"))
+    return model_facts.bytes_per_token(gguf_metadata.read(Path(demo.MODEL_PATH)), EngineSettings(model="demo"))

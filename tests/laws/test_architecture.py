@@ -67,7 +67,6 @@ PURE = (
     "worker/engine/onnx/kv_cache.py",
     "worker/engine/onnx/dynamic_cache.py",
     "worker/engine/onnx/static_cache.py",
-    "worker/engine/onnx/row_memory.py",
     "worker/engine/sim/faults.py",
     "worker/engine/sim/timing.py",
     "client/continuation.py",

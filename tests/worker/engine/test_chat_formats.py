@@ -12,7 +12,7 @@ from tokenbus.protocol.prompt import tokenizer_bundle
 from tokenbus.protocol.wire import internal, limits
 from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reasoning
-from tokenbus.worker.engine.models import features
+from tokenbus.worker.engine.device import features
 from tokenbus.worker.tokenizers.model_tokenizer import ModelTokenizer
 
 TEMPLATE = (

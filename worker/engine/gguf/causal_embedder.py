@@ -24,10 +24,9 @@ from tokenbus.worker.contract.engine_errors import InsufficientMemoryError, Mode
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.runner import BatchLimits
-from tokenbus.worker.engine.gguf import kv_memory
-from tokenbus.worker.engine.gguf.batch import BatchPart
+from tokenbus.worker.engine.gguf import model_facts
+from tokenbus.worker.engine.gguf.context import BatchPart, PoolingContext, PoolingSize
 from tokenbus.worker.engine.gguf.model import GgufModel
-from tokenbus.worker.engine.gguf.pooling_context import PoolingContext, PoolingSize
 
 
 class CausalEmbedder:
@@ -49,13 +48,13 @@ class CausalEmbedder:
             )
         self.vocab_size = model.tokenizer.size
         self.width = int(llama.llama_model_n_embd_out(model.handle))
-        self.max_input_tokens = kv_memory.embed_tokens(settings, context_length)
+        self.max_input_tokens = model_facts.embed_tokens(settings, context_length)
         # Attention runs over the cells of a whole batch, though an input sees only its own.
         most = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
         keeps_states = llama.llama_model_is_recurrent(model.handle) or llama.llama_model_is_hybrid(model.handle)
-        max_inputs = 1 if keeps_states else kv_memory.EMBEDDED_INPUTS  # each would have a recurrent state
+        max_inputs = 1 if keeps_states else model_facts.EMBEDDED_INPUTS  # each would have a recurrent state
         self.batch_limits = BatchLimits(most, max_inputs, is_padded=False)
-        outputs = kv_memory.embed_outputs(settings)
+        outputs = model_facts.embed_outputs(settings)
         self._size = PoolingSize(max(self.max_input_tokens, most), max_inputs, outputs, settings.ubatch_tokens)
         self._model = model
         self._settings = settings

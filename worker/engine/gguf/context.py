@@ -1,19 +1,87 @@
-"""Creates the llama.cpp context that the settings ask for, and defines how its sequences are used.
+"""Creates llama.cpp's contexts for streams and for pooling, defines how their sequences are used, and fills batches.
 
 Every lane is one of llama.cpp's sequences. If lanes can share tokens, there are more lanes than running sequences, for
 the ends of cached prefixes. The sequence id before the first lane is reserved for copies (lanes.py)."""
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
+import ctypes
 import os
+from collections.abc import Iterable
+from collections.abc import Sequence as Listing
+from typing import Literal, NamedTuple
 
+import numpy as np
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
+from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.gguf import backend, settings_resolution
 from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID
 from tokenbus.worker.engine.gguf.model_facts import IDLE_LANES
+
+Outputs = Literal["none", "last", "all"]
+"""Which tokens of each part have outputs: a row of logits, or a hidden state."""
+
+
+class BatchPart(NamedTuple):
+    """Consecutive tokens of one sequence."""
+
+    number: int
+    """The sequence, counted from the first one of the batch's context."""
+    start: int
+    """The position of the first token."""
+    token_ids: Listing[int]
+
+
+class LlamaBatch:
+    """A `llama_batch` over numpy arrays that it owns, for at most `capacity` tokens.
+
+    `llama_batch_init` is not used: it allocates each token's sequence ids separately, so they would have to be filled
+    one by one. Here `seq_id[i]` points into one array (8 us instead of 4.9 ms for 2,048 tokens)."""
+
+    def __init__(self, capacity: int, first_seq_id: int) -> None:
+        self._first_seq_id = first_seq_id
+        self._tokens = np.zeros(capacity, np.int32)
+        self._positions = np.zeros(capacity, np.int32)
+        self._seq_ids = np.zeros(capacity, np.int32)
+        # Every token belongs to exactly one sequence.
+        self._num_seq_ids = np.ones(capacity, np.int32)
+        self._wants_outputs = np.zeros(capacity, np.int8)
+        # llama.cpp expects a pointer to each token's sequence ids: for token i, element i of one array.
+        addresses = self._seq_ids.ctypes.data + np.arange(capacity, dtype=np.uintp) * self._seq_ids.itemsize
+        self._seq_id_pointers = addresses.astype(np.uintp)
+        self.struct = llama.llama_batch(
+            n_tokens=0,
+            token=_pointer(self._tokens, llama.llama_token),
+            embd=None,
+            pos=_pointer(self._positions, llama.llama_pos),
+            n_seq_id=_pointer(self._num_seq_ids, ctypes.c_int32),
+            seq_id=_pointer(self._seq_id_pointers, ctypes.POINTER(llama.llama_seq_id)),
+            logits=_pointer(self._wants_outputs, ctypes.c_int8),
+        )
+
+    def __repr__(self) -> str:
+        return f"<LlamaBatch of {self.struct.n_tokens}>"
+
+    def fill(self, parts: Iterable[BatchPart], outputs: Outputs) -> None:
+        """Lays out the tokens of all parts one after another."""
+        at = 0
+        for number, start, token_ids in parts:
+            end = at + len(token_ids)
+            self._tokens[at:end] = token_ids
+            self._positions[at:end] = range(start, start + len(token_ids))
+            self._seq_ids[at:end] = self._first_seq_id + number
+            self._wants_outputs[at:end] = outputs == "all"
+            self._wants_outputs[end - 1] = outputs != "none"
+            at = end
+        self.struct.n_tokens = at
+
+
+def _pointer(array: np.ndarray, ctype: type) -> ctypes._Pointer:  # type: ignore[type-arg]
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(ctype))
+
 
 CELLS = 256
 """llama.cpp rounds its KV memory up to multiples of this, but not the tokens that it takes in one batch."""
@@ -101,3 +169,88 @@ def common_params(settings: EngineSettings) -> llama.llama_context_params:
     params.type_v = settings_resolution.CACHE_TYPES[settings.cache_type_v]
     params.no_perf = True
     return params
+
+
+_NO_ROOM, _OUT_OF_MEMORY = 1, -2
+"""llama_decode's results for too few cells, and for an allocation that failed."""
+
+
+class PoolingSize(NamedTuple):
+    """The size of a context for pooling."""
+
+    tokens: int
+    """The tokens of all inputs of a batch."""
+    inputs: int
+    outputs: int
+    """The most tokens with outputs in one decode; each costs a row of logits if the model has them."""
+    ubatch_tokens: int
+
+
+class PoolingContext:
+    """A context that computes hidden states, with the batch that goes into it.
+
+    Raises ModelError if there is not enough memory for it; `remedy` names the settings that lower its need."""
+
+    def __init__(
+        self, model: llama.llama_model_p, settings: EngineSettings, pooling: int, size: PoolingSize, remedy: str
+    ) -> None:
+        params = common_params(settings)
+        params.embeddings = True
+        params.pooling_type = pooling
+        # llama.cpp aborts if its largest ubatch does not have the same number of tokens for each sequence.
+        params.n_ctx = params.n_batch = -(-size.tokens // CELLS) * CELLS
+        params.n_ubatch = params.n_batch if size.ubatch_tokens >= size.tokens else size.ubatch_tokens
+        params.n_outputs_max = params.n_batch if size.outputs >= size.tokens else size.outputs
+        params.n_seq_max = size.inputs
+        # With separate memory per sequence, llama.cpp would split a batch into ubatches of equal lengths.
+        params.kv_unified = True
+        made: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
+        if made is None:
+            raise ModelError(
+                f"no context for inputs of {size.tokens} tokens could be made: {backend.last_error()}; pass a smaller "
+                f"{remedy} or --ubatch-tokens"
+            )
+        self._context: llama.llama_context_p = made
+        self._memory = llama.llama_get_memory(made)
+        self._batch = LlamaBatch(params.n_batch, 0)
+        self.is_causal = self._memory is not None and bool(llama.llama_get_causal_attn(made))
+
+    def __repr__(self) -> str:
+        return f"<PoolingContext, causal {self.is_causal}>"
+
+    def clear(self, *, overwrites: bool) -> None:
+        """Empties the context for a new batch. `overwrites` says whether the cells' contents are overwritten too:
+        attention multiplies them by 0, and 0 x NaN is NaN."""
+        if self._memory is not None:
+            llama.llama_memory_clear(self._memory, overwrites)
+
+    def decode(self, parts: Iterable[BatchPart], *, has_outputs: bool) -> None:
+        """Computes parts of inputs; either all of their tokens have outputs or none. Raises InsufficientMemoryError and
+        DeviceError."""
+        self._batch.fill(parts, "all" if has_outputs else "none")
+        if not self._batch.struct.n_tokens:
+            return
+        llama.llama_set_embeddings(self._context, has_outputs)
+        status = llama.llama_decode(self._context, self._batch.struct)
+        if status in (_NO_ROOM, _OUT_OF_MEMORY):  # nothing of the batch is kept, so the next one can be tried
+            raise InsufficientMemoryError(backend.last_error())
+        if status != 0:
+            raise DeviceError(f"llama_decode returned {status}: {backend.last_error()}")
+
+    def states(self, count: int, width: int) -> Matrix:
+        """Returns the hidden state of each token of the last decode, if llama.cpp pools nothing; valid until the next
+        decode."""
+        pointer = llama.llama_get_embeddings(self._context)
+        if not pointer:
+            raise DeviceError("llama.cpp has no hidden states of tokens that it has computed")
+        return np.ctypeslib.as_array(pointer, (count, width))
+
+    def row(self, number: int, width: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        """Returns a copy of an input's pooled row."""
+        pointer = llama.llama_get_embeddings_seq(self._context, number)
+        if not pointer:
+            raise DeviceError("llama.cpp has no embedding of an input that it has computed")
+        return np.ctypeslib.as_array(pointer, (width,)).copy()
+
+    def close(self) -> None:
+        llama.llama_free(self._context)

@@ -18,10 +18,9 @@ from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.pooling import PoolingRunner
 from tokenbus.worker.engine.device.runner import BatchLimits, WholePass
 from tokenbus.worker.engine.gguf import settings_resolution
-from tokenbus.worker.engine.gguf.batch import BatchPart
+from tokenbus.worker.engine.gguf.context import BatchPart, PoolingContext, PoolingSize
 from tokenbus.worker.engine.gguf.model import GgufModel
 from tokenbus.worker.engine.gguf.model_facts import PoolingType
-from tokenbus.worker.engine.gguf.pooling_context import PoolingContext, PoolingSize
 from tokenbus.worker.tokenizers.gguf_tokenizer import RerankPrompt
 
 _CLOSE = 1e-2

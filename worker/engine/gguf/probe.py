@@ -10,7 +10,7 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.worker.contract.contract import CheckpointSizes
 from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
 from tokenbus.worker.engine.gguf import backend, state_blob
-from tokenbus.worker.engine.gguf.batch import BatchPart, LlamaBatch
+from tokenbus.worker.engine.gguf.context import BatchPart, LlamaBatch
 from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID, Lanes
 from tokenbus.worker.engine.gguf.state_blob import StateFormat
 

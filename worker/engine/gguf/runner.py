@@ -18,7 +18,7 @@ from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.convert import converted
 from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
-from tokenbus.worker.engine.device import logits_health
+from tokenbus.worker.engine.device import features, logits_health
 from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.logits_health import LogitsHealth
@@ -28,22 +28,21 @@ from tokenbus.worker.engine.gguf import (
     backend,
     context,
     devices,
-    kv_memory,
+    model_facts,
     pooler,
     probe,
     settings_resolution,
     state_blob,
 )
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters
-from tokenbus.worker.engine.gguf.batch import BatchPart, LlamaBatch
 from tokenbus.worker.engine.gguf.causal_embedder import CausalEmbedder
+from tokenbus.worker.engine.gguf.context import BatchPart, LlamaBatch
 from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID, Lanes
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
 from tokenbus.worker.engine.host_cache import slot_store
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore, kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.memory.planner import MemoryPlanner, PlannedReplica
-from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.files import generation_config
 from tokenbus.worker.files.device_memory import DeviceMemory
@@ -344,7 +343,7 @@ class GgufRunner:
         """Returns the most device memory that all lanes can take."""
         num_tokens = int(llama.llama_n_ctx(self._context))
         if capabilities.checkpoint is None:
-            return num_tokens * kv_memory.bytes_per_token(self._model.metadata, settings)
+            return num_tokens * model_facts.bytes_per_token(self._model.metadata, settings)
         sizes = capabilities.checkpoint
         return num_tokens * sizes.token_bytes + int(llama.llama_n_seq_max(self._context)) * sizes.state_bytes
 

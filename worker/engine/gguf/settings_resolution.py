@@ -7,8 +7,8 @@ from llama_cpp import llama_cpp as llama
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import CHOICES, EngineSettings
 from tokenbus.worker.convert import converted
-from tokenbus.worker.engine.models.settings_resolution import SettingRule, common_rules, require
-from tokenbus.worker.engine.models.settings_resolution import resolve as resolve_common
+from tokenbus.worker.engine.settings_resolution import SettingRule, common_rules, require
+from tokenbus.worker.engine.settings_resolution import resolve as resolve_common
 from tokenbus.worker.files import number_types
 from tokenbus.worker.files.generation_config import GenerationConfig
 

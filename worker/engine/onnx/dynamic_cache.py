@@ -1,4 +1,12 @@
-"""TODO"""
+"""The cache of a graph with plain attention: every run returns the cache of its batch, longer by a column.
+
+    batch of three lanes, decoding         columns ->
+    lane 4 | t t t t t t t t t t t t
+    lane 0 | t t t t t t . . . t t t      `.`: padding, hidden by the mask
+    lane 7 | t t . . . . . . . t t t
+
+Lanes that decode together are packed into a batch when they meet, each from column 0 on; every step appends a column to
+all of them. A lane is in exactly one batch. The cache is in the host's memory."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing

@@ -13,10 +13,10 @@ import xxhash
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device import features
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.runner import Embedder
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
-from tokenbus.worker.engine.models import features
 from tokenbus.worker.engine.onnx import device, graph, lora
 from tokenbus.worker.engine.onnx.device import Device
 from tokenbus.worker.engine.onnx.lora import OnnxAdapter, no_adapters

@@ -25,10 +25,10 @@ from tokenbus.worker.engine.memory.need import (
     MemoryNeed,
     ModelFacts,
 )
-from tokenbus.worker.engine.models.settings_resolution import AUTO
 from tokenbus.worker.engine.onnx import device, settings_resolution
 from tokenbus.worker.engine.onnx.device import Device
 from tokenbus.worker.engine.onnx.graph import Graph, external_files
+from tokenbus.worker.engine.settings_resolution import AUTO
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.model_config import OnnxModelConfig
 

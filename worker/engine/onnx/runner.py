@@ -13,7 +13,7 @@ from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
-from tokenbus.worker.engine.device import logits_health
+from tokenbus.worker.engine.device import features, logits_health
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.logits_health import LogitsHealth
 from tokenbus.worker.engine.device.runner import Embedder, Reranker, Runner, RunnerAdapters
@@ -22,9 +22,7 @@ from tokenbus.worker.engine.host_cache import slot_store
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore, kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
-from tokenbus.worker.engine.models import features
-from tokenbus.worker.engine.models.settings_resolution import resolve
-from tokenbus.worker.engine.onnx import device, embedder, kv_cache, probe, row_memory, settings_resolution
+from tokenbus.worker.engine.onnx import device, embedder, kv_cache, probe, settings_resolution, static_cache
 from tokenbus.worker.engine.onnx.adapters import ReplicaAdapters
 from tokenbus.worker.engine.onnx.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.graph import Array
@@ -36,6 +34,7 @@ from tokenbus.worker.engine.onnx.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.onnx.static_cache import StaticCache
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
+from tokenbus.worker.engine.settings_resolution import resolve
 from tokenbus.worker.files import generation_config
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.layouts import OnnxLayout
@@ -296,7 +295,7 @@ class OnnxRunner:
     def _make_static_cache(self, lanes: LaneLengths, context_length: int) -> StaticCache:
         num_rows = len(lanes.lengths) + 1  # one is the spare row
         try:
-            memory = row_memory.allocate_rows(self._model.graph.kv, num_rows, context_length, self._model.device)
+            memory = static_cache.allocate_rows(self._model.graph.kv, num_rows, context_length, self._model.device)
         except Exception as error:  # without room on a GPU, onnxruntime raises its own class
             size = num_rows * context_length * self._model.memory.bytes_per_token
             raise ModelError(

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import CHOICES, EngineSettings
 from tokenbus.worker.engine.memory import need
-from tokenbus.worker.engine.models.settings_resolution import AUTO, SettingRule, common_rules, require, resolve
 from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, Device, named
+from tokenbus.worker.engine.settings_resolution import AUTO, SettingRule, common_rules, require, resolve
 from tokenbus.worker.files.generation_config import GenerationConfig
 
 _SHORT_CONTEXT = 4_096

@@ -12,7 +12,7 @@ from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.gguf import backend, context, kv_memory
+from tokenbus.worker.engine.gguf import backend, context, model_facts
 from tokenbus.worker.files import gguf_metadata
 
 LLAMA: dict[str, gguf_metadata.Value] = {
@@ -45,13 +45,13 @@ def settings(**fields: object) -> EngineSettings:
 def test_a_tokens_bytes_follow_from_heads_and_types(
     given: dict[str, gguf_metadata.Value], kinds: dict[str, object], expected: int
 ) -> None:
-    assert kv_memory.bytes_per_token(facts(**given), settings(**kinds)) == expected
+    assert model_facts.bytes_per_token(facts(**given), settings(**kinds)) == expected
 
 
 def test_the_demo_models_cells_are_as_large_as_llama_cpp_saves_them() -> None:
     runner = gguf_runner(DEMO)
     try:
-        each = kv_memory.bytes_per_token(gguf_metadata.read(Path(demo.MODEL_PATH)), DEMO)
+        each = model_facts.bytes_per_token(gguf_metadata.read(Path(demo.MODEL_PATH)), DEMO)
         assert runner.config.kv_bytes == DEMO.kv_tokens * each
     finally:
         runner.close()
@@ -59,24 +59,24 @@ def test_the_demo_models_cells_are_as_large_as_llama_cpp_saves_them() -> None:
 
 def test_without_a_limit_settings_stay_as_they_are() -> None:
     asked = settings(kv_tokens=4_096)
-    assert kv_memory.fit_to_budget(asked, facts(), 1_024) is asked
+    assert model_facts.fit_to_budget(asked, facts(), 1_024) is asked
 
 
 def test_a_limit_lowers_what_is_asked_for_to_whole_blocks() -> None:
-    each = kv_memory.bytes_per_token(facts(), settings())
-    limited = kv_memory.fit_to_budget(settings(kv_tokens=4_096, kv_limit_bytes=1_000 * each + 5), facts(), 512)
+    each = model_facts.bytes_per_token(facts(), settings())
+    limited = model_facts.fit_to_budget(settings(kv_tokens=4_096, kv_limit_bytes=1_000 * each + 5), facts(), 512)
     assert (limited.kv_tokens, limited.context_length) == (992, 512)
-    limited = kv_memory.fit_to_budget(settings(kv_tokens=512, kv_limit_bytes=1_000 * each), facts(), 512)
+    limited = model_facts.fit_to_budget(settings(kv_tokens=512, kv_limit_bytes=1_000 * each), facts(), 512)
     assert limited.kv_tokens == 512
 
 
 def test_a_chosen_context_becomes_shorter_and_one_that_was_asked_for_does_not() -> None:
-    each = kv_memory.bytes_per_token(facts(), settings())
-    assert kv_memory.fit_to_budget(settings(kv_limit_bytes=100 * each), facts(), 512).context_length == 96
+    each = model_facts.bytes_per_token(facts(), settings())
+    assert model_facts.fit_to_budget(settings(kv_limit_bytes=100 * each), facts(), 512).context_length == 96
     with pytest.raises(ModelError, match=r"--kv-budget leaves .* 96 tokens .* may need 512"):
-        kv_memory.fit_to_budget(settings(kv_limit_bytes=100 * each, context_length=512), facts(), 512)
+        model_facts.fit_to_budget(settings(kv_limit_bytes=100 * each, context_length=512), facts(), 512)
     with pytest.raises(ModelError, match="--kv-budget"):
-        kv_memory.fit_to_budget(settings(kv_limit_bytes=1), facts(), 512)
+        model_facts.fit_to_budget(settings(kv_limit_bytes=1), facts(), 512)
 
 
 def _mib(line: str) -> float:
@@ -101,19 +101,19 @@ def test_recurrent_states_are_counted_as_large_as_llama_cpp_allocates_them(tmp_p
     states = max(_mib(one) for one in said if "llama_memory_recurrent: size" in one)
     cells = max((_mib(one) for one in said if "llama_kv_cache: size" in one), default=0.0)
     found = gguf_metadata.read(path)
-    assert kv_memory.states_bytes(found, asked.max_num_seqs) / 2**20 == pytest.approx(states, abs=0.01)
+    assert model_facts.states_bytes(found, asked.max_num_seqs) / 2**20 == pytest.approx(states, abs=0.01)
     if architecture != "mamba2":  # its file names heads, which no layer has
-        assert asked.kv_tokens * kv_memory.bytes_per_token(found, asked) / 2**20 == pytest.approx(cells, abs=0.01)
+        assert asked.kv_tokens * model_facts.bytes_per_token(found, asked) / 2**20 == pytest.approx(cells, abs=0.01)
 
 
 def test_a_limit_counts_recurrent_states_first() -> None:
     recurrent = facts(ssm__inner_size=512, ssm__state_size=16, ssm__conv_kernel=4)
     each, states = (
-        kv_memory.bytes_per_token(recurrent, settings()),
-        kv_memory.states_bytes(recurrent, settings().max_num_seqs),
+        model_facts.bytes_per_token(recurrent, settings()),
+        model_facts.states_bytes(recurrent, settings().max_num_seqs),
     )
     assert states == (settings().max_num_seqs + 1) * 4 * (3 * 512 + 512 * 16) * 4
-    limited = kv_memory.fit_to_budget(settings(kv_tokens=4_096, kv_limit_bytes=states + 512 * each), recurrent, 512)
+    limited = model_facts.fit_to_budget(settings(kv_tokens=4_096, kv_limit_bytes=states + 512 * each), recurrent, 512)
     assert limited.kv_tokens == 512
     with pytest.raises(ModelError, match=f"take {states}: raise it, or lower --max-num-seqs"):
-        kv_memory.fit_to_budget(settings(kv_limit_bytes=states - 1), recurrent, 512)
+        model_facts.fit_to_budget(settings(kv_limit_bytes=states - 1), recurrent, 512)

@@ -15,7 +15,7 @@ from tokenbus.worker.contract.engine_errors import ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.gguf import backend, context, devices, model_facts
-from tokenbus.worker.engine.gguf.gguf_memory import GgufMemory
+from tokenbus.worker.engine.gguf.model import GgufMemory
 from tokenbus.worker.engine.gguf.runner import load
 from tokenbus.worker.engine.memory.claims import MemoryClaims
 from tokenbus.worker.engine.memory.need import Sizes, estimate

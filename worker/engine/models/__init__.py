@@ -1,1 +1,0 @@
-"""Finds the files of a model and reads from them how the model is meant to be used."""
