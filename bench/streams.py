@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from bench import system
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import messages
 
 
@@ -39,7 +39,7 @@ class Timing(msgspec.Struct, frozen=True):
         return f"{self.decoded / self.decode_s:.1f} tokens/s"
 
 
-async def chunks(client: Client, request: messages.GenerateRequest) -> AsyncIterator[messages.Chunk]:
+async def chunks(client: WireClient, request: messages.GenerateRequest) -> AsyncIterator[messages.Chunk]:
     """Yields the chunks of an answer. Raises SystemExit if the request ends in an error."""
     async for chunk in client.generate("m", request):
         if chunk.error:
@@ -47,7 +47,7 @@ async def chunks(client: Client, request: messages.GenerateRequest) -> AsyncIter
         yield chunk
 
 
-async def drain(client: Client, request: messages.GenerateRequest) -> None:
+async def drain(client: WireClient, request: messages.GenerateRequest) -> None:
     """Reads an answer and does nothing else, so that this process's CPU time is the client library's."""
     async for chunk in client.generate("m", request):
         if chunk.error:
@@ -55,7 +55,7 @@ async def drain(client: Client, request: messages.GenerateRequest) -> None:
 
 
 async def complete(
-    client: Client, token_ids: Sequence[int], max_tokens: int, on_token: Callable[[], None] = lambda: None
+    client: WireClient, token_ids: Sequence[int], max_tokens: int, on_token: Callable[[], None] = lambda: None
 ) -> list[float]:
     """Returns when each token of a greedy completion arrived, by `time.perf_counter`."""
     request = messages.GenerateRequest(token_ids=list(token_ids), max_tokens=max_tokens, temperature=0, ignore_eos=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenbus.cli.console import nats_server
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.process.parent import end_with_parent
 from tokenbus.protocol.wire import errors, messages
 
@@ -22,7 +22,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class System(NamedTuple):
     """A running system. Its processes write their logs into `folder`."""
 
-    client: Client
+    client: WireClient
     nats_url: str
     folder: Path
     broker_pid: int
@@ -31,7 +31,7 @@ class System(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def running(model: Path, *worker: str) -> AsyncIterator[Client]:
+async def running(model: Path, *worker: str) -> AsyncIterator[WireClient]:
     """Yields a client of a system that serves `model` as `m`; `worker` are further arguments of its worker."""
     async with started(model, worker) as one:
         yield one.client
@@ -55,7 +55,7 @@ async def started(
                 os.sched_setaffinity(processes[-1].pid, {cores[number]})
         router_pid, *worker_pids = (process.pid for process in processes)
         try:
-            async with await Client.connect(nats.url) as client:
+            async with await WireClient.connect(nats.url) as client:
                 await cards(client, len(workers))
                 yield System(client, nats.url, folder, nats.pid, router_pid, worker_pids)
         finally:
@@ -109,7 +109,7 @@ async def until_listening(port: int) -> None:
             await asyncio.sleep(0.05)
 
 
-async def cards(client: Client, count: int = 1) -> list[messages.Card]:
+async def cards(client: WireClient, count: int = 1) -> list[messages.Card]:
     """Waits until this many workers are ready and returns their cards."""
     async with asyncio.timeout(300):
         while True:
@@ -121,7 +121,7 @@ async def cards(client: Client, count: int = 1) -> list[messages.Card]:
             await asyncio.sleep(0.1)
 
 
-async def engine_pid(client: Client) -> int:
+async def engine_pid(client: WireClient) -> int:
     """Waits until a worker is ready and returns its engine's process id."""
     return (await cards(client))[0].pids.engine
 

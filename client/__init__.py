@@ -1,10 +1,65 @@
-"""The async Python client of a Tokenbus system: `async for chunk in client.generate("demo", prompt="...")`."""
+"""The Python client of a Tokenbus system; docs/client.md shows how to use it."""
 
+from tokenbus.client.answer import Answer, AnswerChunk, AnswerTimings, CallDelta, TokenUsage, ToolCall
 from tokenbus.client.client import Client
+from tokenbus.client.errors import (
+    BrokerUnreachableError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    PromptTooLongError,
+    RequestCancelledError,
+    RequestLostError,
+    ServerFailureError,
+    TokenbusError,
+    UnavailableError,
+)
+from tokenbus.client.replies import Embeddings, PromptTokens, Ranking, ServedModelInfo
 from tokenbus.client.stream import Stream
-from tokenbus.protocol.wire.errors import RequestError
+from tokenbus.client.wire.request_fields import (
+    ChatMessageFields,
+    DetokenizeFields,
+    EmbedFields,
+    GenerateFields,
+    RerankFields,
+    TokenizeFields,
+)
+from tokenbus.protocol.wire.errors import RequestError as RequestError
+from tokenbus.protocol.wire.messages import FinishReason
 
-__all__ = ["Client", "RequestError", "Stream"]
+__all__ = [
+    "Answer",
+    "AnswerChunk",
+    "AnswerTimings",
+    "BrokerUnreachableError",
+    "CallDelta",
+    "ChatMessageFields",
+    "Client",
+    "DeadlineExceededError",
+    "DetokenizeFields",
+    "EmbedFields",
+    "Embeddings",
+    "FinishReason",
+    "GenerateFields",
+    "InvalidRequestError",
+    "ModelNotFoundError",
+    "OverloadedError",
+    "PromptTokens",
+    "PromptTooLongError",
+    "Ranking",
+    "RequestCancelledError",
+    "RequestLostError",
+    "RerankFields",
+    "ServedModelInfo",
+    "ServerFailureError",
+    "Stream",
+    "TokenUsage",
+    "TokenbusError",
+    "TokenizeFields",
+    "ToolCall",
+    "UnavailableError",
+]
 
 if __name__ != "tokenbus.client":
     raise ImportError("import tokenbus.client: it is not a top-level package")

@@ -1,309 +1,224 @@
-"""The client of a Tokenbus system: completions, embeddings, ranks, tokens, models and cancels over one connection."""
+"""The client of a Tokenbus system: `async with Client() as client: print(await client.generate(...).text())`."""
 
-import asyncio
+import base64
 import contextlib
-import secrets
-import time
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import sys
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Self, Unpack
 
-import msgspec
-from nats.aio.msg import Msg
-
-from tokenbus.client.choices import Answers, ChoiceBatch, Choices
-from tokenbus.client.inbox import Inbox
+from tokenbus.client import answer, connecting, errors, event_loops
+from tokenbus.client.connecting import ConnectOptions
+from tokenbus.client.replies import Embeddings, PromptTokens, Ranking, ServedModelInfo
 from tokenbus.client.stream import Stream
-from tokenbus.protocol.bus import bus
-from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import codec, errors, messages, subjects
-
-AnswerT = TypeVar("AnswerT", bound=messages.Message)
-ReplyT = TypeVar(
-    "ReplyT",
-    messages.EmbedReply,
-    messages.RerankReply,
-    messages.TokenizeReply,
-    messages.DetokenizeReply,
-    messages.CacheReply,
+from tokenbus.client.wire import field_reader
+from tokenbus.client.wire.request_fields import (
+    DetokenizeFields,
+    EmbedFields,
+    GenerateFields,
+    RerankFields,
+    TokenizeFields,
 )
-
-_DEFAULT_TIMEOUT_MS = 60_000.0
-_ANSWER_S = 1.0
-_models = codec.Decoder(messages.ModelsReply)
-_embeds = codec.Decoder(messages.EmbedReply)
-_tokenizes = codec.Decoder(messages.TokenizeReply)
-_detokenizes = codec.Decoder(messages.DetokenizeReply)
-_caches = codec.Decoder(messages.CacheReply)
-_reranks = codec.Decoder(messages.RerankReply)
-_cancels = codec.Decoder(messages.CancelReply)
+from tokenbus.client.wire.wire_client import WireClient
+from tokenbus.protocol.wire import codec, messages, subjects
+from tokenbus.protocol.wire.errors import RequestError
 
 
 class Client:
-    """Open it with `connect`, close it with `close`, or use it as `async with await Client.connect(url) as client`."""
+    """A connection to a Tokenbus system, for one event loop. SyncClient has the same methods for other programs.
 
-    def __init__(
-        self,
-        connection: bus.Bus,
-        tenant: str,
-        prefix: str,
-        encoding: codec.Encoding,
-        tracer: tracing.Tracer,
-        inbox_prefix: str = "",
-    ) -> None:
-        self._connection = connection
-        self._tenant = tenant
-        self._names = subjects.Subjects(prefix)
-        self._encoding = encoding
-        self._tracer = tracer
-        self._inbox = Inbox(connection, self._names, tenant, encoding, inbox_prefix)
-        self._inboxes = [self._inbox]
-        """The inboxes of all tenants that share the connection; the connection's own comes first."""
+    `async with Client() as client:` connects, and cancels what still runs at the end of the block;
+    `client = await Client.connect()` and `await client.close()` do the same without a block. Requests may run at the
+    same time, in any number of tasks.
+
+    Methods raise TokenbusError, whose subclasses say what can be done about it. A model is named as workers serve it;
+    `<model>:<adapter>` is the model with a LoRA adapter."""
+
+    def __init__(self, url: str | None = None, **options: Unpack[ConnectOptions]) -> None:
+        """`url` is the address of the NATS broker, or several of one cluster, separated by commas. The variable
+        TOKENBUS_NATS replaces the default, a broker on this machine.
+
+        Raises TypeError for an unknown option, and ValueError for one that can't be used."""
+        known = ConnectOptions.__optional_keys__
+        for name in options:
+            if name not in known:
+                problem = field_reader.unknown_field(name, known).error.message
+                raise TypeError(problem)
+        self._settings = connecting.settings_of(url, options)
+        self._encoding = codec.Encoding(options.get("encoding", codec.Encoding.JSON))
+        self._tenant = options.get("tenant", subjects.DEFAULT_TENANT)
+        subjects.encode_name(self._tenant)  # raises ValueError for one that can't be a name
+        self._prefix = options.get("prefix", subjects.DEFAULT_PREFIX)
+        self._tracer = options.get("tracer")
+        self._open: WireClient | None = None
+        self._is_connecting = False
 
     def __repr__(self) -> str:
-        return f"<Client of {self._connection!r}, {self.num_streams} streams>"
-
-    @property
-    def num_streams(self) -> int:
-        """The number of streams that have not ended."""
-        return self._inbox.num_streams
+        state = f"{self._open.num_streams} streams" if self._open else "not connected"
+        return f"<Client of {self._settings.redacted_url}, {state}>"
 
     @classmethod
-    async def connect(
-        cls,
-        url: str = "nats://127.0.0.1:4222",
-        *,
-        tenant: str = subjects.DEFAULT_TENANT,
-        prefix: str = subjects.DEFAULT_PREFIX,
-        encoding: codec.Encoding = codec.Encoding.JSON,
-        connect_timeout_s: float = 10.0,
-        settings: nats.BusSettings | None = None,
-        tracer: tracing.Tracer | None = None,
-    ) -> "Client":
-        """`settings` hold more about the broker than its address: credentials, TLS, the inbox. `tracer` records a span
-        for each stream, as a child of the current one: `opentelemetry.trace.get_tracer(...)` in a traced application.
-        Raises ConnectionError when the broker can't be reached."""
-        settings = settings or nats.BusSettings(url=url, connect_timeout_s=connect_timeout_s)
-        connection = await nats.connect(settings, name="tokenbus client")
-        return await cls.from_connection(connection, tenant=tenant, prefix=prefix, encoding=encoding, tracer=tracer)
-
-    @classmethod
-    async def from_connection(
-        cls,
-        connection: bus.Bus,
-        *,
-        tenant: str = subjects.DEFAULT_TENANT,
-        prefix: str = subjects.DEFAULT_PREFIX,
-        encoding: codec.Encoding = codec.Encoding.JSON,
-        tracer: tracing.Tracer | None = None,
-    ) -> "Client":
-        """Makes a client that uses an existing connection. Closing the client closes the connection."""
-        client = cls(connection, tenant, prefix, encoding, tracer or tracing.NoopTracer())
-        connection.on_reconnect = client._reconnected
-        connection.on_permissions_violation = client._permissions_violated
-        await client._inbox.open()
+    async def connect(cls, url: str | None = None, **options: Unpack[ConnectOptions]) -> Self:
+        """Returns a connected client; close it with `close`. Raises what the constructor raises, and
+        BrokerUnreachableError, which is also a ConnectionError."""
+        client = cls(url, **options)
+        await client.__aenter__()
         return client
 
-    async def for_tenant(self, tenant: str, inbox_prefix: str = "") -> "Client":
-        """Makes a client for another tenant that shares this one's connection. Close only the first one: that ends
-        both.
-
-        Its requests use reply subjects that begin with `inbox_prefix`, if given. Only the answer to `cancel` always
-        arrives at the connection's own inbox."""
-        other = Client(self._connection, tenant, self._names.prefix, self._encoding, self._tracer, inbox_prefix)
-        await other._inbox.open()
-        self._inboxes.append(other._inbox)
-        return other
-
-    async def release_tenant(self, other: "Client") -> None:
-        """Ends a client made by `for_tenant`, once its streams have ended."""
-        await other._inbox.wait_idle()
-        self._inboxes.remove(other._inbox)
-        await other._inbox.close()
-        await other._inbox.unsubscribe()
-
-    async def __aenter__(self) -> "Client":
+    async def __aenter__(self) -> Self:
+        if self._open is not None or self._is_connecting:
+            raise RuntimeError("this client is connected already")
+        self._is_connecting = True
+        try:
+            self._loop = event_loops.running("a Client")
+            self._open = await WireClient.connect(
+                settings=self._settings,
+                tenant=self._tenant,
+                prefix=self._prefix,
+                encoding=self._encoding,
+                tracer=self._tracer,
+            )
+        except ConnectionError as error:
+            raise errors.broker_unreachable(str(error)) from error
+        finally:
+            self._is_connecting = False
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
+    async def close(self) -> None:
+        """Cancels all running requests and disconnects. Idempotent."""
+        if self._open is not None:
+            wire, self._open = self._wire, None
+            await wire.close()
+
     def generate(
         self,
-        model: str,
-        request: messages.GenerateRequest | None = None,
+        model: str | None = None,
         *,
-        headers: tracing.Headers = None,
+        headers: Mapping[str, str] | None = None,
         resume: bool = True,
-        **fields: Any,
+        **fields: Unpack[GenerateFields],
     ) -> Stream:
-        """Requests a completion and returns its stream at once.
+        """Requests a completion and returns its stream at once: iterate it, or wait for its `text()` or `answer()`.
 
-        Pass a request, or the fields of one: `prompt`, `messages`, `token_ids`, `max_tokens`, `temperature` and so on.
-        `headers` may name the trace that the request belongs to (`traceparent`). A stream whose worker is lost
-        continues at another one; with `resume=False` it ends in `worker_lost` if it has begun. Raises
-        RequestError(invalid_request) for a field of a wrong type, and ValueError for an invalid model name. All other
-        errors end the stream."""
-        request = request or _to_request(fields)
-        if request.id is None:
-            request = codec.replace(request, id=secrets.token_urlsafe(16))
-        subject = self._names.generate(model, self._tenant)  # may raise, so it comes before the span starts
-        span = self._begin_span(model, request, headers)
-        stream = Stream(request, self._encoding, self._inbox, time.monotonic(), span, subject, resume=resume)
-        stream.submit()
-        return stream
+        Pass `prompt`, `messages` or `token_ids`, and any other field of the request; docs/wire.md says what they mean.
+        `headers` may name the trace that the request belongs to (`traceparent`). A request whose worker is lost
+        continues at another one; with `resume=False` it fails if it has begun. Raises InvalidRequestError for an
+        unknown field or a value of a wrong type. The stream raises all other errors."""
+        wire = self._wire
+        with _raising():
+            stream = wire.generate(_name(model), headers=headers, resume=resume, **fields)
+        return Stream(stream, self._loop)
 
-    def generate_choices(
-        self, model: str, requests: Sequence[messages.GenerateRequest], n: int, *, headers: tracing.Headers = None
-    ) -> Answers:
-        """Requests `n` answers to each request, and returns their streams at once. Raises what `generate` raises."""
+    async def embed(self, model: str | None = None, **fields: Unpack[EmbedFields]) -> Embeddings:
+        """Returns a vector for each `input`: one text, or a list of texts or lists of token ids."""
+        with _raising():
+            request = codec.replace(field_reader.read(fields, messages.EmbedRequest), encoding="base64")
+            reply = await self._wire.embed(_name(model), request)
+        return Embeddings(
+            model=reply.model or None,
+            embeddings=[_floats(row) for row in reply.embeddings or ()],
+            usage=answer.usage_of(reply.usage or None),
+        )
 
-        def submit(request: messages.GenerateRequest) -> Stream:
-            return self.generate(model, request, headers=headers)
+    async def rerank(self, model: str | None = None, **fields: Unpack[RerankFields]) -> Ranking:
+        """Returns the `documents` in the order of their relevance to the `query`."""
+        with _raising():
+            request = field_reader.read(fields, messages.RerankRequest)
+            reply = await self._wire.rerank(_name(model), request)
+        return Ranking(
+            model=reply.model or None, results=reply.results or [], usage=answer.usage_of(reply.usage or None)
+        )
 
-        requests = [one if one.id else codec.replace(one, id=secrets.token_urlsafe(16)) for one in requests]
-        return Choices(requests[0], n, submit) if len(requests) == 1 else ChoiceBatch(requests, n, submit)
+    async def tokenize(self, model: str | None = None, **fields: Unpack[TokenizeFields]) -> PromptTokens:
+        """Returns the tokens of a `prompt` or of `messages`, or with `only_count` their number."""
+        with _raising():
+            request = field_reader.read(fields, messages.TokenizeRequest)
+            reply = await self._wire.tokenize(_name(model), request)
+        return PromptTokens(
+            model=reply.model or None,
+            count=reply.count or 0,
+            token_ids=reply.token_ids or [],
+            context_length=reply.context_length or None,
+        )
 
-    async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
-        """Returns the models being served. Raises RequestError(no_worker) if no router answers."""
-        answer = await self._request(self._names.models_for(self._tenant), b"", timeout_s)
-        return self._read(_models, answer)
+    async def detokenize(self, model: str | None = None, **fields: Unpack[DetokenizeFields]) -> str:
+        """Returns the text that `token_ids` have in an answer."""
+        with _raising():
+            request = field_reader.read(fields, messages.DetokenizeRequest)
+            reply = await self._wire.detokenize(_name(model), request)
+        return reply.text or ""
 
-    async def embed(
-        self, model: str, request: messages.EmbedRequest, timeout_s: float | None = None
-    ) -> messages.EmbedReply:
-        """Returns the embeddings of a request's inputs. Raises RequestError on failure.
-
-        Waits a little longer than the request's `timeout_ms` unless told otherwise, as the calls below do. They raise
-        ValueError for an invalid model name."""
-        return await self._ask_under_id(self._names.embed(model, self._tenant), request, _embeds, timeout_s)
-
-    async def rerank(
-        self, model: str, request: messages.RerankRequest, timeout_s: float | None = None
-    ) -> messages.RerankReply:
-        """Returns a request's documents ordered by relevance. Raises RequestError on failure."""
-        return await self._ask_under_id(self._names.rerank(model, self._tenant), request, _reranks, timeout_s)
-
-    async def tokenize(
-        self, model: str, request: messages.TokenizeRequest, timeout_s: float | None = None
-    ) -> messages.TokenizeReply:
-        """Returns the tokens of a prompt, or only their number. Raises RequestError on failure."""
-        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
-        return await self._ask_once(self._names.tokenize(model, self._tenant), request, _tokenizes, timeout_s)
-
-    async def keep_session(self, model: str, session_id: str, ttl_s: float = 300.0) -> None:
-        """Asks the model's workers to keep the cached blocks of one of this tenant's sessions for that long. This is a
-        hint: its effect is not reported. Raises RequestError if it could not be passed on."""
-        await self._hint(model, session_id, ttl_s)
-
-    async def end_session(self, model: str, session_id: str) -> None:
-        """Says that one of this tenant's sessions has ended: cached blocks that only it has used are evicted first.
-        Raises RequestError if the hint could not be passed on."""
-        await self._hint(model, session_id, 0.0)
-
-    async def _hint(self, model: str, session_id: str, ttl_s: float) -> None:
-        control = messages.CacheControl(ttl_ms=1e3 * ttl_s)
-        request = messages.CacheRequest(session_id=session_id, cache_control=control)
-        await self._ask_once(self._names.cache(model, self._tenant), request, _caches, _ANSWER_S)
-
-    async def detokenize(
-        self, model: str, request: messages.DetokenizeRequest, timeout_s: float | None = None
-    ) -> messages.DetokenizeReply:
-        """Returns the text of tokens. Raises RequestError on failure."""
-        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
-        return await self._ask_once(self._names.detokenize(model, self._tenant), request, _detokenizes, timeout_s)
-
-    async def _ask_under_id(
-        self,
-        subject: str,
-        request: messages.EmbedRequest | messages.RerankRequest,
-        decoder: codec.Decoder[ReplyT],
-        timeout_s: float | None,
-    ) -> ReplyT:
-        """Asks for what takes long: the request is cancelled if the caller is."""
-        request_id = request.id or secrets.token_urlsafe(16)
-        request = codec.replace(request, id=request_id)
-        try:
-            return await self._ask_once(subject, request, decoder, timeout_s or _timeout_s(request.timeout_ms))
-        except asyncio.CancelledError:
-            with contextlib.suppress(bus.OutboundBufferLimitError, ConnectionError):
-                self._connection.publish(self._names.cancel(request_id, self._tenant), b"")
-            raise
-
-    async def _ask_once(
-        self, subject: str, request: messages.Message, decoder: codec.Decoder[ReplyT], timeout_s: float
-    ) -> ReplyT:
-        reply = self._read(decoder, await self._request(subject, codec.encode(request, self._encoding), timeout_s))
-        if reply.error:
-            raise errors.RequestError(reply.error)
-        return reply
+    async def models(self, timeout_s: float = 5.0) -> list[ServedModelInfo]:
+        """Returns the models that are being served. Raises UnavailableError if no router answers in time."""
+        with _raising():
+            reply = await self._wire.models(timeout_s)
+        return [
+            ServedModelInfo(
+                name=one.model,
+                context_length=one.context_length,
+                features=one.features,
+                adapters=one.adapters,
+                loadable=one.loadable or False,
+            )
+            for one in reply.models
+        ]
 
     async def cancel(self, request_id: str, timeout_s: float = 2.0) -> bool:
-        """Cancels any request of this tenant. Returns False if no process holds a request with that id."""
-        try:
-            answer = await self._connection.request(
-                self._names.cancel(request_id, self._tenant),
-                b"",
-                timeout_s,
-                headers=codec.content_headers(self._encoding),
-            )
-        except (bus.NoRespondersError, TimeoutError):
-            return False
-        return self._read(_cancels, answer).cancelled
+        """Cancels any request of this tenant, whoever made it; its stream raises RequestCancelledError. Returns False
+        if no process holds a request with that id."""
+        if not subjects.is_request_id(request_id):
+            raise errors.invalid("request_id", "an id is 1 to 128 of A-Za-z0-9_-")
+        with _raising():
+            return await self._wire.cancel(request_id, timeout_s)
 
-    async def close(self) -> None:
-        """Cancels all running requests and disconnects."""
-        for inbox in reversed(self._inboxes):
-            await inbox.close()
-        await self._connection.close()
+    async def keep_session(self, model: str | None = None, *, session_id: str, ttl_s: float = 300.0) -> None:
+        """Asks the model's workers to keep the cached prefixes of one of this tenant's sessions for that long. This is
+        a hint: its effect is not reported."""
+        with _raising():
+            await self._wire.keep_session(_name(model), session_id, ttl_s)
 
-    def _reconnected(self) -> None:
-        for inbox in self._inboxes:
-            inbox.reconnected()
+    async def end_session(self, model: str | None = None, *, session_id: str) -> None:
+        """Says that one of this tenant's sessions has ended: what only it has cached is evicted first."""
+        with _raising():
+            await self._wire.end_session(_name(model), session_id)
 
-    def _permissions_violated(self, words: str) -> None:
-        for inbox in self._inboxes:
-            inbox.permissions_violated(words)
-
-    def _begin_span(self, model: str, request: messages.GenerateRequest, headers: tracing.Headers) -> tracing.Span:
-        operation = "chat" if request.messages else "text_completion"
-        known = {
-            tracing.OPERATION: operation,
-            tracing.MODEL: model,
-            tracing.REQUEST_ID: request.id,
-            tracing.TENANT: self._tenant,
-            "gen_ai.provider.name": "tokenbus",
-            "gen_ai.request.max_tokens": request.max_tokens,
-            "gen_ai.request.temperature": request.temperature,
-            "gen_ai.request.stream": request.stream is not False,
-        }
-        return tracing.start_span(self._tracer, f"{operation} {model}", "client", headers, known)
-
-    async def _request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
-        message = bus.Outgoing(subject, payload, headers=codec.content_headers(self._encoding))
-        try:
-            return await self._inbox.request(message, timeout_s)
-        except bus.NoRespondersError as error:
-            raise errors.request_error(errors.Code.NO_WORKER, "no router listens on this broker") from error
-        except (TimeoutError, ConnectionError) as error:
-            raise errors.request_error(errors.Code.NO_WORKER, str(error)) from error
-
-    def _read(self, decoder: codec.Decoder[AnswerT], answer: Msg) -> AnswerT:
-        """Decodes an answer. Raises RequestError(internal) if it is malformed, which is not the caller's fault."""
-        try:
-            return decoder.decode(answer.data, self._encoding)
-        except errors.RequestError as error:
-            text = f"the answer can't be read: {error.error.message}"
-            raise errors.request_error(errors.Code.INTERNAL, text) from error
+    @property
+    def _wire(self) -> WireClient:
+        """The connected client. Raises RuntimeError if there is none, or if it belongs to another event loop."""
+        if self._open is None:
+            raise RuntimeError("this client is not connected: use `async with Client() as client`, or Client.connect()")
+        event_loops.require(self._loop, "this client")
+        return self._open
 
 
-def _timeout_s(timeout_ms: float | None) -> float:
-    """Returns the time after which a router that has not answered must be gone."""
-    return (_DEFAULT_TIMEOUT_MS if timeout_ms is None else timeout_ms) / 1e3 + _ANSWER_S
-
-
-def _to_request(fields: dict[str, Any]) -> messages.GenerateRequest:
+@contextlib.contextmanager
+def _raising() -> Iterator[None]:
+    """Raises the wire's errors as the library's."""
     try:
-        return msgspec.convert(msgspec.to_builtins(fields), messages.GenerateRequest)
-    except msgspec.ValidationError as error:
-        raise errors.request_error(errors.Code.INVALID_REQUEST, str(error)) from error
+        yield
+    except RequestError as error:
+        raise errors.exception_of(error.error) from error.__cause__
+
+
+def _name(model: str | None) -> str:
+    """Returns the name of the model to ask. Raises InvalidRequestError."""
+    if model is None:
+        raise errors.invalid("model", "name one of those that `models()` returns")
+    try:
+        subjects.encode_name(model)
+    except ValueError as error:
+        raise errors.invalid("model", str(error)) from None
+    return model
+
+
+def _floats(row: list[float] | str) -> list[float]:
+    """Returns a vector that was sent in base64, as 32-bit little-endian floats."""
+    if isinstance(row, list):
+        return row
+    floats = array("f", base64.b64decode(row))
+    if sys.byteorder == "big":
+        floats.byteswap()
+    return floats.tolist()

@@ -1,119 +1,75 @@
-"""A completion as seen by its client: an async iterator of chunks that always ends with one terminal.
+"""An answer as it arrives. Decision 0016 says when its request is cancelled.
 
-Decision 0016 says what it does beyond the wire: it continues lost requests, for example.
+```
+reader's task cancelled while it waits ──▶ at once, in `__anext__`
+`async with` left, `aclose`, `cancel`  ──▶ at once
+no reference to the stream is left     ──▶ from `__del__`, in the loop's next round
+```
+
+The client holds the other half, a `ChunkStream`, which does not refer to this one.
 """
 
 import asyncio
-import contextlib
-import secrets
-from collections import deque
 from types import TracebackType
-from typing import Protocol
+from typing import Self
 
-from tokenbus.client.answer import Answer
-from tokenbus.client.continuation import Continuation
-from tokenbus.client.reassembler import BrokenStreamError, Duplicate, Gap, ReadyChunks, Reassembler
-from tokenbus.client.resync_timer import Action, ResyncTimer
-from tokenbus.protocol.bus.bus import OutboundBufferLimitError
-from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import codec, errors, messages
+from tokenbus.client import answer, errors, event_loops
+from tokenbus.client.answer import Answer, AnswerBuilder, AnswerChunk
+from tokenbus.client.wire.chunk_stream import ChunkStream
+from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire.errors import Error
 
-_chunks = codec.Decoder(messages.Chunk)
-_resyncs = codec.Decoder(messages.ResyncReply)
-
-_SUBMIT_AGAIN_S = 0.2
-MAX_UNREAD_BYTES = 4 * 1024 * 1024
-"""Bytes of chunks, as received, that may wait for a slow reader. Beyond that the stream ends with an error. In memory
-they take about four times as much."""
-
-
-class StreamTransport(Protocol):
-    """Everything that a stream needs from its client."""
-
-    def submit(self, stream: "Stream", request: messages.GenerateRequest) -> None:
-        """Publishes a request under a new reply subject."""
-        ...
-
-    def send_cancel(self, stream: "Stream") -> None: ...
-
-    def send_resync(self, stream: "Stream", offset: int) -> None: ...
-
-    def forget(self, stream: "Stream") -> None:
-        """Stops delivering to the stream; idempotent."""
-        ...
+_CANCELLED = messages.FinishReason.CANCELLED
 
 
 class Stream:
-    """An async iterator of chunks. The last one is the terminal, the only one with a `finish_reason`.
+    """An async iterator of chunks, of which the last one has a `finish_reason`.
 
-    Lost chunks are requested again. A request whose worker is lost, or that no process holds any more, is resubmitted
-    under a new id, at most three times in a row without a new token. Its stream continues after the last token received
-    (`resume_from`), so that all chunks together form one text with one token count; `resume=False` disables this.
-    `request_id` is the latest id, and each chunk has the id and the attempt under which it was sent: attempts restart
-    at 1 for each id. If all that fails, the stream ends in `worker_lost`, or in `no_worker` if there is no router.
-    Leaving an `async with` block early, or `aclose`, cancels the request."""
+    It raises a TokenbusError, with the text so far, if the request fails. A lost request continues elsewhere, so that
+    all chunks together are one text. Use it as `async with client.generate(...) as stream`, or leave it without a
+    reference (`break` out of `async for chunk in client.generate(...)`): in both cases the request is cancelled unless
+    it has ended, as it is when a task that waits for the stream is cancelled or runs into its timeout."""
 
-    def __init__(
-        self,
-        request: messages.GenerateRequest,
-        encoding: codec.Encoding,
-        transport: StreamTransport,
-        now: float,
-        span: tracing.Span = tracing.NOOP_SPAN,
-        subject: str = "",
-        *,
-        resume: bool = True,
-    ) -> None:
-        assert request.id is not None
-        self.request_id = request.id
-        self._is_streamed = request.is_streamed
-        self._encoding = encoding
-        self._transport = transport
-        self._submitted_at = now
-        self.subject = subject
-        """Subject to which the request is published."""
-        self.served_by: str | None = None
-        """The model whose workers have the request, once known from one of its chunks."""
-        self._span = span
-        self._first_chunk_seen = False
-        self._continuation = Continuation(request, now, resume=resume)
-        self._submitted = self._continuation.request
-        """The request as it was last published."""
-        self._submit_again_at: float | None = None
-        """When it is published again, because it has had no listener yet."""
-        self._reassembler = Reassembler(len(request.resume_from.token_ids) if request.resume_from else 0)
-        self._resync_timer = ResyncTimer(now, streamed=request.is_streamed)
-        self._unread: deque[tuple[messages.Chunk, int]] = deque()
-        """Chunks, each with the bytes of the message that it came in."""
-        self._unread_bytes = 0
-        self._arrived = asyncio.Event()
-        self._is_cancelled = False
-        self.is_uploading = False
-        """Whether parts of the request are still unsent, so that no process can answer a resync."""
-        self._ended = False
+    __slots__ = ("__weakref__", "_builder", "_error", "_is_awaited", "_loop", "_was_given_up", "_wire")
 
-    @property
-    def trace_headers(self) -> dict[str, str]:
-        """Headers for its messages, which join all spans of the request into one trace."""
-        return self._span.headers()
+    def __init__(self, wire: ChunkStream, loop: asyncio.AbstractEventLoop) -> None:
+        self._builder = AnswerBuilder()
+        self._error: Error | None = None
+        """The error with which the request ended."""
+        self._is_awaited = False
+        self._was_given_up = False
+        """Whether this stream, rather than somebody else, has cancelled the request."""
+        self._loop = loop
+        self._wire = wire
 
     def __repr__(self) -> str:
-        return f"<Stream {self.request_id} {self._reassembler!r}{' ended' if self._ended else ''}>"
+        return f"<Stream {self.request_id}{' ended' if self._wire.has_ended else ''}>"
 
-    def __aiter__(self) -> "Stream":
+    def __del__(self) -> None:
+        # This runs in any thread, and in the middle of anything that allocates: the loop does it in its next round.
+        if not self._wire.has_ended and not self._loop.is_closed():
+            try:
+                self._loop.call_soon_threadsafe(self._wire.close)
+            except RuntimeError:  # it was closed just now
+                return
+
+    @property
+    def request_id(self) -> str:
+        """The request's id, by which logs and `cancel` know it. It changes when a lost request continues."""
+        return self._wire.request_id
+
+    @property
+    def so_far(self) -> Answer:
+        """The answer as far as it has been read."""
+        return self._builder.build(_CANCELLED if self._was_given_up and self._wire.has_ended else None)
+
+    def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> messages.Chunk:
-        while not self._unread:
-            if self._ended:
-                raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        chunk, num_bytes = self._unread.popleft()
-        self._unread_bytes -= num_bytes
-        return chunk
+    async def __anext__(self) -> AnswerChunk:
+        return answer.chunk_of(await self._next())
 
-    async def __aenter__(self) -> "Stream":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -123,218 +79,66 @@ class Stream:
 
     async def aclose(self) -> None:
         """Ends the stream and cancels the request, unless it has ended. Idempotent."""
-        if not self._ended:
-            self._finish()
-            self._send_cancel()
+        self._check_loop()
+        self._give_up()
 
     def cancel(self) -> None:
-        """Cancels the request. The stream continues until its terminal: `cancelled`, unless another arrived first."""
-        if self._ended:
-            return
-        if self.is_uploading or self._submit_again_at is not None:  # no process has the request yet
-            self._end(messages.FinishReason.CANCELLED)
-        else:
-            self._is_cancelled = True
-            self._send_cancel()
+        """Cancels the request. The stream then ends, without an error, with what the model had generated: read on until
+        its last chunk, whose `finish_reason` is `cancelled` unless another end came first."""
+        self._check_loop()
+        if not self._wire.has_ended:
+            self._was_given_up = True
+            self._wire.cancel()
 
     async def text(self) -> str:
-        """Waits for the end and returns the whole text. Raises RequestError if the stream ends in an error."""
-        texts = []
-        async for chunk in self:
-            texts.append(chunk.text)
-            if chunk.error:
-                raise errors.RequestError(chunk.error)
-        return "".join(texts)
+        """Waits for the end and returns the whole text, including what has been read before."""
+        return (await self.answer()).text
 
     async def answer(self) -> Answer:
-        """Waits for the end and returns the whole answer, with its reasoning and tool calls. Raises RequestError if the
-        stream ends in an error."""
-        answer = Answer()
-        async for chunk in self:
-            answer.add(chunk)
-            if chunk.error:
-                raise errors.RequestError(chunk.error)
-        return answer
-
-    def submit(self) -> None:
-        """Publishes the request; call it once."""
-        self._transport.submit(self, self._submitted)
-
-    def submit_soon(self, now: float) -> None:
-        """Handles the news that the request has no listener yet: it is published again after a moment."""
-        if self._is_cancelled:
-            self._end(messages.FinishReason.CANCELLED)
-        self._submit_again_at = now + _SUBMIT_AGAIN_S
-
-    def feed(self, payload: bytes, now: float) -> None:
-        """Handles a message to the stream's reply subject."""
-        if self._ended:
-            return
+        """Waits for the end and returns the whole answer, including what has been read before."""
         try:
-            chunk = _chunks.decode(payload, self._encoding)
-        except errors.RequestError as error:
-            self._give_up(errors.make_error(errors.Code.INTERNAL, f"a chunk can't be read: {error.error.message}"))
-            return
-        if chunk.error and chunk.attempt >= self._reassembler.attempt:
-            final = self._error_after(chunk.error, now)
-            if final is None:
-                return
-            chunk = codec.replace(chunk, error=final)
-        self._add(chunk, len(payload), now)
+            while True:
+                await self._next()
+        except StopAsyncIteration:
+            return self.so_far
 
-    def feed_resync(self, payload: bytes, now: float) -> None:
-        """Handles the answer to a resync."""
-        with contextlib.suppress(errors.RequestError):
-            if _resyncs.decode(payload, self._encoding).found:
-                self._resync_timer.resync_answered(now)
-
-    def tick(self, now: float, pause_s: float = 0.0) -> None:
-        """Must be called several times a second; `pause_s` is the time for which the client itself was blocked."""
-        if self._ended or self.is_uploading:
-            return
-        if pause_s:
-            self._resync_timer.extend(pause_s)
-        if self._submit_again_at is not None:
-            if now >= self._submit_again_at:
-                again = self._continuation.in_time(self._submitted, now)
-                self.fail(again) if isinstance(again, errors.Error) else self._submit(again, now)
-            return
-        match self._resync_timer.poll(now):
-            case Action.RESYNC:
-                self._transport.send_resync(self, self._reassembler.num_tokens)
-            case Action.LOST:
-                self._lose("nothing more arrived, and no process holds the request any more", now)
-            case Action.WAIT:
-                pass
-
-    def uploaded(self, now: float) -> None:
-        """Records that the whole request has been sent: from now on silence counts."""
-        self.is_uploading = False
-        self._resync_timer = ResyncTimer(now, streamed=self._is_streamed)
-
-    def reconnected(self, now: float) -> None:
-        """Requests chunks that may have been lost while the client was disconnected."""
-        self._resync_timer.resync_soon(now)
-        self.tick(now)
-
-    def fail_if_empty(self, error: errors.Error) -> None:
-        """Ends the stream if nothing has arrived; called on a permission error that may concern it."""
-        if self._continuation.is_empty:
-            self.fail(error)
-
-    def refuse(self, error: errors.Error, now: float) -> None:
-        """Handles the news that the request could not be sent, or that it has no listener."""
-        final = self._error_after(error, now)
-        if final is not None:
-            self.fail(final)
-
-    def fail(self, error: errors.Error) -> None:
-        """Ends the stream with an error terminal made here."""
-        self._end(messages.FinishReason.ERROR, error)
-
-    def _end(self, reason: messages.FinishReason, error: errors.Error | None = None) -> None:
-        if self._ended:
-            return
-        terminal = messages.Chunk(
-            id=self.request_id,
-            attempt=self._reassembler.attempt,
-            offset=self._reassembler.num_tokens,
-            text_offset=self._reassembler.text_bytes,
-            finish_reason=reason,
-            error=codec.unset_if_none(error),
-        )
-        self._unread.append((terminal, 0))
-        self._trace(terminal)
-        self._finish()
-
-    def _add(self, chunk: messages.Chunk, num_bytes: int, now: float) -> None:
+    async def _next(self) -> messages.Chunk:
+        self._check_loop()
+        if self._is_awaited:
+            raise RuntimeError("another task is reading this stream: each stream has one reader")
+        self._is_awaited = True
         try:
-            added = self._reassembler.add(chunk)
-        except BrokenStreamError as error:
-            self._lose(str(error), now)
-            return
-        self.served_by = chunk.model or self.served_by
-        match added:
-            case ReadyChunks(new):
-                self._resync_timer.chunk_received(now)
-                self._take(self._continuation.take(new), num_bytes, now)
-            case Gap():
-                self._resync_timer.gap_found(now)
-                self.tick(now)  # sends the resync at once
-            case Duplicate():
-                pass
-
-    def _take(self, chunk: messages.Chunk, num_bytes: int, now: float) -> None:
-        if self._unread and self._unread_bytes + num_bytes > MAX_UNREAD_BYTES:
-            problem = f"the reader is too slow: {self._unread_bytes} bytes of chunks were not read"
-            self._give_up(errors.make_error(errors.Code.OVERLOADED, problem))
-            return
-        self._unread.append((chunk, num_bytes))
-        self._unread_bytes += num_bytes
-        self._arrived.set()
-        if chunk.tokens and not self._first_chunk_seen:
-            self._first_chunk_seen = True
-            self._span.set_attributes({"gen_ai.response.time_to_first_chunk": now - self._submitted_at})
+            chunk = await anext(self._wire)
+        except StopAsyncIteration:
+            self._check_end()
+            raise
+        except asyncio.CancelledError:  # by its own task, or by a timeout around it
+            self._give_up()
+            raise
+        finally:
+            self._is_awaited = False
+        self._builder.add(chunk)
         if chunk.finish_reason is not None:
-            self._trace(chunk)
-            self._finish()
+            self._error = self._error_in(chunk)
+            self._check_end()
+        return chunk
 
-    def _trace(self, terminal: messages.Chunk) -> None:
-        if self._span.is_recording:
-            self._span.set_attributes(tracing.terminal_attributes(terminal))
-            self._span.set_attributes({tracing.WORKER_ID: terminal.worker_id or None})
-            self._span.set_attributes({tracing.RESUBMITS: self._continuation.num_resubmits or None})
-        if terminal.error:
-            self._span.set_error(str(terminal.error.code))
+    def _error_in(self, terminal: messages.Chunk) -> Error | None:
+        if terminal.finish_reason is _CANCELLED and not self._was_given_up:
+            return errors.cancelled("the request was cancelled by another client").error
+        return terminal.error or None
 
-    def _error_after(self, error: errors.Error, now: float) -> errors.Error | None:
-        """Returns the error that ends the stream, or None if it continues or has been ended as cancelled."""
-        is_lost = error.code in (errors.Code.WORKER_LOST, errors.Code.UPLOAD_LOST)
-        if not is_lost and not self._continuation.is_pending:
-            return error
-        if self._is_cancelled:  # no process holds it, which is what its user wanted
-            self._end(messages.FinishReason.CANCELLED)
-            return None
-        if not is_lost:
-            # If it may be retried, that happens once the resyncs of a first silence are unanswered.
-            self._resync_timer = ResyncTimer(now, streamed=self._is_streamed)
-            return self._continuation.error_after_refusal(error)
-        again = self._continuation.request_after(error, now)
-        if isinstance(again, errors.Error):
-            return again
-        self._resubmit(again, now)
-        return None
+    def _check_end(self) -> None:
+        """Raises the error with which the stream has ended, also to a reader that comes later."""
+        if self._error is None and self._builder.finish_reason is None and not self._was_given_up:
+            self._error = errors.cancelled("the client was closed").error
+        if self._error is not None:
+            raise errors.exception_of(self._error, self._builder.text, self._builder.usage)
 
-    def _resubmit(self, request: messages.GenerateRequest, now: float) -> None:
-        self._send_cancel()  # should a process still hold the old request, it must not run twice
-        self._reassembler.restart_attempts()
-        # A new id: the holder of the old one may only have been out of reach.
-        self.request_id = secrets.token_urlsafe(16)
-        self._submit(codec.replace(request, id=self.request_id), now)
+    def _give_up(self) -> None:
+        if not self._wire.has_ended:
+            self._was_given_up = True
+            self._wire.close()
 
-    def _submit(self, request: messages.GenerateRequest, now: float) -> None:
-        self._transport.forget(self)
-        self._submitted, self._submit_again_at = request, None
-        self._resync_timer = ResyncTimer(now, streamed=self._is_streamed)
-        self._transport.submit(self, request)
-
-    def _lose(self, reason: str, now: float) -> None:
-        """Continues the stream elsewhere, or ends it."""
-        final = self._error_after(errors.make_error(errors.Code.WORKER_LOST, reason), now)
-        if final is not None:
-            self._give_up(final)
-
-    def _give_up(self, error: errors.Error) -> None:
-        self.fail(error)
-        self._send_cancel()
-
-    def _send_cancel(self) -> None:
-        # If it can't be sent, the worker itself notices that the inbox has no subscriber.
-        with contextlib.suppress(ConnectionError, OutboundBufferLimitError):
-            self._transport.send_cancel(self)
-
-    def _finish(self) -> None:
-        self._ended = True
-        self._arrived.set()
-        self._transport.forget(self)
-        self._span.end()
+    def _check_loop(self) -> None:
+        event_loops.require(self._loop, "this stream")

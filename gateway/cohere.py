@@ -5,7 +5,7 @@ import functools
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, RequestHead
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import pooling
@@ -59,7 +59,7 @@ def read(asked: RerankBody, head: RequestHead) -> ParsedCall[wire.RerankRequest,
     return ParsedCall(
         model=head.model,
         request=request,
-        send=Client.rerank,
+        send=WireClient.rerank,
         encode=functools.partial(_encode, head.model, returned),
         usage_of=lambda reply: reply.usage or None,
     )

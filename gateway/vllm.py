@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai.chat import OpenAIChatMessage
 from tokenbus.gateway.serving import conversation
@@ -72,7 +72,9 @@ def read_tokenize(asked: TokenizeBody, head: RequestHead) -> ParsedCall[wire.Tok
     name_of = conversation.given_names({}, num_joined=len(asked.messages or []) - len(said or []))
     with http_errors.renaming(name_of):
         validation.check_tokenize_request(request)
-    return ParsedCall(model=head.model, request=request, send=Client.tokenize, encode=_encode_tokens, name_of=name_of)
+    return ParsedCall(
+        model=head.model, request=request, send=WireClient.tokenize, encode=_encode_tokens, name_of=name_of
+    )
 
 
 def read_detokenize(
@@ -83,7 +85,9 @@ def read_detokenize(
     name_of = http_errors.by_field({"token_ids": "tokens"})
     with http_errors.renaming(name_of):
         validation.check_detokenize_request(request)
-    return ParsedCall(model=head.model, request=request, send=Client.detokenize, encode=_encode_text, name_of=name_of)
+    return ParsedCall(
+        model=head.model, request=request, send=WireClient.detokenize, encode=_encode_text, name_of=name_of
+    )
 
 
 TOKENIZE = ApiEndpoint(

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench import flags, http_client, streams, system
 from bench.paired import show_difference
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
 
@@ -30,7 +30,7 @@ def body(tokens: int) -> dict[str, Any]:
     return {"model": "m", "messages": asked, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
-async def over_nats(client: Client) -> float:
+async def over_nats(client: WireClient) -> float:
     """Returns the milliseconds to the first piece of text."""
     began, first = time.perf_counter(), 0.0
     async for chunk in streams.chunks(client, request(4)):
@@ -45,7 +45,7 @@ async def over_http(url: str) -> float:
     return 1e3 * (reply.times[0] - reply.began)
 
 
-async def cpu_of_client(client: Client, num_streams: int) -> float:
+async def cpu_of_client(client: WireClient, num_streams: int) -> float:
     """Returns the CPU microseconds per token of this process, which only reads."""
     began = time.process_time()
     await asyncio.gather(*(streams.drain(client, request(_TOKENS)) for _ in range(num_streams)))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench import benchmark_model, flags, http_client, streams, system
 from bench.paired import interleave, show
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import messages
 
 _CONTEXT = 1_024
@@ -42,7 +42,7 @@ async def python_server(model: Path, threads: int) -> AsyncIterator[Ask]:
         yield ask
 
 
-async def ask_tokenbus(client: Client, prompt: str, tokens: int) -> int:
+async def ask_tokenbus(client: WireClient, prompt: str, tokens: int) -> int:
     request = messages.GenerateRequest(prompt=prompt, max_tokens=tokens, temperature=0)
     terminal = [chunk async for chunk in streams.chunks(client, request)][-1]
     assert terminal.usage, terminal

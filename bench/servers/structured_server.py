@@ -20,7 +20,7 @@ from typing import Any
 from bench import benchmark_model, flags, streams, system
 from bench.baselines import llama_server
 from bench.paired import interleave, show
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import messages
 
 _CONTEXT = 8_192
@@ -42,7 +42,7 @@ Tokens = AsyncIterator[int]
 """The numbers of tokens that arrive together."""
 
 
-async def of_tokenbus(client: Client, tokens: int, schema: dict[str, Any] | None, number: int) -> Tokens:
+async def of_tokenbus(client: WireClient, tokens: int, schema: dict[str, Any] | None, number: int) -> Tokens:
     wanted = None
     if schema is not None:
         wanted = messages.ResponseFormat(type="json_schema", json_schema=messages.JsonSchema(schema=schema))

@@ -9,14 +9,14 @@ import asyncio
 import random
 
 from bench import flags, streams, system
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
 
 _WORDS = ("the", "fox", "went", "over", "a", "hill", "and", "saw", "some", "blue", "birds", "sing", "at", "night")
 
 
-async def say(client: Client, turns: list[messages.ChatMessage]) -> messages.Usage:
+async def say(client: WireClient, turns: list[messages.ChatMessage]) -> messages.Usage:
     """Sends a conversation and appends the model's answer to it."""
     text, usage = "", None
     request = messages.GenerateRequest(messages=list(turns), max_tokens=24, temperature=0)

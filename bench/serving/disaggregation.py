@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from bench import benchmark_model, flags, streams, system
 from bench.paired import Ratio, quartiles
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 
 _MAX_FOREIGN_SHARE = 0.1
 _SETTLED = 8
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
 class _Stream:
     """One stream, and when its tokens arrived."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: WireClient) -> None:
         self.times: list[float] = []
         self.settled = asyncio.Event()
         prompt = benchmark_model.prompt(next(_serials), 32)

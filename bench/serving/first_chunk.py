@@ -10,7 +10,7 @@ import time
 
 from bench import flags, streams, system
 from bench.paired import show_difference
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH
 from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.contract.engine_settings import EngineSettings
@@ -39,7 +39,7 @@ async def from_the_engine(engine: EngineClient, number: int) -> float:
     return 1e3 * await first
 
 
-async def through_the_system(client: Client) -> float:
+async def through_the_system(client: WireClient) -> float:
     """Returns the milliseconds from the request to the first token."""
     began = time.perf_counter()
     return 1e3 * ((await streams.complete(client, _PROMPT, 2))[0] - began)

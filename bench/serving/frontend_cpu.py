@@ -10,7 +10,7 @@ import time
 
 from bench import flags, streams, system
 from bench.paired import show_column
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
 
@@ -18,7 +18,7 @@ _TOKENS = 400
 REQUEST = messages.GenerateRequest(prompt="Once upon a time", max_tokens=_TOKENS, temperature=0, ignore_eos=True)
 
 
-async def one_round(client: Client, num_streams: int, front_pid: int) -> tuple[float, float]:
+async def one_round(client: WireClient, num_streams: int, front_pid: int) -> tuple[float, float]:
     """Returns the CPU microseconds per token of the frontend and of this process."""
     frontend, own = system.cpu_seconds(front_pid), time.process_time()
     await asyncio.gather(*(streams.drain(client, REQUEST) for _ in range(num_streams)))

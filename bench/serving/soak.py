@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from bench import flags, system
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
 
@@ -32,7 +32,7 @@ class Tally:
         self.wrong: list[str] = []
 
 
-async def ask(client: Client, rng: random.Random, tally: Tally) -> None:
+async def ask(client: WireClient, rng: random.Random, tally: Tally) -> None:
     request = messages.GenerateRequest(
         prompt=rng.choice(_FAMILIES) + str(rng.randrange(40)),
         max_tokens=rng.choice([1, 8, 40, 200, 500]),

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from bench import benchmark_model, flags, streams, system
 from bench.paired import interleave, quartiles
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 
 
 class Cost(NamedTuple):
@@ -35,7 +35,7 @@ class Costs(NamedTuple):
     prompt: Cost
 
 
-async def costs(client: Client, engine_pid: int, options: argparse.Namespace, number: int) -> Costs:
+async def costs(client: WireClient, engine_pid: int, options: argparse.Namespace, number: int) -> Costs:
     complete, rng = functools.partial(streams.complete, client), random.Random(number)
     prompts = [benchmark_model.random_prompt(rng, 16) for _ in range(options.streams)]
     took = await streams.decode(complete, prompts, options.tokens, engine_pid)

@@ -13,7 +13,7 @@ from rich.console import Console
 from tokenbus.cli.console import connection_flags, load_flags
 from tokenbus.cli.console.load_flags import TO_STANDARD_OUTPUT, plan_of
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, with_client
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import tasks
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import logs
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 class Bench:
     """A sweep over the points of a plan."""
 
-    def __init__(self, plan: Plan, client: Client) -> None:
+    def __init__(self, plan: Plan, client: WireClient) -> None:
         self._plan = plan
         self._client = client
         self._runs: list[RunResult] = []

@@ -11,10 +11,11 @@ from functools import partial
 from tokenbus.cli.commands import generate
 from tokenbus.cli.console import answers, connection_flags
 from tokenbus.cli.console.session import decode_utf8, print_request_error, with_client
-from tokenbus.client import Client
 from tokenbus.client.answer import Answer
+from tokenbus.client.wire.request_fields import ChatMessageFields
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.process import shutdown
-from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire import errors
 
 _HELP = "Type a message. /new starts over, /undo takes a turn back, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
 
@@ -26,10 +27,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=lambda options: with_client(options, partial(_chat, options)))
 
 
-async def _chat(options: argparse.Namespace, client: Client) -> int:
+async def _chat(options: argparse.Namespace, client: WireClient) -> int:
     """Chats until the input ends; returns the exit status of the last answer."""
-    system = [messages.ChatMessage(role="system", content=options.system)] if options.system else []
-    turns: list[messages.ChatMessage] = []
+    system = [ChatMessageFields(role="system", content=options.system)] if options.system else []
+    turns: list[ChatMessageFields] = []
     session_id = secrets.token_hex(8)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -49,7 +50,7 @@ async def _chat(options: argparse.Namespace, client: Client) -> int:
             case text if text.startswith("/"):
                 print(_HELP, file=sys.stderr)
             case text:
-                question = messages.ChatMessage(role="user", content=text)
+                question = ChatMessageFields(role="user", content=text)
                 try:
                     said = await _answer(options, client, [*system, *turns, question], session_id)
                     # A failed question is forgotten, since the next one would fail with it.
@@ -61,7 +62,7 @@ async def _chat(options: argparse.Namespace, client: Client) -> int:
 
 
 async def _answer(
-    options: argparse.Namespace, client: Client, conversation: list[messages.ChatMessage], session_id: str
+    options: argparse.Namespace, client: WireClient, conversation: list[ChatMessageFields], session_id: str
 ) -> Answer:
     """Prints the answer to a conversation and returns it. Raises RequestError."""
     fields = generate.request_fields(options)

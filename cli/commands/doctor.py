@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenbus.cli.console import arguments, connection_flags, hub_flags, inspection
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import ping_probe
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
@@ -271,7 +271,7 @@ async def check_broker(options: argparse.Namespace) -> AsyncIterator[Finding]:
     else:
         yield Finding("ok", f"the broker takes messages of up to {bus.max_payload:,} bytes")
     yield _pings(await ping_probe.ping_interval_s(settings))
-    client = await Client.from_connection(bus, tenant=options.tenant, prefix=options.prefix)
+    client = await WireClient.from_connection(bus, tenant=options.tenant, prefix=options.prefix)
     async with client:
         try:
             reply = await client.models()

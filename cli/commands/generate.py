@@ -10,7 +10,8 @@ import msgspec
 
 from tokenbus.cli.console import answers, arguments, connection_flags
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, decode_utf8, print_error, with_client
-from tokenbus.client import Client, Stream
+from tokenbus.client.wire.chunk_stream import ChunkStream
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.wire import codec, messages
 from tokenbus.protocol.wire.checks import pooling
@@ -101,7 +102,7 @@ def request_fields(options: argparse.Namespace) -> dict[str, Any]:
     return given | answers.thinking_fields(options)
 
 
-async def _generate(options: argparse.Namespace, client: Client) -> int:
+async def _generate(options: argparse.Namespace, client: WireClient) -> int:
     text = decode_utf8(sys.stdin.buffer.read(), "standard input") if options.prompt == "-" else options.prompt
     if not text:
         raise ValueError("the prompt is empty")
@@ -126,13 +127,13 @@ async def _generate(options: argparse.Namespace, client: Client) -> int:
     return 1 if terminal.error else 0
 
 
-async def _print_messages(stream: Stream) -> messages.Chunk:
+async def _print_messages(stream: ChunkStream) -> messages.Chunk:
     async for chunk in stream:
         print(codec.encode(chunk, codec.Encoding.JSON).decode(), flush=True)
     return chunk
 
 
-async def _embed(options: argparse.Namespace, client: Client) -> int:
+async def _embed(options: argparse.Namespace, client: WireClient) -> int:
     texts = _texts(options)
     request = messages.EmbedRequest(
         input=[*texts],
@@ -148,7 +149,7 @@ async def _embed(options: argparse.Namespace, client: Client) -> int:
     return 0
 
 
-async def _rerank(options: argparse.Namespace, client: Client) -> int:
+async def _rerank(options: argparse.Namespace, client: WireClient) -> int:
     texts = _texts(options)
     request = messages.RerankRequest(
         query=options.query, documents=texts, top_n=options.top_n, timeout_ms=options.timeout_ms
@@ -173,7 +174,7 @@ def _texts(options: argparse.Namespace) -> list[str]:
     return list(options.texts)
 
 
-async def _hint(options: argparse.Namespace, client: Client) -> int:
+async def _hint(options: argparse.Namespace, client: WireClient) -> int:
     if options.end:
         await client.end_session(options.model, options.session_id)
     else:
@@ -182,7 +183,7 @@ async def _hint(options: argparse.Namespace, client: Client) -> int:
     return 0
 
 
-async def _cancel(options: argparse.Namespace, client: Client) -> int:
+async def _cancel(options: argparse.Namespace, client: WireClient) -> int:
     if await client.cancel(options.request_id):
         print(f"{options.request_id} is cancelled")
         return 0

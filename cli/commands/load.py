@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenbus.cli.console import arguments, connection_flags, worker_control
 from tokenbus.cli.console.session import print_error, print_request_error, with_client
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import internal
 from tokenbus.worker.settings import adapter_settings
 from tokenbus.worker.settings.adapter_settings import AdapterSettings
@@ -64,7 +64,7 @@ def _adapter(text: str) -> AdapterSettings:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-async def _load(options: argparse.Namespace, client: Client) -> int:
+async def _load(options: argparse.Namespace, client: WireClient) -> int:
     if (options.model is None) is (options.lora is None):
         return print_error("name either a MODEL or an adapter with --lora")
     if options.lora is not None:
@@ -93,7 +93,7 @@ async def _load(options: argparse.Namespace, client: Client) -> int:
     return print_error("the worker stopped answering")
 
 
-async def _unload(options: argparse.Namespace, client: Client) -> int:
+async def _unload(options: argparse.Namespace, client: WireClient) -> int:
     worker = options.worker_id
     if options.lora is not None:
         control = internal.Control(op="unload_adapter", adapter=options.lora)

@@ -5,7 +5,7 @@ from functools import partial
 
 from tokenbus.cli.console import connection_flags, worker_control
 from tokenbus.cli.console.session import print_error, print_request_error, with_client
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import errors, internal, subjects
 from tokenbus.protocol.wire.params import SECONDS
 
@@ -64,7 +64,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-async def _stop(options: argparse.Namespace, client: Client) -> int:
+async def _stop(options: argparse.Namespace, client: WireClient) -> int:
     """Asks every worker, since only the one that runs a request knows it."""
     workers = [card.address for card in await worker_control.cards(client)]
     refusals: list[errors.Error] = []
@@ -80,7 +80,7 @@ async def _stop(options: argparse.Namespace, client: Client) -> int:
     return print_error(f"no worker runs {options.key}: it has ended, or no worker has it yet")
 
 
-async def _drain(options: argparse.Namespace, client: Client) -> int:
+async def _drain(options: argparse.Namespace, client: WireClient) -> int:
     control = internal.Control(op="drain", grace_s=options.grace_s, handover_s=options.handover_s)
     then = "stopped" if options.handover_s == 0 else "moved"
     done = f"{options.worker_id} accepts no new requests, and leaves when its running ones have ended or been {then}"

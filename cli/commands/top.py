@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tokenbus.cli.console import arguments, connection_flags, hub_flags
 from tokenbus.cli.console.session import with_client
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
@@ -294,7 +294,7 @@ def _adapters_by_model(rows: list[Row]) -> dict[str, list[str]]:
     return found
 
 
-async def _top(options: argparse.Namespace, client: Client) -> int:
+async def _top(options: argparse.Namespace, client: WireClient) -> int:
     rates = FleetRates()
     rows_of(await client.models(), rates, time.monotonic())  # rates need two readings
     await asyncio.sleep(options.interval_s)
@@ -308,7 +308,7 @@ async def _top(options: argparse.Namespace, client: Client) -> int:
             await asyncio.sleep(options.interval_s)
 
 
-async def _look(client: Client, rates: FleetRates, width: int) -> Table | str:
+async def _look(client: WireClient, rates: FleetRates, width: int) -> Table | str:
     try:
         reply = await client.models(timeout_s=2.0)
         return make_table(rows_of(reply, rates, time.monotonic()), reply.router or None, width)
@@ -327,7 +327,7 @@ def _show_once(reply: messages.ModelsReply, rates: FleetRates, *, as_json: bool)
     return 0
 
 
-async def _models(options: argparse.Namespace, client: Client) -> int:
+async def _models(options: argparse.Namespace, client: WireClient) -> int:
     reply = await client.models()
     if options.json:
         print(codec.encode(reply, codec.Encoding.JSON).decode())

@@ -14,7 +14,7 @@ from tokenbus.cli.commands import worker
 from tokenbus.cli.console import arguments, connection_flags, nats_server, screen, serve
 from tokenbus.cli.console.session import print_error
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, ProcessSupervisor, StartError
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH, ONNX_PATH
 from tokenbus.gateway.http import listen
 from tokenbus.protocol.bus import connection as nats
@@ -113,7 +113,7 @@ class LocalSystem:
             self._broker = await nats_server.start(self._options.port, self._log_folder / "nats-server.log")
             self._settings = nats.BusSettings(url=self._broker.url)
         self._start_processes()
-        async with await Client.connect(settings=self._settings) as client:
+        async with await WireClient.connect(settings=self._settings) as client:
             reply = await self._until_ready(client)
             self._is_ready = True
             http = listen.base_url(self._gateway_socket) if self._gateway_socket else ""
@@ -174,7 +174,7 @@ class LocalSystem:
         ports = {name: listening.getsockname()[1] for name, listening in self._metrics_sockets.items()}
         return {name: f"http://{_METRICS_HOST}:{port}/metrics" for name, port in ports.items()}
 
-    async def _until_ready(self, client: Client) -> messages.ModelsReply:
+    async def _until_ready(self, client: WireClient) -> messages.ModelsReply:
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while time.monotonic() < deadline:
             self._supervisor.check()
@@ -192,7 +192,7 @@ class LocalSystem:
         )
         return min(ready[name] for name in self._options.served_name)
 
-    async def _models(self, client: Client) -> messages.ModelsReply | None:
+    async def _models(self, client: WireClient) -> messages.ModelsReply | None:
         try:
             return await client.models(timeout_s=2.0)
         except errors.RequestError:

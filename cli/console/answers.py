@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.client import Stream
-from tokenbus.client.answer import Answer
+from tokenbus.client.answer import Answer, AnswerBuilder
+from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.protocol.wire.reasoning import EFFORTS
 
@@ -73,15 +73,15 @@ def thinking_fields(options: argparse.Namespace) -> dict[str, Any]:
     return fields
 
 
-async def print_stream(stream: Stream) -> tuple[messages.Chunk, Answer]:
+async def print_stream(stream: ChunkStream) -> tuple[messages.Chunk, Answer]:
     """Prints an answer as it arrives: its text, and each call as a line of JSON, on standard output, so that it can be
     piped; reasoning and usage on standard error.
 
     Returns the terminal and the answer. Raises RequestError if the terminal is an error."""
-    answer = Answer()
+    builder = AnswerBuilder()
     reasoning = _Reasoning()
     async for chunk in stream:
-        answer.add(chunk)
+        builder.add(chunk)
         if chunk.reasoning:
             reasoning.print(chunk.reasoning)
         if chunk.text:
@@ -89,6 +89,7 @@ async def print_stream(stream: Stream) -> tuple[messages.Chunk, Answer]:
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
     reasoning.end()
+    answer = builder.build()
     if answer.text:
         print(flush=True)
     for call in answer.tool_calls:

@@ -1,14 +1,13 @@
 """The flags and environment variables that say how a process connects to the broker."""
 
 import argparse
-import os
 
 from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.bus import environment
 from tokenbus.protocol.bus.credentials import Credentials
 from tokenbus.protocol.bus.tls import Tls
 from tokenbus.protocol.wire import subjects
 
-_DEFAULT_URL = "nats://127.0.0.1:4222"
 _FILE_FLAGS = (
     ("--nats-nkey", "file with the seed of an nkey"),
     ("--nats-creds", "credentials file (a JWT and its seed)"),
@@ -29,24 +28,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the connection itself. Each has a variable: that of --nats-user is TOKENBUS_NATS_USER.
 
     Passwords and tokens have no flag, because every user of the machine can read a process's command line."""
-    url = _variable("--nats") or _DEFAULT_URL
+    url = environment.url()
     now = nats.redact_url(url).replace("%", "%%")
     text = f"the broker, or servers of a cluster, comma-separated (variable TOKENBUS_NATS; now {now})"
     parser.add_argument("--nats", metavar="URL", default=url, help=text)
     parser.add_argument(
         "--nats-inbox",
         metavar="PREFIX",
-        default=_variable("--nats-inbox") or nats.BusSettings().inbox_prefix,
+        default=environment.inbox_prefix(),
         help="prefix of this process's own reply subjects (%(default)s)",
     )
     parser.add_argument(
         "--nats-user",
         metavar="NAME",
-        default=_variable("--nats-user"),
+        default=environment.variable("--nats-user"),
         help="user name; set the password in TOKENBUS_NATS_PASSWORD, or a token in TOKENBUS_NATS_TOKEN",
     )
     for flag, text in _FILE_FLAGS:
-        parser.add_argument(flag, metavar="FILE", default=_variable(flag), help=text)
+        parser.add_argument(flag, metavar="FILE", default=environment.variable(flag), help=text)
 
 
 def settings_of(options: argparse.Namespace, connect_timeout_s: float = 10.0) -> nats.BusSettings:
@@ -55,8 +54,8 @@ def settings_of(options: argparse.Namespace, connect_timeout_s: float = 10.0) ->
     Raises ValueError for flags that contradict each other and for files that can't be used."""
     credentials = Credentials(
         user=options.nats_user,
-        password=_variable("--nats-password"),
-        token=_variable("--nats-token"),
+        password=environment.variable("--nats-password"),
+        token=environment.variable("--nats-token"),
         nkey_file=options.nats_nkey,
         creds_file=options.nats_creds,
     )
@@ -81,8 +80,3 @@ def settings_from_environment(url: str) -> nats.BusSettings:
 def anonymous_flags() -> list[str]:
     """Returns flags that make a process connect without credentials, whatever its environment says."""
     return [part for flag in ("--nats-user", *(flag for flag, _ in _FILE_FLAGS)) for part in (flag, "")]
-
-
-def _variable(flag: str) -> str:
-    """Returns the value of a flag's environment variable, or an empty string."""
-    return os.environ.get("TOKENBUS" + flag.removeprefix("-").replace("-", "_").upper(), "")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenbus.cli.console import nats_server
 from tokenbus.cli.console.supervisor import ProcessSupervisor
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.wire import codec, errors, messages
 from tokenbus.replay.results import PolicyResult, summarize
@@ -37,7 +37,7 @@ async def run_live(
     Raises LiveError, NatsServerError, StartError and ConnectionError."""
     async with (
         _system(settings, policy, sim_speedup) as url,
-        await Client.connect(url, encoding=codec.Encoding.MSGPACK) as client,
+        await WireClient.connect(url, encoding=codec.Encoding.MSGPACK) as client,
     ):
         names = await _until_ready(client, settings.workers)
         player = _LivePlayer(client, names, settings, sim_speedup)
@@ -48,7 +48,7 @@ async def run_live(
 class _LivePlayer:
     """Sends each request when it is due and records its outcome, with times on the trace's own clock."""
 
-    def __init__(self, client: Client, names: list[str], settings: ReplaySettings, sim_speedup: float) -> None:
+    def __init__(self, client: WireClient, names: list[str], settings: ReplaySettings, sim_speedup: float) -> None:
         self._client = client
         self._settings = settings
         self._numbers = {name: number for number, name in enumerate(names)}
@@ -159,7 +159,7 @@ def _worker_flags(settings: ReplaySettings, replicas: int, sim_speedup: float) -
     return [str(part) for pair in values.items() for part in pair]
 
 
-async def _until_ready(client: Client, count: int) -> list[str]:
+async def _until_ready(client: WireClient, count: int) -> list[str]:
     deadline = time.monotonic() + _READY_TIMEOUT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(errors.RequestError):

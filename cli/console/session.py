@@ -9,7 +9,7 @@ import msgspec
 
 from tokenbus.cli.console import connection_flags
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors
 
@@ -17,7 +17,7 @@ EXIT_INTERRUPTED = 130
 _CONNECT_TIMEOUT_S = 2.0
 
 
-def with_client(options: argparse.Namespace, command: Callable[[Client], Awaitable[int]]) -> int:
+def with_client(options: argparse.Namespace, command: Callable[[WireClient], Awaitable[int]]) -> int:
     """Runs a command with a connected client and returns its exit status."""
     logs.log_errors_only()
     try:
@@ -26,7 +26,7 @@ def with_client(options: argparse.Namespace, command: Callable[[Client], Awaitab
         return print_error(str(error), EXIT_BAD_SETTINGS)
 
     async def run() -> int:
-        async with await Client.connect(tenant=options.tenant, prefix=options.prefix, settings=settings) as client:
+        async with await WireClient.connect(tenant=options.tenant, prefix=options.prefix, settings=settings) as client:
             try:
                 return await command(client)
             except errors.RequestError as error:
@@ -42,7 +42,7 @@ def with_client(options: argparse.Namespace, command: Callable[[Client], Awaitab
         return print_error(str(error))
 
 
-async def print_request_error(client: Client, model: str | None, error: errors.Error) -> int:
+async def print_request_error(client: WireClient, model: str | None, error: errors.Error) -> int:
     """Prints an error reply, with the served models if the requested one is not; returns the exit status."""
     if model is not None and error.code in (errors.Code.MODEL_NOT_FOUND, errors.Code.NO_WORKER):
         try:

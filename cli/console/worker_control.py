@@ -9,7 +9,7 @@ from nats.aio.msg import Msg
 
 from tokenbus.cli.console import connection_flags
 from tokenbus.cli.console.session import print_error, print_request_error
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 
@@ -20,7 +20,7 @@ _replies = codec.Decoder(internal.ControlReply)
 
 
 async def ask(
-    options: argparse.Namespace, client: Client, control: internal.Control, timeout_s: float = FIRST_REPLY_S
+    options: argparse.Namespace, client: WireClient, control: internal.Control, timeout_s: float = FIRST_REPLY_S
 ) -> AsyncIterator[internal.ControlReply]:
     """Yields the replies of the worker that `options` name to a control message until it falls silent. Raises
     RequestError for an unknown worker."""
@@ -38,7 +38,7 @@ async def ask(
 
 async def carry_out(
     options: argparse.Namespace,
-    client: Client,
+    client: WireClient,
     control: internal.Control,
     done: str,
     timeout_s: float = FIRST_REPLY_S,
@@ -66,7 +66,7 @@ async def ask_each(
                     yield worker, reply
 
 
-async def cards(client: Client) -> list[messages.Card]:
+async def cards(client: WireClient) -> list[messages.Card]:
     """Returns the cards of all workers. Raises RequestError if there are too many for one message."""
     reply = await client.models()
     if reply.truncated:

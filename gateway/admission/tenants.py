@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.admission.keys import ApiKeys
 from tokenbus.gateway.admission.settings import GatewaySettings
 from tokenbus.gateway.http.http_errors import INVALID_API_KEY, TENANT_STARTING, ApiError
@@ -16,18 +16,18 @@ from tokenbus.protocol.wire import subjects
 
 class Tenant(NamedTuple):
     name: str
-    client: Client
+    client: WireClient
 
 
 class Tenants:
     """The tenants of a gateway, each with a client over one shared connection."""
 
-    def __init__(self, gateway_client: Client, settings: GatewaySettings) -> None:
+    def __init__(self, gateway_client: WireClient, settings: GatewaySettings) -> None:
         self.gateway_client = gateway_client
         """The gateway's own client, for matters that concern no tenant. Closing it closes all clients."""
         self._settings = settings
         self._keys = settings.keys
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, WireClient] = {}
 
     def __repr__(self) -> str:
         return f"<Tenants {sorted(self._clients)}>"
@@ -35,7 +35,9 @@ class Tenants:
     @classmethod
     async def create(cls, connection: Bus, settings: GatewaySettings, tracer: tracing.Tracer) -> "Tenants":
         """Opens a client for each tenant that has a key."""
-        client = await Client.from_connection(connection, tenant=settings.tenant, prefix=settings.prefix, tracer=tracer)
+        client = await WireClient.from_connection(
+            connection, tenant=settings.tenant, prefix=settings.prefix, tracer=tracer
+        )
         tenants = cls(client, settings)
         await tenants.set_keys(settings.keys)
         return tenants

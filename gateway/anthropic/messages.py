@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.anthropic import schemas
 from tokenbus.gateway.anthropic.encoding import MessageEncoder
 from tokenbus.gateway.anthropic.turns import (
@@ -122,7 +122,7 @@ def read_count(asked: CountTokensRequest, head: RequestHead) -> ParsedCall[wire.
     return ParsedCall(
         model=head.model,
         request=conversation.counting(request),
-        send=Client.tokenize,
+        send=WireClient.tokenize,
         encode=lambda reply: msgspec.json.encode(schemas.MessageTokensCount(input_tokens=reply.count or 0)),
         name_of=name_of,
     )

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import UNSET
 
-from tokenbus.client import Client
-from tokenbus.client.choices import Answers
+from tokenbus.client.wire.choices import Answers
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.response_writer import ResponseWriter
@@ -32,7 +32,7 @@ ResultT = TypeVar("ResultT")
 class HttpExchange(NamedTuple):
     """The means to answer one HTTP request."""
 
-    client: Client
+    client: WireClient
     """The client of the request's tenant."""
     served_as: str
     """The model behind the requested name."""

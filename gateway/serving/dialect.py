@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse, NameOf
 from tokenbus.gateway.serving import conversation
@@ -83,7 +83,7 @@ class ParsedCall(_Parsed, Generic[RequestT, ReplyT], frozen=True, kw_only=True):
     """A valid request with a single reply, for which nothing is generated."""
 
     request: RequestT
-    send: Callable[[Client, str, RequestT], Coroutine[Any, Any, ReplyT]]
+    send: Callable[[WireClient, str, RequestT], Coroutine[Any, Any, ReplyT]]
     """Sends the request to the named model, using a method of the client. Raises RequestError."""
     encode: Callable[[ReplyT], bytes]
     """Returns the body of the response."""

@@ -3,7 +3,7 @@
 import asyncio
 import re
 
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, errors, messages
 
@@ -13,7 +13,7 @@ _REQUESTS_AT_ONCE = 4
 _PLACE = re.compile(r"input\[(\d+)\]")
 
 
-async def embed(client: Client, model: str, request: messages.EmbedRequest) -> messages.EmbedReply:
+async def embed(client: WireClient, model: str, request: messages.EmbedRequest) -> messages.EmbedReply:
     """Returns the embeddings of all inputs. Raises RequestError, whose `param` counts all inputs."""
     inputs = request.input
     if not isinstance(inputs, list) or len(inputs) <= INPUTS_AT_ONCE:

@@ -10,7 +10,7 @@ import structlog
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.admission.aliases import Aliases
 from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.admission.metrics import GatewayMetrics
@@ -101,7 +101,7 @@ class EndpointApp:
         self,
         parsed: Parsed,
         request: Request,
-        client: Client,
+        client: WireClient,
         writer: ResponseWriter,
         log: RequestLog,
         span: tracing.Span,

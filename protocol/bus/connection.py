@@ -264,7 +264,8 @@ def connect_error(settings: BusSettings, error: Exception, otherwise: str) -> Co
     if isinstance(error, BrokerRefusedError):
         return BrokerRefusedError(f"the NATS broker at {settings.redacted_url} {error}")
     reason = str(error) or otherwise
-    return ConnectionError(f"no NATS broker at {settings.redacted_url} ({reason}): start one or pass --nats URL")
+    remedy = "start one, or set --nats or TOKENBUS_NATS to its address"
+    return ConnectionError(f"no NATS broker at {settings.redacted_url} ({reason}): {remedy}")
 
 
 async def _raise_refusals(cancellation: CancellationGuard, error: Exception) -> None:

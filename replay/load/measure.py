@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import messages
 from tokenbus.protocol.wire.errors import Code
@@ -31,7 +31,7 @@ _REQUEST_ERRORS = {
 _SHOW_EVERY_S = 0.5
 
 
-async def warm_up(client: Client, plan: Plan, workload: Workload, point: LoadPoint) -> None:
+async def warm_up(client: WireClient, plan: Plan, workload: Workload, point: LoadPoint) -> None:
     """Sends requests that are not counted. Raises ValueError if all of them are refused as invalid."""
     if not plan.warmup:
         return
@@ -46,7 +46,7 @@ async def warm_up(client: Client, plan: Plan, workload: Workload, point: LoadPoi
 
 
 async def measure(
-    client: Client, plan: Plan, workload: Workload, point: LoadPoint, number: int, stats: RunStats
+    client: WireClient, plan: Plan, workload: Workload, point: LoadPoint, number: int, stats: RunStats
 ) -> None:
     """Measures the `number`-th point of the sweep into `stats`."""
     total = plan.requests_at(point, workload)

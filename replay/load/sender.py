@@ -4,7 +4,8 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-from tokenbus.client import Client, Stream
+from tokenbus.client.wire.chunk_stream import ChunkStream
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.replay.load.stats import RequestTimer, RunStats, retry_delay_s
 from tokenbus.replay.load.workload import TimedRequest
@@ -13,7 +14,7 @@ from tokenbus.replay.load.workload import TimedRequest
 class Sender:
     """Sends requests to one model, and counts what comes back."""
 
-    def __init__(self, client: Client, model: str, stats: RunStats) -> None:
+    def __init__(self, client: WireClient, model: str, stats: RunStats) -> None:
         self._client = client
         self._model = model
         self.stats = stats
@@ -23,12 +24,12 @@ class Sender:
     def __repr__(self) -> str:
         return f"<Sender to {self._model}: {self.stats!r}>"
 
-    def send(self, request: messages.GenerateRequest, due_at: float) -> tuple[Stream, RequestTimer]:
+    def send(self, request: messages.GenerateRequest, due_at: float) -> tuple[ChunkStream, RequestTimer]:
         """Publishes a request at once."""
         timer = self.stats.start_request(due_at, time.monotonic())
         return self._client.generate(self._model, request), timer
 
-    async def read(self, stream: Stream, timer: RequestTimer) -> errors.Error | None:
+    async def read(self, stream: ChunkStream, timer: RequestTimer) -> errors.Error | None:
         """Reads a stream to its end and returns its error, if any. Cancellation cancels the request."""
         async with stream:
             async for chunk in stream:

@@ -22,7 +22,7 @@ from tests.chaos.streams import Streams, undisturbed
 from tests.support.exact_client import until_idle
 from tests.support.raw_client import PREFIX, RawClient
 from tests.support.system import System
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import codec, internal, subjects
@@ -70,7 +70,7 @@ class Site:
     """A running system on which faults are carried out; `started` yields one."""
 
     def __init__(
-        self, setup: Setup, fleet: Fleet, bare: RawClient, client: Client, witness: Router, texts: list[Expected]
+        self, setup: Setup, fleet: Fleet, bare: RawClient, client: WireClient, witness: Router, texts: list[Expected]
     ) -> None:
         self._setup = setup
         self._fleet = fleet
@@ -127,7 +127,7 @@ async def started(setup: Setup, folder: Path) -> AsyncIterator[Site]:
         await fleet.start()
         bare = await system.connect(reconnects=True)
         await fleet.until_up(bare)
-        client = await stack.enter_async_context(await Client.connect(system.url))
+        client = await stack.enter_async_context(await WireClient.connect(system.url))
         witness = await stack.enter_async_context(_watching(system.url))
         key = (setup.engine, setup.num_tokens)
         if key not in _texts:

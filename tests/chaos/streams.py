@@ -17,7 +17,8 @@ from tests.chaos.reading import Expected, Failure, Piece, Reading, expected_of
 from tests.chaos.results import Ends
 from tests.support.exact_client import cards
 from tests.support.raw_client import PREFIX, RawClient
-from tokenbus.client import Client, Stream
+from tokenbus.client.wire.chunk_stream import ChunkStream
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import messages
 
 NUM_CLIENTS = {"library": 16, "plain": 12, "whole": 4}
@@ -42,7 +43,7 @@ def body(story: int, engine: str, num_tokens: int) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": num_tokens} | sampling
 
 
-async def undisturbed(client: Client, engine: str, num_tokens: int) -> list[Expected]:
+async def undisturbed(client: WireClient, engine: str, num_tokens: int) -> list[Expected]:
     """Requests every story once, and returns their texts."""
     logprobs = {"logprobs": 2} if engine == "demo" else {}
     return await asyncio.gather(
@@ -53,7 +54,7 @@ async def undisturbed(client: Client, engine: str, num_tokens: int) -> list[Expe
     )
 
 
-async def _tell(stream: Stream, num_tokens: int) -> Expected:
+async def _tell(stream: ChunkStream, num_tokens: int) -> Expected:
     tokens: list[tuple[str, list[float]]] = []
     async for chunk in stream:
         if chunk.logprobs:
@@ -88,7 +89,7 @@ class Streams:
 
     def __init__(
         self,
-        client: Client,
+        client: WireClient,
         bare: RawClient,
         texts: Sequence[Expected],
         engine: str,

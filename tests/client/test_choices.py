@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.fed_stream import FakeTransport, stream_over
-from tokenbus.client.choices import ChoiceBatch
-from tokenbus.client.stream import Stream
+from tokenbus.client.wire.choices import ChoiceBatch
+from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.protocol.wire import errors, messages
 
 STOP = messages.FinishReason.STOP
-Submit = Callable[[messages.GenerateRequest], Stream]
+Submit = Callable[[messages.GenerateRequest], ChunkStream]
 
 
 def chunk(text: str, offset: int = 0, reason: messages.FinishReason | None = None) -> messages.Chunk:
@@ -27,7 +27,7 @@ class Server:
         self.asked: list[messages.GenerateRequest] = []
         self.line = FakeTransport()
 
-    def submit(self, request: messages.GenerateRequest) -> Stream:
+    def submit(self, request: messages.GenerateRequest) -> ChunkStream:
         self.asked.append(request)
         text = request.id or ""
         chunks = [] if text in self.silent else [chunk(text), chunk("", len(text), STOP)]

@@ -5,8 +5,8 @@ import asyncio
 from nats.aio.subscription import Subscription
 
 from tests.support.recording_bus import RecordingBus
-from tokenbus.client.inbox import Inbox
-from tokenbus.client.stream import Stream
+from tokenbus.client.wire.chunk_stream import ChunkStream
+from tokenbus.client.wire.inbox import Inbox
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 
@@ -20,7 +20,7 @@ class Bus(RecordingBus):
         return None
 
 
-class FaultyStream(Stream):
+class FaultyStream(ChunkStream):
     """A stream whose clock is broken."""
 
     def tick(self, now: float, pause_s: float = 0.0) -> None:
@@ -37,7 +37,7 @@ async def test_a_stream_that_fails_ends_and_the_others_still_ask_for_what_is_mis
     began = asyncio.get_running_loop().time() - 60  # long ago, so that silence counts at once
     faulty, other = (
         kind(messages.GenerateRequest(id=name, prompt="hi"), codec.Encoding.JSON, inbox, began, subject=SUBJECT)
-        for kind, name in ((FaultyStream, "faulty"), (Stream, "other"))
+        for kind, name in ((FaultyStream, "faulty"), (ChunkStream, "other"))
     )
     for stream in (faulty, other):
         inbox.submit(stream, messages.GenerateRequest(id=stream.request_id, prompt="hi"))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbus.client.reassembler import BrokenStreamError, Duplicate, Gap, ReadyChunks, Reassembler
+from tokenbus.client.wire.reassembler import BrokenStreamError, Duplicate, Gap, ReadyChunks, Reassembler
 from tokenbus.protocol.wire import messages
 
 ERROR, STOP = messages.FinishReason.ERROR, messages.FinishReason.STOP

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from tokenbus.client import Stream
-from tokenbus.client.continuation import MAX_RESUBMITS
+from tokenbus.client.wire.chunk_stream import ChunkStream
+from tokenbus.client.wire.continuation import MAX_RESUBMITS
 from tokenbus.protocol.wire import codec, errors, messages
 
 Code, FinishReason = errors.Code, messages.FinishReason
@@ -36,22 +36,22 @@ class Fleet:
         """The reason for which nothing can be sent."""
         self._scheme = scheme
         request = messages.GenerateRequest(id="r", prompt="hi", **fields)  # type: ignore[arg-type]
-        self.stream = Stream(request, codec.Encoding.JSON, self, self.now, resume=resume)
+        self.stream = ChunkStream(request, codec.Encoding.JSON, self, self.now, resume=resume)
         self.stream.submit()
 
-    def submit(self, stream: Stream, request: messages.GenerateRequest) -> None:
+    def submit(self, stream: ChunkStream, request: messages.GenerateRequest) -> None:
         self.requests.append(request)
         self.at = len(request.resume_from.token_ids) if request.resume_from else 0
         self.attempt = 0
         if self.refusal is not None:
             stream.refuse(self.refusal, self.now)
 
-    def send_cancel(self, stream: Stream) -> None:
+    def send_cancel(self, stream: ChunkStream) -> None:
         self.cancelled.append(stream.request_id)
 
-    def send_resync(self, stream: Stream, offset: int) -> None: ...
+    def send_resync(self, stream: ChunkStream, offset: int) -> None: ...
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, stream: ChunkStream) -> None:
         self.num_forgotten += 1
 
     @property

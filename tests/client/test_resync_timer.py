@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.client.resync_timer import Action, ResyncTimer
+from tokenbus.client.wire.resync_timer import Action, ResyncTimer
 
 RESYNC, LOST, WAIT = Action.RESYNC, Action.LOST, Action.WAIT
 

@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 import pytest
 from nats.aio.msg import Msg
 
-from tests.client.test_stream import CANCELLED, STOP, FakeTransport, chunk, code_of
+from tests.client.test_chunk_stream import CANCELLED, STOP, FakeTransport, chunk, code_of
 from tests.support.raw_client import PREFIX, RawClient
 from tokenbus.cli.console import nats_server
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import codec, errors, messages
 
 LARGE = "x" * 2_000_000
@@ -20,7 +20,7 @@ LARGE = "x" * 2_000_000
 class Place:
     """A broker without routers that has just been restarted, and a client that is connected to it again."""
 
-    def __init__(self, url: str, client: Client) -> None:
+    def __init__(self, url: str, client: WireClient) -> None:
         self.url = url
         self.client = client
 
@@ -41,7 +41,7 @@ async def _read(stream: AsyncIterator[messages.Chunk]) -> list[messages.Chunk]:
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[Place]:
     nats = await nats_server.start(0, tmp_path / "nats.log")
-    async with asyncio.timeout(60), await Client.connect(nats.url) as client:
+    async with asyncio.timeout(60), await WireClient.connect(nats.url) as client:
         nats.kill()
         nats = await nats_server.start(urlsplit(nats.url).port or 0, tmp_path / "nats.log")
         try:
@@ -52,7 +52,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
 
 async def test_a_client_without_its_broker_closes_soon(tmp_path: Path) -> None:
     nats = await nats_server.start(0, tmp_path / "nats.log")
-    async with asyncio.timeout(5), await Client.connect(nats.url):
+    async with asyncio.timeout(5), await WireClient.connect(nats.url):
         nats.kill()
 
 

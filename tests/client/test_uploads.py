@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 
 from tests.support.raw_client import PREFIX, RawClient
 from tokenbus.cli.console import nats_server
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import errors, messages
 
 PROMPT = "a long prompt. " * 20_000
@@ -100,12 +100,12 @@ async def router(url: str) -> AsyncIterator[FakeRouter]:
 
 
 @pytest.fixture
-async def client(url: str) -> AsyncIterator[Client]:
-    async with asyncio.timeout(60), await Client.connect(url) as client:
+async def client(url: str) -> AsyncIterator[WireClient]:
+    async with asyncio.timeout(60), await WireClient.connect(url) as client:
         yield client
 
 
-async def end(client: Client, **fields: object) -> messages.Chunk:
+async def end(client: WireClient, **fields: object) -> messages.Chunk:
     chunks = [chunk async for chunk in client.generate("demo", prompt=PROMPT, **fields)]
     assert client.num_streams == 0
     return chunks[-1]
@@ -116,27 +116,31 @@ def code_of(terminal: messages.Chunk) -> errors.Code:
     return terminal.error.code
 
 
-async def test_a_large_request_comes_in_parts_as_large_as_the_broker_allows(router: FakeRouter, client: Client) -> None:
+async def test_a_large_request_comes_in_parts_as_large_as_the_broker_allows(
+    router: FakeRouter, client: WireClient
+) -> None:
     assert (await end(client)).finish_reason is messages.FinishReason.STOP
     assert [request["prompt"] for request in router.requests] == [PROMPT]
     assert [len(part.data) for part in router.parts[:-1]] == [61_440] * 4
 
 
-async def test_a_router_that_is_gone_after_its_answer_loses_nothing(router: FakeRouter, client: Client) -> None:
+async def test_a_router_that_is_gone_after_its_answer_loses_nothing(router: FakeRouter, client: WireClient) -> None:
     router.lost_uploads = {1, 2}
     assert (await end(client)).finish_reason is messages.FinishReason.STOP
     assert len(router.announced) == 3
     assert [request["prompt"] for request in router.requests] == [PROMPT]
 
 
-async def test_a_router_that_is_gone_before_the_last_part_loses_nothing(router: FakeRouter, client: Client) -> None:
+async def test_a_router_that_is_gone_before_the_last_part_loses_nothing(router: FakeRouter, client: WireClient) -> None:
     router.leaves_after = 4
     assert (await end(client)).finish_reason is messages.FinishReason.STOP
     assert len(router.announced) == 2
     assert [request["prompt"] for request in router.requests] == [PROMPT]
 
 
-async def test_a_client_gives_up_when_every_router_is_gone_in_the_middle(router: FakeRouter, client: Client) -> None:
+async def test_a_client_gives_up_when_every_router_is_gone_in_the_middle(
+    router: FakeRouter, client: WireClient
+) -> None:
     router.lost_uploads = set(range(1, 10))
     terminal = await end(client)
     assert code_of(terminal) is errors.Code.UPLOAD_LOST
@@ -145,7 +149,7 @@ async def test_a_client_gives_up_when_every_router_is_gone_in_the_middle(router:
     assert len(router.announced) == 4
 
 
-async def test_an_upload_that_its_router_has_forgotten_is_sent_again(router: FakeRouter, client: Client) -> None:
+async def test_an_upload_that_its_router_has_forgotten_is_sent_again(router: FakeRouter, client: WireClient) -> None:
     lost = {"id": "", "finish_reason": "error", "error": {"code": "upload_lost", "message": "", "retryable": True}}
 
     async def forget(message: Msg) -> None:
@@ -159,7 +163,9 @@ async def test_an_upload_that_its_router_has_forgotten_is_sent_again(router: Fak
 
 
 @pytest.mark.parametrize("code", [errors.Code.OVERLOADED, errors.Code.PAYLOAD_TOO_LARGE, errors.Code.SHUTTING_DOWN])
-async def test_a_refusal_ends_the_stream_with_its_error(router: FakeRouter, client: Client, code: errors.Code) -> None:
+async def test_a_refusal_ends_the_stream_with_its_error(
+    router: FakeRouter, client: WireClient, code: errors.Code
+) -> None:
     error = {"code": code, "message": "no", "retryable": errors.CODES[code].retryable}
     router.refusal = {"id": "", "finish_reason": "error", "error": error}
     assert code_of(await end(client)) is code
@@ -167,7 +173,7 @@ async def test_a_refusal_ends_the_stream_with_its_error(router: FakeRouter, clie
 
 
 async def test_a_router_that_knows_no_announcements_finds_the_request_too_large(
-    router: FakeRouter, client: Client
+    router: FakeRouter, client: WireClient
 ) -> None:
     error = {"code": "invalid_request", "message": "the message is not valid JSON", "retryable": False}
     router.refusal = {"id": "", "finish_reason": "error", "error": error}
@@ -175,7 +181,7 @@ async def test_a_router_that_knows_no_announcements_finds_the_request_too_large(
 
 
 async def test_a_cancel_while_parts_are_sent_ends_the_stream_and_gives_the_upload_up(
-    router: FakeRouter, client: Client
+    router: FakeRouter, client: WireClient
 ) -> None:
     router.unanswered_after = 2
     stream = client.generate("demo", prompt=PROMPT)
@@ -192,7 +198,7 @@ async def test_a_cancel_while_parts_are_sent_ends_the_stream_and_gives_the_uploa
 
 
 async def test_a_client_that_is_closed_while_parts_are_sent_gives_the_upload_up(
-    router: FakeRouter, client: Client
+    router: FakeRouter, client: WireClient
 ) -> None:
     router.unanswered_after = 1
     client.generate("demo", prompt=PROMPT)

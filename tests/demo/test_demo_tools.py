@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.system import running_up
-from tokenbus.client import Client
-from tokenbus.client.answer import Answer
+from tests.support.wire_answers import answer_of
+from tokenbus.client.answer import Answer, AnswerBuilder
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import corpus, tool_definitions, tools
 from tokenbus.protocol.wire.messages import ChatMessage, Chunk
 
@@ -25,16 +26,18 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-async def client(url: str) -> AsyncIterator[Client]:
-    async with await Client.connect(url) as client:
+async def client(url: str) -> AsyncIterator[WireClient]:
+    async with await WireClient.connect(url) as client:
         yield client
 
 
-async def ask(client: Client, conversation: list[ChatMessage], *, thinks: bool | None = None, **fields: Any) -> Answer:
+async def ask(
+    client: WireClient, conversation: list[ChatMessage], *, thinks: bool | None = None, **fields: Any
+) -> Answer:
     """Returns the greedy answer. `thinks` sets the template's switch."""
     if thinks is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": thinks}
-    return await client.generate("demo", messages=conversation, temperature=0, **fields).answer()
+    return await answer_of(client.generate("demo", messages=conversation, temperature=0, **fields))
 
 
 def question(text: str) -> list[ChatMessage]:
@@ -54,17 +57,18 @@ def calls_of(said: Answer) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in said.tool_calls]
 
 
-async def test_its_format_is_found_and_its_features_are_on_its_card(client: Client) -> None:
+async def test_its_format_is_found_and_its_features_are_on_its_card(client: WireClient) -> None:
     (served,) = (await client.models()).models
     assert {"tools", "reasoning"} <= set(served.features)
 
 
-async def test_a_call_is_streamed_and_its_result_answered_with(client: Client) -> None:
-    said = Answer()
+async def test_a_call_is_streamed_and_its_result_answered_with(client: WireClient) -> None:
+    builder = AnswerBuilder()
     chunks: list[Chunk] = []
     async for chunk in client.generate("demo", messages=[ASKED], tools=TOOLS, temperature=0):
         chunks.append(chunk)
-        said.add(chunk)
+        builder.add(chunk)
+    said = builder.build()
     assert (said.text, said.reasoning, said.finish_reason) == ("", "", "tool_calls")
     (call,) = said.tool_calls
     assert (call.name, call.arguments) == ("get_weather", '{"city": "Limora"}')
@@ -77,7 +81,7 @@ async def test_a_call_is_streamed_and_its_result_answered_with(client: Client) -
     assert final.finish_reason == "stop"
 
 
-async def test_two_cities_are_two_calls(client: Client) -> None:
+async def test_two_cities_are_two_calls(client: WireClient) -> None:
     asked = question("What is the weather in Limora and Teska?")
     said = await ask(client, asked, tools=TOOLS)
     assert calls_of(said) == [("get_weather", {"city": "Limora"}), ("get_weather", {"city": "Teska"})]
@@ -85,7 +89,7 @@ async def test_two_cities_are_two_calls(client: Client) -> None:
     assert final.text == "It is sunny in Limora, 17 degrees. It is rainy in Teska, 9 degrees."
 
 
-async def test_reasoning_is_told_apart_where_it_is_asked_for(client: Client) -> None:
+async def test_reasoning_is_told_apart_where_it_is_asked_for(client: WireClient) -> None:
     asked = question("What is 27 + 15?")
     said = await ask(client, asked, thinks=True)
     assert (said.reasoning, said.text) == ("7 + 5 = 12, carry 1. 2 + 1 + 1 = 4.", "27 + 15 = 42.")
@@ -94,7 +98,7 @@ async def test_reasoning_is_told_apart_where_it_is_asked_for(client: Client) -> 
         assert (said.reasoning, said.text) == ("", "27 + 15 = 42.")
 
 
-async def test_it_reasons_before_a_call_and_before_the_answer(client: Client) -> None:
+async def test_it_reasons_before_a_call_and_before_the_answer(client: WireClient) -> None:
     said = await ask(client, [ASKED], thinks=True, tools=TOOLS)
     assert said.reasoning == "I need the weather in Limora, so I call get_weather."
     assert (said.text, calls_of(said)) == ("", [("get_weather", {"city": "Limora"})])
@@ -110,18 +114,18 @@ async def test_it_reasons_before_a_call_and_before_the_answer(client: Client) ->
         ("What time is it in Limora?", "I have no tool for the time."),
     ],
 )
-async def test_it_answers_in_words_where_no_tool_fits(client: Client, asked: str, right: str) -> None:
+async def test_it_answers_in_words_where_no_tool_fits(client: WireClient, asked: str, right: str) -> None:
     said = await ask(client, question(asked), tools=TOOLS)
     assert (said.text, said.tool_calls) == (right, [])
 
 
-async def test_a_required_call_is_the_one_that_it_would_make(client: Client) -> None:
+async def test_a_required_call_is_the_one_that_it_would_make(client: WireClient) -> None:
     said = await ask(client, question("What is 12 * 30?"), tools=TOOLS, tool_choice="required")
     assert (said.text, calls_of(said)) == ("", [("multiply", {"a": 12, "b": 30})])
 
 
 @pytest.mark.long
-async def test_random_tasks_with_random_tools_are_called_and_answered(client: Client) -> None:
+async def test_random_tasks_with_random_tools_are_called_and_answered(client: WireClient) -> None:
     rng = random.Random(20_260)
     known = [country.capital for country in corpus.COUNTRIES]
 

@@ -4,7 +4,7 @@ import asyncio
 
 from tests.support.exact_client import ask, until_idle, until_ready
 from tests.support.system import System
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 
 
 async def test_a_broker_that_stands_still_for_three_seconds_ends_no_stream_of_the_library(system: System) -> None:
@@ -13,7 +13,7 @@ async def test_a_broker_that_stands_still_for_three_seconds_ends_no_stream_of_th
     system.worker("worker-b")
     bare = await system.connect()
     await until_ready(bare, 2)
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         undisturbed = await ask(client, 600, logprobs=5).end()
         told = [ask(client, 600) for _ in range(8)]
         await asyncio.gather(*(one.speaks() for one in told))

@@ -10,7 +10,7 @@ from tests.support.cluster import Cluster
 from tests.support.exact_client import ask, until_idle, until_ready
 from tests.support.raw_client import Answer, RawClient, check_stream
 from tests.support.system import System
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 
 NUM_TOKENS = 200
 """2 s of the simulated worker."""
@@ -35,7 +35,7 @@ async def system(cluster: Cluster, tmp_path: Path) -> AsyncIterator[System]:
     await system.stop()
 
 
-async def streams_through(event: Callable[[], None], bare: RawClient, clients: list[Client]) -> list[Answer]:
+async def streams_through(event: Callable[[], None], bare: RawClient, clients: list[WireClient]) -> list[Answer]:
     """Lets something happen to running streams; returns those of a plain client, when those of the library, which must
     not notice, have ended."""
     request = {"prompt": "Once upon a time", "max_tokens": NUM_TOKENS, "ignore_eos": True}
@@ -55,7 +55,7 @@ async def test_streams_go_on_when_one_server_sends_its_clients_away_and_another_
 ) -> None:
     bare = await RawClient.connect(cluster["c"].url)
     await until_ready(bare, 2)
-    clients = [await Client.connect(cluster[name].url) for name in "abc"]
+    clients = [await WireClient.connect(cluster[name].url) for name in "abc"]
     for answer in await streams_through(lambda: cluster.send_away("a"), bare, clients):
         check_stream(answer)
         assert answer.num_tokens == NUM_TOKENS

@@ -12,7 +12,7 @@ import pytest
 from tests.support.exact_client import until_ready
 from tests.support.raw_client import PREFIX, Answer, RawClient, check_stream
 from tests.support.system import System
-from tokenbus.client.resync_timer import MAX_SILENCE_S
+from tokenbus.client.wire.resync_timer import MAX_SILENCE_S
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
 """Length of a stream; twelve of them fill the KV cache of one worker (8,192 tokens) and can run at once."""

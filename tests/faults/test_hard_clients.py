@@ -14,15 +14,15 @@ import pytest
 from tests.support.exact_client import ExactStream, ask, until_idle, until_ready
 from tests.support.raw_client import PREFIX, Answer
 from tests.support.system import System
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.bus import connection as nats
 
 _READER = """
 import asyncio, sys
-from tokenbus.client import Client
+from tokenbus.client import WireClient
 
 async def main(url, count, max_tokens):
-    async with await Client.connect(url) as client:
+    async with await WireClient.connect(url) as client:
         async def read():
             fields = {"prompt": "Once upon a time", "ignore_eos": True, "temperature": 0}
             async for chunk in client.generate("demo", max_tokens=max_tokens, **fields):
@@ -69,7 +69,7 @@ async def test_a_client_that_reconnects_keeps_its_streams(system: System) -> Non
     bare = await system.connect()
     await until_ready(bare, 1)
     connection = await nats.connect(nats.BusSettings(url=system.url), name="reconnecting")
-    async with await Client.from_connection(connection) as client:
+    async with await WireClient.from_connection(connection) as client:
         undisturbed = await ask(client, 250).end()
         told = [ask(client, 250) for _ in range(8)]
         await asyncio.gather(*(one.speaks() for one in told))
@@ -90,7 +90,7 @@ async def test_a_client_that_stops_reading_disturbs_nobody(system: System) -> No
     stopped = await reader(system.url, 8, 400)
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
-        async with await Client.connect(system.url) as client:
+        async with await WireClient.connect(system.url) as client:
             for one in [ask(client, 300) for _ in range(4)]:
                 (await one.end()).check()
                 assert one.is_whole
@@ -108,7 +108,7 @@ async def test_cancels_and_resyncs_for_nothing_and_ids_used_again_are_bounded_an
     await until_ready(bare, 2)
     before = {name: len(system.log(name)) for name in ("router", "worker-a", "worker-b")}
     memory = {name: system.memory_bytes(name) for name in before}
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         calm = ask(client, 600)
         await calm.speaks()
         inbox = bare.nats.new_inbox()
@@ -166,7 +166,10 @@ async def test_a_client_that_reconnects_every_second_only_harms_itself(system: S
     bare = await system.connect()
     await until_ready(bare, 1)
     connection = await nats.connect(nats.BusSettings(url=system.url), name="restless")
-    async with await Client.connect(system.url) as calm_client, await Client.from_connection(connection) as restless:
+    async with (
+        await WireClient.connect(system.url) as calm_client,
+        await WireClient.from_connection(connection) as restless,
+    ):
         calm = [ask(calm_client, 500) for _ in range(4)]
         told: list[ExactStream] = []
         for _ in range(4):

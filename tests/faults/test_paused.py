@@ -13,7 +13,7 @@ from tests.hostile.scale import times
 from tests.support.exact_client import ask, cards, until_idle, until_ready
 from tests.support.raw_client import RawClient
 from tests.support.system import System
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 
 VICTIMS = ("engine", "front", "router")
 PAUSES_S = (0.5, 3.0, times(15, 40))
@@ -66,7 +66,7 @@ async def systems(tmp_path: Path) -> AsyncIterator[dict[str, System]]:
 async def freeze_under_load(system: System, victim: str) -> None:
     """Freezes one process of a system under load for longer and longer, and checks all streams."""
     bare = await system.connect()
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         undisturbed = await ask(client, NUM_TOKENS, logprobs=5).end()
         for seconds in PAUSES_S:
             told = [ask(client, NUM_TOKENS) for _ in range(8)]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.exact_client import ask, cards, until_idle, until_ready
 from tests.support.system import System, command
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 
 pytestmark = pytest.mark.usefixtures("executed")
 SIM = ("--engine", "sim", "--sim-speedup", "5")
@@ -29,7 +29,7 @@ async def test_two_of_three_routers_killed_under_200_requests_disturb_no_stream_
         await system.until_logged(name, "router_ready")
     rng = random.Random(3)
     rng.shuffle(names)
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         undisturbed = await ask(client, 100).end()
         told = []
         for number in range(200):
@@ -73,7 +73,7 @@ async def test_the_wire_holds_with_three_routers_under_load_and_when_one_of_them
     await until_ready(bare, 1)
     for name in names:
         await system.until_logged(name, "router_ready")
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         told = [ask(client, 200) for _ in range(8)]
         assert " 0 broken" in await wire_check(system.url)
         for dead in ("router-c", "router-a"):
@@ -91,7 +91,7 @@ async def test_a_router_that_joins_late_knows_what_runs(system: System) -> None:
     system.worker("worker", *SIM, model="steps-of-50ms")
     bare = await system.connect()
     await until_ready(bare, 1)
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         told = [ask(client, 400) for _ in range(12)]
         await asyncio.gather(*(one.speaks() for one in told))
         system.router("router-b")
@@ -114,7 +114,7 @@ async def test_of_two_fronts_with_one_name_the_earlier_leaves_and_says_so(system
     assert await system.wait("first") == 2
     assert "give each its own --worker-id" in system.text_log("first")
     await system.until_logged("second", "engine_ready")
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         (await ask(client, 5).end()).check()
     await system.until_logged("second", "request_finished")
     assert "replaced" not in {line["event"] for line in system.log("second")}

@@ -16,7 +16,7 @@ from tests.support.raw_client import PREFIX, check_stream
 from tests.support.raw_http import LIVEZ
 from tests.support.raw_http import ask as ask_http
 from tests.support.system import System
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 
 NUM_STREAMS = 16
 LIMITS = {
@@ -65,7 +65,7 @@ async def test_a_client_that_the_broker_cuts_off_is_gone_and_its_neighbours_get_
         )
         bare = await system.connect()
         await until_ready(bare, 1)
-        async with await Client.connect(system.url) as client:
+        async with await WireClient.connect(system.url) as client:
             exact = [ask(client, 800) for _ in range(3)]
             await asyncio.gather(*(one.speaks() for one in exact))
             with reading_nothing(system.url):

@@ -11,7 +11,7 @@ from nats.errors import NoRespondersError
 from tests.support.exact_client import until_ready
 from tests.support.raw_client import PREFIX
 from tests.support.system import System
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import messages
 
 SIM = ("--engine", "sim", "--sim-speedup", "1000")
@@ -40,7 +40,7 @@ async def test_requests_on_their_way_to_a_router_that_ends_reach_another_one(
     for name in ("router-a", "router-b"):
         await system.until_logged(name, "router_ready")
     chat = [{"role": "user", "content": "hello"}]
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
 
         async def ask(resume: bool) -> messages.Chunk:
             stream = client.generate("demo", messages=chat, chat_template_kwargs=PADDING, max_tokens=3, resume=resume)
@@ -82,7 +82,7 @@ async def test_a_worker_that_freezes_while_a_run_comes_in_parts_is_given_up_for_
     await until_ready(bare, 2)
     system.signal("frozen", signal.SIGSTOP)
     try:
-        async with await Client.connect(system.url) as client, asyncio.timeout(60):
+        async with await WireClient.connect(system.url) as client, asyncio.timeout(60):
             asked = [client.generate("demo", token_ids=[500] * 100_000, max_tokens=3) for _ in range(2)]
             for stream in asked:
                 chunks = [chunk async for chunk in stream]

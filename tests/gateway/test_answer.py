@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.fed_stream import FakeTransport, stream_over
-from tokenbus.client.choices import Choices
+from tokenbus.client.wire.choices import Choices
 from tokenbus.gateway.admission.metrics import GatewayMetrics
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.http.response_writer import ResponseWriter

@@ -12,22 +12,22 @@ import pytest
 
 from tests.support.http_stream import ENDLESS, post
 from tests.support.system import Gateway, running_gateway
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.worker.streams.liveness import PROBE_AFTER_S
 
 
 @pytest.fixture
-async def client(slow_url: str) -> AsyncIterator[Client]:
-    async with await Client.connect(slow_url) as client:
+async def client(slow_url: str) -> AsyncIterator[WireClient]:
+    async with await WireClient.connect(slow_url) as client:
         yield client
 
 
-async def num_running(client: Client) -> int:
+async def num_running(client: WireClient) -> int:
     reply = await client.models()
     return sum(card.load.running for card in reply.cards if card.load)
 
 
-async def until_running(client: Client, count: int) -> float:
+async def until_running(client: WireClient, count: int) -> float:
     """Waits until so many requests run; gives the seconds that it took."""
     began = time.monotonic()
     async with asyncio.timeout(60):
@@ -38,7 +38,7 @@ async def until_running(client: Client, count: int) -> float:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["in a stream", "while waiting"])
 async def test_a_client_that_goes_away_cancels_its_request_before_its_worker_could_miss_it(
-    client: Client, slow_gateway: Gateway, stream: bool
+    client: WireClient, slow_gateway: Gateway, stream: bool
 ) -> None:
     async with post(slow_gateway, ENDLESS | {"stream": stream}) as one:
         if stream:
@@ -51,7 +51,7 @@ async def test_a_client_that_goes_away_cancels_its_request_before_its_worker_cou
     assert finished["status"] == (200 if stream else None)
 
 
-async def test_leaving_the_loop_of_the_openai_client_cancels_too(client: Client, slow_gateway: Gateway) -> None:
+async def test_leaving_the_loop_of_the_openai_client_cancels_too(client: WireClient, slow_gateway: Gateway) -> None:
     async with openai.AsyncOpenAI(base_url=slow_gateway.url, api_key="none") as other:
         async with await other.chat.completions.create(**ENDLESS, stream=True) as stream:
             async for _ in stream:
@@ -60,7 +60,7 @@ async def test_leaving_the_loop_of_the_openai_client_cancels_too(client: Client,
 
 
 async def test_the_openai_client_raises_when_somebody_else_cancels_its_stream(
-    client: Client, slow_gateway: Gateway
+    client: WireClient, slow_gateway: Gateway
 ) -> None:
     async with openai.AsyncOpenAI(base_url=slow_gateway.url, api_key="none") as other:
         stream = await other.chat.completions.create(**ENDLESS, stream=True)
@@ -71,7 +71,9 @@ async def test_the_openai_client_raises_when_somebody_else_cancels_its_stream(
     assert raised.value.code == "cancelled"
 
 
-async def test_a_gateway_killed_with_9_leaves_nothing_running(client: Client, slow_url: str, tmp_path: Path) -> None:
+async def test_a_gateway_killed_with_9_leaves_nothing_running(
+    client: WireClient, slow_url: str, tmp_path: Path
+) -> None:
     with running_gateway(slow_url, tmp_path) as gateway:
         async with post(gateway, ENDLESS | {"stream": True}), post(gateway, ENDLESS):
             await until_running(client, 2)
@@ -94,7 +96,7 @@ async def test_sigterm_takes_nothing_new_and_lets_streams_finish(slow_url: str, 
 
 
 async def test_after_the_grace_a_stream_ends_with_an_error_and_done(
-    client: Client, slow_url: str, tmp_path: Path
+    client: WireClient, slow_url: str, tmp_path: Path
 ) -> None:
     with running_gateway(slow_url, tmp_path, "--grace-s", "0.3") as gateway:
         async with post(gateway, ENDLESS | {"stream": True}) as streamed, post(gateway, ENDLESS) as waiting:
@@ -110,13 +112,13 @@ async def test_after_the_grace_a_stream_ends_with_an_error_and_done(
 
 
 async def test_keys_are_tenants_and_a_cancel_by_their_tenant_ends_a_stream_with_an_error(
-    client: Client, slow_url: str, tmp_path: Path
+    client: WireClient, slow_url: str, tmp_path: Path
 ) -> None:
     keys = {"TOKENBUS_API_KEYS": "sk-one=acme, sk-two=default"}
     with running_gateway(slow_url, tmp_path, **keys) as gateway:
         async with post(gateway, ENDLESS, "Authorization: Bearer sk-three") as refused:
             assert await refused.line("HTTP/1.1") == "HTTP/1.1 401 Unauthorized"
-        acme = await Client.connect(slow_url, tenant="acme")
+        acme = await WireClient.connect(slow_url, tenant="acme")
         async with acme, post(gateway, ENDLESS | {"stream": True}, "Authorization: Bearer sk-one") as one:
             request_id = (await one.line("x-request-id: ")).partition(" ")[2]
             assert await client.cancel(request_id, timeout_s=0.5) is False

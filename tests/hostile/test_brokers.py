@@ -17,7 +17,7 @@ from tests.support.cluster import Cluster
 from tests.support.exact_client import ask, until_idle, until_ready
 from tests.support.raw_client import Answer, RawClient, check_stream
 from tests.support.system import System
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import messages
 
 pytestmark = pytest.mark.skipif(not scale.IS_LONG, reason="runs in `make hostile`")
@@ -33,11 +33,11 @@ class Clients(NamedTuple):
     """Clients of every kind at one server."""
 
     bare: RawClient
-    library: Client
+    library: WireClient
 
     @classmethod
     async def connect(cls, url: str) -> "Clients":
-        return cls(await RawClient.connect(url, reconnects=True), await Client.connect(url))
+        return cls(await RawClient.connect(url, reconnects=True), await WireClient.connect(url))
 
     async def close(self) -> None:
         await self.library.close()

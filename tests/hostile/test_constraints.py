@@ -11,7 +11,8 @@ import pytest
 from tests.hostile.scale import IS_LONG, times
 from tests.support.exact_client import until_ready
 from tests.support.system import System
-from tokenbus.client import Client, RequestError
+from tokenbus.client.wire.wire_client import WireClient
+from tokenbus.protocol.wire.errors import RequestError
 
 ATTACKS = {
     "a regex of 8,000 optional characters": {"regex": ".?" * 8_000},
@@ -44,12 +45,12 @@ async def served(system: System) -> System:
     return system
 
 
-async def ask(client: Client, body: dict[str, object]) -> str:
+async def ask(client: WireClient, body: dict[str, object]) -> str:
     fields = {"prompt": "x", "max_tokens": 40, "temperature": 0} | body  # answers are compared
     return "".join([chunk.text async for chunk in client.generate("demo", **fields)])  # type: ignore[arg-type]
 
 
-async def refused(client: Client, body: dict[str, object]) -> str:
+async def refused(client: WireClient, body: dict[str, object]) -> str:
     """The text that came, or the code and field of the refusal."""
     try:
         return f"answered {await ask(client, body)}"
@@ -63,9 +64,10 @@ async def test_ten_hostile_tenants_delay_another_ones_small_regex_by_a_moment(se
     told = (await bare.ask(story)).text
     async with AsyncExitStack() as clients:
         hostile = [
-            await clients.enter_async_context(await Client.connect(served.url, tenant=f"hostile{n}")) for n in range(10)
+            await clients.enter_async_context(await WireClient.connect(served.url, tenant=f"hostile{n}"))
+            for n in range(10)
         ]
-        other = await clients.enter_async_context(await Client.connect(served.url, tenant="other"))
+        other = await clients.enter_async_context(await WireClient.connect(served.url, tenant="other"))
         expected = await ask(other, SMALL)
         await refused(hostile[0], {"grammar": 'root ::= "a"'})  # starts the process out of which the others fork
         for turn in range(times(1, 10)):
@@ -105,7 +107,7 @@ def vary(attack: dict[str, object], name: str) -> dict[str, object]:
 
 async def test_a_cancelled_one_ends_its_work(served: System) -> None:
     before = set(served.family("worker"))
-    async with await Client.connect(served.url, tenant="hostile") as client:
+    async with await WireClient.connect(served.url, tenant="hostile") as client:
         task = asyncio.create_task(refused(client, ATTACKS["a terminal of 15,000 optional characters"]))
         while len(set(served.family("worker")) - before) < 2:  # the nursery, and the process that compiles
             await asyncio.sleep(0.01)
@@ -142,7 +144,7 @@ async def test_one_whose_process_stands_still_or_dies_harms_only_its_own_request
 
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_each_ends_in_a_refusal_or_an_answer_and_the_engine_lives(served: System, name: str) -> None:
-    async with await Client.connect(served.url, tenant="hostile") as client:
+    async with await WireClient.connect(served.url, tenant="hostile") as client:
         found = await refused(client, ATTACKS[name])
         assert found.startswith(("answered", "invalid_request")), found
         assert await refused(client, ATTACKS[name]) == found

@@ -11,7 +11,7 @@ from tests.hostile.scale import times
 from tests.support.exact_client import until_ready
 from tests.support.raw_client import PREFIX, RawClient
 from tests.support.system import System
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 
 MIB = 1 << 20
 LARGE = "x" * (5 * MIB // 4)
@@ -46,7 +46,7 @@ def code(answer: dict[str, Any]) -> str:
     return str(answer["error"]["code"])
 
 
-async def works(client: Client) -> None:
+async def works(client: WireClient) -> None:
     chunks = [chunk async for chunk in client.generate("demo", prompt=LARGE, max_tokens=1)]
     assert chunks[-1].usage, chunks
     assert chunks[-1].usage.prompt_tokens == len(LARGE)
@@ -59,11 +59,11 @@ async def test_a_tenant_uses_up_its_own_share_and_no_other_tenant_notices(system
         assert code(refused) == "overloaded"
         assert refused["error"]["retryable"]
         assert refused["error"]["retry_after_ms"] > 0
-        async with await Client.connect(system.url, tenant="other") as client:
+        async with await WireClient.connect(system.url, tenant="other") as client:
             await works(client)
         for upload in opened:
             await enemy.nats.publish(upload["upload"], b"")
-        async with await Client.connect(system.url) as client:
+        async with await WireClient.connect(system.url) as client:
             await works(client)
 
 
@@ -71,7 +71,7 @@ async def test_sixty_four_small_announcements_are_all_that_a_tenant_may_make(sys
     answers = [await announce(enemy, 1) for _ in range(times(100, 5_000))]
     assert ["upload" in one for one in answers] == [True] * 64 + [False] * (len(answers) - 64)
     assert {code(one) for one in answers[64:]} == {"overloaded"}
-    async with await Client.connect(system.url, tenant="other") as client:
+    async with await WireClient.connect(system.url, tenant="other") as client:
         await works(client)
 
 
@@ -140,7 +140,7 @@ async def test_what_is_never_finished_is_forgotten_and_takes_no_memory(system: S
         await until_forgotten(enemy)
     logged = [line for line in system.log("router") if line["event"] == "upload_expired"]
     assert {(line["owner"], line["received"], line["size"]) for line in logged} == {("default", 3 * MIB, 4 * MIB)}
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         await works(client)
     assert system.memory_bytes("router") - before < 60 * MIB
 

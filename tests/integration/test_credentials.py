@@ -11,7 +11,7 @@ import pytest
 from tests.support import auth_brokers
 from tests.support.auth_brokers import GUARDS, ClientAuth, WrongAuth, guarded, secret_file, settings
 from tests.support.system import command, environment
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.handshake import BrokerRefusedError
 from tokenbus.protocol.wire import errors, messages
@@ -55,7 +55,7 @@ def check_says(ended: "subprocess.CompletedProcess[str]", line: str, url: str, m
     assert not any(secret in ended.stdout + ended.stderr for secret in mistake.way.secrets())
 
 
-async def until_ready(client: Client) -> None:
+async def until_ready(client: WireClient) -> None:
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(errors.RequestError):  # no router yet
@@ -74,7 +74,7 @@ async def test_a_request_is_answered_where_the_broker_asks_who_one_is(
         reached = settings(system.url, guard.right, monkeypatch)
         system.router("router", *guard.right.flags)
         system.worker("worker", *SIM, *guard.right.flags, model="dynamo")
-        async with await Client.connect(settings=reached) as client:
+        async with await WireClient.connect(settings=reached) as client:
             await until_ready(client)
             stream = client.generate("demo", prompt="hello", max_tokens=4)
             assert [chunk.finish_reason async for chunk in stream][-1] is messages.FinishReason.LENGTH

@@ -13,7 +13,7 @@ from tests.support import page_client
 from tests.support.exact_client import until_ready
 from tests.support.raw_client import PREFIX, RawClient, check_stream
 from tests.support.system import System
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import codec, messages
 
 SIM = ("--engine", "sim", "--sim-speedup", "1000", "--context-length", "262144", "--kv-tokens", "600000")
@@ -67,7 +67,7 @@ async def test_a_session_of_200_000_tokens_and_a_body_of_8_mb_reach_a_worker(
 ) -> None:
     await started(system, "worker", routers=2)
     fields: dict[str, Any] = {"token_ids": TOKEN_IDS, "max_tokens": 8, "seed": 1, "return_token_ids": True}
-    async with await Client.connect(system.url, encoding=encoding) as client:
+    async with await WireClient.connect(system.url, encoding=encoding) as client:
         whole = await finished(client.generate("demo", **fields))
         assert prompt_tokens(whole) == NUM_TOKENS
         assert whole[-1].finish_reason is messages.FinishReason.LENGTH
@@ -101,7 +101,7 @@ async def test_the_client_on_the_page_of_the_wire_sends_a_request_of_any_size(sy
 @small_messages
 async def test_a_stream_with_a_prompt_of_200_000_tokens_goes_on_when_its_worker_dies(system: System) -> None:
     bare = await started(system, "worker-0", "worker-1", flags=SLOW)
-    async with await Client.connect(system.url, encoding=codec.Encoding.MSGPACK) as client:
+    async with await WireClient.connect(system.url, encoding=codec.Encoding.MSGPACK) as client:
         answer = await submitted_long(client)
         system.kill(await worker_of(bare, system, 2))
         check_long(await answer.end())
@@ -110,7 +110,7 @@ async def test_a_stream_with_a_prompt_of_200_000_tokens_goes_on_when_its_worker_
 @small_messages
 async def test_a_stream_with_a_prompt_of_200_000_tokens_is_taken_from_a_worker_that_leaves(system: System) -> None:
     bare = await started(system, "worker-0", "worker-1", flags=(*SLOW, "--grace-s", "0"))
-    async with await Client.connect(system.url, encoding=codec.Encoding.MSGPACK) as client:
+    async with await WireClient.connect(system.url, encoding=codec.Encoding.MSGPACK) as client:
         answer = await submitted_long(client)
         leaving = await worker_of(bare, system, 2)
         system.signal(leaving, signal.SIGTERM)
@@ -123,7 +123,7 @@ async def test_a_stream_with_a_prompt_of_200_000_tokens_gets_another_guardian_th
     system: System,
 ) -> None:
     bare = await started(system, "worker-0", "worker-1", flags=SLOW)
-    async with await Client.connect(system.url, encoding=codec.Encoding.MSGPACK) as client:
+    async with await WireClient.connect(system.url, encoding=codec.Encoding.MSGPACK) as client:
         answer = await submitted_long(client, 4_000)
         system.router("router-1")
         await system.until_logged("router-1", "router_ready")
@@ -139,7 +139,7 @@ async def test_a_stream_with_a_prompt_of_200_000_tokens_gets_another_guardian_th
 @small_messages
 async def test_a_router_that_stops_hands_over_a_large_request_that_waits(system: System) -> None:
     await started(system, "worker-0", flags=(*SLOW, "--max-num-seqs", "1"))
-    async with await Client.connect(system.url, encoding=codec.Encoding.MSGPACK) as client:
+    async with await WireClient.connect(system.url, encoding=codec.Encoding.MSGPACK) as client:
         busy = await submitted_long(client, 4_000)
         waiting = [LongAnswer(client, 10) for _ in range(3)]
         async with asyncio.timeout(60):
@@ -159,7 +159,7 @@ async def test_a_router_that_stops_hands_over_a_large_request_that_waits(system:
 class LongAnswer:
     """A stream behind 200,000 tokens, read in a task."""
 
-    def __init__(self, client: Client, max_tokens: int) -> None:
+    def __init__(self, client: WireClient, max_tokens: int) -> None:
         self.chunks: list[messages.Chunk] = []
         self.spoken = asyncio.Event()
         fields: dict[str, Any] = {"token_ids": TOKEN_IDS, "max_tokens": max_tokens, "ignore_eos": True}
@@ -178,7 +178,7 @@ class LongAnswer:
         return self.chunks
 
 
-async def submitted_long(client: Client, max_tokens: int = 1_000) -> LongAnswer:
+async def submitted_long(client: WireClient, max_tokens: int = 1_000) -> LongAnswer:
     answer = LongAnswer(client, max_tokens)
     async with asyncio.timeout(60):
         await answer.spoken.wait()

@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.exact_client import until_ready
 from tests.support.system import System
-from tokenbus.client import Client
+from tests.support.wire_answers import answer_of
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import subjects
 
 PROMPT = "Once upon a time there was an unmistakable prompt"
@@ -31,7 +32,7 @@ async def test_a_request_that_waits_long_leaves_lines_where_it_waits(system: Sys
     system.router("router", "--slow-wait-s", "0.2")
     system.worker("w1", "--max-num-seqs", "1", "--slow-wait-s", "0.2", "--engine", "sim", model="steps-of-50ms")
     await until_ready(await system.connect(), 1)
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         blocking = client.generate("demo", token_ids=[1], max_tokens=1_000, ignore_eos=True, id="blocking")
         await anext(blocking)
         pinned = client.generate("demo", token_ids=[2], max_tokens=1, id="pinned", routing={"worker_id": "w1"})
@@ -44,7 +45,7 @@ async def test_a_request_that_waits_long_leaves_lines_where_it_waits(system: Sys
                 await asyncio.sleep(0.02)
         blocking.cancel()
         for stream in (pinned, waiting):
-            assert await stream.text()
+            assert (await answer_of(stream)).text
     for line in said.values():
         assert line["waits_for"] in ("place", "first_token")
         assert line["waited_s"] >= 0.2
@@ -57,9 +58,9 @@ async def test_a_prompt_is_logged_only_where_that_is_asked_for(
     system.router("router", *flags)
     system.worker("w1")
     await until_ready(await system.connect(), 1)
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         for asked in ({"prompt": PROMPT}, {"messages": [{"role": "user", "content": PROMPT}]}):
-            text = await client.generate("demo", max_tokens=20, ignore_eos=True, **asked).text()
+            text = (await answer_of(client.generate("demo", max_tokens=20, ignore_eos=True, **asked))).text
             assert len(text) > 20
             assert text not in system.text_log("router") + system.text_log("w1")
     assert "unmistakable" not in system.text_log("router") + system.text_log("w1")

@@ -12,14 +12,14 @@ import httpx2
 import msgspec
 import nats
 import pytest
-from nats.aio.client import Client as Nats
+from nats.aio.client import WireClient as Nats
 from nats.aio.msg import Msg
 
 from tests.support import page_client
 from tests.support.raw_client import PREFIX, RawClient, check_stream
 from tests.support.system import System, running_gateway
 from tokenbus import demo
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.credentials import Credentials
 
@@ -510,7 +510,7 @@ async def test_who_asks_as_somebody_else_is_told_so_at_once(
     await until_served(await guarded.connect("acme", "_INBOX_acme"), "acme", 1)
     who = Credentials(user="acme", password=guarded.passwords["acme"])
     settings = connection.BusSettings(url=guarded.system.url, inbox_prefix=inbox, credentials=who)
-    async with await Client.connect(settings=settings, tenant=tenant) as client, asyncio.timeout(2):
+    async with await WireClient.connect(settings=settings, tenant=tenant) as client, asyncio.timeout(2):
         (end,) = [chunk async for chunk in client.generate("demo", prompt="12 + 30 =")]
     assert "permissions violation" in end.error.message
     assert hint in end.error.message

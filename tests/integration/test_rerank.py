@@ -18,7 +18,7 @@ from tests.support.models import random_encoder
 from tests.support.models.random_encoder import EncoderShape
 from tests.support.raw_client import PREFIX, RawClient
 from tests.support.system import System, command
-from tokenbus.client.client import Client
+from tokenbus.client.wire.wire_client import Client
 from tokenbus.protocol.wire import errors, messages
 
 SHAPE = EncoderShape("bert", "rank")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.system import System, command
-from tokenbus.client import Client, Stream
+from tokenbus.client.wire.chunk_stream import ChunkStream
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import errors, messages
 
 SIMULATED = ("--engine", "sim", "--max-num-seqs", "4", "--grace-s", "60")
@@ -28,7 +29,7 @@ async def system(tmp_path: Path) -> AsyncIterator[System]:
     await system.stop()
 
 
-async def until_served(client: Client, count: int) -> None:
+async def until_served(client: WireClient, count: int) -> None:
     """Waits for a router that knows so many workers."""
     async with asyncio.timeout(60):
         while True:
@@ -46,7 +47,7 @@ async def tokenbus(system: System, *arguments: str) -> subprocess.CompletedProce
     )
 
 
-async def begun(client: Client, request_id: str, **fields: object) -> Stream:
+async def begun(client: WireClient, request_id: str, **fields: object) -> ChunkStream:
     """Starts a long stream and reads its first tokens."""
     stream = client.generate("demo", id=request_id, prompt="a", max_tokens=TOKENS, ignore_eos=True, **fields)
     async for chunk in stream:
@@ -55,7 +56,7 @@ async def begun(client: Client, request_id: str, **fields: object) -> Stream:
     raise AssertionError("it ended before its first token")
 
 
-async def terminal_of(stream: Stream) -> messages.Chunk:
+async def terminal_of(stream: ChunkStream) -> messages.Chunk:
     async for chunk in stream:
         last = chunk
     return last
@@ -64,7 +65,7 @@ async def terminal_of(stream: Stream) -> messages.Chunk:
 async def test_an_operator_stops_one_request_and_no_other(system: System) -> None:
     for name in ("w1", "w2"):
         system.worker(name, *SIMULATED, model=MODEL)
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         await until_served(client, 2)
         first, second = [await begun(client, name) for name in ("one", "two")]
         done = await tokenbus(system, "stop", "one")
@@ -84,7 +85,7 @@ async def test_an_operator_stops_one_request_and_no_other(system: System) -> Non
 
 async def test_a_worker_that_is_drained_with_stop_ends_its_streams_where_they_are(system: System) -> None:
     system.worker("w1", *SIMULATED, model=MODEL)
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         await until_served(client, 1)
         stream = await begun(client, "one")
         whole = client.generate("demo", prompt="a", max_tokens=TOKENS, ignore_eos=True, stream=False)
@@ -104,7 +105,7 @@ async def test_the_last_worker_leaves_its_stream_to_the_next_one_and_an_end_if_n
     system.signal("router", signal.SIGTERM)
     await system.wait("router")
     system.worker("w1", *SIMULATED, model=MODEL)
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         await until_served(client, 1)
         stream = await begun(client, "one")
         done = await tokenbus(system, "drain", "w1", "--grace-s", "0")

@@ -11,7 +11,8 @@ import pytest_asyncio
 from tests.support.collector import Collector, Span, collecting
 from tests.support.exact_client import until_ready
 from tests.support.system import System, running_gateway
-from tokenbus.client import Client
+from tests.support.wire_answers import answer_of
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.telemetry import tracing
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # the exporter's session ends with its thread
@@ -56,7 +57,7 @@ def parents(spans: list[Span]) -> dict[str, str]:
 async def test_a_request_is_one_trace_from_its_client_to_its_worker(system: System, collector: Collector) -> None:
     async with (
         tracing.exporting(collector.url, "client", "test") as tracer,
-        await Client.connect(system.url, tracer=tracer) as client,
+        await WireClient.connect(system.url, tracer=tracer) as client,
     ):
         stream = client.generate("demo", prompt="Once upon a time", max_tokens=20, ignore_eos=True, id="whole")
         terminal = [chunk async for chunk in stream][-1]
@@ -85,7 +86,7 @@ async def test_a_request_is_one_trace_from_its_client_to_its_worker(system: Syst
 
 
 async def test_the_stretches_of_a_stream_follow_each_other_within_it(system: System, collector: Collector) -> None:
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         async for _ in client.generate("demo", prompt="Once", max_tokens=20, id="stretches"):
             pass
     spans = [span for span in collector.trace_of("stretches", OF_WORKER) if span.service == "tokenbus-worker"]
@@ -99,7 +100,7 @@ async def test_the_stretches_of_a_stream_follow_each_other_within_it(system: Sys
 
 
 async def test_a_trace_that_a_client_began_is_gone_on_with(system: System, collector: Collector) -> None:
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         async for _ in client.generate("demo", prompt="Once", max_tokens=2, id="begun", headers=began(1)):
             pass
     spans = collector.trace_of("begun", OF_ROUTER | OF_WORKER)
@@ -108,7 +109,7 @@ async def test_a_trace_that_a_client_began_is_gone_on_with(system: System, colle
 
 
 async def test_what_ends_in_an_error_says_which(system: System, collector: Collector) -> None:
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         words = "word " * 4_000
         chunks = [chunk async for chunk in client.generate("demo", prompt=words, id="long")]
     assert chunks[-1].error.code == "prompt_too_long"
@@ -140,8 +141,8 @@ async def test_a_collector_that_is_away_costs_nothing_but_a_line(tmp_path: Path)
         system.router("router", "--otlp-traces-endpoint", "http://127.0.0.1:1/v1/traces")
         system.worker("w1")
         await until_ready(await system.connect(), 1)
-        async with await Client.connect(system.url) as client:
-            assert await client.generate("demo", prompt="12 + 30 =", max_tokens=4).text()
+        async with await WireClient.connect(system.url) as client:
+            assert (await answer_of(client.generate("demo", prompt="12 + 30 =", max_tokens=4))).text
         await system.until_logged("router", "traces_not_sent")
     finally:
         await system.stop()
@@ -154,7 +155,7 @@ async def test_without_an_endpoint_a_trace_is_passed_on_as_it_came(tmp_path: Pat
         system.router("router")
         system.worker("w1", "--otlp-traces-endpoint", collector.url)
         await until_ready(await system.connect(), 1)
-        async with await Client.connect(system.url) as client:
+        async with await WireClient.connect(system.url) as client:
             headers = began(3) | {"tracestate": "vendor=1"}
             async for _ in client.generate("demo", prompt="Once", max_tokens=2, id="passed", headers=headers):
                 pass

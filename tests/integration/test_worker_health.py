@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.system import System
-from tokenbus.client import Client
+from tests.support.wire_answers import answer_of
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import errors, messages
 
 
@@ -23,7 +24,7 @@ async def system(tmp_path: Path) -> AsyncIterator[System]:
     await system.stop()
 
 
-async def told(client: Client) -> messages.Card:
+async def told(client: WireClient) -> messages.Card:
     """Waits until a router knows how a worker is whose engine serves."""
     async with asyncio.timeout(60):
         while True:
@@ -45,7 +46,7 @@ def page(system: System, path: str) -> bytes:
 
 
 async def test_memory_and_uptime_are_told_to_routers_and_shown_on_the_status_page(system: System) -> None:
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         card = await told(client)
         health = card.health
         assert health is not None
@@ -68,10 +69,10 @@ async def test_memory_and_uptime_are_told_to_routers_and_shown_on_the_status_pag
 
 
 async def test_a_request_s_first_line_has_its_sampling_values_and_what_memory_is_free(system: System) -> None:
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         await told(client)
         asked = {"temperature": 0.5, "top_k": 7, "seed": 3, "stop": ["unmistakable"], "presence_penalty": 1.0}
-        await client.generate("demo", id="r", prompt="unmistakable", max_tokens=2, **asked).text()
+        await answer_of(client.generate("demo", id="r", prompt="unmistakable", max_tokens=2, **asked))
     [line] = [line for line in system.log("w1") if line["event"] == "request_started"]
     sampling = line["sampling"]
     assert isinstance(sampling, dict)
@@ -91,14 +92,14 @@ async def test_a_request_s_first_line_has_its_sampling_values_and_what_memory_is
 
 async def test_a_prompt_that_takes_long_leaves_lines_and_one_that_does_not_leaves_none(system: System) -> None:
     system.worker("slow", "--engine", "sim", "--sim-speedup", "0.5", model="cpu-0.5b-q8_0", served_name="slow")
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         await told(client)
         await system.until_logged("slow", "engine_ready")
         async with asyncio.timeout(60):
             while "slow" not in {one.model for one in (await client.models()).models}:
                 await asyncio.sleep(0.1)
-        await client.generate("slow", id="long", token_ids=[1 + n % 200 for n in range(1_500)], max_tokens=1).text()
-        await client.generate("slow", id="short", token_ids=[1, 2, 3], max_tokens=1).text()
+        await answer_of(client.generate("slow", id="long", token_ids=[1 + n % 200 for n in range(1_500)], max_tokens=1))
+        await answer_of(client.generate("slow", id="short", token_ids=[1, 2, 3], max_tokens=1))
     lines = [line for line in system.log("slow") if line["event"] == "prompt_computing"]
     assert {line["request_id"] for line in lines} == {"default:long"}
     done = [int(str(line["computed_tokens"])) for line in lines]

@@ -7,7 +7,8 @@ from typing import cast
 
 import pytest
 
-from tokenbus.client import Client, Stream
+from tokenbus.client.wire.chunk_stream import ChunkStream
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.protocol.wire.messages import FinishReason
 from tokenbus.replay.load.points import LoadKind, LoadPoint
@@ -103,9 +104,9 @@ class Bursts:
 
 async def test_what_a_reader_does_not_wait_for_is_one_arrival() -> None:
     stats = RunStats(time.monotonic())
-    sender = Sender(cast(Client, None), "m", stats)
+    sender = Sender(cast(WireClient, None), "m", stats)
     for _ in range(2):
-        await sender.read(cast(Stream, Bursts(3, 1, 4)), stats.start_request(stats.began_at, stats.began_at))
+        await sender.read(cast(ChunkStream, Bursts(3, 1, 4)), stats.start_request(stats.began_at, stats.began_at))
     assert (stats.output_tokens, stats.arrivals, stats.times["itl_ms"].count) == (16, 6, 4)
 
 

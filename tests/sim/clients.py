@@ -13,7 +13,8 @@ from tests.sim.network import Broker
 from tests.sim.sim_bus import SimBus
 from tests.sim.system import LIMITS, MODEL
 from tests.sim.world import World
-from tokenbus.client import Client, Stream
+from tokenbus.client.wire.chunk_stream import ChunkStream
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
@@ -43,7 +44,7 @@ class Listener:
 class Asked:
     """One request of a client that uses the library, and every chunk that its reader received."""
 
-    def __init__(self, stream: Stream, max_tokens: int | None, seed: int | None, at: float) -> None:
+    def __init__(self, stream: ChunkStream, max_tokens: int | None, seed: int | None, at: float) -> None:
         self.stream = stream
         # a stream that the library had to continue itself may go on at a worker with another limit
         self._lengths = range(min(LIMITS), max(LIMITS) + 1) if max_tokens is None else (max_tokens,)
@@ -87,7 +88,7 @@ class ClientProcess(Listener):
 
     def __init__(self, world: World, broker: Broker, name: str) -> None:
         super().__init__(world, broker, name)
-        self.client: Client = self.process.do(Client.from_connection(self.bus))
+        self.client: WireClient = self.process.do(WireClient.from_connection(self.bus))
         self.asked: list[Asked] = []
 
     def ask(

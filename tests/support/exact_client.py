@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 from tests.support.raw_client import PREFIX, RawClient
-from tokenbus.client import Client, Stream
+from tokenbus.client.wire.chunk_stream import ChunkStream
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import messages
 
 PROMPT = "Once upon a time"
@@ -19,7 +20,7 @@ NEAR_TIE = 0.02
 class ExactStream:
     """One stream, read to its end in a task, and what must hold for it."""
 
-    def __init__(self, stream: Stream, max_tokens: int) -> None:
+    def __init__(self, stream: ChunkStream, max_tokens: int) -> None:
         self.stream = stream
         self.max_tokens = max_tokens
         self.chunks: list[messages.Chunk] = []
@@ -100,7 +101,7 @@ class ExactStream:
         self.ended_at = time.monotonic()
 
 
-def ask(client: Client, max_tokens: int, **fields: Any) -> ExactStream:
+def ask(client: WireClient, max_tokens: int, **fields: Any) -> ExactStream:
     body = {"prompt": PROMPT, "ignore_eos": True, "temperature": 0} | fields
     return ExactStream(client.generate("demo", max_tokens=max_tokens, **body), max_tokens)
 

@@ -1,6 +1,6 @@
 """A client's stream that is fed by the test."""
 
-from tokenbus.client import Stream
+from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.protocol.wire import codec, messages
 
 
@@ -10,19 +10,19 @@ class FakeTransport:
     def __init__(self) -> None:
         self.num_cancels = 0
 
-    def send_cancel(self, stream: Stream) -> None:
+    def send_cancel(self, stream: ChunkStream) -> None:
         self.num_cancels += 1
 
-    def send_resync(self, stream: Stream, offset: int) -> None: ...
+    def send_resync(self, stream: ChunkStream, offset: int) -> None: ...
 
-    def submit(self, stream: Stream, request: messages.GenerateRequest) -> None: ...
+    def submit(self, stream: ChunkStream, request: messages.GenerateRequest) -> None: ...
 
-    def forget(self, stream: Stream) -> None: ...
+    def forget(self, stream: ChunkStream) -> None: ...
 
 
-def stream_over(line: FakeTransport, *chunks: messages.Chunk) -> Stream:
+def stream_over(line: FakeTransport, *chunks: messages.Chunk) -> ChunkStream:
     """Returns a stream that has received these chunks."""
-    stream = Stream(messages.GenerateRequest(id="r", prompt="hi"), codec.Encoding.JSON, line, 0.0)
+    stream = ChunkStream(messages.GenerateRequest(id="r", prompt="hi"), codec.Encoding.JSON, line, 0.0)
     for chunk in chunks:
         stream.feed(codec.encode(chunk, codec.Encoding.JSON), 0.0)
     return stream

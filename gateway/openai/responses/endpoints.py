@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai.fields import ReasoningWishes, read_wishes
 from tokenbus.gateway.openai.responses import output
@@ -99,7 +99,7 @@ def read_count(body: CountBody, head: RequestHead) -> ParsedCall[wire.TokenizeRe
     return ParsedCall(
         model=parsed.model,
         request=conversation.counting(parsed.requests[0]),
-        send=Client.tokenize,
+        send=WireClient.tokenize,
         encode=lambda reply: msgspec.json.encode(InputTokens(input_tokens=reply.count or 0)),
         name_of=parsed.name_of,
     )

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from starlette.requests import Request
 
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.admission.keys import ApiKeys
 from tokenbus.gateway.admission.settings import GatewaySettings
 from tokenbus.gateway.admission.tenants import Tenants
@@ -37,7 +37,7 @@ class Broker:
 
 
 def tenants_over(broker: Broker, keys: ApiKeys) -> Tenants:
-    return Tenants(cast(Client, broker), GatewaySettings(keys=keys))
+    return Tenants(cast(WireClient, broker), GatewaySettings(keys=keys))
 
 
 def refusal(tenants: Tenants, key: str) -> object:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.exact_client import until_ready
 from tests.support.system import System, running_gateway
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ async def test_limits_of_a_router_and_a_worker_change_without_a_restart(system: 
     system.router("router", "--config", str(file))
     system.worker("w1", "--config", str(file))
     await until_ready(await system.connect(), 1)
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
 
         async def ask() -> str:
             chunks = [chunk async for chunk in client.generate("demo", prompt="Once", ignore_eos=True)]

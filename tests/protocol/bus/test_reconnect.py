@@ -132,7 +132,7 @@ async def test_a_broker_that_is_not_there_is_told_of_within_the_given_time(serve
     server.kill()
     loop = asyncio.get_running_loop()
     begun = loop.time()
-    with pytest.raises(ConnectionError, match="start one or pass --nats URL") as caught:
+    with pytest.raises(ConnectionError, match="start one, or set --nats or TOKENBUS_NATS") as caught:
         await connect(BusSettings(url=url, connect_timeout_s=0.5), "test")
     assert 0.5 <= loop.time() - begun < 3
     assert url in str(caught.value)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worker.streams.test_stream import stream as open_stream
-from tokenbus.client.reassembler import ReadyChunks, Reassembler
+from tokenbus.client.wire.reassembler import ReadyChunks, Reassembler
 from tokenbus.protocol.wire import messages
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams.stream import WorkerStream

@@ -10,8 +10,9 @@ import pytest
 from nats.aio.msg import Msg
 
 from tests.support.raw_client import PREFIX, RawClient
+from tests.support.wire_answers import answer_of
 from tokenbus.cli.console import nats_server
-from tokenbus.client import Client
+from tokenbus.client.wire.wire_client import WireClient
 
 LOST = {"code": "worker_lost", "message": "it is gone", "retryable": True}
 
@@ -26,7 +27,7 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("model", ["", "x" * 129])
 async def test_a_model_that_can_be_no_name_is_refused_and_leaves_nothing_behind(url: str, model: str) -> None:
-    async with await Client.connect(url) as client:
+    async with await WireClient.connect(url) as client:
         with pytest.raises(ValueError, match="a name must have 1 to 128 bytes"):
             client.generate(model, prompt="hi")
         assert "0 streams" in repr(client)
@@ -59,8 +60,8 @@ async def test_a_lost_stream_goes_on_under_a_new_id_at_a_new_reply_subject(url: 
     await router.nats.subscribe(f"{PREFIX}.generate.demo", cb=serve)
     await router.nats.subscribe(f"{PREFIX}.cancel.>", cb=note)
     await router.nats.flush()
-    async with asyncio.timeout(60), await Client.connect(url) as client:
-        assert await client.generate("demo", prompt="hi", id="r").text() == "one text"
+    async with asyncio.timeout(60), await WireClient.connect(url) as client:
+        assert (await answer_of(client.generate("demo", prompt="hi", id="r"))).text == "one text"
         assert await cancelled.get() == f"{PREFIX}.cancel.default.r.demo"
         assert client.num_streams == 0
     (first, _), (second, again) = asked
@@ -81,7 +82,7 @@ async def test_another_tenant_speaks_over_the_same_connection_and_ends_with_it(u
         await bare.nats.subscribe(f"{PREFIX}.{tail}", cb=hear)
     await bare.nats.flush()
     async with asyncio.timeout(60):
-        async with await Client.connect(url) as client:
+        async with await WireClient.connect(url) as client:
             acme = await client.for_tenant("acme")
             client.generate("demo", prompt="hi")
             acme.generate("demo", prompt="hi")

@@ -10,7 +10,7 @@ from operator import methodcaller
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.client.stream import Stream
+from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.parts.sender import PartsSender
@@ -46,9 +46,9 @@ class Inbox:
         self._parts = PartsSender(connection, lambda token: f"{self._prefix}.part.{token}", encoding)
         self._uploads: dict[str, asyncio.Task[None]] = {}
         """Tasks that send large requests, by the last token of their reply subjects; kept until a reply arrives."""
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, ChunkStream] = {}
         """Open streams, by the last token of their reply subjects."""
-        self._reply_tokens: dict[Stream, str] = {}
+        self._reply_tokens: dict[ChunkStream, str] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._orphans: TTLCache[bool] = TTLCache(ttl_s=10.0, capacity=_MAX_ORPHANS)
@@ -88,7 +88,7 @@ class Inbox:
             with contextlib.suppress(ConnectionError):
                 await self._connection.unsubscribe(self._subscription)
 
-    def submit(self, stream: Stream, request: messages.GenerateRequest) -> None:
+    def submit(self, stream: ChunkStream, request: messages.GenerateRequest) -> None:
         """Publishes a stream's request under a new reply subject. If that fails, the stream is told why."""
         payload = codec.encode(request, self._encoding)  # may raise, so it comes before the stream is registered
         token = secrets.token_hex(8)
@@ -110,7 +110,7 @@ class Inbox:
                 lambda _: stream.refuse(errors.make_error(errors.Code.INTERNAL), time.monotonic()),
             )
 
-    def _publish(self, stream: Stream, message: bus.Outgoing) -> None:
+    def _publish(self, stream: ChunkStream, message: bus.Outgoing) -> None:
         try:
             self._connection.publish(message.subject, message.payload, message.reply, message.headers)
         except bus.PayloadTooLargeError as error:
@@ -118,7 +118,7 @@ class Inbox:
         except (bus.OutboundBufferLimitError, ConnectionError) as error:
             stream.refuse(errors.make_error(errors.Code.NO_WORKER, str(error)), time.monotonic())
 
-    async def _upload(self, stream: Stream, message: bus.Outgoing) -> None:
+    async def _upload(self, stream: ChunkStream, message: bus.Outgoing) -> None:
         """Sends a request in parts. If no router ends up with it, the stream is told why."""
         try:
             last = await self._parts.stage(message)
@@ -141,11 +141,11 @@ class Inbox:
         stream.uploaded(time.monotonic())
         stream.refuse(problem, time.monotonic())
 
-    def send_cancel(self, stream: Stream) -> None:
+    def send_cancel(self, stream: ChunkStream) -> None:
         self._orphans.put(stream.request_id, True, time.monotonic())
         self._connection.publish(self._names.cancel(stream.request_id, self._tenant, self._model_of(stream)), b"")
 
-    def send_resync(self, stream: Stream, offset: int) -> None:
+    def send_resync(self, stream: ChunkStream, offset: int) -> None:
         with contextlib.suppress(ConnectionError, bus.OutboundBufferLimitError):
             self._connection.publish(
                 self._names.resync(stream.request_id, self._tenant, self._model_of(stream)),
@@ -154,7 +154,7 @@ class Inbox:
                 headers=codec.content_headers(self._encoding),
             )
 
-    def _model_of(self, stream: Stream) -> str | None:
+    def _model_of(self, stream: ChunkStream) -> str | None:
         """Returns the model whose workers may be asked directly about a stream; None if only routers may know it."""
         asked = self._names.parse_model(stream.subject).model
         # a name with a colon may mean a model with an adapter, and a chunk may contain any name
@@ -186,7 +186,7 @@ class Inbox:
             raise bus.NoRespondersError(message.subject)
         return answer
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, stream: ChunkStream) -> None:
         token = self._reply_tokens.pop(stream, None)
         if token is not None:
             del self._streams[token]
@@ -209,7 +209,7 @@ class Inbox:
         if self._prefix.lower() in forbidden:
             self._error = error
 
-        def end(stream: Stream) -> None:
+        def end(stream: ChunkStream) -> None:
             if self._error is not None or f'"{stream.subject}"'.lower() in forbidden:
                 stream.fail_if_empty(error)
 
@@ -232,7 +232,7 @@ class Inbox:
             self._uploads.pop(token, None)
             stream.feed(message.data, time.monotonic())
 
-    def _refuse_unheard(self, stream: Stream) -> None:
+    def _refuse_unheard(self, stream: ChunkStream) -> None:
         """Tells a stream that no router listens, unless routers may still be reconnecting to the broker."""
         now = time.monotonic()
         if now - self._connection.reconnected_at < _ROUTERS_RETURN_S:
@@ -257,7 +257,7 @@ class Inbox:
             ticked_at = now
             self._for_each(methodcaller("tick", now, pause_s if pause_s > _MAX_PAUSE_S else 0.0))
 
-    def _for_each(self, act: Callable[[Stream], None]) -> None:
+    def _for_each(self, act: Callable[[ChunkStream], None]) -> None:
         """Calls `act` with each open stream. If that raises, this stream ends in `internal`, and no other."""
         for stream in list(self._streams.values()):
             try:

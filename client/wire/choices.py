@@ -9,18 +9,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
-from tokenbus.client.stream import Stream
+from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, errors, messages
 
 ItemT = TypeVar("ItemT")
-Submit = Callable[[messages.GenerateRequest], Stream]
+Submit = Callable[[messages.GenerateRequest], ChunkStream]
 
 
 class Answers(abc.ABC):
     """The streams of all answers requested together. `aclose`, or leaving an `async with` block early, cancels all."""
 
-    def __init__(self, parts: "Sequence[Stream | Answers]") -> None:
+    def __init__(self, parts: "Sequence[ChunkStream | Answers]") -> None:
         """`parts` may grow until the last chunk."""
         self._parts = parts
 

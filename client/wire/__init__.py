@@ -1,0 +1,1 @@
+"""The client in the words of the wire: it sends request messages, and yields chunks as workers publish them."""

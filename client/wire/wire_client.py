@@ -1,0 +1,307 @@
+"""Sends the messages of the wire over one connection: completions, embeddings, ranks, tokens, models and cancels.
+
+The gateway and the command line use it directly; people use `Client`, which is built on it."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TypeVar, Unpack
+
+from nats.aio.msg import Msg
+
+from tokenbus.client.wire import field_reader
+from tokenbus.client.wire.choices import Answers, ChoiceBatch, Choices
+from tokenbus.client.wire.chunk_stream import ChunkStream
+from tokenbus.client.wire.inbox import Inbox
+from tokenbus.client.wire.request_fields import GenerateFields
+from tokenbus.protocol.bus import bus
+from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.telemetry import tracing
+from tokenbus.protocol.wire import codec, errors, messages, subjects
+
+AnswerT = TypeVar("AnswerT", bound=messages.Message)
+ReplyT = TypeVar(
+    "ReplyT",
+    messages.EmbedReply,
+    messages.RerankReply,
+    messages.TokenizeReply,
+    messages.DetokenizeReply,
+    messages.CacheReply,
+)
+
+_DEFAULT_TIMEOUT_MS = 60_000.0
+_ANSWER_S = 1.0
+_models = codec.Decoder(messages.ModelsReply)
+_embeds = codec.Decoder(messages.EmbedReply)
+_tokenizes = codec.Decoder(messages.TokenizeReply)
+_detokenizes = codec.Decoder(messages.DetokenizeReply)
+_caches = codec.Decoder(messages.CacheReply)
+_reranks = codec.Decoder(messages.RerankReply)
+_cancels = codec.Decoder(messages.CancelReply)
+
+
+class WireClient:
+    """Open it with `connect`, close it with `close`, or use it as `async with await WireClient.connect() as client`."""
+
+    def __init__(
+        self,
+        connection: bus.Bus,
+        tenant: str,
+        prefix: str,
+        encoding: codec.Encoding,
+        tracer: tracing.Tracer,
+        inbox_prefix: str = "",
+    ) -> None:
+        self._connection = connection
+        self._tenant = tenant
+        self._names = subjects.Subjects(prefix)
+        self._encoding = encoding
+        self._tracer = tracer
+        self._inbox = Inbox(connection, self._names, tenant, encoding, inbox_prefix)
+        self._inboxes = [self._inbox]
+        """The inboxes of all tenants that share the connection; the connection's own comes first."""
+
+    def __repr__(self) -> str:
+        return f"<Client of {self._connection!r}, {self.num_streams} streams>"
+
+    @property
+    def num_streams(self) -> int:
+        """The number of streams that have not ended."""
+        return self._inbox.num_streams
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str = "nats://127.0.0.1:4222",
+        *,
+        tenant: str = subjects.DEFAULT_TENANT,
+        prefix: str = subjects.DEFAULT_PREFIX,
+        encoding: codec.Encoding = codec.Encoding.JSON,
+        connect_timeout_s: float = 10.0,
+        settings: nats.BusSettings | None = None,
+        tracer: tracing.Tracer | None = None,
+    ) -> "WireClient":
+        """`settings` hold more about the broker than its address: credentials, TLS, the inbox. `tracer` records a span
+        for each stream, as a child of the current one: `opentelemetry.trace.get_tracer(...)` in a traced application.
+        Raises ConnectionError when the broker can't be reached."""
+        settings = settings or nats.BusSettings(url=url, connect_timeout_s=connect_timeout_s)
+        connection = await nats.connect(settings, name="tokenbus client")
+        return await cls.from_connection(connection, tenant=tenant, prefix=prefix, encoding=encoding, tracer=tracer)
+
+    @classmethod
+    async def from_connection(
+        cls,
+        connection: bus.Bus,
+        *,
+        tenant: str = subjects.DEFAULT_TENANT,
+        prefix: str = subjects.DEFAULT_PREFIX,
+        encoding: codec.Encoding = codec.Encoding.JSON,
+        tracer: tracing.Tracer | None = None,
+    ) -> "WireClient":
+        """Makes a client that uses an existing connection. Closing the client closes the connection."""
+        client = cls(connection, tenant, prefix, encoding, tracer or tracing.NoopTracer())
+        connection.on_reconnect = client._reconnected
+        connection.on_permissions_violation = client._permissions_violated
+        await client._inbox.open()
+        return client
+
+    async def for_tenant(self, tenant: str, inbox_prefix: str = "") -> "WireClient":
+        """Makes a client for another tenant that shares this one's connection. Close only the first one: that ends
+        both.
+
+        Its requests use reply subjects that begin with `inbox_prefix`, if given. Only the answer to `cancel` always
+        arrives at the connection's own inbox."""
+        other = WireClient(self._connection, tenant, self._names.prefix, self._encoding, self._tracer, inbox_prefix)
+        await other._inbox.open()
+        self._inboxes.append(other._inbox)
+        return other
+
+    async def release_tenant(self, other: "WireClient") -> None:
+        """Ends a client made by `for_tenant`, once its streams have ended."""
+        await other._inbox.wait_idle()
+        self._inboxes.remove(other._inbox)
+        await other._inbox.close()
+        await other._inbox.unsubscribe()
+
+    async def __aenter__(self) -> "WireClient":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    def generate(
+        self,
+        model: str,
+        request: messages.GenerateRequest | None = None,
+        *,
+        headers: tracing.Headers = None,
+        resume: bool = True,
+        **fields: Unpack[GenerateFields],
+    ) -> ChunkStream:
+        """Requests a completion and returns its stream at once.
+
+        Pass a request, or the fields of one: `prompt`, `messages`, `token_ids`, `max_tokens`, `temperature` and so on.
+        `headers` may name the trace that the request belongs to (`traceparent`). A stream whose worker is lost
+        continues at another one; with `resume=False` it ends in `worker_lost` if it has begun. Raises
+        RequestError(invalid_request) for an unknown field or one of a wrong type, and ValueError for an invalid model
+        name. All other errors end the stream."""
+        request = request or field_reader.read(fields, messages.GenerateRequest)
+        if request.id is None:
+            request = codec.replace(request, id=secrets.token_urlsafe(16))
+        subject = self._names.generate(model, self._tenant)  # may raise, so it comes before the span starts
+        span = self._begin_span(model, request, headers)
+        stream = ChunkStream(request, self._encoding, self._inbox, time.monotonic(), span, subject, resume=resume)
+        stream.submit()
+        return stream
+
+    def generate_choices(
+        self, model: str, requests: Sequence[messages.GenerateRequest], n: int, *, headers: tracing.Headers = None
+    ) -> Answers:
+        """Requests `n` answers to each request, and returns their streams at once. Raises what `generate` raises."""
+
+        def submit(request: messages.GenerateRequest) -> ChunkStream:
+            return self.generate(model, request, headers=headers)
+
+        requests = [one if one.id else codec.replace(one, id=secrets.token_urlsafe(16)) for one in requests]
+        return Choices(requests[0], n, submit) if len(requests) == 1 else ChoiceBatch(requests, n, submit)
+
+    async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
+        """Returns the models being served. Raises RequestError(no_worker) if no router answers."""
+        answer = await self._request(self._names.models_for(self._tenant), b"", timeout_s)
+        return self._read(_models, answer)
+
+    async def embed(
+        self, model: str, request: messages.EmbedRequest, timeout_s: float | None = None
+    ) -> messages.EmbedReply:
+        """Returns the embeddings of a request's inputs. Raises RequestError on failure.
+
+        Waits a little longer than the request's `timeout_ms` unless told otherwise, as the calls below do. They raise
+        ValueError for an invalid model name."""
+        return await self._ask_under_id(self._names.embed(model, self._tenant), request, _embeds, timeout_s)
+
+    async def rerank(
+        self, model: str, request: messages.RerankRequest, timeout_s: float | None = None
+    ) -> messages.RerankReply:
+        """Returns a request's documents ordered by relevance. Raises RequestError on failure."""
+        return await self._ask_under_id(self._names.rerank(model, self._tenant), request, _reranks, timeout_s)
+
+    async def tokenize(
+        self, model: str, request: messages.TokenizeRequest, timeout_s: float | None = None
+    ) -> messages.TokenizeReply:
+        """Returns the tokens of a prompt, or only their number. Raises RequestError on failure."""
+        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
+        return await self._ask_once(self._names.tokenize(model, self._tenant), request, _tokenizes, timeout_s)
+
+    async def keep_session(self, model: str, session_id: str, ttl_s: float = 300.0) -> None:
+        """Asks the model's workers to keep the cached blocks of one of this tenant's sessions for that long. This is a
+        hint: its effect is not reported. Raises RequestError if it could not be passed on."""
+        await self._hint(model, session_id, ttl_s)
+
+    async def end_session(self, model: str, session_id: str) -> None:
+        """Says that one of this tenant's sessions has ended: cached blocks that only it has used are evicted first.
+        Raises RequestError if the hint could not be passed on."""
+        await self._hint(model, session_id, 0.0)
+
+    async def _hint(self, model: str, session_id: str, ttl_s: float) -> None:
+        control = messages.CacheControl(ttl_ms=1e3 * ttl_s)
+        request = messages.CacheRequest(session_id=session_id, cache_control=control)
+        await self._ask_once(self._names.cache(model, self._tenant), request, _caches, _ANSWER_S)
+
+    async def detokenize(
+        self, model: str, request: messages.DetokenizeRequest, timeout_s: float | None = None
+    ) -> messages.DetokenizeReply:
+        """Returns the text of tokens. Raises RequestError on failure."""
+        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
+        return await self._ask_once(self._names.detokenize(model, self._tenant), request, _detokenizes, timeout_s)
+
+    async def _ask_under_id(
+        self,
+        subject: str,
+        request: messages.EmbedRequest | messages.RerankRequest,
+        decoder: codec.Decoder[ReplyT],
+        timeout_s: float | None,
+    ) -> ReplyT:
+        """Asks for what takes long: the request is cancelled if the caller is."""
+        request_id = request.id or secrets.token_urlsafe(16)
+        request = codec.replace(request, id=request_id)
+        try:
+            return await self._ask_once(subject, request, decoder, timeout_s or _timeout_s(request.timeout_ms))
+        except asyncio.CancelledError:
+            with contextlib.suppress(bus.OutboundBufferLimitError, ConnectionError):
+                self._connection.publish(self._names.cancel(request_id, self._tenant), b"")
+            raise
+
+    async def _ask_once(
+        self, subject: str, request: messages.Message, decoder: codec.Decoder[ReplyT], timeout_s: float
+    ) -> ReplyT:
+        reply = self._read(decoder, await self._request(subject, codec.encode(request, self._encoding), timeout_s))
+        if reply.error:
+            raise errors.RequestError(reply.error)
+        return reply
+
+    async def cancel(self, request_id: str, timeout_s: float = 2.0) -> bool:
+        """Cancels any request of this tenant. Returns False if no process holds a request with that id."""
+        try:
+            answer = await self._connection.request(
+                self._names.cancel(request_id, self._tenant),
+                b"",
+                timeout_s,
+                headers=codec.content_headers(self._encoding),
+            )
+        except (bus.NoRespondersError, TimeoutError):
+            return False
+        return self._read(_cancels, answer).cancelled
+
+    async def close(self) -> None:
+        """Cancels all running requests and disconnects."""
+        for inbox in reversed(self._inboxes):
+            await inbox.close()
+        await self._connection.close()
+
+    def _reconnected(self) -> None:
+        for inbox in self._inboxes:
+            inbox.reconnected()
+
+    def _permissions_violated(self, words: str) -> None:
+        for inbox in self._inboxes:
+            inbox.permissions_violated(words)
+
+    def _begin_span(self, model: str, request: messages.GenerateRequest, headers: tracing.Headers) -> tracing.Span:
+        operation = "chat" if request.messages else "text_completion"
+        known = {
+            tracing.OPERATION: operation,
+            tracing.MODEL: model,
+            tracing.REQUEST_ID: request.id,
+            tracing.TENANT: self._tenant,
+            "gen_ai.provider.name": "tokenbus",
+            "gen_ai.request.max_tokens": request.max_tokens,
+            "gen_ai.request.temperature": request.temperature,
+            "gen_ai.request.stream": request.stream is not False,
+        }
+        return tracing.start_span(self._tracer, f"{operation} {model}", "client", headers, known)
+
+    async def _request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
+        message = bus.Outgoing(subject, payload, headers=codec.content_headers(self._encoding))
+        try:
+            return await self._inbox.request(message, timeout_s)
+        except bus.NoRespondersError as error:
+            raise errors.request_error(errors.Code.NO_WORKER, "no router listens on this broker") from error
+        except bus.PayloadTooLargeError as error:
+            raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, str(error)) from error
+        except (TimeoutError, ConnectionError, bus.OutboundBufferLimitError) as error:
+            raise errors.request_error(errors.Code.NO_WORKER, str(error)) from error
+
+    def _read(self, decoder: codec.Decoder[AnswerT], answer: Msg) -> AnswerT:
+        """Decodes an answer. Raises RequestError(internal) if it is malformed, which is not the caller's fault."""
+        try:
+            return decoder.decode(answer.data, self._encoding)
+        except errors.RequestError as error:
+            text = f"the answer can't be read: {error.error.message}"
+            raise errors.request_error(errors.Code.INTERNAL, text) from error
+
+
+def _timeout_s(timeout_ms: float | None) -> float:
+    """Returns the time after which a router that has not answered must be gone."""
+    return (_DEFAULT_TIMEOUT_MS if timeout_ms is None else timeout_ms) / 1e3 + _ANSWER_S
