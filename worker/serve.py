@@ -20,8 +20,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings, check_choic
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_sizes
-from tokenbus.worker.on_demand.models import OnDemandModels
-from tokenbus.worker.on_demand.replica import OnDemandReplica
+from tokenbus.worker.on_demand.models import OnDemandModels, OnDemandReplica
 from tokenbus.worker.replica.replica import Replica
 from tokenbus.worker.settings.settings import ModelToServe, OnProgress, WorkerSettings
 from tokenbus.worker.telemetry import vllm_metric_aliases

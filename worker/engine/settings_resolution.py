@@ -9,7 +9,7 @@ import msgspec
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.files.generation_config import GenerationConfig
+from tokenbus.worker.files.model_config import GenerationConfig
 
 AUTO = -1
 """The value of a setting that is left to the engine, where 0 has its own meaning."""

@@ -17,7 +17,7 @@ from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.process.memory import resident_bytes
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import messages, subjects
-from tokenbus.worker.adapters.adapter_folder import AdapterFolder
+from tokenbus.worker.adapters.adapters import AdapterFolder
 from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.contract import MemoryPlan, RecoveredCopies

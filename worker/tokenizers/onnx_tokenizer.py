@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 
 from tokenbus.protocol.prompt import prompt, token_bound, tokenizer_bundle
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.files.generation_config import to_token_ids
-from tokenbus.worker.files.model_config import read_genai
+from tokenbus.worker.files.model_config import read_genai, to_token_ids
 from tokenbus.worker.files.model_files import read_json
 from tokenbus.worker.tokenizers import model_tokenizer
 from tokenbus.worker.tokenizers.model_tokenizer import ModelTokenizer

@@ -11,9 +11,8 @@ import pytest
 from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.params import GenerationParams
-from tokenbus.worker.adapters import adapter_folder
-from tokenbus.worker.adapters.adapter_folder import AdapterFolder
-from tokenbus.worker.adapters.adapters import Adapters
+from tokenbus.worker.adapters import adapters as module
+from tokenbus.worker.adapters.adapters import AdapterFolder, Adapters
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
@@ -295,17 +294,17 @@ async def test_whatever_fails_in_a_folder_it_is_looked_through_again(
 ) -> None:
     adapters, _, _ = await opened()
     file(tmp_path, "a.gguf", "one")
-    folder, stamps = AdapterFolder(tmp_path, None, adapters), adapter_folder._stamps
+    folder, stamps = AdapterFolder(tmp_path, None, adapters), module._stamps
     looks: list[Path] = []
 
-    def sometimes(path: Path) -> dict[str, adapter_folder.Stamp]:
+    def sometimes(path: Path) -> dict[str, module.Stamp]:
         looks.append(path)
         if len(looks) == 1:
             raise KeyError("a bug")
         return stamps(path)
 
-    monkeypatch.setattr(adapter_folder, "_stamps", sometimes)
-    monkeypatch.setattr(adapter_folder, "_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "_stamps", sometimes)
+    monkeypatch.setattr(module, "_INTERVAL_S", 0.0)
     running = asyncio.create_task(folder.run())
     async with asyncio.timeout(10):
         while not adapters.cards():

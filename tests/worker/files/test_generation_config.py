@@ -7,8 +7,8 @@ import pytest
 
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.files import generation_config
-from tokenbus.worker.files.generation_config import GenerationConfig
+from tokenbus.worker.files import model_config
+from tokenbus.worker.files.model_config import GenerationConfig
 
 
 def read_config(tmp_path: Path, in_weights: dict[str, float] | None = None, **contents: object) -> GenerationConfig:
@@ -17,7 +17,7 @@ def read_config(tmp_path: Path, in_weights: dict[str, float] | None = None, **co
         path = tmp_path / f"{name}.json"
         path.write_text(content if isinstance(content, str) else json.dumps(content))
         sidecars[path.name] = path
-    return generation_config.read(sidecars, in_weights or {})
+    return model_config.read_generation_config(sidecars, in_weights or {})
 
 
 def test_without_files_nothing_is_recommended(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_end_tokens_may_have_either_name_in_either_file(tmp_path: Path, name: st
 
 def test_a_token_with_which_texts_begin_ends_a_completion_unless_it_is_an_ordinary_one(tmp_path: Path) -> None:
     one = read_config(tmp_path, generation_config={"bos_token_id": 1, "eos_token_id": 2})
-    assert generation_config.end_token_ids(one, [1, 2, 3]) == {1, 2}
-    assert generation_config.end_token_ids(one, [2, 3]) == {2}
+    assert model_config.end_token_ids(one, [1, 2, 3]) == {1, 2}
+    assert model_config.end_token_ids(one, [2, 3]) == {2}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from tests.support.engines import DEMO
 from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.on_demand.models import OnDemandModels
-from tokenbus.worker.on_demand.replica import LoadListener, OnDemandReplica
+from tokenbus.worker.on_demand.models import LoadListener, OnDemandModels, OnDemandReplica
 from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
 from tokenbus.worker.telemetry.metrics import WorkerMetrics
 

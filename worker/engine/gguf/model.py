@@ -24,7 +24,7 @@ from tokenbus.worker.engine.memory import fit
 from tokenbus.worker.engine.memory.fit import Room
 from tokenbus.worker.engine.memory.need import DevicePlacement, MemoryNeed, ModelFacts
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
-from tokenbus.worker.files import generation_config, gguf_metadata, model_files
+from tokenbus.worker.files import gguf_metadata, model_config, model_files
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.gguf_metadata import Metadata
 from tokenbus.worker.files.layouts import GgufLayout
@@ -115,7 +115,7 @@ class GgufModel:
         self.metadata = gguf_metadata.read(files.weights)
         if not self.metadata.num_tensors and self.metadata.number("split.count") <= 1:
             raise ModelError(f"{files.weights}: holds a vocabulary and no weights; pass --model the whole model")
-        self.generation_config = generation_config.read(files.sidecars, self.metadata.sampling_defaults())
+        self.generation_config = model_config.read_generation_config(files.sidecars, self.metadata.sampling_defaults())
         # Routers tokenize prompts, and a model that generates nothing gets none.
         self.pooling = model_facts.pooling_of(self.metadata)
         generates = self.pooling is None

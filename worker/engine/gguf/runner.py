@@ -44,7 +44,7 @@ from tokenbus.worker.engine.host_cache.slot_store import SlotStore, kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.memory.planner import MemoryPlanner, PlannedReplica
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
-from tokenbus.worker.files import generation_config
+from tokenbus.worker.files import model_config
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.layouts import GgufLayout, SafetensorsLayout
 from tokenbus.worker.files.model_files import ModelFiles
@@ -140,7 +140,7 @@ class GgufRunner:
         self._context: llama.llama_context_p | None = None
         self.adapters: ContextAdapters | None = None
         self._tokenizer = model.tokenizer
-        self.end_token_ids = self._tokenizer.end_token_ids | generation_config.end_token_ids(
+        self.end_token_ids = self._tokenizer.end_token_ids | model_config.end_token_ids(
             model.generation_config, self._tokenizer.rules.special_tokens.values()
         )
         self.token_bytes = self._tokenizer.token_bytes

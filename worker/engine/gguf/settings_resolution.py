@@ -10,7 +10,7 @@ from tokenbus.worker.convert import converted
 from tokenbus.worker.engine.settings_resolution import SettingRule, common_rules, require
 from tokenbus.worker.engine.settings_resolution import resolve as resolve_common
 from tokenbus.worker.files import number_types
-from tokenbus.worker.files.generation_config import GenerationConfig
+from tokenbus.worker.files.model_config import GenerationConfig
 
 CACHE_TYPES = {kind.name: kind.ggml for kind in number_types.ALL}
 _WITHOUT_FLASH_ATTENTION = ("f32", "f16", "bf16")

@@ -23,7 +23,7 @@ from tokenbus.worker.engine.onnx.lora import OnnxAdapter, no_adapters
 from tokenbus.worker.engine.onnx.onnx_memory import OnnxMemory
 from tokenbus.worker.engine.onnx.session import GraphRunner, Session
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
-from tokenbus.worker.files import generation_config, model_config, model_files
+from tokenbus.worker.files import model_config, model_files
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.model_files import ModelFiles, source_name
 from tokenbus.worker.tokenizers.onnx_tokenizer import OnnxTokenizer
@@ -52,7 +52,7 @@ class OnnxModel:
         self.device = device
         self.files = files
         self.model_config = model_config.read_onnx_config(files.sidecars)
-        self.generation_config = generation_config.read(files.sidecars, {})
+        self.generation_config = model_config.read_generation_config(files.sidecars, {})
         model = graph.load(files.weights)
         self.graph = graph.read(model, where, self.model_config.head_sizes)
         self.tokenizer = OnnxTokenizer(files.sidecars, self.graph.vocab_size, where)

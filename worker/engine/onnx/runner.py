@@ -35,7 +35,7 @@ from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.onnx.static_cache import StaticCache
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.engine.settings_resolution import resolve
-from tokenbus.worker.files import generation_config
+from tokenbus.worker.files import model_config
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.layouts import OnnxLayout
 from tokenbus.worker.files.model_files import ModelFiles
@@ -103,7 +103,7 @@ class OnnxRunner:
         self._model = model
         self._release = release
         self._tokenizer = model.tokenizer
-        self.end_token_ids = self._tokenizer.end_token_ids | generation_config.end_token_ids(
+        self.end_token_ids = self._tokenizer.end_token_ids | model_config.end_token_ids(
             model.generation_config, self._tokenizer.rules.special_tokens.values()
         )
         self.token_bytes = self._tokenizer.token_bytes

@@ -8,7 +8,7 @@ from tokenbus.worker.contract.engine_settings import CHOICES, EngineSettings
 from tokenbus.worker.engine.memory import need
 from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, Device, named
 from tokenbus.worker.engine.settings_resolution import AUTO, SettingRule, common_rules, require, resolve
-from tokenbus.worker.files.generation_config import GenerationConfig
+from tokenbus.worker.files.model_config import GenerationConfig
 
 _SHORT_CONTEXT = 4_096
 """The default context of rows that are a fixed part of memory, if the model was made for that much."""

@@ -5,7 +5,7 @@ import pytest
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf.settings_resolution import resolve, validate
-from tokenbus.worker.files.generation_config import GenerationConfig
+from tokenbus.worker.files.model_config import GenerationConfig
 
 
 def test_recommended_sizes_fill_in_what_settings_leave_open() -> None:

@@ -11,7 +11,7 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings, OnnxSettings, SchedulerSettings
 from tokenbus.worker.engine.onnx import settings_resolution
 from tokenbus.worker.engine.onnx.settings_resolution import CacheLimits
-from tokenbus.worker.files.generation_config import GenerationConfig
+from tokenbus.worker.files.model_config import GenerationConfig
 
 FIXED = CacheLimits(trained=4_096, bytes_per_token=1_000)
 OWN = FIXED._replace(has_own_rows=True)
