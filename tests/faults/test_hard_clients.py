@@ -19,10 +19,10 @@ from tokenbus.protocol.bus import connection as nats
 
 _READER = """
 import asyncio, sys
-from tokenbus.client import WireClient
+from tokenbus import Client
 
 async def main(url, count, max_tokens):
-    async with await WireClient.connect(url) as client:
+    async with Client(url) as client:
         async def read():
             fields = {"prompt": "Once upon a time", "ignore_eos": True, "temperature": 0}
             async for chunk in client.generate("demo", max_tokens=max_tokens, **fields):

@@ -12,7 +12,7 @@ import httpx2
 import msgspec
 import nats
 import pytest
-from nats.aio.client import WireClient as Nats
+from nats.aio.client import Client as Nats
 from nats.aio.msg import Msg
 
 from tests.support import page_client

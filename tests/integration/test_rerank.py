@@ -18,7 +18,7 @@ from tests.support.models import random_encoder
 from tests.support.models.random_encoder import EncoderShape
 from tests.support.raw_client import PREFIX, RawClient
 from tests.support.system import System, command
-from tokenbus.client.wire.wire_client import Client
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import errors, messages
 
 SHAPE = EncoderShape("bert", "rank")
@@ -107,7 +107,7 @@ async def test_documents_whose_engine_is_killed_are_ranked_by_the_next_engine_of
 async def test_the_library_and_the_command_rank_documents(system: System) -> None:
     bare = await system.connect()
     await until_ready(bare, 1)
-    async with await Client.connect(system.url) as client:
+    async with await WireClient.connect(system.url) as client:
         reply = await client.rerank("ranker", messages.RerankRequest(query=QUERY, documents=DOCUMENTS, top_n=2))
         assert reply.results
         with pytest.raises(errors.RequestError, match="invalid_request"):
