@@ -18,8 +18,7 @@ from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.scheduling.plan import SampledToken, StepPlan, StepResult
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget
-from tokenbus.worker.engine.sim.runner import VOCAB_SIZE
-from tokenbus.worker.engine.sim.timing import PRESETS, plan_ms
+from tokenbus.worker.engine.sim.runner import PRESETS, VOCAB_SIZE, plan_ms
 
 MODEL = "replayed"
 FINGERPRINT = "replay"

@@ -26,7 +26,7 @@ from tokenbus.replay.results import PolicyResult, TimeStats
 from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.svg import Axis, Series, bar_chart, document
 from tokenbus.router.placement.policies import POLICIES, make_policies
-from tokenbus.worker.engine.sim.timing import PRESETS
+from tokenbus.worker.engine.sim.runner import PRESETS
 
 _DEFAULTS = ReplaySettings(trace="")
 _WIDTH = 110

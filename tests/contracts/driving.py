@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from tests.support.engines import Recorder
 from tokenbus.worker.contract import contract, engine_output, engine_request
-from tokenbus.worker.contract.validator import StreamValidator
+from tokenbus.worker.contract.contract import StreamValidator
 
 SETTLE_S = 10.0
 

@@ -9,7 +9,7 @@ from tests.contracts.driving import prompt, request, run, settled, start, stream
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker.contract import contract, engine_output
-from tokenbus.worker.contract.validator import StreamValidator
+from tokenbus.worker.contract.contract import StreamValidator
 
 
 async def ends_with_exactly_one_terminal(engine: contract.Engine, config: contract.EngineConfig) -> None:

@@ -21,7 +21,7 @@ from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
 from tests.support.engines import Recorder, demo_engine, thread_engine
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker.contract import contract, engine_output, engine_request
-from tokenbus.worker.contract.validator import ContractError, StreamValidator
+from tokenbus.worker.contract.contract import ContractError, StreamValidator
 
 
 class Honest:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.traces import TracedRequest
 from tokenbus.replay.virtual_worker import RequestProgress, VirtualWorker
-from tokenbus.worker.engine.sim.timing import PRESETS
+from tokenbus.worker.engine.sim.runner import PRESETS
 
 SMALL = ReplaySettings(trace="", kv_blocks=40, block_size=4, timing="dynamo", max_num_seqs=4, max_num_batched_tokens=24)
 

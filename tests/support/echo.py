@@ -11,8 +11,7 @@ from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.onnx import kv_cache
 from tokenbus.worker.engine.onnx.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.graph import Graph, KvTensor
-from tokenbus.worker.engine.onnx.kv_cache import DecodeGroup, KvCache
-from tokenbus.worker.engine.onnx.lanes import LaneLengths
+from tokenbus.worker.engine.onnx.kv_cache import DecodeGroup, KvCache, LaneLengths
 from tokenbus.worker.engine.onnx.static_cache import HostRows, StaticCache
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, ScheduledTokens, StepPlan
 

@@ -21,16 +21,17 @@ from tests.hostile.scale import IS_LONG
 from tests.support import tiny_vocabulary, vocabularies
 from tests.support.hostile_constraints import ALL
 from tests.support.tiny_vocabulary import constraint
-from tokenbus.worker.engine.constraints.compilation import Compilation, Event
-from tokenbus.worker.engine.constraints.compile_slots import (
+from tokenbus.worker.engine.constraints.compilation import (
+    Compilation,
     CompiledConstraint,
     CompileJob,
     CompileStarted,
     ConstraintRefusal,
+    Event,
 )
+from tokenbus.worker.engine.constraints.compiler import ModelTokens
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
 from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 _MAX_TOKENS = 400 if IS_LONG else 100
 _MAX_S = 5.0

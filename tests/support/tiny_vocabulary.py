@@ -7,9 +7,8 @@ import numpy as np
 
 from tokenbus.worker.chat_format.lark import LarkWriter
 from tokenbus.worker.contract import engine_request
-from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler, ModelTokens
 from tokenbus.worker.engine.constraints.matcher import Matcher
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 END, OTHER_END, MARKER = 0, 1, 2
 WORDS = [b'{"', b'": ', b'", "', b", ", b"true", b"false", b"null", b"name", b"na", b"me", b"ab", b"abc", b"[]", b"}}"]

@@ -21,7 +21,7 @@ from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.replica_state import ReplicaState, Serving
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import contract, engine_output
-from tokenbus.worker.contract.validator import StreamValidator
+from tokenbus.worker.contract.contract import StreamValidator
 from tokenbus.worker.kv_exchange.exchange import KvExchange
 from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.settings.settings import FrontendSettings

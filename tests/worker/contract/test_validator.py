@@ -5,7 +5,7 @@ import pytest
 
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker.contract import engine_output, engine_request
-from tokenbus.worker.contract.validator import ContractError, StreamValidator
+from tokenbus.worker.contract.contract import ContractError, StreamValidator
 
 LENGTH, STOP, CANCELLED, ERROR = (
     messages.FinishReason.LENGTH,

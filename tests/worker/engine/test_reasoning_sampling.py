@@ -7,9 +7,8 @@ import numpy as np
 from tests.support.reasoning_vocabulary import KNOWN, ReasoningVocabulary
 from tests.support.sampling import asked, some_logits
 from tokenbus.worker.contract import engine_request
-from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler, ModelTokens
 from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 from tokenbus.worker.engine.device.sampler import Sampler
 from tokenbus.worker.engine.scheduling.plan import SampledToken
 from tokenbus.worker.engine.scheduling.sequence import Sequence

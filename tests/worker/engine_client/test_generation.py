@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker.contract import engine_output, engine_request
-from tokenbus.worker.contract.validator import StreamValidator
+from tokenbus.worker.contract.contract import StreamValidator
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client.generation import Generation

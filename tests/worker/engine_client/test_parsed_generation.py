@@ -11,7 +11,7 @@ from tokenbus.protocol.wire import messages
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reasoning
-from tokenbus.worker.contract.validator import StreamValidator
+from tokenbus.worker.contract.contract import StreamValidator
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import FinishRule
 from tokenbus.worker.engine_client.generation import AnswerReader, Generation

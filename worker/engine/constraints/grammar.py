@@ -20,6 +20,16 @@ _PATTERN = re.compile(r'"pattern"\s*:\s*"((?:[^"\\]|\\.)*)"')
 _COSTLY = re.compile(r"multipleOf|patternProperties|whitespace_pattern|\\u")
 """`multipleOf` becomes a regex with a state for each remainder; name patterns are compared with each other; and an
 escaped letter may hide any of these."""
+_JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+"""JSON is formatted as by Python's json.dumps. If white space is left to the model, some models never stop writing it,
+and keys could not be forced. A schema may specify another style."""
+_MAX_PROBLEM_CHARS = 200
+_PLACE = re.compile(r"at (\d+)\(\d+\): ")
+_RULE = re.compile(r"\w+")
+_REGEX_PROBLEM = "regex parse error:"
+_LIMITS = re.compile(r"limits\.|[Tt]oo many|too complex|too large|fuel|takes too|takes more|; max is")
+"""Errors contain one of these if a constraint exceeds a limit, llguidance's or ours."""
+_REASON = re.compile(r"^error: (.+)", re.MULTILINE)
 
 
 def is_small(constraint: engine_request.Constraint) -> bool:
@@ -38,18 +48,6 @@ def is_small(constraint: engine_request.Constraint) -> bool:
     if kind in (_Kind.REGEX, _Kind.CHOICE):
         return True
     return not _COSTLY.search(source) and sum(map(len, _PATTERN.findall(source))) <= _MAX_PATTERN_CHARS
-
-
-_JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""JSON is formatted as by Python's json.dumps. If white space is left to the model, some models never stop writing it,
-and keys could not be forced. A schema may specify another style."""
-_MAX_PROBLEM_CHARS = 200
-_PLACE = re.compile(r"at (\d+)\(\d+\): ")
-_RULE = re.compile(r"\w+")
-_REGEX_PROBLEM = "regex parse error:"
-_LIMITS = re.compile(r"limits\.|[Tt]oo many|too complex|too large|fuel|takes too|takes more|; max is")
-"""Errors contain one of these if a constraint exceeds a limit, llguidance's or ours."""
-_REASON = re.compile(r"^error: (.+)", re.MULTILINE)
 
 
 class ConstraintError(Exception):

@@ -12,6 +12,9 @@ import msgspec
 
 from tokenbus.worker.contract import engine_request
 
+_LENGTH = struct.Struct("<I")
+_MAX_DESCRIPTORS_AT_ONCE = 8
+
 
 class ChannelMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The base class of all messages."""
@@ -90,8 +93,6 @@ Command = Setup | Fork | Compile | Begin | Next | Encoded
 Report = Born | Compiled | Failed | MatcherState | Encode
 
 
-_LENGTH = struct.Struct("<I")
-_MAX_DESCRIPTORS_AT_ONCE = 8
 _encoder = msgspec.msgpack.Encoder()
 
 Received = TypeVar("Received")

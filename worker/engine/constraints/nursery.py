@@ -22,11 +22,10 @@ import msgspec
 
 from tokenbus.protocol.process.memory import resident_bytes
 from tokenbus.worker.engine.constraints import messages
-from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler, ModelTokens
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
 from tokenbus.worker.engine.constraints.matcher import MAX_SLOW_S, Matcher
 from tokenbus.worker.engine.constraints.messages import Channel
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 MAX_COMPILE_S = 2.0
 MAX_COMPILE_BYTES = 192 << 20

@@ -16,7 +16,7 @@ from tokenbus.worker.chat_format.known_formats import known_format
 from tokenbus.worker.chat_format.probe import Render
 from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
 from tokenbus.worker.contract.chat_format import ChatFormat
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens, PartEncoder
+from tokenbus.worker.engine.constraints.compiler import ModelTokens, PartEncoder
 
 _FEATURES = (
     "generate",
@@ -34,6 +34,28 @@ _FEATURES = (
     "cache_control",
 )
 _CONSTRAINED = ("structured_output", "grammar")
+_CPU_S = 2.0
+"""CPU time that all renderings together may take, including the start of their process; a starting worker is delayed by
+no more. Templates of real models need a quarter of a second. Wall-clock time would make a model's features depend on
+what else its machine is doing."""
+_MIN_CPU_S = 0.2
+"""With less than this left, no further process is started: its start alone would use it up."""
+_QUESTION = ChatMessage(role="user", content="What is the weather in Oslo?")
+_CALL: dict[str, Any] = {"function": {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}}
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Returns a forecast.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "Name of the city"},
+                "days": {"type": "integer", "description": "Number of days"},
+            },
+        },
+    },
+}
 
 
 def with_sampler(
@@ -62,30 +84,6 @@ def of_format(chat_format: ChatFormat | None) -> tuple[str, ...]:
     if chat_format is None:
         return ()
     return (*(("tools",) if chat_format.calls is not None else ()), *(("reasoning",) if chat_format.reasons else ()))
-
-
-_CPU_S = 2.0
-"""CPU time that all renderings together may take, including the start of their process; a starting worker is delayed by
-no more. Templates of real models need a quarter of a second. Wall-clock time would make a model's features depend on
-what else its machine is doing."""
-_MIN_CPU_S = 0.2
-"""With less than this left, no further process is started: its start alone would use it up."""
-_QUESTION = ChatMessage(role="user", content="What is the weather in Oslo?")
-_CALL: dict[str, Any] = {"function": {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}}
-_TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Returns a forecast.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "description": "Name of the city"},
-                "days": {"type": "integer", "description": "Number of days"},
-            },
-        },
-    },
-}
 
 
 def infer_chat_format(rules: tokenizer_bundle.PromptRules) -> ChatFormat | None:

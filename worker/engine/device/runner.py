@@ -15,7 +15,7 @@ from tokenbus.worker.files.device_memory import DeviceMemory
 
 if TYPE_CHECKING:  # a frontend imports this module, and numpy would cost it a tenth of a second
     from tokenbus.worker.engine.device.draws import Matrix
-    from tokenbus.worker.engine.device.logits_health import LogitsHealth
+    from tokenbus.worker.engine.device.non_finite import LogitsHealth
     from tokenbus.worker.engine.scheduling.lanes import LaneShare
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.engine.host_cache import finite
+from tokenbus.worker.engine.device import non_finite
 from tokenbus.worker.files import gguf_metadata, number_types
 from tokenbus.worker.files.gguf_metadata import Metadata, TensorInfo
 
@@ -115,7 +115,7 @@ def _check_numbers(name: str, tensor: TensorInfo, data: bytes) -> None:
     values = memoryview(data)[tensor.start : tensor.start + kind.num_bytes(math.prod(tensor.shape))]
     if len(values) < kind.num_bytes(math.prod(tensor.shape)):
         raise ValueError("is corrupt or cut short; fetch the file again")
-    if not finite.all_finite(values, kind):
+    if not non_finite.all_finite(values, kind):
         raise ValueError(f"{name} has values that are not finite (NaN or infinity): train or convert the adapter again")
 
 

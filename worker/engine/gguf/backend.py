@@ -1,13 +1,18 @@
-"""Initialises llama.cpp once per process and passes its log lines on to ours."""
+"""Initialises llama.cpp once per process, passes its log lines on to ours, and finds the devices that it can use."""
 
 import ctypes
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from llama_cpp import _ggml
 from llama_cpp import llama_cpp as llama
+
+from tokenbus.worker.contract.contract import EngineDevice
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.files.device_memory import HOST, DeviceMemory
 
 _ERROR, _WARNING = 4, 3
 _MAX_ERRORS = 8
@@ -16,6 +21,12 @@ _BUILD_FOLDER = re.compile(r"^/\S*/")
 _lock = threading.Lock()
 _last_errors: list[str] = []
 _abort_listeners: list[Callable[[str], None]] = []
+NO_DEVICE = "none"
+"""Stands for no device: everything is computed on the CPU."""
+_CPU = 0
+"""GGML_BACKEND_DEVICE_TYPE_CPU in ggml-backend.h, and the next two."""
+_GPU = 1
+_INTEGRATED_GPU = 2
 
 
 def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
@@ -60,3 +71,95 @@ def last_error() -> str:
         first = _last_errors[0] if _last_errors else "llama.cpp says no more"
         _last_errors.clear()
     return first
+
+
+_ggml.libggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+_ggml.libggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+_ggml.libggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+_ggml.libggml.ggml_backend_dev_name.argtypes = [ctypes.c_void_p]
+_ggml.libggml.ggml_backend_dev_name.restype = ctypes.c_char_p
+_ggml.libggml.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
+_ggml.libggml.ggml_backend_dev_description.argtypes = [ctypes.c_void_p]
+_ggml.libggml.ggml_backend_dev_description.restype = ctypes.c_char_p
+_ggml.libggml.ggml_backend_dev_memory.argtypes = [
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_size_t),
+    ctypes.POINTER(ctypes.c_size_t),
+]
+_ggml.libggml.ggml_backend_dev_memory.restype = None
+
+
+def select_devices(names: Sequence[str], there: dict[str, int]) -> list[int]:
+    """Returns the addresses of devices, given those of all available ones. Raises ModelError naming the allowed
+    values."""
+    if list(names) == [NO_DEVICE]:
+        return []
+    for name in names:
+        if name not in there:
+            known = f"{', '.join(there)}, or {NO_DEVICE}" if there else f"{NO_DEVICE}, since llama.cpp finds no GPU"
+            raise ModelError(f"--devices must be {known}, got {name}")
+    if len(set(names)) < len(names):
+        raise ModelError(f"--devices must name each device once, got {','.join(names)}")
+    return [there[name] for name in names]
+
+
+def all_devices() -> dict[str, int]:
+    """Returns the addresses of all devices besides the CPU, by name. llama.cpp must be initialised."""
+    lib = _ggml.libggml
+    found = [lib.ggml_backend_dev_get(number) for number in range(lib.ggml_backend_dev_count())]
+    return {lib.ggml_backend_dev_name(one).decode(): one for one in found if lib.ggml_backend_dev_type(one) != _CPU}
+
+
+def gpus() -> dict[str, int]:
+    """Returns the addresses of the GPUs by name: llama.cpp uses integrated ones only if there are no others."""
+    lib = _ggml.libggml
+    there = all_devices()
+    discrete, integrated = (
+        {name: address for name, address in there.items() if lib.ggml_backend_dev_type(address) == kind}
+        for kind in (_GPU, _INTEGRATED_GPU)
+    )
+    return discrete or integrated
+
+
+def computing_gpus(there: dict[str, int], settings: EngineSettings, gpu_layers: int) -> dict[str, int]:
+    """Returns the GPUs that compute `gpu_layers` of a model's layers."""
+    chosen = {name: there[name] for name in (settings.devices or there) if name in there}
+    if not gpu_layers or not chosen:
+        return {}
+    if settings.split_mode == "none":
+        main = [*chosen][min(settings.main_gpu, len(chosen) - 1)]
+        return {main: chosen[main]}
+    return chosen
+
+
+def device_description(address: int) -> str:
+    """Returns the driver's description of a device."""
+    words: bytes = _ggml.libggml.ggml_backend_dev_description(address)
+    return words.decode(errors="replace")
+
+
+def describe_devices(computing: Mapping[str, str], num_layers: int, gpu_layers: int) -> tuple[EngineDevice, ...]:
+    """Returns all devices that compute a model, given the descriptions of its GPUs by name. The output is the first of
+    the `gpu_layers`; how several GPUs divide the others is unknown."""
+    on_gpus = min(max(0, gpu_layers - 1), num_layers) if computing else 0
+    host = EngineDevice(name=HOST, kind="cpu", layers=num_layers - on_gpus)
+    layers = on_gpus if len(computing) == 1 else None
+    return (
+        *([host] if on_gpus < num_layers else []),
+        *(EngineDevice(name=name, kind="gpu", description=words, layers=layers) for name, words in computing.items()),
+    )
+
+
+def device_memory(there: dict[str, int]) -> list[DeviceMemory]:
+    """Returns the memory of devices, given their addresses by name. A device without its own memory reports 0."""
+    found = []
+    for name, address in there.items():
+        free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        _ggml.libggml.ggml_backend_dev_memory(address, ctypes.byref(free), ctypes.byref(total))
+        found.append(DeviceMemory(name, total.value, free.value))
+    return found
+
+
+def as_device_array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    """Returns addresses as llama.cpp takes them, with a null after the last."""
+    return (ctypes.c_void_p * (len(addresses) + 1))(*addresses)

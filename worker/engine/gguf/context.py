@@ -23,6 +23,10 @@ from tokenbus.worker.engine.gguf.model_facts import IDLE_LANES
 
 Outputs = Literal["none", "last", "all"]
 """Which tokens of each part have outputs: a row of logits, or a hidden state."""
+CELLS = 256
+"""llama.cpp rounds its KV memory up to multiples of this, but not the tokens that it takes in one batch."""
+_NO_ROOM, _OUT_OF_MEMORY = 1, -2
+"""llama_decode's results for too few cells, and for an allocation that failed."""
 
 
 class BatchPart(NamedTuple):
@@ -81,10 +85,6 @@ class LlamaBatch:
 
 def _pointer(array: np.ndarray, ctype: type) -> ctypes._Pointer:  # type: ignore[type-arg]
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(ctype))
-
-
-CELLS = 256
-"""llama.cpp rounds its KV memory up to multiples of this, but not the tokens that it takes in one batch."""
 
 
 class ContextTooLargeError(ModelTooLargeError):
@@ -169,10 +169,6 @@ def common_params(settings: EngineSettings) -> llama.llama_context_params:
     params.type_v = settings_resolution.CACHE_TYPES[settings.cache_type_v]
     params.no_perf = True
     return params
-
-
-_NO_ROOM, _OUT_OF_MEMORY = 1, -2
-"""llama_decode's results for too few cells, and for an allocation that failed."""
 
 
 class PoolingSize(NamedTuple):

@@ -18,7 +18,7 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device import features
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
-from tokenbus.worker.engine.gguf import backend, context, devices, model_facts, settings_resolution
+from tokenbus.worker.engine.gguf import backend, context, model_facts, settings_resolution
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters, LlamaAdapter
 from tokenbus.worker.engine.memory import fit
 from tokenbus.worker.engine.memory.fit import Room
@@ -31,6 +31,9 @@ from tokenbus.worker.files.layouts import GgufLayout
 from tokenbus.worker.files.model_files import ModelFiles, source_name
 from tokenbus.worker.tokenizers import gguf_bundle, model_tokenizer
 from tokenbus.worker.tokenizers.gguf_tokenizer import GgufTokenizer
+
+_MAX_DEVICES = 128
+"""More devices than llama.cpp can use. It reads one share for each device that it finds."""
 
 
 class GgufMemory:
@@ -52,13 +55,13 @@ class GgufMemory:
     def gpus(self, settings: EngineSettings) -> Sequence[DeviceMemory]:
         if not settings.gpu_layers or not llama.llama_supports_gpu_offload():
             return []
-        there = devices.all_devices()
+        there = backend.all_devices()
         if settings.devices:
-            devices.select(settings.devices, there)
-            there = {name: there[name] for name in settings.devices if name != devices.NONE}
+            backend.select_devices(settings.devices, there)
+            there = {name: there[name] for name in settings.devices if name != backend.NO_DEVICE}
         elif settings.split_mode == "none":
             there = dict(list(there.items())[settings.main_gpu : settings.main_gpu + 1])
-        return devices.memory(there)
+        return backend.device_memory(there)
 
     def place(self, facts: ModelFacts, settings: EngineSettings, gpu: Room, num_gpus: int) -> DevicePlacement:
         layers, output = model_facts.layer_bytes(self._weights)
@@ -72,15 +75,11 @@ class GgufMemory:
         return msgspec.structs.replace(settings, context_length=settings.context_length or need.context_length)
 
 
-_MAX_DEVICES = 128
-"""More devices than llama.cpp can use. It reads one share for each device that it finds."""
-
-
 class GgufModelKey(NamedTuple):
     """The properties that replicas must have in common to share a model."""
 
     weights: Path
-    devices: tuple[str, ...]
+    backend: tuple[str, ...]
     gpu_layers: int
     split_mode: str
     main_gpu: int
@@ -139,7 +138,7 @@ class GgufModel:
         self.chat_format = features.infer_chat_format(self.tokenizer.rules)
         self._adapters: LoadedModels[LlamaAdapter] = LoadedModels()
         self._held = model_files.hold_weights(files.weights)
-        self._gpus = devices.computing(devices.gpus(), settings, self.placement.gpu_layers)
+        self._gpus = backend.computing_gpus(backend.gpus(), settings, self.placement.gpu_layers)
         """The addresses of the GPUs that compute it, by name."""
 
     def __repr__(self) -> str:
@@ -166,8 +165,8 @@ class GgufModel:
             versions={"llama_cpp_python": llama_cpp.__version__},
             pid=os.getpid(),
             files=self.files.to_paths(),
-            devices=devices.describe(
-                {name: devices.description(address) for name, address in self._gpus.items()},
+            devices=backend.describe_devices(
+                {name: backend.device_description(address) for name, address in self._gpus.items()},
                 int(llama.llama_model_n_layer(self.handle)),
                 self.placement.gpu_layers,
             ),
@@ -175,7 +174,7 @@ class GgufModel:
 
     def device_memory(self) -> list[DeviceMemory]:
         """Returns the memory of the GPUs that compute it."""
-        return devices.memory(self._gpus)
+        return backend.device_memory(self._gpus)
 
     def adapters_of(self, context: llama.llama_context_p) -> ContextAdapters:
         """Returns the adapters of a context, which has none yet."""
@@ -201,10 +200,10 @@ def _load(
     params.split_mode = settings_resolution.SPLIT_MODES[settings.split_mode]
     params.main_gpu = settings.main_gpu
     # Read while the model is loading, so it has to live as long as this function.
-    there = devices.all_devices()
-    selected = devices.select(settings.devices, there)
+    there = backend.all_devices()
+    selected = backend.select_devices(settings.devices, there)
     settings_resolution.check_tensor_split(settings, len(selected) if settings.devices else len(there))
-    chosen = devices.as_array(selected)
+    chosen = backend.as_device_array(selected)
     if settings.devices:
         params.devices = ctypes.cast(chosen, ctypes.c_void_p)
     if settings.tensor_split:

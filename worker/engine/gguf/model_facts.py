@@ -18,6 +18,32 @@ IDLE_LANES = 48
 """Lanes for the ends of cached prefixes. Each costs a row of logits in host memory."""
 OTHER_ROWS = IDLE_LANES + 1
 """Rows of logits besides those of running sequences; one lane is for copies."""
+EMBEDDED_INPUTS = 16
+"""The most inputs that a model which generates embeds in one batch; each costs a row of logits."""
+MEAN_OUTPUTS = 64
+"""The most tokens whose states are returned at once if an embedding is the mean of all; each costs a row of logits
+too."""
+_MAX_DEFAULT_EMBED_TOKENS = 2_048
+_CACHE_TYPES = {kind.name: kind for kind in number_types.ALL}
+_F32_BYTES = 4
+_WINDOW_PATTERNS = {
+    "afmoe": 4,
+    "cohere2": 4,
+    "exaone4": 4,
+    "gemma2": 2,
+    "gemma3": 6,
+    "gemma3n": 5,
+    "gpt-oss": 2,
+    "llama4": 4,
+    "olmo2": 4,
+    "smallthinker": 4,
+}
+"""Architectures whose files need not say which layers have windows: all but one in this many. Files of others may name
+a window too, which llama.cpp ignores."""
+_RECURRENT_ARCHITECTURES = ("arwkv7", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7")
+"""Those in which no layer attends, even if their files name heads."""
+_INTERVAL_ARCHITECTURES = ("qwen3next", "qwen35", "qwen35moe")
+"""Those in which one layer in this many attends, and the others have a recurrent state."""
 
 
 class PoolingType(enum.Enum):
@@ -101,34 +127,6 @@ def _parts(weights: Path) -> list[Path]:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-EMBEDDED_INPUTS = 16
-"""The most inputs that a model which generates embeds in one batch; each costs a row of logits."""
-MEAN_OUTPUTS = 64
-"""The most tokens whose states are returned at once if an embedding is the mean of all; each costs a row of logits
-too."""
-_MAX_DEFAULT_EMBED_TOKENS = 2_048
-_CACHE_TYPES = {kind.name: kind for kind in number_types.ALL}
-_F32_BYTES = 4
-_WINDOW_PATTERNS = {
-    "afmoe": 4,
-    "cohere2": 4,
-    "exaone4": 4,
-    "gemma2": 2,
-    "gemma3": 6,
-    "gemma3n": 5,
-    "gpt-oss": 2,
-    "llama4": 4,
-    "olmo2": 4,
-    "smallthinker": 4,
-}
-"""Architectures whose files need not say which layers have windows: all but one in this many. Files of others may name
-a window too, which llama.cpp ignores."""
-_RECURRENT_ARCHITECTURES = ("arwkv7", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7")
-"""Those in which no layer attends, even if their files name heads."""
-_INTERVAL_ARCHITECTURES = ("qwen3next", "qwen35", "qwen35moe")
-"""Those in which one layer in this many attends, and the others have a recurrent state."""
 
 
 def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:

@@ -17,28 +17,19 @@ from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.convert import converted
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
-from tokenbus.worker.engine.device import features, logits_health
+from tokenbus.worker.engine.constraints.compiler import ModelTokens
+from tokenbus.worker.engine.device import features, non_finite
 from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
-from tokenbus.worker.engine.device.logits_health import LogitsHealth
+from tokenbus.worker.engine.device.non_finite import LogitsHealth
 from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.device.sampler import Sampler
-from tokenbus.worker.engine.gguf import (
-    backend,
-    context,
-    devices,
-    model_facts,
-    pooler,
-    probe,
-    settings_resolution,
-    state_blob,
-)
+from tokenbus.worker.engine.gguf import backend, context, model_facts, pooler, probe, settings_resolution, state_blob
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters
-from tokenbus.worker.engine.gguf.causal_embedder import CausalEmbedder
 from tokenbus.worker.engine.gguf.context import BatchPart, LlamaBatch
 from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID, Lanes
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
+from tokenbus.worker.engine.gguf.pooler import CausalEmbedder
 from tokenbus.worker.engine.host_cache import slot_store
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore, kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
@@ -215,7 +206,7 @@ class GgufRunner:
         if not self._decode(batch, has_rows=has_rows):
             return {part.lane: Undone.NO_ROOM for part in batch}
         if has_rows:
-            return logits_health.sort_out(batch, self._rows(len(batch)), self._sampler, self.logits)
+            return non_finite.sort_out(batch, self._rows(len(batch)), self._sampler, self.logits)
         return {part.lane: None if self._is_finite(part) else Undone.POISONED for part in batch}
 
     def _decode(self, batch: Listing[ScheduledTokens], *, has_rows: bool) -> bool:
@@ -358,5 +349,5 @@ def _identity(fingerprint: str, settings: EngineSettings, capabilities: probe.Ca
 
 
 def _uses_gpu(settings: EngineSettings) -> bool:
-    wanted = bool(settings.gpu_layers) and settings.devices != (devices.NONE,)
+    wanted = bool(settings.gpu_layers) and settings.devices != (backend.NO_DEVICE,)
     return wanted and bool(llama.llama_supports_gpu_offload())

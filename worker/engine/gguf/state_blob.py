@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from tokenbus.worker.contract.contract import KvBlockFormat
-from tokenbus.worker.engine.host_cache import finite
+from tokenbus.worker.engine.device import non_finite
 from tokenbus.worker.files import number_types
 from tokenbus.worker.files.number_types import NumberType
 
@@ -134,7 +134,7 @@ class StateFormat(NamedTuple):
 
     def _is_finite(self, blob: bytes | bytearray | memoryview, count: int) -> bool:
         view = memoryview(blob)
-        return all(finite.all_finite(view[start:end], kind) for kind, start, end in self._data(count))
+        return all(non_finite.all_finite(view[start:end], kind) for kind, start, end in self._data(count))
 
     def _data(self, count: int) -> Iterator[tuple[NumberType, int, int]]:
         """Yields the type of each tensor's numbers, and where they begin and end in a blob of `count` tokens."""

@@ -28,6 +28,22 @@ position and the number of tokens."""
 
 FindStateProblem = Callable[[memoryview], str]
 """Says in a word why data can't be a lane's state; empty if it can."""
+_MAX_SLOTS = 1 << 20
+"""The prefix tree takes about 1 kB of memory per block."""
+_DEFAULT_SLOTS = 65_536
+_LEAST_TOKENS = 16
+"""A checkpoint with fewer tokens is of little use."""
+_SLOT_TOKENS = 64
+"""A slot for checkpoints has room for the keys and values of this many tokens, within the limits `_MIN_SLOT_BYTES` and
+`_MAX_SLOT_BYTES`."""
+_MIN_SLOT_BYTES = 4_096
+_MAX_SLOT_BYTES = 1 << 20
+_MIN_SLOT_TOKENS = 256
+_BYTES_PER_TOKEN_ID = 64
+"""A slot has room for one token id per this many bytes of data: the ids take a sixteenth of it."""
+_DEFAULT_BYTES = 1 << 30
+_DEFAULT_SHARE = 8
+"""Without a setting, at most one in this many bytes of the machine's memory is used for copies."""
 
 
 class RegionError(RuntimeError):
@@ -277,24 +293,6 @@ class SlotStore:
                 left, offset = left[count:], offset + count
         except OSError as error:
             raise DeviceError(f"the host cache could not be written: {error}") from error
-
-
-_MAX_SLOTS = 1 << 20
-"""The prefix tree takes about 1 kB of memory per block."""
-_DEFAULT_SLOTS = 65_536
-_LEAST_TOKENS = 16
-"""A checkpoint with fewer tokens is of little use."""
-_SLOT_TOKENS = 64
-"""A slot for checkpoints has room for the keys and values of this many tokens, within the limits `_MIN_SLOT_BYTES` and
-`_MAX_SLOT_BYTES`."""
-_MIN_SLOT_BYTES = 4_096
-_MAX_SLOT_BYTES = 1 << 20
-_MIN_SLOT_TOKENS = 256
-_BYTES_PER_TOKEN_ID = 64
-"""A slot has room for one token id per this many bytes of data: the ids take a sixteenth of it."""
-_DEFAULT_BYTES = 1 << 30
-_DEFAULT_SHARE = 8
-"""Without a setting, at most one in this many bytes of the machine's memory is used for copies."""
 
 
 def make_store(

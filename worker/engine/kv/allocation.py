@@ -21,6 +21,11 @@ from tokenbus.worker.engine.kv.retention import NO_HINT, CacheHint
 
 _CONTINUED_SHARE = 0.5
 """A prompt continues a cached one if at least this share of it was cached when it arrived."""
+_GENERATION_PROMPT_TOKENS = 8
+_INTERVAL_TOKENS = 2_048
+_KEPT_STATES = 2
+"""The number of last states kept where a client wants its prefix kept: the next turn continues from its end, or
+from before the answer if the template writes that differently."""
 
 
 class Allocation:
@@ -277,13 +282,6 @@ class Allocation:
     def _share(self, source: int | None, start: int) -> None:
         if source is not None:
             self._cache.ops.add(Share(source, self.lane, start, self.node.end))
-
-
-_GENERATION_PROMPT_TOKENS = 8
-_INTERVAL_TOKENS = 2_048
-_KEPT_STATES = 2
-"""The number of last states kept where a client wants its prefix kept: the next turn continues from its end, or
-from before the answer if the template writes that differently."""
 
 
 class CheckpointedAllocation(Allocation):

@@ -19,6 +19,21 @@ _RESERVE_SHARE = 16
 _LEAST_RESERVE = 512 << 20
 _MOST_RESERVE = 4 << 30
 _MAX_RESERVE_SHARE = 4
+_UNKNOWN_CONTEXT = 8_192
+"""The context for which a model counts as trained if its files don't say."""
+_MAX_CONTEXT = 262_144
+"""The longest context that is chosen without a setting."""
+_MAX_POOLED_INPUT = 8_192
+"""The longest input that a model pools without a setting: attention memory grows with its square."""
+_CONTEXTS = 4
+"""By default there is KV memory for this many contexts (`shared_kv_tokens`)."""
+_MAX_SHARED_TOKENS = 65_536
+_LEAST_CONTEXT = 2_048
+"""No shorter context is chosen: most chats would not fit."""
+_OFFLOADED_CONTEXT = 8_192
+"""Layers are put on GPUs as long as this many tokens still fit beside them."""
+_HOST_CACHE_SHARE = 8
+"""If the KV cache has to shrink, the host cache gets one in this many bytes of what both have."""
 
 
 class OtherClaim(NamedTuple):
@@ -64,23 +79,6 @@ def room_of(
     later = sum(one.later_bytes for one in listed)
     chosen = min(own - later, int(of_all * share)) - reserve_bytes(device.total_bytes)
     return Room(device.total_bytes, max(0, own - elsewhere_bytes), max(0, chosen - elsewhere_bytes))
-
-
-_UNKNOWN_CONTEXT = 8_192
-"""The context for which a model counts as trained if its files don't say."""
-_MAX_CONTEXT = 262_144
-"""The longest context that is chosen without a setting."""
-_MAX_POOLED_INPUT = 8_192
-"""The longest input that a model pools without a setting: attention memory grows with its square."""
-_CONTEXTS = 4
-"""By default there is KV memory for this many contexts (`shared_kv_tokens`)."""
-_MAX_SHARED_TOKENS = 65_536
-_LEAST_CONTEXT = 2_048
-"""No shorter context is chosen: most chats would not fit."""
-_OFFLOADED_CONTEXT = 8_192
-"""Layers are put on GPUs as long as this many tokens still fit beside them."""
-_HOST_CACHE_SHARE = 8
-"""If the KV cache has to shrink, the host cache gets one in this many bytes of what both have."""
 
 
 class Rooms(NamedTuple):

@@ -27,6 +27,24 @@ from tokenbus.worker.files import gguf_metadata
 from tokenbus.worker.files.gguf_metadata import TensorInfo
 
 _GGUF = b"GGUF"
+_F32, _F16, _Q8_0, _BF16 = 0, 1, 8, 30
+_BLOCK = 32
+_DTYPES: Mapping[int, np.dtype[Any]] = {
+    _F32: np.dtype("<f4"),
+    _F16: np.dtype("<f2"),
+    _BF16: np.dtype("<u2"),
+    _Q8_0: np.dtype([("scale", "<f2"), ("integers", "i1", _BLOCK)]),
+}
+_ROTATED = ("q_proj", "k_proj")
+_SUFFIX = ".safetensors"
+_WEIGHTS = f"adapter_model{_SUFFIX}"
+_CONFIG = "adapter_config.json"
+_MATRIX = re.compile(r"(?:base_model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
+_MODULE = re.compile(r"(?:.+\.)?layers\.(\d+)\.(?:self_attn|attn|attention|mlp|feed_forward)\.(\w+)")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Initializations that change the base's own weights, by the prefixes of their names."""
+_MAX_SETS = 8
+"""The number of adapter sets whose inputs are kept: clients choose scales, so there could be any number of sets."""
 
 
 class OnnxAdapterFile(NamedTuple):
@@ -96,17 +114,6 @@ def _check(path: Path, changes: Mapping[Place, Change], base: Base) -> None:
             )
 
 
-_F32, _F16, _Q8_0, _BF16 = 0, 1, 8, 30
-_BLOCK = 32
-_DTYPES: Mapping[int, np.dtype[Any]] = {
-    _F32: np.dtype("<f4"),
-    _F16: np.dtype("<f2"),
-    _BF16: np.dtype("<u2"),
-    _Q8_0: np.dtype([("scale", "<f2"), ("integers", "i1", _BLOCK)]),
-}
-_ROTATED = ("q_proj", "k_proj")
-
-
 def _gguf_changes(path: Path, data: bytes, base: Base) -> Mapping[Place, Change]:
     """Raises ModelError, naming the problem, unless it is an adapter for the model."""
     architecture = _architecture(path, base)
@@ -163,15 +170,6 @@ def _halves(b: Array, head_width: int) -> Array:
     split = b.reshape(-1, head_width // 2, 2, b.shape[1])
     reordered: Array = split.swapaxes(1, 2).reshape(b.shape)
     return reordered
-
-
-_SUFFIX = ".safetensors"
-_WEIGHTS = f"adapter_model{_SUFFIX}"
-_CONFIG = "adapter_config.json"
-_MATRIX = re.compile(r"(?:base_model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
-_MODULE = re.compile(r"(?:.+\.)?layers\.(\d+)\.(?:self_attn|attn|attention|mlp|feed_forward)\.(\w+)")
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-"""Initializations that change the base's own weights, by the prefixes of their names."""
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -256,10 +254,6 @@ def _is_named(pattern: str, module: str) -> bool:
         return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
     except re.error:
         return False
-
-
-_MAX_SETS = 8
-"""The number of adapter sets whose inputs are kept: clients choose scales, so there could be any number of sets."""
 
 
 class ReplicaAdapters:

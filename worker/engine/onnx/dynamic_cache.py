@@ -16,8 +16,7 @@ import numpy as np
 from tokenbus.worker.contract.engine_errors import InsufficientMemoryError
 from tokenbus.worker.engine.onnx import kv_cache
 from tokenbus.worker.engine.onnx.graph import Array, KvTensor
-from tokenbus.worker.engine.onnx.kv_cache import DecodeGroup, DecodeResult
-from tokenbus.worker.engine.onnx.lanes import Copy, LaneChange, LaneTransfer, Shrink
+from tokenbus.worker.engine.onnx.kv_cache import Copy, DecodeGroup, DecodeResult, LaneChange, LaneTransfer, Shrink
 from tokenbus.worker.engine.onnx.session import NO_ADAPTERS, AdapterInputs, Binding, GraphRunner
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 

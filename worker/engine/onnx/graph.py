@@ -57,6 +57,14 @@ _UNSUPPORTED_INPUTS = (
     ),
     (r"beam|cache_indirection", "is of beam search; an export without it would work"),
 )
+_UNKNOWN = HeadSizes()
+HIDDEN = "tokenbus.hidden"
+"""The added output: the hidden states, of (batch, tokens, width)."""
+_LAST = "tokenbus.last"
+_PROJECTIONS = ("MatMul", "MatMulNBits", "MatMulBnb4", "MatMulIntegerToFloat", "FusedMatMul")
+"""Nodes that keep the axes of their input. Gemm is not one of them: it takes matrices, which have no token axis."""
+_AFTER_PROJECTION = ("Cast", "Add", "Mul", "Div", "Tanh", "Identity")
+"""Nodes that may follow the projection: a bias, a cap, a conversion."""
 
 
 class KvTensor(NamedTuple):
@@ -102,9 +110,6 @@ class Graph(NamedTuple):
     @property
     def bytes_per_token(self) -> int:
         return sum(kv.bytes_per_token for kv in self.kv)
-
-
-_UNKNOWN = HeadSizes()
 
 
 def read(model: onnx.ModelProto, where: str, sizes: HeadSizes = _UNKNOWN) -> Graph:
@@ -274,15 +279,6 @@ def _is_beside(path: Path, name: str) -> bool:
     """Whether a file is in the model's own folder; a name that leads out of the folder never is."""
     parts = Path(name).parts
     return bool(parts) and ".." not in parts and not Path(name).is_absolute() and os.path.isfile(path.parent / name)
-
-
-HIDDEN = "tokenbus.hidden"
-"""The added output: the hidden states, of (batch, tokens, width)."""
-_LAST = "tokenbus.last"
-_PROJECTIONS = ("MatMul", "MatMulNBits", "MatMulBnb4", "MatMulIntegerToFloat", "FusedMatMul")
-"""Nodes that keep the axes of their input. Gemm is not one of them: it takes matrices, which have no token axis."""
-_AFTER_PROJECTION = ("Cast", "Add", "Mul", "Div", "Tanh", "Identity")
-"""Nodes that may follow the projection: a bias, a cap, a conversion."""
 
 
 def keep_last_logits(model: onnx.ModelProto, logits: str) -> bool:

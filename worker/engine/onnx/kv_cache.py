@@ -7,15 +7,109 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tokenbus.worker.engine.host_cache import finite
+from tokenbus.worker.engine.device import non_finite
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.ledger import KvUsage
-from tokenbus.worker.engine.kv.ops import Discard, Offload, Onload
+from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share, Truncate, Wipe
 from tokenbus.worker.engine.onnx.graph import Array, KvTensor
-from tokenbus.worker.engine.onnx.lanes import HostMove, LaneChange, LaneLengths
 from tokenbus.worker.engine.onnx.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 from tokenbus.worker.files import number_types
+
+_NUMBER_TYPES = {"float32": number_types.F32, "float16": number_types.F16}
+
+
+class Copy(NamedTuple):
+    """Lane `to`, which holds `start` tokens, gets those up to `end` from lane `lane`."""
+
+    lane: int
+    to: int
+    start: int
+    end: int
+
+
+class LaneTransfer(NamedTuple):
+    """Lane `to`, which is empty, gets the memory of lane `lane` and its first `end` tokens; `lane` is then empty."""
+
+    lane: int
+    to: int
+    end: int
+
+
+class Shrink(NamedTuple):
+    """A lane keeps only its first `end` tokens."""
+
+    lane: int
+    end: int
+
+
+LaneChange = Copy | LaneTransfer | Shrink
+HostMove = Offload | Onload | Discard
+"""Changes that involve copies in host memory."""
+
+
+class LaneLengths:
+    """The lengths of all lanes in tokens, and what the block pool's operations change in them.
+
+    The pool assumes that lanes can share memory. Here each lane has its own, so sharing means copying, unless the
+    sharing lane is emptied right after: then its memory changes hands. Tokens that a lane already holds are never
+    copied."""
+
+    def __init__(self, num_lanes: int) -> None:
+        self.lengths = [0] * num_lanes
+
+    def __repr__(self) -> str:
+        return f"<LaneLengths {sum(map(bool, self.lengths))} of {len(self.lengths)} hold {sum(self.lengths)} tokens>"
+
+    def grow(self, lane: int, start: int, end: int) -> None:
+        """Records that the tokens `start` to `end` of a lane were computed."""
+        assert start <= self.lengths[lane], (self.lengths[lane], start)
+        self.lengths[lane] = end
+
+    def resolve(self, kv_ops: Listing[KvOp]) -> list[LaneChange | HostMove]:
+        """Returns the changes that the operations amount to, in order. The lengths are updated as if they were done."""
+        found: list[LaneChange | HostMove] = []
+        for place, op in enumerate(kv_ops):
+            match op:
+                case Share(lane, to, start, end) if end > self.lengths[to]:
+                    assert start == self.lengths[to], (op, self.lengths)
+                    assert end <= self.lengths[lane], (op, self.lengths)
+                    self.lengths[to] = end
+                    if start == 0 and _empties_next(kv_ops[place + 1 :], lane):
+                        self.lengths[lane] = 0
+                        found.append(LaneTransfer(lane, to, end))
+                    else:
+                        found.append(Copy(lane, to, start, end))
+                case Truncate(lane, start, None) if start < self.lengths[lane]:
+                    self.lengths[lane] = start
+                    found.append(Shrink(lane, start))
+                case Offload(_, lane, _, end):
+                    assert end <= self.lengths[lane], (op, self.lengths)
+                    found.append(op)
+                case Onload(_, lane, start, end) if end > self.lengths[lane]:
+                    assert start == self.lengths[lane], (op, self.lengths)
+                    self.lengths[lane] = end
+                    found.append(op)
+                case Discard():
+                    found.append(op)
+                case Share() | Truncate() | Onload():
+                    pass  # the lane already holds these tokens, or equal ones
+                case Wipe():
+                    pass  # no run reads what no lane holds
+        return found
+
+
+def _empties_next(kv_ops: Listing[KvOp], lane: int) -> bool:
+    """Whether the next operation on a lane empties it."""
+    for op in kv_ops:
+        match op:
+            case Truncate(truncated, start, None) if truncated == lane:
+                return start == 0
+            case Share(source, to, _, _) if lane in (source, to):
+                return False
+            case Offload(_, used, _, _) | Onload(_, used, _, _) if used == lane:
+                return False
+    return False
 
 
 class DecodeGroup(NamedTuple):
@@ -117,9 +211,6 @@ class OwnLanes:
         return None
 
 
-_NUMBER_TYPES = {"float32": number_types.F32, "float16": number_types.F16}
-
-
 def bytes_per_token(tensors: Listing[KvTensor]) -> int:
     return sum(one.heads * one.width * one.dtype.itemsize for one in tensors)
 
@@ -146,7 +237,7 @@ def is_finite(tensors: Listing[KvTensor], data: bytes | bytearray | memoryview) 
     count = len(data) // bytes_per_token(tensors)
     for one in tensors:
         end = offset + one.heads * count * one.width * one.dtype.itemsize
-        if not finite.all_finite(view[offset:end], _NUMBER_TYPES[one.dtype.name]):
+        if not non_finite.all_finite(view[offset:end], _NUMBER_TYPES[one.dtype.name]):
             return False
         offset = end
     return True

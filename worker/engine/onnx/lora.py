@@ -42,6 +42,7 @@ LLAMA_CPP_NAMES = {
 }
 """llama.cpp's names of projections, with transformers' names."""
 _NAMES = {*LLAMA_CPP_NAMES.values(), "qkv_proj", "gate_up_proj"}
+MAX_RANK = 1_024
 
 
 class Place(NamedTuple):
@@ -152,9 +153,6 @@ def _nbits_sizes(node: onnx.NodeProto, weights: _Weights) -> _Sizes | None:
 
 _SIZES = {"MatMul": _matmul_sizes, "MatMulNBits": _nbits_sizes}
 """The nodes that are projections, with the number and type of their inputs and outputs."""
-
-
-MAX_RANK = 1_024
 
 
 class Base(NamedTuple):

@@ -8,8 +8,7 @@ import numpy as np
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError
 from tokenbus.worker.engine.onnx.graph import Array
-from tokenbus.worker.engine.onnx.kv_cache import DecodeGroup, KvCache
-from tokenbus.worker.engine.onnx.lanes import Copy, LaneLengths
+from tokenbus.worker.engine.onnx.kv_cache import Copy, DecodeGroup, KvCache, LaneLengths
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 

@@ -12,10 +12,10 @@ from tokenbus.protocol.wire import codec, internal
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
-from tokenbus.worker.engine.device import features, logits_health
+from tokenbus.worker.engine.constraints.compiler import ModelTokens
+from tokenbus.worker.engine.device import features, non_finite
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
-from tokenbus.worker.engine.device.logits_health import LogitsHealth
+from tokenbus.worker.engine.device.non_finite import LogitsHealth
 from tokenbus.worker.engine.device.runner import Embedder, Reranker, Runner, RunnerAdapters
 from tokenbus.worker.engine.device.sampler import Sampler
 from tokenbus.worker.engine.host_cache import slot_store
@@ -26,10 +26,8 @@ from tokenbus.worker.engine.onnx import device, embedder, kv_cache, probe, setti
 from tokenbus.worker.engine.onnx.adapters import ReplicaAdapters
 from tokenbus.worker.engine.onnx.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.graph import Array
-from tokenbus.worker.engine.onnx.kv_cache import DecodeGroup, DecodeResult, KvCache, OwnLanes
-from tokenbus.worker.engine.onnx.lanes import LaneLengths
-from tokenbus.worker.engine.onnx.model import OnnxModel, model_key
-from tokenbus.worker.engine.onnx.onnx_memory import embed_tokens
+from tokenbus.worker.engine.onnx.kv_cache import DecodeGroup, DecodeResult, KvCache, LaneLengths, OwnLanes
+from tokenbus.worker.engine.onnx.model import OnnxModel, embed_tokens, model_key
 from tokenbus.worker.engine.onnx.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.onnx.static_cache import StaticCache
@@ -202,7 +200,7 @@ class OnnxRunner:
         outcomes: dict[int, Outcome] = {}
         try:
             for in_rows, logits in self._compute(parts):
-                outcomes |= logits_health.sort_out(in_rows, logits, self._sampler, self.logits)
+                outcomes |= non_finite.sort_out(in_rows, logits, self._sampler, self.logits)
         except InsufficientMemoryError as error:
             structlog.get_logger().warning("onnxruntime", text=str(error))
             outcomes = {part.lane: Undone.NO_ROOM for part in parts}

@@ -22,6 +22,8 @@ AdapterInputs = Mapping[str, Any]
 """The matrices of a set of adapters in the device's memory, by input of the graph. It never changes, so a binding can
 recognise it by identity."""
 NO_ADAPTERS: AdapterInputs = {}
+_MAX_LOGITS = 64 << 20
+"""The most logits that one run may compute, 256 MiB, if a graph computes those of every token."""
 
 
 class Session:
@@ -155,10 +157,6 @@ def _load_error(reason: str, device: Device) -> str:
     if any(sign in reason for sign in _OUT_OF_MEMORY):
         return f"there is not enough memory for it ({reason})"
     return f"onnxruntime {onnxruntime.__version__} can't load it: {reason}"
-
-
-_MAX_LOGITS = 64 << 20
-"""The most logits that one run may compute, 256 MiB, if a graph computes those of every token."""
 
 
 class _Loaded(NamedTuple):

@@ -19,10 +19,20 @@ from tokenbus.protocol.process import memory
 from tokenbus.worker.engine.onnx import kv_cache
 from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, Device
 from tokenbus.worker.engine.onnx.graph import Array, KvTensor
-from tokenbus.worker.engine.onnx.kv_cache import DecodeGroup, DecodeResult
-from tokenbus.worker.engine.onnx.lanes import Copy, LaneChange, LaneLengths, LaneTransfer, Shrink
+from tokenbus.worker.engine.onnx.kv_cache import (
+    Copy,
+    DecodeGroup,
+    DecodeResult,
+    LaneChange,
+    LaneLengths,
+    LaneTransfer,
+    Shrink,
+)
 from tokenbus.worker.engine.onnx.session import NO_ADAPTERS, AdapterInputs, Binding, GraphRunner
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
+
+_SLACK_TOKENS = 256
+"""A row that has become shorter may still take memory for this many tokens."""
 
 
 class RowMemory(Protocol):
@@ -224,10 +234,6 @@ class RowTable:
         self.swap(other, empty)
         self.swap(lane, empty)
         return [out, moved]
-
-
-_SLACK_TOKENS = 256
-"""A row that has become shorter may still take memory for this many tokens."""
 
 
 class StaticCache:

@@ -13,22 +13,22 @@ from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget
 from tokenbus.worker.contract.engine_errors import DeviceError
 from tokenbus.worker.contract.engine_settings import SchedulerSettings
-from tokenbus.worker.engine.constraints.compilation import Compilation
-from tokenbus.worker.engine.constraints.compile_slots import (
+from tokenbus.worker.engine.constraints.compilation import (
+    Compilation,
     CompiledConstraint,
     CompileJob,
     CompileStarted,
     ConstraintRefusal,
 )
+from tokenbus.worker.engine.constraints.compiler import ModelTokens
 from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 from tokenbus.worker.engine.device.pooling import PoolingJob, PoolingQueue
 from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.process import ipc, scheduler_setup
 from tokenbus.worker.engine.process.block_transfers import BlockTransfers
+from tokenbus.worker.engine.process.device_sharing import StepGate
 from tokenbus.worker.engine.process.memory_check import MemoryCheck
-from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.process.step_timer import StepTimer
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, SeenLogits, StepPlan, StepResult, Undone

@@ -28,8 +28,7 @@ from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine.memory.claims import MemoryClaims
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.engine.process import ipc, replica
-from tokenbus.worker.engine.process.kv_pool import KvPool, KvShare
-from tokenbus.worker.engine.process.step_gate import StepGate
+from tokenbus.worker.engine.process.device_sharing import KvPool, KvShare, StepGate
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
 
 EXIT_DEVICE_FAILED = 3

@@ -22,8 +22,8 @@ from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.host_cache.cache_folder import CacheFolder
 from tokenbus.worker.engine.host_cache.slot_store import RegionError
 from tokenbus.worker.engine.process import ipc, scheduler_setup
+from tokenbus.worker.engine.process.device_sharing import StepGate
 from tokenbus.worker.engine.process.loop import Inbox, LanesChanged, StepLoop
-from tokenbus.worker.engine.process.step_gate import StepGate
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
 
 _TOKENIZE_GRACE_S = 5.0

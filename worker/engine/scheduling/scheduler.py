@@ -29,7 +29,6 @@ from collections.abc import Sequence as Listing
 from tokenbus.protocol.wire import messages
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.scheduling.counters import Counters, SchedulerCounts
-from tokenbus.worker.engine.scheduling.distinct_prompts import distinct_prompts
 from tokenbus.worker.engine.scheduling.expectation import Expectation
 from tokenbus.worker.engine.scheduling.lanes import BorrowedLanes, LaneShare
 from tokenbus.worker.engine.scheduling.plan import (
@@ -41,6 +40,7 @@ from tokenbus.worker.engine.scheduling.plan import (
     Undone,
 )
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
+from tokenbus.worker.engine.scheduling.step_budget import distinct_prompts
 from tokenbus.worker.engine.scheduling.suspects import Suspects, Verdict, acquit
 
 

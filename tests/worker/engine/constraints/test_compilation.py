@@ -13,17 +13,18 @@ import pytest
 
 from tests.support.tiny_vocabulary import END, OTHER_END, TOKENS, choice, compiler, constraint, decode, encode, walk
 from tokenbus.protocol.wire import errors
-from tokenbus.worker.engine.constraints.compilation import Compilation, Event
-from tokenbus.worker.engine.constraints.compile_slots import (
+from tokenbus.worker.engine.constraints.compilation import (
+    Compilation,
     CompiledConstraint,
     CompileJob,
     CompileStarted,
     ConstraintRefusal,
+    Event,
 )
+from tokenbus.worker.engine.constraints.compiler import ModelTokens
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
 from tokenbus.worker.engine.constraints.matcher import Matcher, SequenceMatcher
-from tokenbus.worker.engine.constraints.remote_matcher import RemoteMatcher
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
+from tokenbus.worker.engine.constraints.processes import RemoteMatcher
 
 pytestmark = pytest.mark.usefixtures("executed")
 ENDLESS = ".?" * 8_000

@@ -9,18 +9,17 @@ import pytest
 from tests.support.tiny_vocabulary import END, TOKENS, constraint, encode
 from tokenbus.protocol.wire import errors
 from tokenbus.worker.contract import engine_request
-from tokenbus.worker.engine.constraints.compilation import OwnCompiler
-from tokenbus.worker.engine.constraints.compile_slots import (
+from tokenbus.worker.engine.constraints.compilation import (
     CompiledConstraint,
     CompileJob,
     CompileSlots,
     CompileStarted,
     Compiling,
     ConstraintRefusal,
+    OwnCompiler,
 )
-from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler, ModelTokens
 from tokenbus.worker.engine.constraints.matcher import Matcher
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 
 class Gated(ConstraintCompiler):

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from tests.support.tiny_vocabulary import TOKENS, compiler, constraint, encode
-from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler, ModelTokens
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 
 def test_a_constraint_is_compiled_once() -> None:

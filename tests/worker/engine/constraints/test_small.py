@@ -13,9 +13,8 @@ from tests.support import tiny_vocabulary
 from tests.support.hostile_constraints import ALL
 from tests.support.random_constraints import source
 from tests.support.tiny_vocabulary import TOKENS, constraint
-from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler
+from tokenbus.worker.engine.constraints.compiler import ConstraintCompiler, ModelTokens
 from tokenbus.worker.engine.constraints.grammar import ConstraintError, is_small
-from tokenbus.worker.engine.constraints.vocabulary import ModelTokens
 
 MAX_COMPILE_S = 0.2
 MAX_CALL_S = 0.05

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker.engine.constraints.compile_slots import TenantTurns
+from tokenbus.worker.engine.constraints.compilation import TenantTurns
 
 
 def test_each_tenant_has_a_turn_before_the_first_has_its_next() -> None:

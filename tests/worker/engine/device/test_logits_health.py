@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tokenbus.worker.contract import engine_request
-from tokenbus.worker.engine.device.logits_health import LogitsHealth, summarize
+from tokenbus.worker.engine.device.non_finite import LogitsHealth, summarize
 from tokenbus.worker.engine.scheduling.plan import LogitsSummary, ScheduledTokens, SeenLogits
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 

@@ -17,7 +17,7 @@ from tokenbus.protocol.wire import messages
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.draws import Matrix
-from tokenbus.worker.engine.gguf.causal_embedder import CausalEmbedder
+from tokenbus.worker.engine.gguf.pooler import CausalEmbedder
 from tokenbus.worker.engine.gguf.runner import GgufRunner, load
 
 SHAPE = EncoderShape("qwen3", None)

@@ -9,19 +9,19 @@ from tests.support.engines import gguf_runner
 from tokenbus.demo import MODEL_PATH
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.gguf import backend, devices, settings_resolution
+from tokenbus.worker.engine.gguf import backend, settings_resolution
 
 THERE = {"CUDA0": 16, "CUDA1": 32}
 
 
 def test_devices_are_passed_in_the_order_of_their_names_with_a_null_behind_the_last() -> None:
-    assert devices.select(["CUDA1", "CUDA0"], THERE) == [32, 16]
-    assert list(devices.as_array([32, 16])) == [32, 16, None]
+    assert backend.select_devices(["CUDA1", "CUDA0"], THERE) == [32, 16]
+    assert list(backend.as_device_array([32, 16])) == [32, 16, None]
 
 
 def test_none_is_no_device_even_where_there_are_some() -> None:
-    assert devices.select([devices.NONE], THERE) == []
-    assert list(devices.as_array([])) == [None]
+    assert backend.select_devices([backend.NO_DEVICE], THERE) == []
+    assert list(backend.as_device_array([])) == [None]
 
 
 @pytest.mark.parametrize(
@@ -34,21 +34,23 @@ def test_none_is_no_device_even_where_there_are_some() -> None:
 )
 def test_names_that_cannot_be_met_are_answered_with_those_that_can(names: list[str], message: str) -> None:
     with pytest.raises(ModelError, match=f"^{message}$"):
-        devices.select(names, THERE)
+        backend.select_devices(names, THERE)
 
 
 def test_without_a_gpu_only_none_may_be_asked_for() -> None:
     with pytest.raises(ModelError, match=r"^--devices must be none, since llama\.cpp finds no GPU, got CUDA0$"):
-        devices.select(["CUDA0"], {})
+        backend.select_devices(["CUDA0"], {})
 
 
 def test_the_cpu_is_no_device_of_its_own() -> None:
     backend.init()
-    assert "CPU" not in devices.all_devices()
+    assert "CPU" not in backend.all_devices()
 
 
 def test_a_model_computes_without_a_device_and_is_not_loaded_on_one_that_is_not_there() -> None:
-    demo = EngineSettings(model=str(MODEL_PATH), devices=(devices.NONE,), context_length=64, kv_tokens=64, threads=1)
+    demo = EngineSettings(
+        model=str(MODEL_PATH), devices=(backend.NO_DEVICE,), context_length=64, kv_tokens=64, threads=1
+    )
     runner = gguf_runner(demo)
     runner.close()
     with pytest.raises(ModelError, match=r"--devices must be .*none.*, got Hexagon7$"):
@@ -79,7 +81,7 @@ def test_layers_are_split_within_only_where_llama_cpp_can(
 
 
 def test_on_a_machine_with_fewer_than_two_gpus_a_tensor_split_is_refused_before_the_model_is_loaded() -> None:
-    if len(devices.all_devices()) > 1:
+    if len(backend.all_devices()) > 1:
         pytest.skip("there are several")
     with pytest.raises(ModelError, match="--split-mode tensor needs two GPUs or more"):
         gguf_runner(EngineSettings(model=str(MODEL_PATH), split_mode="tensor", context_length=64, kv_tokens=64))
@@ -92,15 +94,15 @@ def test_on_a_machine_with_fewer_than_two_gpus_a_tensor_split_is_refused_before_
         ({"devices": ("CUDA1",)}, ["CUDA1"]),
         ({"devices": ("CUDA1", "CUDA0"), "split_mode": "none", "main_gpu": 0}, ["CUDA1"]),
         ({"split_mode": "none", "main_gpu": 1}, ["CUDA1"]),
-        ({"devices": (devices.NONE,)}, []),
+        ({"devices": (backend.NO_DEVICE,)}, []),
         ({"devices": ("BLAS",)}, []),
     ],
 )
 def test_the_gpus_that_compute_a_model_are_those_that_the_settings_name(
     asked: dict[str, Any], computing: list[str]
 ) -> None:
-    assert list(devices.computing(THERE, EngineSettings(model="m", **asked), gpu_layers=9)) == computing
-    assert devices.computing(THERE, EngineSettings(model="m", **asked), gpu_layers=0) == {}
+    assert list(backend.computing_gpus(THERE, EngineSettings(model="m", **asked), gpu_layers=9)) == computing
+    assert backend.computing_gpus(THERE, EngineSettings(model="m", **asked), gpu_layers=0) == {}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +119,6 @@ def test_the_gpus_that_compute_a_model_are_those_that_the_settings_name(
 def test_layers_are_told_where_it_is_known_which_device_has_how_many(
     gpus: list[str], gpu_layers: int, layers: list[tuple[str, int | None]]
 ) -> None:
-    found = devices.describe(dict.fromkeys(gpus, "a GPU"), 24, gpu_layers)
+    found = backend.describe_devices(dict.fromkeys(gpus, "a GPU"), 24, gpu_layers)
     assert [(one.name, one.layers) for one in found] == layers
     assert [one.description for one in found if one.kind == "gpu"] == ["a GPU"] * len(gpus)

@@ -14,7 +14,7 @@ from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
-from tokenbus.worker.engine.gguf import backend, context, devices, model_facts
+from tokenbus.worker.engine.gguf import backend, context, model_facts
 from tokenbus.worker.engine.gguf.model import GgufMemory
 from tokenbus.worker.engine.gguf.runner import load
 from tokenbus.worker.engine.memory.claims import MemoryClaims
@@ -132,12 +132,14 @@ def test_layers_go_to_a_gpu_as_they_fit_and_the_plan_says_how_many(
 ) -> None:
     host(3_000)
     monkeypatch.setattr(llama, "llama_supports_gpu_offload", lambda: True)
-    monkeypatch.setattr(devices, "all_devices", lambda: {"CUDA0": 1})
+    monkeypatch.setattr(backend, "all_devices", lambda: {"CUDA0": 1})
     layers, output = model_facts.layer_bytes(demo.MODEL_PATH)
     assert len(layers) == 4
     assert sum(layers) + output <= demo.MODEL_PATH.stat().st_size * 2
     for free, placed in ((8_192, 5), (0, 0)):
-        monkeypatch.setattr(devices, "memory", lambda there, free=free: [DeviceMemory("CUDA0", free * MIB, free * MIB)])
+        monkeypatch.setattr(
+            backend, "device_memory", lambda there, free=free: [DeviceMemory("CUDA0", free * MIB, free * MIB)]
+        )
         planner = MemoryPlanner()
         memory = GgufMemory(demo.MODEL_PATH, gguf_metadata.read(demo.MODEL_PATH))
         placement = planner.plan_weights(memory, PLAIN)

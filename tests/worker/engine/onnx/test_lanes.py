@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenbus.worker.engine.kv.ops import Share, Truncate
-from tokenbus.worker.engine.onnx.lanes import Copy, LaneLengths, LaneTransfer, Shrink
+from tokenbus.worker.engine.onnx.kv_cache import Copy, LaneLengths, LaneTransfer, Shrink
 from tokenbus.worker.engine.onnx.static_cache import RowTable
 
 NUM_LANES = 6

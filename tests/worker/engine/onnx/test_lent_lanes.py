@@ -23,7 +23,7 @@ from tokenbus.worker.engine.onnx.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.graph import KvTensor
 from tokenbus.worker.engine.onnx.runner import OnnxRunner, load
 from tokenbus.worker.engine.onnx.static_cache import HostRows, StaticCache
-from tokenbus.worker.engine.process.kv_pool import KvPool
+from tokenbus.worker.engine.process.device_sharing import KvPool
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 

@@ -16,8 +16,7 @@ from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.engine.onnx import device as devices
 from tokenbus.worker.engine.onnx import graph
 from tokenbus.worker.engine.onnx.device import Device
-from tokenbus.worker.engine.onnx.model import OnnxModel
-from tokenbus.worker.engine.onnx.onnx_memory import OnnxMemory
+from tokenbus.worker.engine.onnx.model import OnnxMemory, OnnxModel
 from tokenbus.worker.engine.onnx.runner import OnnxRunner, load
 from tokenbus.worker.files import device_memory, model_config
 from tokenbus.worker.files.device_memory import DeviceMemory, HostLimit

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.worker.engine.onnx.kv_cache import OwnLanes
-from tokenbus.worker.engine.onnx.lanes import LaneLengths
+from tokenbus.worker.engine.onnx.kv_cache import LaneLengths, OwnLanes
 
 TOKENS, CONTEXT = 1_000, 400
 

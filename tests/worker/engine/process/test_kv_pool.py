@@ -12,7 +12,7 @@ from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine.process.kv_pool import KvPool
+from tokenbus.worker.engine.process.device_sharing import KvPool
 from tokenbus.worker.engine.process.loop import Inbox, LanesChanged, StepLoop
 
 LANES = 8

@@ -2,7 +2,7 @@
 
 import threading
 
-from tokenbus.worker.engine.process.step_gate import StepGate
+from tokenbus.worker.engine.process.device_sharing import StepGate
 
 _PATIENCE_S = 20.0
 

@@ -13,10 +13,10 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import Sequence
-from tokenbus.worker.engine.sim import faults, timing
-from tokenbus.worker.engine.sim.runner import SimRunner
+from tokenbus.worker.engine.sim import faults
+from tokenbus.worker.engine.sim.runner import PRESETS, SimRunner, plan_ms
 
-DYNAMO = timing.PRESETS["dynamo"]
+DYNAMO = PRESETS["dynamo"]
 
 
 def part(num_prompt: int, computed: int, count: int, sampled: int = 0) -> ScheduledTokens:
@@ -29,7 +29,7 @@ def part(num_prompt: int, computed: int, count: int, sampled: int = 0) -> Schedu
 
 
 def of(*parts: ScheduledTokens, capacity: int = 1_000) -> float:
-    return timing.plan_ms(StepPlan(parts), DYNAMO, capacity)
+    return plan_ms(StepPlan(parts), DYNAMO, capacity)
 
 
 def test_a_step_of_prompt_tokens_takes_their_polynomial() -> None:
@@ -99,5 +99,5 @@ def test_every_nth_event_of_a_simulator_is_lost_and_no_other_message(engine: str
 
 
 def test_a_step_is_never_shorter_than_its_least() -> None:
-    steady = timing.PRESETS["steps-of-50ms"]
+    steady = PRESETS["steps-of-50ms"]
     assert steady.step_ms(512, 0, 0.0) == steady.step_ms(0, 3, 0.9) == 50.0

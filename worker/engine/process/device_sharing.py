@@ -1,12 +1,10 @@
-"""The KV pool of an engine process: one budget of memory for the keys and values of all its replicas.
-
-A replica's step loop asks before each step how many lanes it may hold, and reports after the step's KV ops how many it
-holds. A replica that has nothing to compute is woken when it may hold more lanes, or has to give some back.
-"""
+"""Shares an engine process's device among its replicas: their steps run side by side or one alone, and one budget of
+memory holds the keys and values of all."""
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError
@@ -17,6 +15,44 @@ from tokenbus.worker.files.model_files import source_name
 
 _RECLAIM_S = 60.0
 """Fixed memory waits this long for other replicas to give theirs back: many of their steps."""
+
+
+class StepGate:
+    """Counts the steps in progress of loops that share a process and its device. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_stepping = 0
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<StepGate{' closed' if self._is_closed else ''}, {self._num_stepping} stepping>"
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Encloses one step; waits while another loop has the device to itself."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_closed)
+            self._num_stepping += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_stepping -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Reserves the device for the caller: returns once no step is in progress; others wait at their next one."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_closed)
+            self._is_closed = True  # first: else new steps could begin forever
+            self._changed.wait_for(lambda: not self._num_stepping)
+
+    def open(self) -> None:
+        """Lets the other loops step again."""
+        with self._changed:
+            self._is_closed = False
+            self._changed.notify_all()
 
 
 class KvPool:

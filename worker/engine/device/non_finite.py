@@ -1,7 +1,7 @@
-"""Examines the logits of each step: some rows are summarized, and the shares of rows that are not finite discarded
-(decision 0066).
+"""Finds numbers that are not finite, NaN and infinity (decision 0066).
 
-Summarizing a row takes a fraction of a millisecond, which is negligible for a step."""
+Of each step's logits, some rows are summarized, which takes a fraction of a millisecond, and the shares of rows that
+are not finite are discarded. Keys and values are tested as they lie in memory."""
 
 import time
 from collections.abc import Callable
@@ -13,10 +13,31 @@ import structlog
 from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.sampler import Sampler, summarize
 from tokenbus.worker.engine.scheduling.plan import LogitsSummary, Outcome, ScheduledTokens, SeenLogits, Undone
+from tokenbus.worker.files.number_types import NumberType
 
+_CHUNK = 1 << 15
+"""Numbers tested at a time, few enough for the processor's cache."""
 _INTERVAL_S = 1.0
 _MAX_POISONED = 8
 """The most non-finite rows summarized per step; there may be as many as sequences."""
+_NOTHING = SeenLogits()
+_STRIDE = 1_024
+"""One logit in this many is checked. Each is a product with the whole last state, which is non-finite throughout if any
+of its numbers is, since normalization divides by its length. All logits of 64 rows would take a few milliseconds."""
+
+
+def all_finite(data: bytes | bytearray | memoryview, kind: NumberType) -> bool:
+    """Whether all numbers are finite in data that consists only of numbers of this type, in whole groups.
+
+    A number that is not finite has all bits of its exponent set. Testing bits takes a sixteenth of the time of
+    `numpy.isfinite` for 16 bits. A quantized type has a few 16-bit scales at the beginning of each group; its other
+    bits always represent finite numbers."""
+    words = np.frombuffer(data, f"<u{kind.width // 8}")
+    if kind.num_scales:
+        words = words.reshape(-1, kind.group_bytes * 8 // kind.width)[:, : kind.num_scales]
+    return not any(
+        (words[start : start + _CHUNK] & kind.exponent).max() == kind.exponent for start in range(0, len(words), _CHUNK)
+    )
 
 
 class LogitsHealth:
@@ -51,14 +72,6 @@ class LogitsHealth:
         seen = SeenLogits(self._sampled, self._poisoned)
         self._sampled, self._poisoned = None, {}
         return seen
-
-
-_NOTHING = SeenLogits()
-
-
-_STRIDE = 1_024
-"""One logit in this many is checked. Each is a product with the whole last state, which is non-finite throughout if any
-of its numbers is, since normalization divides by its length. All logits of 64 rows would take a few milliseconds."""
 
 
 def sort_out(
