@@ -6,13 +6,14 @@ KIND ?=
 RUNS ?=
 SEEDS ?=
 MINUTES ?= 60
+RUNBOOKS ?=
 LLAMA_CPP_PYTHON := 0.3.36
 BIN := .venv/bin
 PRODUCT := .venv/.product
 READY := .venv/.ready
 SPREAD := -n 4 --dist worksteal --ignore tests/laws
 
-.PHONY: up install test test-long durations check conformance hostile chaos architectures architectures-check format bench demo-model dashboards clean
+.PHONY: up install test test-long durations check conformance hostile chaos architectures architectures-check format bench demo-model dashboards rules clean
 
 up: $(PRODUCT)
 	@$(BIN)/tokenbus up $(ARGS)
@@ -76,6 +77,11 @@ demo-model: $(READY)
 
 dashboards: $(READY)
 	$(BIN)/python -m deploy.dashboards
+
+# The alert rules for Kubernetes, from those for Prometheus. RUNBOOKS=https://wiki.example.com/operations is where you
+# publish docs/operations.md, to which alerts link.
+rules: $(READY)
+	$(BIN)/python -m tools.alert_rules $(if $(RUNBOOKS),--runbooks $(RUNBOOKS))
 
 # What `make up` runs; then what tests and checks need in addition.
 $(PRODUCT): pyproject.toml constraints.txt deploy/llama_cpp_wheel.py

@@ -1,6 +1,9 @@
 """The manifests for Kubernetes and Docker are well-formed, and agree with what the processes take."""
 
+import importlib
 import os
+import re
+import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -12,22 +15,49 @@ import pytest
 import yaml
 
 from tokenbus.cli import main
-from tokenbus.cli.console import config
+from tokenbus.cli.console import config, nats_server
 from tokenbus.protocol.wire import subjects
+from tools import alert_rules
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FOREIGN = ("kustomize.config.k8s.io/v1beta1", "keda.sh/v1alpha1")
-"""Kinds of others, whose schemas come with them and not with Kubernetes."""
+KUBERNETES = DEPLOY / "kubernetes"
+GUIDE = (DEPLOY.parent / "docs" / "kubernetes.md").read_text()
+OPERATORS = {
+    "keda.sh/v1alpha1": "cloudcoil.models.keda.v1alpha1",
+    "monitoring.coreos.com/v1": "cloudcoil.models.prometheus_operator.v1",
+}
+"""Kinds that operators add to Kubernetes, and the modules made from their schemas."""
 
 
 def documents() -> Iterator[tuple[str, dict[str, Any]]]:
-    for path in sorted((DEPLOY / "kubernetes").rglob("*.yaml")):
-        if path.name != "nats-values.yaml":
-            for document in yaml.safe_load_all(path.read_text()):
+    for path in sorted(KUBERNETES.rglob("*.yaml")):
+        for document in yaml.safe_load_all(path.read_text()):
+            if not document["apiVersion"].startswith("kustomize.config.k8s.io/"):
                 yield f"{path.relative_to(DEPLOY)} {document.get('kind')}", document
 
 
-MANIFESTS = [(name, document) for name, document in documents() if document["apiVersion"] not in FOREIGN]
+MANIFESTS = [(name, document) for name, document in documents() if document["apiVersion"] not in OPERATORS]
+
+
+def find(kind: str, name: str) -> dict[str, Any]:
+    (found,) = [one for _, one in documents() if (one["kind"], one["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def pods() -> list[dict[str, Any]]:
+    """The pods of our own processes, and of the broker."""
+    kinds = ("Deployment", "StatefulSet")
+    return [document["spec"]["template"]["spec"] for _, document in MANIFESTS if document["kind"] in kinds]
+
+
+def built(folder: str) -> list[dict[str, Any]]:
+    """What `kubectl apply -k` would apply."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not on the PATH")
+    words = ["kubectl", "kustomize", str(KUBERNETES / folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
 
 
 @pytest.mark.parametrize("document", [document for _, document in MANIFESTS], ids=[name for name, _ in MANIFESTS])
@@ -35,15 +65,120 @@ def test_a_manifest_is_what_kubernetes_takes(document: dict[str, Any]) -> None:
     kubernetes_validate.validate(document, "1.32", strict=True)
 
 
+def test_an_object_of_an_operator_is_what_its_schema_takes() -> None:
+    pytest.importorskip("cloudcoil", reason="the schemas of operators are not installed")
+    foreign = [document for _, document in documents() if document["apiVersion"] in OPERATORS]
+    assert {document["kind"] for document in foreign} == {"PodMonitor", "PrometheusRule", "ScaledObject"}
+    for document in foreign:
+        model = getattr(importlib.import_module(OPERATORS[document["apiVersion"]]), document["kind"])
+        made = model.model_validate(document).model_dump(mode="json", by_alias=True, exclude_unset=True)
+        assert made == document  # what a schema does not have is gone
+
+
 def test_every_file_that_a_kustomization_names_is_there() -> None:
-    for path in (DEPLOY / "kubernetes").rglob("kustomization.yaml"):
+    for path in KUBERNETES.rglob("kustomization.yaml"):
         for name in yaml.safe_load(path.read_text())["resources"]:
             assert (path.parent / name).exists(), f"{path} names {name}"
 
 
+@pytest.mark.parametrize("folder", ["nats", "overlays/cpu", "overlays/gpu"])
+def test_what_a_folder_applies_is_what_kubernetes_takes_and_the_guide_shows(folder: str) -> None:
+    made = built(folder)
+    _, _, shown = GUIDE.partition(f"$ kubectl apply -k deploy/kubernetes/{folder}\n")
+    lines = re.split(r"^(?:```|\$ )", shown, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
+    for document in made:
+        kubernetes_validate.validate(document, "1.32", strict=True)
+    if folder != "overlays/gpu":  # the guide shows the other
+        assert sorted(lines) == sorted(applied(document) for document in made)
+
+
+def applied(document: dict[str, Any]) -> str:
+    """Returns what `kubectl apply` prints about a new object."""
+    group, _, _ = document["apiVersion"].rpartition("/")
+    kind = ".".join(part for part in (document["kind"].lower(), group) if part)
+    exists = document["kind"] == "Namespace"  # the guide creates it first, for the Secret
+    return f"{kind}/{document['metadata']['name']} {'configured' if exists else 'created'}"
+
+
+def test_a_broker_of_the_cluster_starts_with_the_permissions_of_its_users(tmp_path: Path) -> None:
+    (container,) = find("StatefulSet", "nats")["spec"]["template"]["spec"]["containers"]
+    variables = {one["name"]: "p1" for one in container["env"]}
+    (tmp_path / "nats.conf").write_text(find("ConfigMap", "nats")["data"]["nats.conf"])
+    (tmp_path / "permissions.conf").write_text((DEPLOY / "nats.conf").read_text())
+    words = [nats_server.find_binary(), "-t", "--config", str(tmp_path / "nats.conf")]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "permissions.conf=deploy/nats.conf" in GUIDE
+
+
+def test_every_password_of_a_pod_is_in_the_secret_that_the_guide_creates() -> None:
+    used = {
+        one["valueFrom"]["secretKeyRef"]["key"]
+        for pod in pods()
+        for container in pod["containers"]
+        for one in container["env"]
+        if "secretKeyRef" in one.get("valueFrom", {})
+    }
+    (names,) = re.findall(r"for user in (.+?); do ", GUIDE)
+    assert used == {*names.split(), "api-keys"}
+
+
+def test_streams_pass_an_ingress_without_being_collected_or_cut() -> None:
+    notes = find("Ingress", "gateway")["metadata"]["annotations"]
+    nginx = {name.rpartition("/")[2]: value for name, value in notes.items() if name.startswith("nginx.")}
+    assert nginx["proxy-buffering"] == "off"
+    assert int(nginx["proxy-read-timeout"]) >= 600
+    _, commands = main.make_parser()
+    assert nginx["proxy-body-size"] == f"{commands['gateway'].get_default('max_body_bytes') >> 20}m"
+
+
+def test_behind_an_ingress_clients_share_no_limit_of_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "kubernetes"
+    shutil.copytree(KUBERNETES, copy)
+    with (copy / "overlays/cpu/kustomization.yaml").open("a") as overlay:
+        overlay.write("components: [../../ingress]\n")
+    made = built(str(copy / "overlays/cpu"))
+    assert "Ingress" in {document["kind"] for document in made}
+    (gateway,) = [one for one in made if (one["kind"], one["metadata"]["name"]) == ("Deployment", "gateway")]
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    for one in container["env"]:
+        if "value" in one:
+            monkeypatch.setenv(one["name"], one["value"])
+    _, commands = main.make_parser()
+    config.apply(commands["gateway"], "gateway", {}, "")
+    assert commands["gateway"].get_default("max_connections_per_address") == 0
+
+
+def test_prometheus_sees_the_jobs_that_rules_and_dashboards_are_about() -> None:
+    (endpoint,) = find("PodMonitor", "tokenbus")["spec"]["podMetricsEndpoints"]
+    job, instance = endpoint["relabelings"]
+    assert (job["sourceLabels"], job["targetLabel"]) == (["__meta_kubernetes_pod_label_app"], "job")
+    assert (instance["sourceLabels"], instance["targetLabel"]) == (["__meta_kubernetes_pod_name"], "instance")
+    deployments = [document for _, document in MANIFESTS if document["kind"] == "Deployment"]
+    labels = [document["spec"]["template"]["metadata"]["labels"]["app"] for document in deployments]
+    jobs = {job["replacement"].replace("$1", label) for label in labels}
+    scraped = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert jobs == {one["job_name"] for one in scraped}
+    for document in deployments:
+        (container,) = document["spec"]["template"]["spec"]["containers"]
+        assert endpoint["port"] in {port["name"] for port in container["ports"]}
+
+
+def test_alerts_in_a_cluster_link_to_the_page_that_its_overlay_names(tmp_path: Path) -> None:
+    shutil.copytree(KUBERNETES / "monitoring", tmp_path / "monitoring")
+    pages = tmp_path / "monitoring" / "runbooks.yaml"
+    pages.write_text(alert_rules.linked(pages.read_text(), "https://wiki.corp/on-call?page=tokenbus"))
+    rule, monitor = sorted(built(str(tmp_path / "monitoring")), key=lambda one: one["kind"], reverse=True)
+    assert (rule["kind"], monitor["kind"]) == ("PrometheusRule", "PodMonitor")  # and nothing else is applied
+    links = [one["annotations"]["runbook_url"] for one in rule["spec"]["groups"][1]["rules"]]
+    assert "https://wiki.corp/on-call?page=tokenbus#no-router" in links
+    assert all(link.startswith("https://wiki.corp/on-call?page=tokenbus#") for link in links)
+
+
 def test_the_settings_of_the_cluster_are_settings_that_processes_know(tmp_path: Path) -> None:
-    (settings,) = [document for _, document in MANIFESTS if document["kind"] == "ConfigMap"]
-    text = settings["data"]["tokenbus.toml"]
+    text = find("ConfigMap", "tokenbus")["data"]["tokenbus.toml"]
     path = tmp_path / "tokenbus.toml"
     path.write_text(text)
     _, commands = main.make_parser()
@@ -53,17 +188,15 @@ def test_the_settings_of_the_cluster_are_settings_that_processes_know(tmp_path: 
 
 
 def test_routers_answer_in_the_inboxes_that_the_gateway_of_the_cluster_asks_for() -> None:
-    (document,) = [document for _, document in MANIFESTS if document["kind"] == "ConfigMap"]
-    settings = tomllib.loads(document["data"]["tokenbus.toml"])
+    settings = tomllib.loads(find("ConfigMap", "tokenbus")["data"]["tokenbus.toml"])
     prefixes, gateway = tuple(settings["router"]["inbox-prefix"]), settings["gateway"]
     assert subjects.is_inbox(f"{gateway['nats-inbox']}.x", prefixes, subjects.encode_name(gateway["tenant"]))
     assert subjects.is_inbox(gateway["tenant-inbox"].replace("{tenant}", "acme") + ".x", prefixes, "acme")
 
 
 def test_containers_run_as_nobody_with_nothing_to_write_to() -> None:
-    pods = [document["spec"]["template"]["spec"] for _, document in MANIFESTS if document["kind"] == "Deployment"]
-    assert len(pods) == 3
-    for pod in pods:
+    assert len(pods()) == 4
+    for pod in pods():
         assert pod["securityContext"]["runAsNonRoot"]
         assert pod["automountServiceAccountToken"] is False
         for container in pod["containers"]:
@@ -73,22 +206,17 @@ def test_containers_run_as_nobody_with_nothing_to_write_to() -> None:
 
 
 def test_probes_ask_where_no_client_is() -> None:
-    pods = [document["spec"]["template"]["spec"] for _, document in MANIFESTS if document["kind"] == "Deployment"]
-    for (container,) in (pod["containers"] for pod in pods):
-        assert {container[probe]["httpGet"]["port"] for probe in ("readinessProbe", "livenessProbe")} == {"metrics"}
-    (settings,) = [document for _, document in MANIFESTS if document["kind"] == "ConfigMap"]
-    for name, section in tomllib.loads(settings["data"]["tokenbus.toml"]).items():
+    for (container,) in (pod["containers"] for pod in pods()):
+        asked = {container[probe]["httpGet"]["port"] for probe in ("readinessProbe", "livenessProbe")}
+        assert asked == {"monitor" if container["name"] == "nats" else "metrics"}
+    settings = tomllib.loads(find("ConfigMap", "tokenbus")["data"]["tokenbus.toml"])
+    for name, section in settings.items():
         assert name == "nats" or section["metrics-port"] == "9100", name
 
 
 def test_a_pod_has_more_time_to_leave_than_its_streams_to_finish_and_to_be_taken() -> None:
-    (document,) = [document for _, document in MANIFESTS if document["kind"] == "ConfigMap"]
-    settings = tomllib.loads(document["data"]["tokenbus.toml"])["worker"]
-    (worker,) = [
-        document
-        for _, document in MANIFESTS
-        if document["kind"] == "Deployment" and document["metadata"]["name"] == "worker"
-    ]
+    settings = tomllib.loads(find("ConfigMap", "tokenbus")["data"]["tokenbus.toml"])["worker"]
+    worker = find("Deployment", "worker")
     needed_s = settings["grace-s"] + settings["handover-s"]
     assert worker["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > needed_s
 

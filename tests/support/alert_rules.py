@@ -41,4 +41,4 @@ def alerts() -> set[str]:
 
 def runbooks() -> set[str]:
     """Returns the runbook links of the alerts."""
-    return set(re.findall(r"runbook: (\S+)", RULES.read_text()))
+    return set(re.findall(r"runbook_url: (\S+)", RULES.read_text()))
