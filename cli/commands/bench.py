@@ -6,11 +6,12 @@ import datetime
 import sys
 import time
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from tokenbus.cli.console import connection_flags, load_flags
+from tokenbus.cli.console import connection_flags, load_flags, session
 from tokenbus.cli.console.load_flags import TO_STANDARD_OUTPUT, plan_of
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, with_client
 from tokenbus.client.wire.wire_client import WireClient
@@ -39,7 +40,12 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         return print_error(str(error))
     logs.log_errors_only()
-    return with_client(options, lambda client: Bench(plan, client).run())
+    return with_client(options, partial(_bench, options, plan))
+
+
+async def _bench(options: argparse.Namespace, plan: Plan, client: WireClient) -> int:
+    model = await session.model_of(options, client, "generate")
+    return await Bench(plan._replace(model=model), client).run()
 
 
 class Bench:

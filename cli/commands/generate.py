@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.cli.console import answers, arguments, connection_flags
+from tokenbus.cli.console import answers, arguments, connection_flags, session
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, decode_utf8, print_error, with_client
 from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.client.wire.wire_client import WireClient
@@ -28,7 +28,7 @@ _REQUEST_FIELDS = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads standard input")
-    parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
+    session.add_model_flag(parser)
     parser.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")
     add_sampling_flags(parser)
     answers.add_form_flags(parser)
@@ -56,7 +56,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_embed_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
-    parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
+    session.add_model_flag(parser)
     parser.add_argument("--dimensions", type=arguments.whole(1), help="length of each vector (the model's own)")
     parser.add_argument("--no-normalize", action="store_true", help="do not scale vectors to length 1")
     parser.add_argument("--timeout-ms", type=float, help="time to wait for the answer (60,000)")
@@ -68,7 +68,7 @@ def add_embed_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_rerank_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
-    parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
+    session.add_model_flag(parser)
     parser.add_argument("--top-n", type=arguments.whole(1), metavar="N", help="number of results (all texts)")
     parser.add_argument("--timeout-ms", type=float, help="time to wait for the answer (60,000)")
     parser.add_argument("query", metavar="QUERY", help="the query")
@@ -87,7 +87,7 @@ def add_cancel_flags(parser: argparse.ArgumentParser) -> None:
 def add_session_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
     parser.add_argument("session_id", metavar="ID", help="the session_id of its requests")
-    parser.add_argument("--model", metavar="NAME", required=True, help="the served model")
+    session.add_model_flag(parser)
     wish = parser.add_mutually_exclusive_group(required=True)
     wish.add_argument("--keep-s", type=float, metavar="S", help="keep its cached prefixes this long")
     wish.add_argument("--end", action="store_true", help="the session has ended: evict what only it has cached first")
@@ -112,7 +112,7 @@ async def _generate(options: argparse.Namespace, client: WireClient) -> int:
     else:
         system = [{"role": "system", "content": options.system}] if options.system else []
         fields["messages"] = [*system, {"role": "user", "content": text}]
-    stream = client.generate(options.model, **fields)
+    stream = client.generate(await session.model_of(options, client, "generate"), **fields)
     task = asyncio.current_task()
     assert task is not None
 
@@ -141,7 +141,8 @@ async def _embed(options: argparse.Namespace, client: WireClient) -> int:
         normalize=not options.no_normalize,
         timeout_ms=options.timeout_ms,
     )
-    reply = await client.embed(options.model, request, timeout_s=_timeout_s(options))
+    model = await session.model_of(options, client, "embed")
+    reply = await client.embed(model, request, timeout_s=_timeout_s(options))
     for row in reply.embeddings or []:
         print(msgspec.json.encode(row).decode())
     tokens = reply.usage.prompt_tokens if reply.usage else 0
@@ -154,7 +155,9 @@ async def _rerank(options: argparse.Namespace, client: WireClient) -> int:
     request = messages.RerankRequest(
         query=options.query, documents=texts, top_n=options.top_n, timeout_ms=options.timeout_ms
     )
-    reply = await client.rerank(options.model, request, timeout_s=_timeout_s(options))
+    reply = await client.rerank(
+        await session.model_of(options, client, "rerank"), request, timeout_s=_timeout_s(options)
+    )
     for result in reply.results or []:
         print(f"{result.relevance_score:.6g}\t{texts[result.index]}")
     tokens = reply.usage.prompt_tokens if reply.usage else 0
@@ -175,11 +178,12 @@ def _texts(options: argparse.Namespace) -> list[str]:
 
 
 async def _hint(options: argparse.Namespace, client: WireClient) -> int:
+    model = await session.model_of(options, client, "generate")
     if options.end:
-        await client.end_session(options.model, options.session_id)
+        await client.end_session(model, options.session_id)
     else:
-        await client.keep_session(options.model, options.session_id, options.keep_s)
-    print(f"the workers of {options.model} were told")
+        await client.keep_session(model, options.session_id, options.keep_s)
+    print(f"the workers of {model} were told")
     return 0
 
 

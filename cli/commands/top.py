@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tokenbus.cli.console import arguments, connection_flags, hub_flags
+from tokenbus.cli.console import arguments, connection_flags, hub_flags, keyboard
 from tokenbus.cli.console.session import with_client
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.process import shutdown
@@ -296,16 +297,21 @@ def _adapters_by_model(rows: list[Row]) -> dict[str, list[str]]:
 
 async def _top(options: argparse.Namespace, client: WireClient) -> int:
     rates = FleetRates()
-    rows_of(await client.models(), rates, time.monotonic())  # rates need two readings
-    await asyncio.sleep(options.interval_s)
     if options.once or options.json:
+        rows_of(await client.models(), rates, time.monotonic())  # rates need two readings
+        await asyncio.sleep(options.interval_s)
         return _show_once(await client.models(), rates, as_json=options.json)
-    task = asyncio.current_task()
-    assert task is not None
-    with Live(auto_refresh=False, screen=True) as live, shutdown.on_stop(task.cancel, live.stop):
-        while True:
-            live.update(await _look(client, rates, live.console.width), refresh=True)
-            await asyncio.sleep(options.interval_s)
+    left = asyncio.Event()
+    live = Live(auto_refresh=False, screen=True)
+    with keyboard.watched(live, left.set), contextlib.suppress(shutdown.StoppedError):
+        await shutdown.unless_stopped(left, _watch(client, rates, live, options.interval_s))
+    return 0
+
+
+async def _watch(client: WireClient, rates: FleetRates, live: Live, interval_s: float) -> None:
+    while True:
+        live.update(await _look(client, rates, live.console.width), refresh=True)
+        await asyncio.sleep(interval_s)
 
 
 async def _look(client: WireClient, rates: FleetRates, width: int) -> Table | str:
@@ -325,6 +331,14 @@ def _show_once(reply: messages.ModelsReply, rates: FleetRates, *, as_json: bool)
         shown = make_table(rows, reply.router or None, width) if rows else "no model is being served"
         Console(width=width).print(shown)
     return 0
+
+
+def _adapters_of(served: messages.ServedModel) -> Iterator[str]:
+    """Yields the names that a model has with each of its adapters, and the workers that lack it."""
+    for adapter in served.adapters:
+        has_it = {card.worker_id: adapter in [one.name for one in card.adapters] for card in served.workers or []}
+        lacking = ", ".join(sorted(worker for worker, has in has_it.items() if not has))
+        yield f"{served.model}:{adapter}" + (f" (not at {lacking})" if lacking else "")
 
 
 async def _models(options: argparse.Namespace, client: WireClient) -> int:
@@ -351,6 +365,8 @@ async def _models(options: argparse.Namespace, client: WireClient) -> int:
     Console().print(table if reply.models else "no model is being served")
     for served in reply.models:
         print(f"features of {served.model}: {' '.join(served.features)}")
+        if served.adapters:
+            print(f"adapters of {served.model}: {', '.join(_adapters_of(served))}")
         made = {str(card.embeddings) for card in served.workers or [] if card.embeddings is not None}
         for text in sorted(made):
             print(f"embeddings of {served.model}: {text}")

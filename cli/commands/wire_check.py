@@ -4,7 +4,7 @@ import argparse
 import asyncio
 from functools import partial
 
-from tokenbus.cli.console import connection_flags
+from tokenbus.cli.console import connection_flags, session
 from tokenbus.cli.console.session import print_error
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.conformance.probing.assertions import BrokenError, Message
@@ -16,7 +16,8 @@ from tokenbus.conformance.rules.registry import Rule, all_rules
 from tokenbus.conformance.runner import run_all
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.telemetry import logs
-from tokenbus.protocol.wire import subjects
+from tokenbus.protocol.wire import errors, subjects
+from tokenbus.protocol.wire.default_model import default_model
 
 _RULE_TIMEOUT_S = 40.0
 _MODELS_TIMEOUT_S = 2.0
@@ -24,7 +25,7 @@ _MODELS_TIMEOUT_S = 2.0
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     connection_flags.add_client_flags(parser)
-    parser.add_argument("--model", metavar="NAME", default="", help="the served model")
+    session.add_model_flag(parser)
     parser.add_argument(
         "--inbox-prefix",
         metavar="PREFIX",
@@ -83,11 +84,16 @@ async def _find(link: ProbeLink, names: subjects.Subjects, options: argparse.Nam
     return _served(reply, options.model)
 
 
-def _served(reply: Message, model: str) -> ProbeTarget:
+def _served(reply: Message, model: str | None) -> ProbeTarget:
     """Reads only what the rules need. Whether the reply follows the contract is for them to check."""
-    known = {served.get("model"): served for served in reply.get("models") or []}
+    known = {str(served.get("model")): served for served in reply.get("models") or []}
+    if model is None:
+        try:
+            model = default_model({name: served.get("features") or () for name, served in known.items()}, "generate")
+        except errors.RequestError as error:
+            raise ValueError(error.error.message) from error
     if model not in known:
-        raise ValueError(f"no worker serves {model!r}; served models: {', '.join(map(str, known)) or 'nothing'}")
+        raise ValueError(f"no worker serves {model!r}; served models: {', '.join(known) or 'nothing'}")
     served = known[model]
     ready = [card for card in served.get("workers") or [] if card.get("state") == "ready"]
     return ProbeTarget(

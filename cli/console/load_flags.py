@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from tokenbus.cli.console import session
 from tokenbus.cli.console.arguments import real, several, whole
 from tokenbus.replay import generators, traces
 from tokenbus.replay.load.points import LoadKind, LoadPoint, Plan
@@ -16,8 +17,8 @@ TO_STANDARD_OUTPUT = Path("-")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds all flags except those of the connection to the broker."""
+    session.add_model_flag(parser)
     flag = parser.add_argument
-    flag("--model", metavar="NAME", required=True, help="the served model")
     group = parser.add_argument_group("load", "one run for each number")
     load = group.add_argument
     clients = several(whole(1, _MAX_CLIENTS), _MAX_POINTS)

@@ -12,6 +12,7 @@ from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire.default_model import default_model
 
 EXIT_INTERRUPTED = 130
 _CONNECT_TIMEOUT_S = 2.0
@@ -40,6 +41,19 @@ def with_client(options: argparse.Namespace, command: Callable[[WireClient], Awa
         return EXIT_INTERRUPTED
     except (ConnectionError, ValueError) as error:
         return print_error(str(error))
+
+
+def add_model_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="NAME", help="the served model (the only one that can do it)")
+
+
+async def model_of(options: argparse.Namespace, client: WireClient, feature: str = "") -> str:
+    """Returns the model that `--model` names, else the only one that is served and has this feature. Raises
+    RequestError if there are none or several."""
+    if options.model is not None:
+        return str(options.model)
+    served = (await client.models()).models
+    return default_model({one.model: one.features for one in served}, feature)
 
 
 async def print_request_error(client: WireClient, model: str | None, error: errors.Error) -> int:

@@ -1,0 +1,83 @@
+"""Single keys pressed on a terminal that a command redraws, which is left as it was in every way of ending."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.live import Live
+
+from tokenbus.protocol.process import shutdown
+
+LEAVING = frozenset(b"qQ\x04")
+"""The keys that leave a command: q, and Ctrl-D."""
+SIGNALS = (*shutdown.SIGNALS, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def watched(live: Live, leave: Callable[[], object]) -> Iterator[None]:
+    """Within the block, `live` is shown and calls `leave` for a key that leaves, and for the first signal to stop. The
+    second ends the process. Ctrl-Z suspends it."""
+    loop, keys = asyncio.get_running_loop(), _Keys(leave)
+
+    def suspend() -> None:
+        live.stop()
+        keys.release()
+        loop.remove_signal_handler(signal.SIGTSTP)  # which leaves the default action, to stop
+        signal.raise_signal(signal.SIGTSTP)
+        loop.add_signal_handler(signal.SIGTSTP, suspend)
+        keys.take()
+        live.start(refresh=True)
+
+    def restore() -> None:
+        live.stop()
+        keys.release()
+
+    keys.take()
+    try:
+        with live, shutdown.on_stop(leave, restore, SIGNALS):
+            loop.add_signal_handler(signal.SIGTSTP, suspend)
+            try:
+                yield
+            finally:
+                loop.remove_signal_handler(signal.SIGTSTP)
+    finally:
+        keys.release()
+
+
+class _Keys:
+    """Standard input, if it is a terminal: keys arrive at once and are not echoed while they are taken."""
+
+    def __init__(self, leave: Callable[[], object]) -> None:
+        self._leave = leave
+        self._before: list[Any] | None = None
+        """The terminal's attributes before its keys were taken; None if they are not."""
+
+    def take(self) -> None:
+        if sys.stdin.isatty():
+            file = sys.stdin.fileno()
+            self._before = termios.tcgetattr(file)
+            tty.setcbreak(file, termios.TCSADRAIN)
+            asyncio.get_running_loop().add_reader(file, self._read)
+
+    def release(self) -> None:
+        """Restores the terminal. Idempotent."""
+        if self._before is not None:
+            file = sys.stdin.fileno()
+            asyncio.get_running_loop().remove_reader(file)
+            with contextlib.suppress(termios.error):  # it is gone
+                termios.tcsetattr(file, termios.TCSADRAIN, self._before)
+            self._before = None
+
+    def _read(self) -> None:
+        try:
+            pressed = os.read(sys.stdin.fileno(), 1_024)
+        except OSError:
+            pressed = b""
+        if not pressed or LEAVING & set(pressed):  # nothing is read from a terminal that is gone
+            self._leave()
