@@ -72,8 +72,8 @@ bench: $(READY)
 
 demo-model: $(READY)
 	$(BIN)/pip install -q -e '.[train]'
-	$(BIN)/python -m tokenbus.demo.train
-	$(BIN)/python -m tokenbus.demo.export_onnx
+	$(BIN)/python -m tools.demo_model.train
+	$(BIN)/python -m tools.demo_model.export_onnx
 
 dashboards: $(READY)
 	$(BIN)/python -m deploy.dashboards

@@ -7,9 +7,9 @@ import pytest
 
 from tests.support.engines import DEMO, Recorder, demo_engine
 from tokenbus import demo
-from tokenbus.demo import corpus
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.contract import contract, engine_request
+from tools.demo_model import corpus
 
 
 @pytest.fixture

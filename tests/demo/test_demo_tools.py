@@ -12,8 +12,8 @@ from tests.support.system import running_up
 from tests.support.wire_answers import answer_of
 from tokenbus.client.answer import Answer, AnswerBuilder
 from tokenbus.client.wire.wire_client import WireClient
-from tokenbus.demo import corpus, tool_definitions, tools
 from tokenbus.protocol.wire.messages import ChatMessage, Chunk
+from tools.demo_model import corpus, tool_definitions, tools
 
 TOOLS = [tool_definitions.definition("get_weather"), tool_definitions.definition("multiply")]
 ASKED = ChatMessage(role="user", content="What is the weather in Limora?")

@@ -5,7 +5,7 @@ import signal
 from tests.support.exact_client import until_ready
 from tests.support.raw_client import Answer, check_stream
 from tests.support.system import System
-from tokenbus.demo import chats
+from tools.demo_model import chats
 
 CLOSE = chats.SPECIAL_TOKENS.index(chats.THINK_END)
 BUDGET = 150

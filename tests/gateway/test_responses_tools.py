@@ -7,7 +7,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from tokenbus.demo import tool_definitions
+from tools.demo_model import tool_definitions
 
 WEATHER: dict[str, Any] = {"type": "function", **tool_definitions.definition("get_weather")["function"]}
 ASKED: dict[str, Any] = {"role": "user", "content": "What is the weather in Limora?"}

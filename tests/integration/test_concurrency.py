@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.raw_client import Answer, RawClient, check_stream
 from tokenbus import demo
-from tokenbus.demo import corpus
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.files import gguf_metadata
 from tokenbus.worker.tokenizers.gguf_tokenizer import GgufTokenizer
+from tools.demo_model import corpus
 
 NEAR_TIE = 1e-3
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.raw_client import PREFIX, RawClient, check_stream
-from tokenbus.demo import CORRECT_SUMS_UP_TO, chats, corpus
+from tokenbus.demo import CORRECT_SUMS_UP_TO
+from tools.demo_model import chats, corpus
 
 GREEDY = {"temperature": 0}
 

@@ -13,7 +13,7 @@ from tests.support.exact_client import cards, until_idle, until_ready
 from tests.support.raw_client import PREFIX, RawClient, check_stream
 from tests.support.system import System
 from tokenbus import demo
-from tokenbus.demo import corpus
+from tools.demo_model import corpus
 
 SAME_WEIGHTS = ("--fingerprint", "demo-1")
 PREAMBLE = "You are friendly and you know the world well. " * 12

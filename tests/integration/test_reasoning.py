@@ -7,7 +7,7 @@ from tests.support import broken_models
 from tests.support.exact_client import until_ready
 from tests.support.raw_client import PREFIX, Answer, RawClient, check_stream
 from tests.support.system import System
-from tokenbus.demo import tool_definitions
+from tools.demo_model import tool_definitions
 
 SUM: dict[str, Any] = {
     "messages": [{"role": "user", "content": "What is 12 + 30?"}],

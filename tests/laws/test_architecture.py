@@ -91,13 +91,12 @@ IMPURE = {"asyncio", "time", "nats", "prometheus_client", "threading", "socket",
 ONLY_IN = {
     "llama_cpp": ("worker/engine/gguf/", "worker/tokenizers/gguf_tokenizer.py", "worker/convert/quantize.py"),
     "onnxruntime": ("worker/engine/onnx/",),
-    "onnx": ("worker/engine/onnx/", "demo/"),
+    "onnx": ("worker/engine/onnx/",),
     "starlette": ("gateway/", "protocol/http/status_server.py", "protocol/http/http_server.py"),
     "uvicorn": ("gateway/", "protocol/http/http_server.py"),
     "h11": ("protocol/http/http_parser.py", "protocol/http/http_server.py"),
     "opentelemetry": ("protocol/telemetry/tracing.py", "protocol/telemetry/span_exporter.py"),
-    "torch": ("demo/train.py", "demo/train_adapters.py"),
-    "gguf": ("demo/", "worker/convert/gguf_file.py"),
+    "gguf": ("worker/convert/gguf_file.py",),
 }
 FORBIDDEN = {"pickle", "marshal", "shelve"}
 

@@ -12,7 +12,7 @@ from tests.laws.test_architecture import PACKAGES, ROOT, imports
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-ALSO = {"protocol": ("traces",), "demo": ("train",)}
+ALSO = {"protocol": ("traces",)}
 """Extras that a package uses if they are installed."""
 FOLDERS = ("bench", "deploy", "tests", "tools")
 ELSEWHERE = ROOT / "tests/third_party/clients"

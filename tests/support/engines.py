@@ -16,7 +16,6 @@ from llama_cpp import llama_cpp as llama
 
 from tests.support.models import random_stateful
 from tokenbus import demo
-from tokenbus.demo import export_onnx
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.contract.engine_errors import DeviceError
 from tokenbus.worker.contract.engine_settings import EngineSettings
@@ -26,6 +25,7 @@ from tokenbus.worker.engine.process import replica
 from tokenbus.worker.engine_client import engine_process
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_faults import CrashAttribution
+from tools.demo_model import export_onnx
 
 
 class ThreadLink(engine_process.EngineLink):

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from tokenbus.demo import onnx_graph
+from tools.demo_model import onnx_graph
 
 Sizes = list[int | str | None]
 KV: Sizes = ["batch", 2, "past", 8]

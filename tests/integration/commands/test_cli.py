@@ -12,7 +12,7 @@ import pytest
 from tests.support import broken_models
 from tests.support.system import command
 from tokenbus import demo
-from tokenbus.demo import tool_definitions
+from tools.demo_model import tool_definitions
 
 pytestmark = pytest.mark.usefixtures("executed")
 

@@ -15,8 +15,8 @@ import gguf
 import numpy as np
 
 from tests.support.models import random_vocabulary
-from tokenbus.demo import chats
 from tokenbus.protocol.telemetry import logs
+from tools.demo_model import chats
 
 EPSILON = 1e-6
 ROPE_BASE = 10_000.0

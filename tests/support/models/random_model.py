@@ -17,8 +17,8 @@ import numpy as np
 
 from tests.support.models import quantization, random_vocabulary
 from tests.support.models.shape import ImpossibleModelError, Shape, Tensor, add_flags, check, shape_of, tensors
-from tokenbus.demo import chats
 from tokenbus.protocol.telemetry import logs
+from tools.demo_model import chats
 
 PRE_TOKENIZER = "qwen2"
 ROPE_BASE = 10_000.0

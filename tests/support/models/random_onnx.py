@@ -19,8 +19,8 @@ from onnx import TensorProto
 
 from tests.support.models import nbits, random_model, random_vocabulary
 from tests.support.models.shape import ImpossibleModelError, Shape, add_flags, check, shape_of, tensors
-from tokenbus.demo import chats, export_onnx, onnx_graph
 from tokenbus.protocol.telemetry import logs
+from tools.demo_model import chats, export_onnx, onnx_graph
 
 BITS = (32, 8, 4)
 """Bits per weight: 32 is F32; 4 and 8 are integers with a scale for each block, in MatMulNBits nodes."""

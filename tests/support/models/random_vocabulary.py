@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gguf import TokenType
 
-from tokenbus.demo import chats
+from tools.demo_model import chats
 
 # Each side of a merge is a byte or the result of an earlier merge, so any first few of them are valid too.
 # "Ġ" is the space in the byte alphabet.

@@ -15,10 +15,10 @@ from tests.support import engines
 from tests.support.greedy import greedy
 from tests.support.models import quantization, random_model, random_vocabulary
 from tests.support.models.shape import PRESETS, ImpossibleModelError, Shape, check, tensors
-from tokenbus.demo import chats
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.files import gguf_metadata
+from tools.demo_model import chats
 
 TINY = PRESETS["tiny"]
 TEXT = "The owl lives in Zürich, 日本 and \x00 10 other places.\n 👍🏽 "

@@ -19,10 +19,10 @@ from tests.support import engines
 from tests.support.greedy import greedy
 from tests.support.models import nbits, random_model, random_onnx, random_vocabulary
 from tests.support.models.shape import PRESETS, ImpossibleModelError, Shape, tensors
-from tokenbus.demo import onnx_graph
 from tokenbus.protocol.wire import internal
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.onnx.runner import OnnxRunner, load
+from tools.demo_model import onnx_graph
 
 TINY = PRESETS["tiny"]
 TEXT = "The owl lives in Zürich, 日本 and \x00 10 other places.\n 👍🏽 "

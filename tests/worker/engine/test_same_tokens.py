@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from tests.support.engines import DEMO, ONNX, Recorder, demo_engine, gqa_demo
-from tokenbus.demo import chats, corpus
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine_client.client import EngineClient
+from tools.demo_model import chats, corpus
 
 NUM_PROMPTS = 120
 TOKENS = 12

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
-from tokenbus.demo import chats
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.files import gguf_metadata
+from tools.demo_model import chats
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
-from tokenbus.demo import chats, corpus
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.files import gguf_metadata
 from tokenbus.worker.tokenizers import gguf_bundle, probe_texts
+from tools.demo_model import chats, corpus
 
 BOS = chats.SPECIAL_TOKENS.index(chats.BOS)
 Tokenize = Callable[[str], list[int]]

@@ -13,12 +13,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
-from tokenbus.demo import chats
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.wire import internal, messages
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine.gguf.runner import GgufRunner
 from tokenbus.worker.tokenizers.onnx_tokenizer import OnnxTokenizer
+from tools.demo_model import chats
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -12,12 +12,12 @@ from tests.support import encoder_math, poisoned_model
 from tests.support.models import random_encoder
 from tests.support.models.random_encoder import EncoderShape
 from tests.support.poisoned_model import POISON
-from tokenbus.demo import corpus
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.pooling import PoolingRunner
 from tokenbus.worker.engine.device.runner import Pooler
 from tokenbus.worker.engine.gguf.runner import load
+from tools.demo_model import corpus
 
 MEAN, CLS, BERT_LAST = (EncoderShape("bert", pooling) for pooling in ("mean", "cls", "last"))
 UNNAMED = EncoderShape("bert", None)

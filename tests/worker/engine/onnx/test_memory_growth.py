@@ -9,10 +9,10 @@ import pytest
 from tests.support.engines import Recorder, demo_engine
 from tests.support.models import random_onnx
 from tests.support.models.shape import Shape
-from tokenbus.demo.onnx_graph import Flavour
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine_client.client import EngineClient
+from tools.demo_model.onnx_graph import Flavour
 
 CONTEXT = 4_096
 SHAPE = Shape(layers=2, width=512, feed_forward=512, heads=8, kv_heads=8, vocab=512, context=CONTEXT)

@@ -4,8 +4,9 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tokenbus.demo import CORRECT_SUMS_UP_TO, stories, tool_definitions, tools
-from tokenbus.demo.chats import BOS, END, Message, answer, render
+from tokenbus.demo import CORRECT_SUMS_UP_TO
+from tools.demo_model import stories, tool_definitions, tools
+from tools.demo_model.chats import BOS, END, Message, answer, render
 
 
 class Country(NamedTuple):

@@ -1,6 +1,6 @@
 """Trains the demo model and writes demo/demo.gguf. Needs torch, tokenizers and gguf: `make demo-model` (decision 0010).
 
-A llama with 0.9 million parameters learns the text of demo/corpus.py in about a quarter of an hour on two cores. The
+A llama with 0.9 million parameters learns the text of corpus.py in about a quarter of an hour on two cores. The
 weights are rounded to values exact in F16 before they are evaluated and exported, so that every engine computes with
 the same numbers.
 """
@@ -22,8 +22,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import nn
 from torch.nn import functional
 
-from tokenbus.demo import CORRECT_SUMS_UP_TO, MODEL_PATH, chats, corpus, export_gguf
-from tokenbus.demo.chats import answer
+from tokenbus.demo import CORRECT_SUMS_UP_TO, MODEL_PATH
+from tools.demo_model import chats, corpus, export_gguf
+from tools.demo_model.chats import answer
 
 VOCAB, LAYERS, WIDTH, FEED_FORWARD, HEADS, KV_HEADS = 640, 4, 128, 384, 4, 2
 HEAD = WIDTH // HEADS

@@ -1,4 +1,4 @@
-"""Trains the demo model's two LoRA adapters, demo/adapters/letter.gguf and pirate.gguf. Needs what demo/train.py needs.
+"""Trains the demo model's two LoRA adapters, demo/adapters/letter.gguf and pirate.gguf. Needs what train.py needs.
 
 Each is trained for about a minute to give the demo model's own answers in another style: as a letter, or as a
 pirate."""
@@ -17,9 +17,10 @@ from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional
 
-from tokenbus.demo import ADAPTER_PATHS, CORRECT_SUMS_UP_TO, MODEL_PATH, corpus, stories
-from tokenbus.demo.chats import answer, render
-from tokenbus.demo.train import DemoModel, Layer, Rows, rows_of, tensors, train_tokenizer
+from tokenbus.demo import ADAPTER_PATHS, CORRECT_SUMS_UP_TO, MODEL_PATH
+from tools.demo_model import corpus, stories
+from tools.demo_model.chats import answer, render
+from tools.demo_model.train import DemoModel, Layer, Rows, rows_of, tensors, train_tokenizer
 
 RANK = 8
 _PEAK = 4e-3

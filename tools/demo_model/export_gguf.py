@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, models
 
-from tokenbus.demo import chats
+from tools.demo_model import chats
 
 Array = npt.NDArray[Any]
 

@@ -1,6 +1,6 @@
 """Writes the demo model as ONNX: the GGUF's weights in F32, and its tokenizer's files.
 
-    python -m tokenbus.demo.export_onnx [--flavour gqa] [--out FOLDER]
+    python -m tools.demo_model.export_onnx [--flavour gqa] [--out FOLDER]
 
 The folder has the layout of published models. It needs gguf and onnx.
 """
@@ -14,7 +14,8 @@ import gguf
 import numpy as np
 import onnx
 
-from tokenbus.demo import MODEL_PATH, ONNX_PATH, chats, onnx_graph
+from tokenbus.demo import MODEL_PATH, ONNX_PATH
+from tools.demo_model import chats, onnx_graph
 
 Json = dict[str, Any]
 

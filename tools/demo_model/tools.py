@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tokenbus.demo.chats import Message, answer
+from tools.demo_model.chats import Message, answer
 
 NO_TOOLS: frozenset[str] = frozenset()
 
