@@ -165,7 +165,7 @@ _HTTP = (
     ),
     Panel(
         "Open HTTP requests, by gateway",
-        "If a gateway reaches --max-requests it refuses further ones: start another gateway.",
+        "If a gateway reaches --max-requests, it refuses more: start another gateway.",
         "short",
         (Query(sum_of(f"{_GATEWAY}_requests_open", "", "instance"), "{{instance}}"),),
     ),

@@ -35,8 +35,8 @@ _FIRST = (
     ),
     Panel(
         "Inter-token latency (ITL)",
-        "The time from one step that gave a stream tokens to the next: its smoothness. If p99 rises, prompts of other "
-        "requests make steps long: lower --step-target-ms; if p50 rises, too many requests run at once: lower "
+        "The time between steps that gave a stream tokens, which shows how smooth streams are. If p99 rises, prompts "
+        "of other requests make steps long: lower --step-target-ms; if p50 rises, too many requests run at once: lower "
         "--max-num-seqs.",
         "s",
         _quantiles(_ITL),
@@ -104,7 +104,7 @@ _WHERE = (
     ),
     Panel(
         "Time in a router's queue, if queued",
-        "This time comes in addition to the time to the first token. If there are values for long, add workers.",
+        "This time comes in addition to the time to the first token. If requests keep waiting, add workers.",
         "s",
         (
             Query(quantile(0.5, _WAIT, MODEL_FILTER, "model"), "{{model}} p50"),

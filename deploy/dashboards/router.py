@@ -66,14 +66,14 @@ _PLACEMENT = (
     ),
     Panel(
         "Embedding requests, by result",
-        "If anything but `ok` grows, look for `embed_finished` in the router's log.",
+        "If anything but `ok` grows, look for `call_finished` with `op: embed` in the router's log.",
         "reqps",
         (Query(rate(f"{_P}_embeddings_total", ROUTER_FILTER, "code"), "{{code}}"),),
         "stacked",
     ),
     Panel(
         "Requests to tokenize or detokenize, by result",
-        "If anything but `ok` grows, look for `tokenize_finished` in the router's log.",
+        "If anything but `ok` grows, look for `call_finished` with that `op` in the router's log.",
         "reqps",
         (Query(rate(f"{_P}_tokenizations_total", ROUTER_FILTER, "op, code"), "{{op}}: {{code}}"),),
         "stacked",
@@ -101,7 +101,7 @@ _PLACEMENT = (
     ),
     Panel(
         "Requests to rank documents, by result",
-        "If anything but `ok` grows, look for `rerank_finished` in the router's log.",
+        "If anything but `ok` grows, look for `call_finished` with `op: rerank` in the router's log.",
         "reqps",
         (Query(rate(f"{_P}_reranks_total", ROUTER_FILTER, "code"), "{{code}}"),),
         "stacked",
@@ -192,7 +192,7 @@ _FLEET = (
     Panel(
         "How fast KV blocks move between workers",
         "Measured by fetches, 60 MB/s before the first. If it falls so low that computing is about as fast, routers "
-        "let workers compute instead, and try one fetch each minute.",
+        "let workers compute instead, and try one fetch per minute.",
         "MBs",
         (
             Query(

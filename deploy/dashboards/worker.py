@@ -80,8 +80,8 @@ _REQUESTS = (
     ),
     Panel(
         "Tokens of embedded inputs per second",
-        "A worker that generates computes them between the steps of its streams. If these slow down while there are "
-        "many, let other workers embed: `--pooling none` keeps a worker to its streams.",
+        "A generative worker embeds inputs between the steps of its streams. If streams slow down while there are "
+        "many, let other workers embed: with `--pooling none` a worker only generates.",
         "suffix: /s",
         (Query(_rate("embedded_tokens"), _NAME),),
     ),
@@ -223,8 +223,8 @@ _MEMORY = (
     ),
     Panel(
         "Workers that read KV blocks here",
-        "At most two at a time read what a worker has, and eight what it computes for them. If it is two for long on a "
-        "worker that computes nothing for others, these compute what they could fetch.",
+        "At most two at a time read what a worker has, and eight what it computes for them. If it stays at two on a "
+        "worker that computes nothing for others, the others compute what they could fetch.",
         "short",
         (Query(sum_of(f"{_P}_kv_leases", WORKER_FILTER, "worker_id"), _NAME),),
     ),
@@ -267,7 +267,7 @@ _MEMORY = (
     Panel(
         "Requests that failed in a row",
         "Since the last success, with errors that another worker may not have. If it reaches 10, all requests fail "
-        "there: see request_finished in the worker's log, and restart it. Routers avoid it meanwhile.",
+        "there: see request_finished in the worker's log, and restart it. Until then routers avoid it.",
         "short",
         (Query(sum_of(f"{_P}_failures_in_a_row", WORKER_FILTER, "worker_id"), _NAME),),
     ),
@@ -309,7 +309,7 @@ _MEMORY = (
     ),
     Panel(
         "Logits: mean, smallest and largest",
-        "Each of a single row; one row per second is checked. Usual values depend on the model. If it changes and the "
+        "All of a single row; one row per second is checked. Usual values depend on the model. If it changes and the "
         "model did not, check its file, its adapters and the device.",
         "short",
         (Query(max_of(f"{_P}_logits", WORKER_FILTER, "worker_id, stat"), f"{_NAME} {{{{stat}}}}"),),
@@ -351,8 +351,8 @@ _MEMORY = (
     ),
     Panel(
         "Blocks that clients have asked to keep",
-        "Blocks, or checkpoints, beside all others. If they stay at half of the cache, they are kept for less time "
-        "than requested: raise --host-cache-mib, or lower --kept-share or --max-kept-s.",
+        "Blocks that are evicted after all others, or such checkpoints. If they stay at half of the cache, they are "
+        "kept for less time than requested: raise --host-cache-mib, or lower --kept-share or --max-kept-s.",
         "short",
         (Query(sum_of(f"{_P}_kept_blocks", WORKER_FILTER, "worker_id"), _NAME),),
     ),
