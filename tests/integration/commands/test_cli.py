@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import broken_models
+from tests.support.doc_samples import sample, skeleton
 from tests.support.system import command
 from tokenbus import demo
 from tools.demo_model import tool_definitions
@@ -89,7 +90,9 @@ def test_no_broker_is_one_line_that_says_what_to_do() -> None:
 
 
 def test_models_lists_what_is_served(url: str) -> None:
-    assert "worker-1" in tokenbus(url, "models").stdout
+    said = [*map(skeleton, tokenbus(url, "models").stdout.splitlines())]
+    for line in sample("operations.md", "tokenbus models"):
+        assert any(printed.startswith(skeleton(line.removesuffix("..."))) for printed in said), line
     reply = json.loads(tokenbus(url, "models", "--json").stdout)
     assert [served["model"] for served in reply["models"]] == ["demo"]
 

@@ -1,0 +1,46 @@
+"""What the documentation shows of commands has the lines and columns that they print."""
+
+import re
+
+from tests.cli.test_doctor import reply
+from tests.cli.test_top import rows
+from tests.replay.test_load_page import report_of, stats_of
+from tests.router.builders import card
+from tests.support.doc_samples import sample, skeleton
+from tokenbus.cli.commands import doctor, top
+from tokenbus.protocol.wire import messages
+from tokenbus.replay.load import table
+
+
+def test_the_sample_of_top_has_the_columns_that_top_shows_in_their_order() -> None:
+    head, *lines = sample("operations.md", "tokenbus top --once")
+    device = messages.DeviceHealth(name="host", kind="cpu", free_bytes=1 << 30, total_bytes=8 << 30)
+    health = messages.WorkerHealth(devices=[device], front_bytes=1, engine_bytes=2, uptime_s=1.0, engine_uptime_s=1.0)
+    shown = top.make_table([row._replace(health=health) for row in rows()], None, 10_000)
+    columns = [str(column.header) for column in shown.columns]
+    assert re.split("  +", head) == [name for name in columns if f"  {name}  " in f"  {head}  "]
+    first, *_ = str(top.make_table(rows()).caption).splitlines()
+    assert skeleton(first) in map(skeleton, lines)
+
+
+def test_the_sample_of_bench_has_the_rows_and_columns_that_bench_prints() -> None:
+    lines = sample("bench.md", "tokenbus bench --model demo --concurrency 1,4")
+    run, other = report_of({1.0: stats_of(1.0, 2.0), 4.0: stats_of(2.0, 3.0)}).runs
+    made = table.run_table(run)
+    assert lines[1].split() == [str(column.header) for column in made.columns]
+    titles = [str(cell) for cell in made.columns[0].cells]
+    assert [line.split("  ")[0] for line in lines[2 : 2 + len(titles)]] == titles
+    said = [line.split("  ")[0] for line in table.run_lines(run) if "  " in line]
+    assert [line.split("  ")[0] for line in lines[3 + len(titles) : lines.index("")]] == ["prompts", *said]
+    heads = [str(column.header) for column in table.sweep_table([run, other]).columns]
+    (sweep,) = [line for line in lines if line.startswith("concurrency")]
+    assert re.split("  +", sweep)[1:] == heads[1:]
+
+
+def test_the_sample_of_the_doctor_has_its_marks_and_its_words() -> None:
+    lines = sample("operations.md", "tokenbus doctor --model demo")
+    marks = {line.split()[0] for line in lines if line[0].isalpha()}
+    assert marks == {"ok", "note"}
+    ready = reply(*(card(worker_id=name, tokenizer_digest="a") for name in ("a", "b")))
+    said = [f"{finding.mark:5} {finding.what}" for finding in doctor.check_fleet(ready)]
+    assert set(map(skeleton, said)) <= set(map(skeleton, lines))
