@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 
-from tokenbus.gateway import cohere, ollama, vllm
+from tokenbus.gateway import cohere, vllm
 from tokenbus.gateway.anthropic import error_bodies as anthropic_errors
 from tokenbus.gateway.anthropic import messages, model_list
 from tokenbus.gateway.anthropic.schemas import AnthropicErrorBody
 from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.gateway.ollama import embeddings as ollama_embeddings
+from tokenbus.gateway.ollama import generation
+from tokenbus.gateway.ollama import models as ollama
 from tokenbus.gateway.openai import chat, completions, embeddings, error_bodies, models, schemas
 from tokenbus.gateway.openai.responses import endpoints as responses
 from tokenbus.gateway.serving.dialect import Dialect, ErrorForm
@@ -37,7 +40,11 @@ ANTHROPIC = Dialect(
     header="anthropic-version",
 )
 OLLAMA = Dialect(
-    errors=ErrorForm(ollama.encode_error, ollama.OllamaError), resources=ollama.RESOURCES, prefixes=("/api/",)
+    errors=ErrorForm(ollama.encode_error, ollama.OllamaError),
+    endpoints=(generation.CHAT, generation.GENERATE, ollama_embeddings.EMBED, ollama_embeddings.EMBEDDINGS),
+    resources=ollama.RESOURCES,
+    refused=ollama.REFUSED,
+    prefixes=("/api/",),
 )
 DIALECTS = (OPENAI, OLLAMA, ANTHROPIC)
 """Where several have one path, the first one is served unless a header asks for another."""

@@ -64,8 +64,8 @@ def document(version: str, *, has_default_model: bool = False) -> Json:
             _narrow(_schema(endpoint.body, refs, components), required, endpoint.may_be_empty)
     for resource, dialect in resources:
         paths[resource.path] = {"post" if resource.body else "get": _resource(resource, dialect, refs)}
-        if resource.body is not None:
-            _narrow(_schema(resource.body, refs, components), ("model",), ())
+    for body in {one.body for one, _ in resources if one.body is not None}:
+        _narrow(_schema(body, refs, components), ("model",), ())
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tokenbus", "version": version},
@@ -78,7 +78,7 @@ def document(version: str, *, has_default_model: bool = False) -> Json:
 def _operation(one: ApiEndpoint[Any], dialect: Dialect, refs: Mapping[type, Json]) -> Json:
     answer = _described("The answer", refs[one.response])
     if one.event is not None:
-        answer["content"]["text/event-stream"] = {"schema": {"type": "string", "contentSchema": refs[one.event]}}
+        answer["content"][one.event_type] = {"schema": {"type": "string", "contentSchema": refs[one.event]}}
     return {
         "summary": one.summary,
         "requestBody": {"required": True, "content": _in_json(refs[one.body])},

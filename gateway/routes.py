@@ -21,7 +21,7 @@ from tokenbus.gateway.dialects import DIALECTS, dialect_of
 from tokenbus.gateway.http import body, http_errors
 from tokenbus.gateway.http.http_errors import ApiError
 from tokenbus.gateway.serving.catalog import NO_MODELS, Catalog, Listing
-from tokenbus.gateway.serving.dialect import Resource
+from tokenbus.gateway.serving.dialect import RefusedPath, Resource
 from tokenbus.gateway.serving.endpoint import EndpointApp, Services
 from tokenbus.protocol.wire import errors
 
@@ -55,6 +55,9 @@ class Routes:
             for slash in ("", "/"):
                 pattern = path.replace("{model}", "{model:path}") + slash
                 yield Route(pattern, functools.partial(self._resource, sharing), methods=[method])
+        for dialect in DIALECTS:
+            for refused in dialect.refused:
+                yield Route(refused.path, functools.partial(_refuse, refused), methods=list(refused.methods))
 
     async def _resource(self, sharing: Sequence[Resource], request: Request) -> Response:
         wanted = dialect_of(request.scope["path"], request.headers).resources
@@ -136,6 +139,10 @@ def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str])
     # A redirect would go to the host named by the client, bypassing the TLS of a proxy in front.
     app.router.redirect_slashes = False
     return app
+
+
+async def _refuse(refused: RefusedPath, request: Request) -> Response:
+    raise errors.request_error(errors.Code.UNSUPPORTED, refused.problem)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from tokenbus.gateway.serving.answer_events import (
     PartStarted,
     PromptSeen,
 )
-from tokenbus.gateway.serving.dialect import ResponseHead
+from tokenbus.gateway.serving.dialect import ResponseHead, loading_comment
 from tokenbus.protocol.wire import messages
 
 SIGNATURE = "dG9rZW5idXM="
@@ -67,9 +67,9 @@ class MessageEncoder:
         """Returns the error as an event."""
         return [_event(error_bodies.to_body(error))]
 
-    def keep_alive(self) -> bytes:
+    def keep_alive(self, load_progress: float | None) -> bytes:
         """Returns a ping; the message begins before the first one, as clients expect."""
-        return b"".join([*self._start(), _event(schemas.Ping())])
+        return b"".join([loading_comment(load_progress), *self._start(), _event(schemas.Ping())])
 
     def whole(self, answers: Sequence[AnswerEventReader]) -> bytes:
         """Returns the JSON body of a message. A tool call whose input was cut off is left out."""

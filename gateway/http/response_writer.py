@@ -6,7 +6,8 @@ from starlette.types import Send
 
 from tokenbus.gateway.http.http_errors import ErrorResponse
 
-_EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+EVENT_STREAM = "text/event-stream"
+_STREAMED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """The last header makes nginx pass events on immediately."""
 _ID_HEADERS = (b"x-request-id", b"request-id")
 """OpenAI's and Anthropic's clients look for the request's id in these."""
@@ -15,8 +16,10 @@ _ID_HEADERS = (b"x-request-id", b"request-id")
 class ResponseWriter:
     """Writes one response. Writing waits while the client reads slowly."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, event_type: str = EVENT_STREAM) -> None:
+        """`event_type` is the media type of a stream of events."""
         self._send = send
+        self._event_type = event_type
         self._request_id = request_id
         self.status: int | None = None
         """None until the response has started."""
@@ -45,7 +48,7 @@ class ResponseWriter:
     async def send_events(self, *events: bytes, last: bool = False) -> None:
         """Sends events, starting the response with the first; `last` completes it."""
         if not self.has_started:
-            await self._start(200, _EVENTS)
+            await self._start(200, {"content-type": f"{self._event_type}; charset=utf-8"} | _STREAMED)
         await self._write(b"".join(events), more=not last)
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import error_bodies, schemas
 from tokenbus.gateway.serving.answer_events import AnswerEventReader, total_usage
-from tokenbus.gateway.serving.dialect import ResponseHead
+from tokenbus.gateway.serving.dialect import ResponseHead, loading_comment
 from tokenbus.protocol.wire import messages
 
 DONE = b"data: [DONE]\n\n"
@@ -42,9 +42,9 @@ class ChoicesEncoder:
         """Returns the error as an event, and `[DONE]`."""
         return [b"data: %b\n\n" % error_bodies.encode(error), DONE]
 
-    def keep_alive(self) -> bytes:
+    def keep_alive(self, load_progress: float | None) -> bytes:
         """Returns a comment."""
-        return KEEP_ALIVE
+        return loading_comment(load_progress) + KEEP_ALIVE
 
     def _event(self, choices: list[Any], usage: schemas.CompletionUsage | None = None) -> bytes:
         return b"data: %b\n\n" % self._encode(self.event_type, choices, usage if self._include_usage else UNSET)
@@ -54,8 +54,8 @@ class ChoicesEncoder:
         return self._encode(self.response_type, choices, encode_usage(total_usage(usages, self._n)))
 
     def _encode(self, form: type[Any], choices: list[Any], usage: schemas.CompletionUsage | UnsetType | None) -> bytes:
-        _, created, model = self._head
-        return _encoder.encode(form(id=self._id, created=created, model=model, choices=choices, usage=usage))
+        head = self._head
+        return _encoder.encode(form(id=self._id, created=head.created, model=head.model, choices=choices, usage=usage))
 
 
 def encode_usage(usage: messages.Usage | None) -> schemas.CompletionUsage | None:

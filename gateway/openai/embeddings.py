@@ -1,13 +1,12 @@
 """OpenAI's embeddings: turns their bodies into wire requests, and replies into responses."""
 
-import base64
 import functools
 from typing import Literal
 
 import msgspec
 
 from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, RequestHead
-from tokenbus.gateway.serving.embed import embed
+from tokenbus.gateway.serving.embed import embed, numbers_of
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import pooling
@@ -74,15 +73,11 @@ ENDPOINT = ApiEndpoint(
 
 
 def _encode(model: str, reply: wire.EmbedReply, *, is_base64: bool) -> bytes:
-    rows = [row if is_base64 else _numbers(row) for row in reply.embeddings or []]
+    rows = [row if is_base64 else numbers_of(row) for row in reply.embeddings or []]
     data = [Embedding(index=number, embedding=row) for number, row in enumerate(rows)]
     tokens = reply.usage.prompt_tokens if reply.usage else 0
     usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
     return msgspec.json.encode(EmbeddingList(data=data, model=model, usage=usage))
-
-
-def _numbers(row: list[float] | str) -> list[float] | str:
-    return pooling.to_rows(base64.b64decode(row), 1, None)[0] if isinstance(row, str) else row
 
 
 def _inputs_of(given: str | list[str | int | list[int]] | None) -> str | list[str | list[int]] | None:

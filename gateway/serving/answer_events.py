@@ -75,6 +75,8 @@ class AnswerEnded(NamedTuple):
     usage: messages.Usage | None
     stop_match: str | int | None
     """The stop string or token id that ended it."""
+    timings: messages.Timings | None = None
+    """Where the worker's time went."""
 
 
 AnswerEvent = PromptSeen | TokensSampled | PartStarted | PartGrew | PartEnded | AnswerEnded
@@ -122,7 +124,7 @@ class AnswerEventReader:
             self._end_part(events)
             if chunk.finish_reason not in (messages.FinishReason.ERROR, messages.FinishReason.CANCELLED):
                 match = chunk.stop_match if isinstance(chunk.stop_match, str | int) else None
-                self.end = AnswerEnded(chunk.finish_reason, chunk.usage or None, match)
+                self.end = AnswerEnded(chunk.finish_reason, chunk.usage or None, match, chunk.timings or None)
                 events.append(self.end)
         return events
 

@@ -16,7 +16,7 @@ from tokenbus.gateway.serving.answer_events import AnswerEventReader
 from tokenbus.gateway.serving.dialect import AnswerEncoder, ApiEndpoint, ParsedCall, ParsedGeneration, ResponseHead
 from tokenbus.gateway.serving.request_log import RequestLog
 from tokenbus.protocol import tasks
-from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire import errors
 
 STATUS_HOLD_S = 10.0
 """A streamed response starts with its first event, or after this time; until then an error can still set the status.
@@ -48,7 +48,7 @@ async def generate(parsed: ParsedGeneration, endpoint: ApiEndpoint[Any], exchang
     client, served_as, headers, limit, writer, log = exchange
     answers = client.generate_choices(served_as, parsed.requests, parsed.n, headers=headers)
     num_choices = len(parsed.requests) * parsed.n
-    encoder = parsed.encoder(ResponseHead(answers.request_id, int(time.time()), parsed.model))
+    encoder = parsed.encoder(ResponseHead(answers.request_id, int(time.time()), parsed.model, lambda: log.age_s))
     with limit.track(answers):
         async with answers:  # leaving the block cancels the request
             if parsed.stream:
@@ -128,13 +128,8 @@ async def send_stream(
         # needed.
         elif not chunk.tokens and log.age_s - sent_s >= hold_s:
             sent_s = log.age_s
-            await writer.send_events(*_loading_comment(chunk), encoder.keep_alive())
-
-
-def _loading_comment(chunk: messages.Chunk) -> list[bytes]:
-    if chunk.load_progress is UNSET:
-        return []
-    return [b": loading the model, %d %%\n\n" % round(100 * chunk.load_progress)]
+            loaded = None if chunk.load_progress is UNSET else chunk.load_progress
+            await writer.send_events(encoder.keep_alive(loaded))
 
 
 class OpenCall:

@@ -41,6 +41,10 @@ class Listing(NamedTuple):
     """Models that used to be served but are not now; None if the router doesn't know."""
     features: Mapping[str, Sequence[str]] = {}
     """The features common to all workers of a model, by model."""
+    workers: Mapping[str, Sequence[messages.Card]] = {}
+    """The workers of a model, by model; none for all models if they are too many for a router's answer."""
+    unloaded: frozenset[str] = frozenset()
+    """Models that are loaded only when a request names them."""
 
     def find(self, name: str) -> Model:
         """Returns one model, or raises the RequestError that a request for it would get."""
@@ -90,7 +94,13 @@ class Catalog:
         reply = await self._ask()
         unserved = None if reply.unserved is UNSET else frozenset(reply.unserved)
         features = {served.model: served.features for served in reply.models}
-        return Listing([model for served in reply.models for model in _models(served)], unserved, features)
+        return Listing(
+            [model for served in reply.models for model in _models(served)],
+            unserved,
+            features,
+            {served.model: served.workers or [] for served in reply.models},
+            frozenset(served.model for served in reply.models if served.loadable is True),
+        )
 
     def _note(self, asked: "asyncio.Future[Listing]") -> None:
         self._answered_at = self._clock()

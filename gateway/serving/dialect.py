@@ -14,6 +14,7 @@ import msgspec
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse, NameOf
+from tokenbus.gateway.http.response_writer import EVENT_STREAM
 from tokenbus.gateway.serving import conversation
 from tokenbus.gateway.serving.answer_events import AnswerEvent, AnswerEventReader
 from tokenbus.gateway.serving.catalog import Listing
@@ -21,6 +22,11 @@ from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
+
+
+def loading_comment(load_progress: float | None) -> bytes:
+    """Returns the comment of an event stream that says how much of the model is loaded; empty if none is loading."""
+    return b"" if load_progress is None else b": loading the model, %d %%\n\n" % round(100 * load_progress)
 
 
 class ResponseHead(NamedTuple):
@@ -31,6 +37,8 @@ class ResponseHead(NamedTuple):
     """Unix seconds."""
     model: str
     """The name by which the client knows the model."""
+    age_s: Callable[[], float] = float
+    """Returns the seconds since the request was received."""
 
 
 class AnswerEncoder(Protocol):
@@ -48,8 +56,9 @@ class AnswerEncoder(Protocol):
         """Returns the events that end the response if an answer fails after the response has started."""
         ...
 
-    def keep_alive(self) -> bytes:
-        """Returns what is sent during silence, so that no proxy closes the connection."""
+    def keep_alive(self, load_progress: float | None) -> bytes:
+        """Returns what is sent during silence, so that no proxy closes the connection. `load_progress` is the share of
+        the model that is loaded, 0 to 1, while a worker loads it."""
         ...
 
     def whole(self, answers: Sequence[AnswerEventReader]) -> bytes:
@@ -132,6 +141,8 @@ class ApiEndpoint(Generic[BodyT]):
     response: type[msgspec.Struct]
     event: type[msgspec.Struct] | None = None
     """The data of the events of a streamed response, if there can be one."""
+    event_type: str = EVENT_STREAM
+    """The media type of a streamed response."""
     required: tuple[str, ...] = ("model",)
     """Required fields of the body, which may not be null, nor empty unless named in `may_be_empty`."""
     may_be_empty: tuple[str, ...] = ()
@@ -174,6 +185,15 @@ class Resource(NamedTuple):
     """If so, requests need no key, and the listing is empty."""
 
 
+class RefusedPath(NamedTuple):
+    """A path of an API that is known and not served."""
+
+    path: str
+    methods: tuple[str, ...]
+    problem: str
+    """Why, or what is served instead."""
+
+
 class ErrorForm(NamedTuple):
     """The form of an API's errors."""
 
@@ -190,6 +210,7 @@ class Dialect(NamedTuple):
     errors: ErrorForm
     endpoints: Sequence[ApiEndpoint[Any]] = ()
     resources: Sequence[Resource] = ()
+    refused: Sequence[RefusedPath] = ()
     prefixes: tuple[str, ...] = ()
     """Beginnings of the paths that are only this API's."""
     header: str | None = None

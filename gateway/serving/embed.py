@@ -1,7 +1,9 @@
 """Embeds any number of inputs, a few per wire request, so that their vectors fit in its messages."""
 
 import asyncio
+import base64
 import re
+from array import array
 
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import tasks
@@ -34,6 +36,11 @@ async def embed(client: WireClient, model: str, request: messages.EmbedRequest) 
     finally:
         for task in running:
             task.cancel()
+
+
+def numbers_of(row: list[float] | str) -> list[float]:
+    """Returns the numbers of an embedding, which in replies may be 32-bit little-endian floats in base64."""
+    return row if isinstance(row, list) else list(array("f", base64.b64decode(row)))
 
 
 def _joined(request_id: str, replies: list[messages.EmbedReply]) -> messages.EmbedReply:

@@ -59,7 +59,8 @@ class EndpointApp:
         services, path = self._services, scope["path"].rstrip("/")
         request = Request(scope, receive)
         request_id, shown_id = request_ids(request.headers.get("x-request-id", ""))
-        log, writer = RequestLog(request_id, services.metrics, path), ResponseWriter(send, shown_id)
+        log = RequestLog(request_id, services.metrics, path)
+        writer = ResponseWriter(send, shown_id, self._endpoint.event_type)
         known = {"http.request.method": "POST", "http.route": path, tracing.REQUEST_ID: request_id}
         span = tracing.start_span(services.tracer, f"POST {path}", "server", request.headers, known)
         try:

@@ -11,6 +11,7 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 """Anchored at the end: a value or key from the sender could look like a path."""
 _MISMATCH = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
 _MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _ENUM = re.compile(r"Invalid enum value (.*)", re.DOTALL)
 _PART = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 _NAMES = {
@@ -32,6 +33,9 @@ def problem_of(error: msgspec.ValidationError, message_type: Any) -> tuple[str |
     missing = _MISSING.fullmatch(problem)
     if missing:
         path, problem = f"{path}.{missing[1]}".lstrip("."), "is required"
+    elif unknown := _UNKNOWN.fullmatch(problem):
+        known = ", ".join(_field_names(message_type, path))
+        path, problem = f"{path}.{unknown[1][:_MAX_VALUE]}".lstrip("."), f"is not a known field: {known}"
     elif mismatch := _MISMATCH.fullmatch(problem):
         allowed = _choices(message_type, path) or [_NAMES.get(one, one) for one in _alternatives(mismatch[1])]
         problem = f"must be {' or '.join(allowed)}, got {_NAMES.get(mismatch[2], mismatch[2])}"
@@ -47,10 +51,21 @@ def _alternatives(expected: str) -> list[str]:
 
 def _choices(message_type: Any, path: str) -> list[str]:
     """Returns the values that a field may have if there is a closed set of them."""
+    return [repr(value) for one in _types_at(message_type, path) for value in _values(one)]
+
+
+def _field_names(message_type: Any, path: str) -> list[str]:
+    """Returns the names of an object's fields."""
+    structs = [one for one in _types_at(message_type, path) if isinstance(one, inspect.StructType)]
+    return [field.encode_name for one in structs for field in one.fields]
+
+
+def _types_at(message_type: Any, path: str) -> list[inspect.Type]:
+    """Returns the types that the value at a path may have."""
     nodes = [inspect.type_info(message_type)]
     for part in _PART.findall(path):
         nodes = [child for node in nodes for one in _members(node) for child in _children(one, part)]
-    return [repr(value) for node in nodes for one in _members(node) for value in _values(one)]
+    return [one for node in nodes for one in _members(node)]
 
 
 def _members(node: inspect.Type) -> tuple[inspect.Type, ...]:

@@ -102,6 +102,10 @@ UNNAMED: dict[str, dict[str, Any]] = {
     "/v1/rerank": {"query": "go", "documents": ["a"]},
     "/tokenize": {"prompt": "go"},
     "/detokenize": {"tokens": [5]},
+    "/api/chat": {"messages": SAID, "options": {"num_predict": 1}, "stream": False},
+    "/api/generate": {"prompt": "go", "options": {"num_predict": 1}, "stream": False},
+    "/api/embed": {"input": "go"},
+    "/api/embeddings": {"prompt": "go"},
 }
 """A body for each endpoint, without a model."""
 
@@ -114,7 +118,7 @@ def test_requests_without_a_model_are_answered_by_the_default_one(slow_url: str,
         logged = [one["model"] for one in gateway.log("request_received")]
         document = json.loads(get(gateway.url, "/openapi.json"))
     assert logged == ["usual"] * len(UNNAMED)
-    unserved = ("/v1/embeddings", "/v1/rerank")  # by this model
+    unserved = ("/v1/embeddings", "/v1/rerank", "/api/embed", "/api/embeddings")  # by this model
     assert {path: status for path, (status, _) in found.items()} == {
         path: 400 if path in unserved else 200 for path in UNNAMED
     }
@@ -126,7 +130,8 @@ def test_requests_without_a_model_are_answered_by_the_default_one(slow_url: str,
 @pytest.mark.parametrize("path", UNNAMED)
 def test_requests_without_a_model_are_refused_where_there_is_no_default(slow_gateway: Gateway, path: str) -> None:
     status, answer = post(slow_gateway.url, path, UNNAMED[path])
-    assert (status, answer["error"]["message"]) == (400, "model: is required")
+    error = answer["error"]
+    assert (status, error if path.startswith("/api/") else error["message"]) == (400, "model: is required")
 
 
 def test_ollamas_calls_find_a_model_and_what_it_can_do(base_url: str) -> None:

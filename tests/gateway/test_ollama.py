@@ -1,51 +1,60 @@
-"""Models as Ollama tells of them."""
+"""Ollama's API over HTTP."""
 
 import json
+import urllib.error
+import urllib.request
 
-import msgspec
 import pytest
 
-from tokenbus.gateway import ollama
-from tokenbus.gateway.serving.catalog import Listing, Model
-from tokenbus.protocol.wire import errors
+from tests.gateway.test_calls import get, post
 
-MODEL = Model(id="chat", created=1_700_000_000, root="demo", context_length=512, max_model_len=512)
-LISTING = Listing([MODEL], None)
+SAID = [{"role": "user", "content": "What is the capital of Avaria?"}]
+ANSWER = "The capital of Avaria is Limora."
 
 
-def show(*features: str, model: Model = MODEL, name: str = "chat") -> ollama.ShownModel:
-    return ollama.show(Listing([model], None, {model.root: features}), name)
+def test_an_answer_is_streamed_as_lines_of_json(base_url: str) -> None:
+    body = {"model": "demo:latest", "messages": SAID, "options": {"temperature": 0}}
+    asked = urllib.request.Request(
+        base_url.removesuffix("/v1") + "/api/chat", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        assert answer.headers["content-type"] == "application/x-ndjson; charset=utf-8"
+        *pieces, last = [json.loads(line) for line in answer.read().splitlines()]
+    assert "".join(one["message"]["content"] for one in pieces) == ANSWER
+    assert (last["done"], last["done_reason"], last["eval_count"] > 0) == (True, "stop", True)
 
 
-def test_the_version_is_three_numbers_that_clients_can_compare() -> None:
-    assert all(part.isdigit() for part in ollama.Version().version.split("."))
-    assert len(ollama.Version().version.split(".")) == 3
+def test_a_whole_answer_counts_the_same_tokens_as_a_chat_completion(base_url: str) -> None:
+    body = {"model": "demo", "messages": SAID, "stream": False, "options": {"temperature": 0}}
+    status, found = post(base_url, "/api/chat", body)
+    assert (status, found["message"]["content"]) == (200, ANSWER)
+    _, completion = post(base_url, "/v1/chat/completions", {"model": "demo", "messages": SAID, "temperature": 0})
+    assert found["prompt_eval_count"] == completion["usage"]["prompt_tokens"]
+    assert found["eval_count"] == completion["usage"]["completion_tokens"]
 
 
-def test_a_model_is_listed_under_its_name_and_as_loaded() -> None:
-    (listed,) = ollama.list_models(LISTING).models
-    (running,) = ollama.list_running(LISTING).models
-    for one in (listed, running):
-        assert (one.name, one.model, one.modified_at) == ("chat", "chat", "2023-11-14T22:13:20Z")
-        assert len(one.digest) == 64
-    assert running.context_length == 512
+def test_a_loaded_model_is_told_with_its_engine_and_its_memory(base_url: str) -> None:
+    (running,) = json.loads(get(base_url, "/api/ps"))["models"]
+    assert (running["name"], running["details"]["format"]) == ("demo", "gguf")
+    assert running["size"] > 1_000_000
 
 
-def test_a_model_shows_its_context_and_what_it_can_do() -> None:
-    shown = json.loads(msgspec.json.encode(show("generate", "tools", "reasoning", "stop")))
-    architecture = shown["model_info"]["general.architecture"]
-    assert shown["model_info"][f"{architecture}.context_length"] == 512
-    assert shown["capabilities"] == ["completion", "tools", "thinking"]
-    assert show("embed").capabilities == ["embedding"]
-    assert show("generate", "fim").capabilities == ["completion", "insert"]
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/api/create"), ("POST", "/api/copy"), ("POST", "/api/push"), ("DELETE", "/api/delete")],
+)
+def test_a_call_that_is_not_served_says_why(base_url: str, method: str, path: str) -> None:
+    asked = urllib.request.Request(base_url.removesuffix("/v1") + path, b"{}", method=method)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(asked, timeout=60)
+    with refused.value as error:
+        assert error.code == 400
+        assert "models are not" in json.loads(error.read())["error"]
 
 
-def test_a_model_is_named_by_either_field_with_or_without_its_tag() -> None:
-    assert ollama.shown_name(b'{"model": "a"}') == ollama.shown_name(b'{"name": "a"}') == "a"
-    assert show(name="chat:latest") == show(name="chat")
-    tagged = msgspec.structs.replace(MODEL, id="a:latest")
-    assert show(model=tagged, name="a:latest") == show()
-    with pytest.raises(errors.RequestError, match="nothing serves"):
-        show(model=tagged, name="a")
-    with pytest.raises(errors.RequestError, match="model"):
-        ollama.shown_name(b"{}")
+def test_errors_have_ollamas_form(base_url: str) -> None:
+    status, found = post(base_url, "/api/generate", {"model": "demo", "prompt": "a", "options": {"tempratur": 0}})
+    assert status == 400
+    assert found["error"].startswith("options.tempratur: is not a known field: seed, ")
+    status, found = post(base_url, "/api/chat", {"model": "nothing", "messages": SAID})
+    assert (status in (404, 503), "nothing" in found["error"]) == (True, True)

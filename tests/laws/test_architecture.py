@@ -83,7 +83,7 @@ PURE = (
     "gateway/openai/responses/*.py",
     "gateway/vllm.py",
     "gateway/cohere.py",
-    "gateway/ollama.py",
+    "gateway/ollama/*.py",
     "replay/*.py",
 )
 """Files that decide: values and the time go in, values come out."""

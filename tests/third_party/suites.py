@@ -169,6 +169,8 @@ SUITES = {
     "schemathesis": Suite("schemathesis, by the OpenAPI document", _schemathesis),
     "openai-client": Suite("`openai` (Python)", _script("openai_client.py", "sdks")),
     "anthropic-client": Suite("`anthropic` (Python)", _script("anthropic_client.py", "sdks")),
+    "ollama-client": Suite("`ollama` (Python)", _script("ollama_client.py", "sdks")),
+    "ollama-js": Suite("`ollama` (JavaScript)", _script("ollama_client.mjs"), needs_node=True),
     "langchain": Suite("LangChain", _script("langchain_client.py", "langchain")),
     "openai-js": Suite("`openai` (JavaScript)", _script("openai_client.mjs"), needs_node=True),
     "ai-sdk": Suite("Vercel's AI SDK", _script("ai_sdk.mjs"), needs_node=True),

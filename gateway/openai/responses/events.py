@@ -31,6 +31,7 @@ from tokenbus.gateway.serving.answer_events import (
     PartKind,
     PartStarted,
 )
+from tokenbus.gateway.serving.dialect import loading_comment
 from tokenbus.protocol.wire import messages
 
 _encoder = msgspec.json.Encoder()
@@ -106,11 +107,11 @@ class ResponseEncoder:
         self._add("response.failed", response=failed)
         return self._taken()
 
-    def keep_alive(self) -> bytes:
+    def keep_alive(self, load_progress: float | None) -> bytes:
         """Returns an event saying that the response is in progress. Clients waiting for events ignore comments."""
         if not self._begin():
             self._add("response.in_progress", response=self._response)
-        return b"".join(self._taken())
+        return b"".join([loading_comment(load_progress), *self._taken()])
 
     def whole(self, answers: Sequence[AnswerEventReader]) -> bytes:
         """Returns the body of an unstreamed response."""

@@ -170,9 +170,9 @@ def test_a_call_that_was_cut_off_is_left_out_of_a_whole_message() -> None:
 def test_while_nothing_comes_the_message_begins_once_and_is_kept_alive() -> None:
     encoder, reader = MessageEncoder(HEAD), AnswerEventReader()
     assert encoder.encode(0, reader.read(SEEN)) == []
-    start, ping, empty = encoder.keep_alive().split(b"\n\n")
+    start, ping, empty = encoder.keep_alive(None).split(b"\n\n")
     assert (parsed(start + b"\n\n")[0], ping, empty) == ("message_start", b'event: ping\ndata: {"type":"ping"}', b"")
-    assert encoder.keep_alive() == ping + b"\n\n"
+    assert encoder.keep_alive(None) == ping + b"\n\n"
     assert [parsed(one)[0] for one in encoder.encode(0, reader.read(messages.Chunk(id="r", text="a")))] == [
         "content_block_start",
         "content_block_delta",

@@ -28,6 +28,15 @@ class _Tree(msgspec.Struct, frozen=True, kw_only=True):
     is_old: bool | None = None
 
 
+class _Size(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    colour: str | None = None
+    size: int | None = None
+
+
+class _Sized(msgspec.Struct, frozen=True, kw_only=True):
+    inner: _Size | None = None
+
+
 def problem(value: object) -> tuple[str | None, str]:
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.convert(value, _Tree, str_keys=True)
@@ -63,3 +72,10 @@ def test_a_long_value_is_not_repeated() -> None:
 def test_a_value_that_looks_like_a_path_is_none() -> None:
     path, _ = problem({"colour": "x` - at `$.name"})
     assert path == "colour"
+
+
+def test_an_unknown_field_of_an_object_that_allows_none_is_named_with_those_that_are_known() -> None:
+    with pytest.raises(msgspec.ValidationError) as raised:
+        msgspec.convert({"inner": {"colr": 1}}, _Sized)
+    path, text = type_errors.problem_of(raised.value, _Sized)
+    assert (path, text) == ("inner.colr", "inner.colr: is not a known field: colour, size")

@@ -251,7 +251,7 @@ def test_a_failure_names_its_field_as_the_client_called_it() -> None:
 
 def test_a_response_is_kept_alive_by_events() -> None:
     encoder = parsed(stream=True).encoder(HEAD)
-    sent = encoder.keep_alive() + encoder.keep_alive() + encoded(chunk(STOP), encoder=encoder)
+    sent = encoder.keep_alive(None) + encoder.keep_alive(None) + encoded(chunk(STOP), encoder=encoder)
     assert [event["type"] for event in decoded(sent)] == [*FIRST, "response.in_progress", "response.completed"]
 
 
