@@ -7,7 +7,6 @@ RUNS ?=
 SEEDS ?=
 MINUTES ?= 60
 RUNBOOKS ?=
-LLAMA_CPP_PYTHON := 0.3.36
 BIN := .venv/bin
 PRODUCT := .venv/.product
 READY := .venv/.ready
@@ -84,17 +83,15 @@ rules: $(READY)
 	$(BIN)/python -m tools.alert_rules $(if $(RUNBOOKS),--runbooks $(RUNBOOKS))
 
 # What `make up` runs; then what tests and checks need in addition.
-$(PRODUCT): pyproject.toml constraints.txt deploy/llama_cpp_wheel.py
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed: make PYTHON=python3.12"; exit 1; }
-	@test -x $(BIN)/python || { echo "Creating .venv"; $(PYTHON) -m venv .venv; }
-	@wheel=$$($(BIN)/python deploy/llama_cpp_wheel.py $(LLAMA_CPP_PYTHON)) && \
-	  echo "Installing Tokenbus and the packages it needs: 630 MB on disk, a minute or two" && \
-	  $(BIN)/pip install -q -c constraints.txt "$$wheel" -e .
+$(PRODUCT): pyproject.toml constraints.txt deploy/install.py deploy/llama_cpp_wheel.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Python 3.11 or later is needed, and $(PYTHON) is not: make PYTHON=python3.12 if that is installed, else" \
+	    "apt install python3.12 python3.12-venv, dnf install python3.12, apk add python3 or brew install python"; exit 1; }
+	@$(PYTHON) -m deploy.install
 	@touch $(PRODUCT)
 
 $(READY): $(PRODUCT)
-	@echo "Installing what tests and checks need in addition: 320 MB on disk, a minute or two"
-	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	@$(PYTHON) -m deploy.install --tests
 	@touch $(READY)
 
 clean:

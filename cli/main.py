@@ -12,8 +12,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenbus.cli.console import config
+from tokenbus.cli.console import config, needs
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.protocol import extras
 from tokenbus.protocol.telemetry import tracing
 
 _COMMANDS = {
@@ -46,20 +47,29 @@ _COMMANDS = {
 
 def main() -> None:
     try:
-        _check_arguments(sys.argv[1:])
-        options = parse(sys.argv[1:])
-    except ValueError as error:
+        sys.exit(_run(sys.argv[1:]))
+    except extras.MissingExtraError as error:
         _print_errors(error)
-        sys.exit(EXIT_BAD_SETTINGS)
-    try:
-        sys.exit(options.run(options))
+        sys.exit(1)
     except BrokenPipeError:
         # Python flushes standard output again at exit, which would fail once more and print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
-def _print_errors(error: ValueError) -> None:
+def _run(arguments: list[str]) -> int:
+    """Runs the command that the arguments name; returns the exit status."""
+    try:
+        _check_arguments(arguments)
+        options = parse(arguments)
+    except ValueError as error:
+        _print_errors(error)
+        return EXIT_BAD_SETTINGS
+    status: int = options.run(options)
+    return status
+
+
+def _print_errors(error: Exception) -> None:
     for line in str(error).splitlines():
         print(f"tokenbus: {line}", file=sys.stderr)
 
@@ -76,7 +86,10 @@ def _check_arguments(arguments: list[str]) -> None:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Returns the options of a command line; those of a server also come from its variables and its settings file.
 
-    Raises ValueError with one line for each mistake in these, and SystemExit for a mistake on the command line."""
+    Raises ValueError with one line for each mistake in these, SystemExit for a mistake on the command line, and
+    MissingExtraError if what the command needs is not installed."""
+    if arguments:
+        needs.check(arguments[0])
     parser, commands = make_parser(arguments[:1])
     _warn_of_misspelled_variables(arguments, commands)
     if not arguments or arguments[0] not in config.SECTIONS:
@@ -107,15 +120,19 @@ def _warn_of_misspelled_variables(arguments: list[str], commands: Mapping[str, a
     """Warns of environment variables that no process reads but that resemble known ones."""
     command = arguments[0] if arguments and arguments[0] in commands else ""
     starts_servers = command in (*config.SECTIONS, "up", "config")
-    parsers = make_parser(config.SECTIONS)[1] if starts_servers else commands
-    names = config.SECTIONS if starts_servers else [command] if command else []
-    for line in config.misspelled_variables({name: parsers[name] for name in names}):
+    installed = [name for name in config.SECTIONS if needs.are_met(name)]
+    parsers = make_parser(installed)[1] if starts_servers else commands
+    names = installed if starts_servers else [command] if command else []
+    others = [name for name in config.SECTIONS if name not in installed]
+    for line in config.misspelled_variables({name: parsers[name] for name in names}, others):
         print(f"tokenbus: {line}", file=sys.stderr)
 
 
 def _run_config(options: argparse.Namespace) -> int:
     """`tokenbus config check` and `tokenbus config show`."""
     sections = [options.section] if options.section else list(config.SECTIONS)
+    for name in sections:
+        needs.check(name)
     _, commands = make_parser(sections)
     where = str(options.file or "")
     mistakes: list[str] = []

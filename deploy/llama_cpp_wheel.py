@@ -5,7 +5,8 @@ llama.cpp's helper library for its own programs), so that it takes about three m
 wheel is for one kind of processor, so the processor's features are part of its cache folder's name. llama.cpp's test
 vocabularies and its collection of chat templates are kept too: our tests use them, and only the source has them.
 
-Usage: llama_cpp_wheel.py VERSION. Variables: TOKENBUS_CACHE (the cache), CMAKE_ARGS (more options for llama.cpp).
+Usage: python -m deploy.llama_cpp_wheel. Variables: TOKENBUS_CACHE (the cache), CMAKE_ARGS (more options for
+llama.cpp), CC and CXX (the compilers).
 
 Decision 0006 says how the parts are left out.
 """
@@ -13,12 +14,19 @@ Decision 0006 says how the parts are left out.
 import hashlib
 import os
 import platform
-import subprocess
+import re
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
+from deploy import progress, requirements
+
+VERSION = "0.3.36"
+DOWNLOAD_MB = 75
+_BUILD_MB = 500
+"""Space for a build in the folder of temporary files: the source, twice, and the compiled files."""
+_COMPILED = re.compile(r"\s*\[\s*(\d+/\d+|\d+%)\]")
 _LEAN = """
 set(LLAMA_BUILD_COMMON OFF)
 include(CheckCXXCompilerFlag)
@@ -62,11 +70,22 @@ def kept_folder(version: str, kind: str) -> Path:
     return cache() / f"llama-cpp-python-{version}-{kind}"
 
 
-def build(version: str, folder: Path) -> None:
-    say(
-        f"Compiling llama.cpp for llama-cpp-python {version}: once, about 3 minutes on 2 cores.\n"
-        f"PyPI has only its source; the wheel is kept in {folder}, so that later clones take seconds."
-    )
+def cached(version: str) -> Path | None:
+    """Returns the wheel for this processor, if it has been compiled."""
+    return next(iter(cache_folder(version).glob("*.whl")), None)
+
+
+def check(version: str) -> None:
+    """Checks, before anything is downloaded, that the wheel is there or can be compiled. Raises LackError."""
+    if cached(version) is None:
+        requirements.check_compiler()
+        requirements.check_space(Path(tempfile.gettempdir()), _BUILD_MB, "compiling llama.cpp")
+
+
+def build(version: str) -> None:
+    """Compiles the wheel into the cache. Raises CommandFailedError."""
+    folder = cache_folder(version)
+    say(f"  PyPI has only its source; the wheel is kept in {folder}, so that later clones take seconds")
     with tempfile.TemporaryDirectory() as scratch:
         sdist = download(version, Path(scratch))
         keep(sdist, version)
@@ -78,14 +97,10 @@ def build(version: str, folder: Path) -> None:
 
 
 def download(version: str, scratch: Path) -> Path:
-    """Downloads the source distribution from PyPI. Raises CalledProcessError, after printing pip's output."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--dest", str(scratch)]
-    command += ["--no-binary", "llama-cpp-python", f"llama-cpp-python=={version}"]
-    try:
-        subprocess.run(command, check=True, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
-    except subprocess.CalledProcessError as error:
-        say(error.stderr)
-        raise
+    """Downloads the source distribution from PyPI. Raises CommandFailedError, after printing pip's output."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--progress-bar", "off"]
+    command += ["--dest", str(scratch), "--no-binary", "llama-cpp-python", f"llama-cpp-python=={version}"]
+    progress.run(command, f"downloading the source ({DOWNLOAD_MB} MB)", lambda line: "")
     (sdist,) = scratch.glob("*.tar.gz")
     return sdist
 
@@ -96,10 +111,17 @@ def compile_wheel(sdist: Path, scratch: Path) -> Path:
     options = f"-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_INCLUDE={lean} {os.environ.get('CMAKE_ARGS', '')}".strip()
     cores = str(os.cpu_count() or 1)
     environment = os.environ | {"CMAKE_ARGS": options, "CMAKE_BUILD_PARALLEL_LEVEL": cores}
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", str(scratch)]
-    subprocess.run([*command, str(sdist)], env=environment, check=True, stdout=sys.stderr)
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-cache-dir", "--wheel-dir", str(scratch)]
+    progress.run([*command, str(sdist)], "unpacking", _describe, environment)
     (wheel,) = scratch.glob("*.whl")
     return wheel
+
+
+def _describe(line: str) -> str:
+    """Returns what a line of a build's output says of its progress."""
+    if found := _COMPILED.match(line):
+        return f"compiling: {found.group(1)}"
+    return "getting CMake and Ninja" if "build dependencies" in line else ""
 
 
 def keep(sdist: Path, version: str) -> None:
@@ -110,9 +132,9 @@ def keep(sdist: Path, version: str) -> None:
         for kind in missing:
             (Path(scratch) / kind).mkdir()
         for member in archive:
-            kind = next((kind for kind, part in missing.items() if part in member.name), None)
-            if kind is not None and (content := archive.extractfile(member)):
-                (Path(scratch) / kind / Path(member.name).name).write_bytes(content.read())
+            wanted = next((kind for kind, part in missing.items() if part in member.name), None)
+            if wanted is not None and (content := archive.extractfile(member)):
+                (Path(scratch) / wanted / Path(member.name).name).write_bytes(content.read())
         for kind in missing:
             _rename(Path(scratch) / kind, kept_folder(version, kind))
 
@@ -126,7 +148,7 @@ def _rename(partial: Path, folder: Path) -> None:
 
 
 def kept(version: str, kind: str) -> Path:
-    """Returns the folder of one kind of kept files, downloading them if necessary. Raises CalledProcessError."""
+    """Returns the folder of one kind of kept files, downloading them if necessary. Raises CommandFailedError."""
     folder = kept_folder(version, kind)
     if not folder.exists():
         with tempfile.TemporaryDirectory() as scratch:
@@ -139,12 +161,13 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    version = sys.argv[1]
-    folder = cache_folder(version)
-    if not list(folder.glob("*.whl")):
-        build(version, folder)
-    (wheel,) = folder.glob("*.whl")
-    print(wheel)
+    try:
+        check(VERSION)
+        if cached(VERSION) is None:
+            build(VERSION)
+    except (requirements.LackError, progress.CommandFailedError) as error:
+        sys.exit(str(error))
+    print(cached(VERSION))
 
 
 if __name__ == "__main__":

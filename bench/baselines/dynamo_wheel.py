@@ -27,7 +27,7 @@ def find() -> ModuleType:
         import zmq  # noqa: F401
         from dynamo import _core
     except ImportError as error:
-        sys.exit(f"{error.name} is not installed: .venv/bin/pip install -e '.[bench]'")
+        sys.exit(f"{error.name} is not installed: .venv/bin/pip install -e '.[compare]'")
     found: ModuleType = _core
     return found
 

@@ -2,7 +2,7 @@
 
 Run: .venv/bin/python -m bench.servers.python_server [--model FILE.gguf] [--clients 8] [--tokens 64] [--pairs 7]
 
-The other side is `python -m llama_cpp.server` on the same build of llama.cpp (pip install 'tokenbus[bench]'), in
+The other side is `python -m llama_cpp.server` on the same build of llama.cpp (pip install 'tokenbus[compare]'), in
 interleaved pairs. Throughput is all tokens over the time from the first request to the last answer."""
 
 import asyncio
@@ -28,7 +28,7 @@ Ask = Callable[[str, int], Awaitable[int]]
 async def python_server(model: Path, threads: int) -> AsyncIterator[Ask]:
     """Runs llama_cpp.server so that new requests don't interrupt running ones."""
     if importlib.util.find_spec("fastapi") is None:
-        sys.exit("llama_cpp.server is needed: pip install 'tokenbus[bench]'")
+        sys.exit("llama_cpp.server is needed: pip install 'tokenbus[compare]'")
     sizes = ["--n_ctx", str(_CONTEXT), "--n_threads", str(threads), "--n_threads_batch", str(threads)]
     command = [sys.executable, "-m", "llama_cpp.server", "--model", str(model), *sizes, "--interrupt_requests", "false"]
     with system.other_server(lambda port: [*command, "--port", str(port)]) as port:

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenbus.cli.console import arguments, connection_flags, hub_flags, inspection
+from tokenbus.cli.console import arguments, connection_flags, hub_flags, needs
 from tokenbus.client.wire.wire_client import WireClient
+from tokenbus.protocol import extras
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import ping_probe
-from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker.contract import contract
@@ -74,12 +74,17 @@ def _inspect(options: argparse.Namespace) -> int:
     if problem := hub_flags.apply(options):
         print(f"tokenbus: {problem}", file=sys.stderr)
         return 1
+    from tokenbus.cli.console import inspection  # needs what a worker needs, and `doctor` may run without it
+
     logs.log_errors_only()
     return inspection.show(options.model)
 
 
 async def _run(options: argparse.Namespace) -> int:
-    """Prints one finding per line; returns 1 if one of them is bad."""
+    """Prints one finding per line; returns 1 if one of them is bad. Raises MissingExtraError for a model without an
+    installed worker."""
+    if options.model:
+        extras.require("worker-core", "--model")
     logs.log_errors_only()
     num_bad = 0
     async for finding in _all_findings(options):
@@ -92,7 +97,7 @@ async def _run(options: argparse.Namespace) -> int:
 
 
 async def _all_findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
-    for finding in (*_machine(), *_ports(options.ports), _hub_cache(options)):
+    for finding in (*_machine(), *_servers(), *_ports(options.ports), *_hub_cache(options)):
         yield finding
     for finding in check_memory(options.model, options.memory_budget_mib << 20, _host_room()):
         yield finding
@@ -120,17 +125,29 @@ def _machine() -> Iterator[Finding]:
         yield Finding("note", "no NVIDIA driver: models run on the CPU")
 
 
-def _hub_cache(options: argparse.Namespace) -> Finding:
+def _servers() -> Iterator[Finding]:
+    """Reports the servers that this installation can't start."""
+    for server in ("router", "gateway", "worker"):
+        if not needs.are_met(server):
+            advice = f"pip install {extras.install(needs.EXTRAS[server])}"
+            yield Finding("note", f"tokenbus {server} can't run here: its packages are not installed", advice)
+
+
+def _hub_cache(options: argparse.Namespace) -> Iterator[Finding]:
     """Checks where models from the Hub are kept, and the free space there."""
+    if not needs.are_met("pull"):
+        return
     if problem := hub_flags.apply(options):
-        return Finding("bad", problem)
+        yield Finding("bad", problem)
+        return
     folder = registry.hub_folder()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if not os.access(existing, os.W_OK):
         advice = "pass --hub-cache, or set HF_HOME to a folder that this user may write to"
-        return Finding("note", f"models from the Hub can't be kept in {folder}", advice)
-    return Finding("ok", f"models from the Hub are kept in {folder}, where {transfer.size(free)} are free")
+        yield Finding("note", f"models from the Hub can't be kept in {folder}", advice)
+    else:
+        yield Finding("ok", f"models from the Hub are kept in {folder}, where {transfer.size(free)} are free")
 
 
 def _ports(ports: list[int]) -> Iterator[Finding]:
@@ -242,6 +259,8 @@ async def check_engine(model: str) -> AsyncIterator[Finding]:
 
 def _check_chat(config: contract.EngineConfig, packed: bytes | None) -> Finding:
     """Checks whether the model can serve chat messages."""
+    from tokenbus.protocol.prompt import prompt, tokenizer_bundle  # both need what a worker needs
+
     builder = prompt.load_builder(tokenizer_bundle.unpack(packed)) if packed is not None else None
     if builder is not None:
         builder.start()

@@ -20,6 +20,7 @@ from tokenbus.cli.console.arguments import real, several, whole
 from tokenbus.cli.console.replay_live import LiveError, run_live
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, StartError
+from tokenbus.protocol import extras
 from tokenbus.protocol.process.parent import end_with
 from tokenbus.replay.offline import load_requests, play_all
 from tokenbus.replay.results import PolicyResult, TimeStats
@@ -73,6 +74,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Replays the trace, prints a table and writes the requested files; returns the exit status."""
+    if options.live:
+        extras.require("up", "--live")
     try:
         settings, policies = _settings_of(options), _policies_of(options)
         trace = load_requests(settings)

@@ -16,6 +16,7 @@ from rich.table import Table
 from tokenbus.cli.console import arguments, connection_flags, hub_flags, keyboard
 from tokenbus.cli.console.session import with_client
 from tokenbus.client.wire.wire_client import WireClient
+from tokenbus.protocol import extras
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
@@ -52,6 +53,7 @@ def add_models_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run_models(options: argparse.Namespace) -> int:
     if options.local or options.remove:
+        extras.require("worker-core", "tokenbus models --local")
         from tokenbus.cli.commands import pull
 
         return pull.run_local(options)

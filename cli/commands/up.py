@@ -19,7 +19,7 @@ from tokenbus.demo import MODEL_PATH, ONNX_PATH
 from tokenbus.gateway.http import listen
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.process import shutdown
-from tokenbus.protocol.telemetry import logs
+from tokenbus.protocol.telemetry import logs, tracing
 from tokenbus.protocol.wire import errors, messages
 
 _READY_TIMEOUT_S = 600.0
@@ -242,6 +242,7 @@ def run(options: argparse.Namespace) -> int:
         return print_error("--prefill-workers must be less than --workers", EXIT_BAD_SETTINGS)
     try:
         settings = connection_flags.settings_from_environment(options.nats) if options.nats else nats.BusSettings()
+        tracing.check_endpoint(options.otlp_traces_endpoint)
     except ValueError as error:
         return print_error(str(error), EXIT_BAD_SETTINGS)
     problem, status = worker.start_problem(options)  # its workers inherit the folder for models from the Hub

@@ -14,7 +14,7 @@ import contextlib
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,15 +87,20 @@ def raise_errors(mistakes: list[str]) -> None:
         raise ValueError("\n".join(mistakes))
 
 
-def misspelled_variables(parsers: Mapping[str, argparse.ArgumentParser]) -> Iterator[str]:
-    """Yields a warning for each variable that no process reads but that is spelled almost like one."""
+def misspelled_variables(
+    parsers: Mapping[str, argparse.ArgumentParser], unknown_sections: Collection[str] = ()
+) -> Iterator[str]:
+    """Yields a warning for each variable that no process reads but that is spelled almost like one.
+
+    Variables of `unknown_sections`, which are those of servers that are not installed here, are left alone."""
+    unknown = tuple(f"{_PREFIX}{section.upper()}_" for section in unknown_sections)
     known = set(_OTHER_VARIABLES)
     for section, parser in parsers.items():
         known |= {variable for name, _ in _settable(parser) for variable in _variables(section, name)}
     # Compared without the common prefix, which would make all names similar.
     endings = {name.removeprefix(_PREFIX): name for name in known} | {"NATS_URL": "TOKENBUS_NATS"}
     for name in sorted(os.environ):
-        if name.startswith(_PREFIX) and name not in known:
+        if name.startswith(_PREFIX) and name not in known and not name.startswith(unknown):
             for near in difflib.get_close_matches(name.removeprefix(_PREFIX), endings, 1, _MIN_SIMILARITY):
                 yield f"the variable {name} is unknown: did you mean {endings[near]}?"
 

@@ -25,6 +25,8 @@ def show(model: str) -> int:
 
 
 def _read_rules(model: str) -> tokenizer_bundle.PromptRules:
+    """Raises ModelError."""
+    registry.check(model)
     files = registry.find(model, lambda _: None)
     # Imported here, because each of these loads a large library.
     if files.weights.suffix == ".gguf":

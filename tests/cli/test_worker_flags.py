@@ -48,18 +48,18 @@ def test_devices_that_are_given_for_each_replica_are_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "module", "says"),
-    [("gguf", "llama_cpp", "llama-cpp-python"), ("onnx", "onnxruntime", "onnxruntime"), ("onnx", "onnx", "onnx")],
+    ("engine", "module", "extra"),
+    [("gguf", "llama_cpp", "worker"), ("onnx", "onnxruntime", "worker-onnx"), ("onnx", "onnx", "worker-onnx")],
 )
-def test_without_its_package_a_worker_ends_in_one_line_that_names_it_before_there_is_a_broker(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine: str, module: str, says: str
+def test_without_its_engine_a_worker_ends_in_one_line_that_names_the_extra_before_there_is_a_broker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine: str, module: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     model = str(MODEL_PATH if engine == "gguf" else ONNX_PATH)
     assert run_worker(model) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"the {engine} engine needs the package {says}" in line
-    assert "run: pip install '" + says in line
+    assert f"the {engine} engine needs packages that are not installed ({module}); run: pip install " in line
+    assert f"'tokenbus[{extra}]'" in line
 
 
 @pytest.mark.parametrize("engine", ["gguf", "onnx"])

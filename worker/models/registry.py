@@ -1,17 +1,13 @@
 """Which engine serves a model, whether that is installed, where its files are, and what it is called."""
 
-import importlib.metadata
-import importlib.util
 import os
-import platform
-import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
 
+from tokenbus.protocol import extras
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files import gguf_metadata, transfer
 from tokenbus.worker.files.layouts import (
@@ -24,13 +20,9 @@ from tokenbus.worker.files.layouts import (
 )
 from tokenbus.worker.files.model_files import Layout, ModelFiles, is_hub_name
 
-_PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
-    "gguf": {"llama_cpp": ("llama-cpp-python",)},
-    "onnx": {"onnxruntime": ("onnxruntime-gpu", "onnxruntime"), "onnx": ("onnx",)},
-}
-"""The modules that an engine imports, and the packages that have them: with CUDA first, then without."""
+_EXTRAS = {"gguf": "worker", "onnx": "worker-onnx"}
+"""The extra that has an engine's packages."""
 _LOG_INTERVAL_S = 5.0
-_NAME = re.compile(r"[\w-]+")
 
 
 def engine_of(model: str) -> str:
@@ -42,31 +34,16 @@ def check(model: str, engine: str = "auto") -> None:
     """Checks that a model's engine is installed, and, for one on this machine, that its files are there. Nothing is
     imported or downloaded. Raises ModelError, saying what to do."""
     engine = engine_of(model) if engine == "auto" else engine
-    for module, distributions in _PACKAGES.get(engine, {}).items():
-        if importlib.util.find_spec(module) is None:
-            requirement = _requirement(distributions)
-            name = _NAME.match(requirement)
-            raise ModelError(
-                f"{model}: the {engine} engine needs the package {name.group() if name else requirement}, which is not "
-                f"installed; run: pip install '{requirement}'"
-            )
+    if extra := _EXTRAS.get(engine):
+        try:
+            extras.require(extra, f"{model}: the {engine} engine")
+        except extras.MissingExtraError as error:
+            raise ModelError(str(error)) from error
     if engine == "sim" or is_hub_name(model):
         return
     found = find_as(model, layouts(engine), lambda _: None)
     if engine == "gguf" and found.weights.suffix != ".safetensors":
         gguf_metadata.check(found.weights)
-
-
-def _requirement(distributions: tuple[str, ...]) -> str:
-    """Returns the package to install of those that have a module, in the versions that Tokenbus wants here."""
-    try:
-        wanted = importlib.metadata.requires("tokenbus") or []
-    except importlib.metadata.PackageNotFoundError:
-        wanted = []
-    of_interest = [one for one in wanted if (name := _NAME.match(one)) and name.group() in distributions]
-    has_cuda = sys.platform == "linux" and platform.machine() == "x86_64"
-    chosen = of_interest[0 if has_cuda else -1] if of_interest else distributions[0 if has_cuda else -1]
-    return chosen.partition(";")[0].strip()
 
 
 def layouts(engine: str) -> tuple[Layout, ...]:

@@ -8,6 +8,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tokenbus.protocol import extras
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors, messages
 
@@ -124,7 +125,7 @@ async def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pyte
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "tokenbus.protocol.telemetry.span_exporter", raising=False)
     monkeypatch.delattr("tokenbus.protocol.telemetry.span_exporter", raising=False)
-    with pytest.raises(ValueError, match=r"pip install 'tokenbus\[traces\]'"):
+    with pytest.raises(extras.MissingExtraError, match=r"pip install 'tokenbus\[traces\]'"):
         async with tracing.exporting(ENDPOINT, "router", "r1"):
             pass
 

@@ -63,7 +63,7 @@ def free_bytes(device: Device) -> int | None:
 def _why_no_cuda(number: int) -> str:
     """Returns why onnxruntime can't use a GPU; empty if it can."""
     if EXECUTION_PROVIDERS["cuda"] not in onnxruntime.get_available_providers():
-        return "this onnxruntime was built without CUDA (onnxruntime-gpu has it, on Linux x86-64)"
+        return "this onnxruntime was built without CUDA: the extra `onnx-gpu` has it, in place of `worker-onnx`"
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
