@@ -67,11 +67,12 @@ def read(asked: RerankBody, head: RequestHead) -> ParsedCall[wire.RerankRequest,
 
 RERANK = ApiEndpoint(
     path="/v1/rerank",
+    feature="rerank",
     summary="Documents ordered by relevance",
     body=RerankBody,
     read=read,
     response=RerankResponse,
-    required=("model", "query", "documents"),
+    required=("query", "documents"),
 )
 
 

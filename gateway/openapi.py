@@ -45,8 +45,8 @@ _PROBES: Mapping[str, tuple[str, type[msgspec.Struct] | None]] = {
 """Summaries and responses; None is a line of plain text."""
 
 
-def document(version: str, *, has_default_model: bool = False) -> Json:
-    """Returns the document. With a default model, requests need not name one."""
+def document(version: str) -> Json:
+    """Returns the document."""
     # Resources that a header asks for have the paths of others, which are described.
     resources = [(one, dialect) for dialect in DIALECTS if not dialect.header for one in dialect.resources]
     types: set[type[Any]] = {Health, *(dialect.errors.schema for dialect in DIALECTS)}
@@ -60,8 +60,7 @@ def document(version: str, *, has_default_model: bool = False) -> Json:
     for dialect in DIALECTS:
         for endpoint in dialect.endpoints:
             paths[endpoint.path] = {"post": _operation(endpoint, dialect, refs)}
-            required = tuple(name for name in endpoint.required if name != "model" or not has_default_model)
-            _narrow(_schema(endpoint.body, refs, components), required, endpoint.may_be_empty)
+            _narrow(_schema(endpoint.body, refs, components), endpoint.required, endpoint.may_be_empty)
     for resource, dialect in resources:
         paths[resource.path] = {"post" if resource.body else "get": _resource(resource, dialect, refs)}
     for body in {one.body for one, _ in resources if one.body is not None}:

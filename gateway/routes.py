@@ -38,8 +38,6 @@ class Routes:
         self._services = services
         self._catalog = Catalog(services.tenants.gateway_client.models)
         """The listing that tells the gateway itself whether a router answers."""
-        self._catalogs: dict[str, Catalog] = {}
-        """A catalog for each tenant, since tenants may use different adapters."""
 
     def __repr__(self) -> str:
         return f"<Routes {self._services.limit!r}>"
@@ -91,7 +89,7 @@ class Routes:
 
     async def openapi(self, request: Request) -> Response:
         """Serves `GET /openapi.json`, which describes all endpoints."""
-        return Response(_openapi(has_default_model=bool(self._services.aliases.default)), media_type="application/json")
+        return Response(_openapi(), media_type="application/json")
 
     async def unready_reason(self) -> str:
         """Returns why requests can't be served, or an empty string if they can."""
@@ -111,9 +109,7 @@ class Routes:
     async def _listing(self, request: Request) -> Listing:
         """Returns the models visible to a request, and their aliases. Raises ApiError and RequestError."""
         tenant, client = self._services.tenants.authenticate(request)
-        if tenant not in self._catalogs:
-            self._catalogs[tenant] = Catalog(client.models)
-        listing = await self._catalogs[tenant].listing()
+        listing = await self._services.catalogs.of(tenant, client.models).listing()
         return listing.with_aliases(self._services.aliases)
 
 
@@ -146,9 +142,8 @@ async def _refuse(refused: RefusedPath, request: Request) -> Response:
 
 
 @functools.cache
-def _openapi(*, has_default_model: bool) -> bytes:
-    version = importlib.metadata.version("tokenbus")
-    return _encoder.encode(openapi.document(version, has_default_model=has_default_model))
+def _openapi() -> bytes:
+    return _encoder.encode(openapi.document(importlib.metadata.version("tokenbus")))
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

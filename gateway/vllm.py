@@ -92,6 +92,7 @@ def read_detokenize(
 
 TOKENIZE = ApiEndpoint(
     path="/tokenize",
+    feature="",
     summary="The tokens of a prompt",
     body=TokenizeBody,
     read=read_tokenize,
@@ -105,11 +106,12 @@ TOKENIZE = ApiEndpoint(
 )
 DETOKENIZE = ApiEndpoint(
     path="/detokenize",
+    feature="",
     summary="The text of tokens",
     body=DetokenizeBody,
     read=read_detokenize,
     response=DetokenizeResponse,
-    required=("model", "tokens"),
+    required=("tokens",),
     may_be_empty=("tokens",),
 )
 

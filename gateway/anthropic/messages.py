@@ -135,7 +135,7 @@ ENDPOINT = ApiEndpoint(
     body=MessagesRequest,
     read=read,
     response=schemas.AnthropicMessage,
-    required=("model", "messages", "max_tokens"),
+    required=("messages", "max_tokens"),
     free_form=_FREE_FORM,
 )
 COUNT_TOKENS = ApiEndpoint(
@@ -144,7 +144,7 @@ COUNT_TOKENS = ApiEndpoint(
     body=CountTokensRequest,
     read=read_count,
     response=schemas.MessageTokensCount,
-    required=("model", "messages"),
+    required=("messages",),
     free_form=_FREE_FORM,
 )
 

@@ -88,19 +88,21 @@ def _parsed(
 
 EMBED = ApiEndpoint(
     path="/api/embed",
+    feature="embed",
     summary="Embeddings in Ollama's form",
     body=OllamaEmbedRequest,
     read=read_embed,
     response=OllamaEmbedResponse,
-    required=("model", "input"),
+    required=("input",),
 )
 EMBEDDINGS = ApiEndpoint(
     path="/api/embeddings",
+    feature="embed",
     summary="One embedding in Ollama's older form",
     body=OllamaEmbeddingsRequest,
     read=read_embeddings,
     response=OllamaEmbeddingsResponse,
-    required=("model", "prompt"),
+    required=("prompt",),
 )
 
 

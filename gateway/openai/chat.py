@@ -170,7 +170,7 @@ ENDPOINT = ApiEndpoint(
     read=read,
     response=schemas.ChatCompletion,
     event=schemas.ChatCompletionChunk,
-    required=("model", "messages"),
+    required=("messages",),
 )
 
 

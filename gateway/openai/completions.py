@@ -199,7 +199,7 @@ ENDPOINT = ApiEndpoint(
     read=read,
     response=Completion,
     event=Completion,
-    required=("model", "prompt"),
+    required=("prompt",),
 )
 
 

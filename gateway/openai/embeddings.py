@@ -64,11 +64,12 @@ def read(asked: EmbeddingRequest, head: RequestHead) -> ParsedCall[wire.EmbedReq
 
 ENDPOINT = ApiEndpoint(
     path="/v1/embeddings",
+    feature="embed",
     summary="Embeddings",
     body=EmbeddingRequest,
     read=read,
     response=EmbeddingList,
-    required=("model", "input"),
+    required=("input",),
 )
 
 

@@ -11,6 +11,7 @@ from msgspec import UNSET
 from tokenbus.gateway.admission.aliases import Aliases
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import errors, limits, messages, subjects
+from tokenbus.protocol.wire.default_model import default_model
 
 _KEEP_S = 1.0
 _MAX_NAME = 128
@@ -54,6 +55,10 @@ class Listing(NamedTuple):
         if self.unserved is None or name in self.unserved:
             raise errors.request_error(errors.Code.NO_WORKER, f"nothing serves {name[:_MAX_NAME]!r} now")
         raise errors.request_error(errors.Code.MODEL_NOT_FOUND, f"no worker has ever served {name[:_MAX_NAME]!r}")
+
+    def default_model(self, feature: str) -> str:
+        """Returns the only model that has this feature, or raises RequestError."""
+        return default_model(self.features, feature)
 
     def with_aliases(self, aliases: Aliases) -> "Listing":
         """Returns the listing with the served aliases after the models."""
@@ -106,6 +111,22 @@ class Catalog:
         self._answered_at = self._clock()
         if not asked.cancelled():
             asked.exception()  # marks it as retrieved: all callers may have been cancelled
+
+
+class Catalogs:
+    """A catalog for each tenant, since tenants may use different adapters."""
+
+    def __init__(self) -> None:
+        self._by_tenant: dict[str, Catalog] = {}
+
+    def __repr__(self) -> str:
+        return f"<Catalogs of {len(self._by_tenant)} tenants>"
+
+    def of(self, tenant: str, ask: Callable[[], Awaitable[messages.ModelsReply]]) -> Catalog:
+        """Returns a tenant's catalog; `ask` sends a `models` request of this tenant."""
+        if tenant not in self._by_tenant:
+            self._by_tenant[tenant] = Catalog(ask)
+        return self._by_tenant[tenant]
 
 
 def _models(served: messages.ServedModel) -> list[Model]:

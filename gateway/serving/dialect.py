@@ -119,6 +119,10 @@ class UnservedField(NamedTuple):
     harmless: tuple[object, ...] = (None,)
 
 
+class UnnamedModelError(Exception):
+    """A body names no model, and it has not been said which one it means."""
+
+
 class _Body(Protocol):
     @property
     def model(self) -> str | None: ...
@@ -143,7 +147,9 @@ class ApiEndpoint(Generic[BodyT]):
     """The data of the events of a streamed response, if there can be one."""
     event_type: str = EVENT_STREAM
     """The media type of a streamed response."""
-    required: tuple[str, ...] = ("model",)
+    feature: str = "generate"
+    """The feature that the request needs of its model, by which one is found for a body that names none."""
+    required: tuple[str, ...] = ()
     """Required fields of the body, which may not be null, nor empty unless named in `may_be_empty`."""
     may_be_empty: tuple[str, ...] = ()
     """Lists."""
@@ -160,9 +166,10 @@ class ApiEndpoint(Generic[BodyT]):
 
     def parse(self, payload: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> Parsed:
         """Parses and validates a body. `default_model`, unless empty, is the model of a body that names none. Raises
-        RequestError with the API's name for the field at fault."""
+        UnnamedModelError for such a body without a default, and RequestError with the API's name for the field at
+        fault."""
         body = self._decoder.decode(payload, codec.Encoding.JSON)
-        model = _checked_model(body.model, default_model)
+        model = _checked_model(body.model or default_model)
         for name, field in self.unserved.items():
             if getattr(body, name) not in field.harmless:
                 raise errors.unsupported_field(name, field.problem)
@@ -217,10 +224,9 @@ class Dialect(NamedTuple):
     """A header that asks for this API, where several share a path."""
 
 
-def _checked_model(model: str | None, default: str) -> str:
-    name = default or None if model is None else model
-    if name is None:
-        raise errors.invalid_field("model", "is required")
+def _checked_model(name: str) -> str:
+    if not name:
+        raise UnnamedModelError
     try:
         subjects.encode_name(name)
     except ValueError as error:

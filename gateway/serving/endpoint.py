@@ -14,13 +14,14 @@ from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.admission.aliases import Aliases
 from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.admission.metrics import GatewayMetrics
-from tokenbus.gateway.admission.tenants import Tenants
+from tokenbus.gateway.admission.tenants import Tenant, Tenants
 from tokenbus.gateway.http import body, http_errors
 from tokenbus.gateway.http.body import BodyMemory, HeldBody
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.http.response_writer import ResponseWriter
 from tokenbus.gateway.serving import answering
-from tokenbus.gateway.serving.dialect import ApiEndpoint, ErrorForm, Parsed, ParsedGeneration
+from tokenbus.gateway.serving.catalog import Catalogs
+from tokenbus.gateway.serving.dialect import ApiEndpoint, ErrorForm, Parsed, ParsedGeneration, UnnamedModelError
 from tokenbus.gateway.serving.request_log import RequestLog
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.http.http_server import disconnect_of
@@ -41,6 +42,7 @@ class Services:
     broker: Bus
     metrics: GatewayMetrics
     tracer: tracing.Tracer
+    catalogs: Catalogs = dataclasses.field(default_factory=Catalogs)
     parser: body.LargeBodyParser = dataclasses.field(default_factory=body.LargeBodyParser)
 
 
@@ -68,7 +70,7 @@ class EndpointApp:
             with services.limit.admit(), services.bodies.holding() as held:
                 tenant = services.tenants.authenticate(request)
                 log.tenant = tenant.name
-                parsed = await self._parse(request, held, log)
+                parsed = await self._parse(request, held, log, tenant)
                 await self._answer(parsed, request, tenant.client, writer, log, span)
         except body.ClientDisconnectedError:
             pass  # no one is left to answer
@@ -86,12 +88,18 @@ class EndpointApp:
                 span.set_error(str(writer.status or "none"))
             span.end()
 
-    async def _parse(self, request: Request, held: HeldBody, log: RequestLog) -> Parsed:
+    async def _parse(self, request: Request, held: HeldBody, log: RequestLog, tenant: Tenant) -> Parsed:
         # In a separate method, so that nothing holds the body while the request is served.
         payload = await body.read(request, self._services.bodies.max_body_bytes, held)
-        default = self._services.aliases.default
-        parse = functools.partial(self._endpoint.parse, payload, request.headers, log.request_id, default)
-        parsed = await self._services.parser.parse(parse, len(payload))
+        parse = functools.partial(self._endpoint.parse, payload, request.headers, log.request_id)
+        parser, default = self._services.parser, self._services.aliases.default
+        try:
+            parsed = await parser.parse(functools.partial(parse, default), len(payload))
+        except UnnamedModelError:
+            # Only then is it asked what is served. The same body is read again, with a model.
+            listing = await self._services.catalogs.of(tenant.name, tenant.client.models).listing()
+            default = listing.default_model(self._endpoint.feature)
+            parsed = await parser.parse(functools.partial(parse, default), len(payload))
         if isinstance(parsed, ParsedGeneration):
             log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload), n=parsed.n)
         else:

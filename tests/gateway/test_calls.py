@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.models import random_encoder
 from tests.support.models.random_encoder import EncoderShape
-from tests.support.system import Gateway, running_gateway, up_with_output
+from tests.support.system import Gateway, running_gateway, running_worker, up_with_output
 from tokenbus.gateway import openapi
 from tokenbus.gateway.dialects import DIALECTS
 
@@ -123,15 +123,37 @@ def test_requests_without_a_model_are_answered_by_the_default_one(slow_url: str,
         path: 400 if path in unserved else 200 for path in UNNAMED
     }
     assert {answer["model"] for path, (_, answer) in found.items() if "model" in answer} == {"usual"}
-    expected = openapi.document(document["info"]["version"], has_default_model=True)
-    assert document == json.loads(json.dumps(expected))
+    assert document == json.loads(json.dumps(openapi.document(document["info"]["version"])))
 
 
-@pytest.mark.parametrize("path", UNNAMED)
-def test_requests_without_a_model_are_refused_where_there_is_no_default(slow_gateway: Gateway, path: str) -> None:
-    status, answer = post(slow_gateway.url, path, UNNAMED[path])
-    error = answer["error"]
-    assert (status, error if path.startswith("/api/") else error["message"]) == (400, "model: is required")
+@pytest.mark.parametrize("name", [{}, {"model": ""}, {"model": None}])
+def test_requests_without_a_model_are_for_the_only_one_that_is_served(
+    slow_gateway: Gateway, name: dict[str, Any]
+) -> None:
+    unable = {"embed": "none of the served models makes embeddings: slow"}
+    unable |= {"embeddings": unable["embed"], "rerank": "none of the served models ranks documents: slow"}
+    for path, body in UNNAMED.items():
+        status, answer = post(slow_gateway.url, path, body | name)
+        if problem := unable.get(path.rpartition("/")[2]):
+            error = answer["error"]
+            assert (status, error if path.startswith("/api/") else error["message"]) == (400, problem)
+        else:
+            assert (status, answer.get("model", "slow")) == (200, "slow"), path
+
+
+def test_with_several_models_a_request_must_name_one_and_is_told_which_there_are(
+    slow_url: str, slow_gateway: Gateway
+) -> None:
+    other = ("--engine", "sim", "--model", "steps-of-50ms", "--served-name", "other", "--grace-s", "0")
+    path = "/v1/messages/count_tokens"
+    with running_worker(slow_url, *other):
+        while (found := post(slow_gateway.url, path, UNNAMED[path]))[0] == 200:
+            pass
+    status, answer = found
+    assert status == 400
+    assert answer["error"]["message"] == "model: is required while several models are served: other, slow"
+    while post(slow_gateway.url, path, UNNAMED[path])[0] != 200:
+        pass
 
 
 def test_ollamas_calls_find_a_model_and_what_it_can_do(base_url: str) -> None:

@@ -52,7 +52,6 @@ def test_results_have_their_documents_if_these_were_asked_for(returned: bool) ->
         ({"documents": [{"title": "t"}]}, "documents[0]"),
         ({"documents": ["a"] * 1_001}, "documents"),
         ({"top_n": 0}, "top_n"),
-        ({"model": None}, "model"),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:

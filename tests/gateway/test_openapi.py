@@ -9,10 +9,10 @@ import pytest
 
 from tests.gateway.test_calls import get, post
 from tokenbus.gateway import dialects, openapi
+from tokenbus.gateway.serving.dialect import UnnamedModelError
 from tokenbus.protocol.wire import errors
 
 DOCUMENT = openapi.document("1")
-WITH_DEFAULT_MODEL = openapi.document("1", has_default_model=True)
 ENDPOINTS = {one.path: one for dialect in dialects.DIALECTS for one in dialect.endpoints}
 SAID = [{"role": "user", "content": "hi"}]
 GOOD: dict[str, dict[str, Any]] = {
@@ -34,7 +34,6 @@ GOOD: dict[str, dict[str, Any]] = {
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": []}),
     ("/v1/chat/completions", {"messages": None}),
-    ("/v1/chat/completions", {"model": None}),
     ("/v1/chat/completions", {"n": 129}),
     ("/v1/chat/completions", {"temperature": -0.1}),
     ("/v1/chat/completions", {"top_p": 0}),
@@ -62,17 +61,17 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def schema_of(path: str, method: str = "post", document: dict[str, Any] = DOCUMENT) -> dict[str, Any]:
-    operation = document["paths"][path][method]
+def schema_of(path: str, method: str = "post") -> dict[str, Any]:
+    operation = DOCUMENT["paths"][path][method]
     found = operation["requestBody"] if method == "post" else operation["responses"]["200"]
-    return {**found["content"]["application/json"]["schema"], "components": document["components"]}
+    return {**found["content"]["application/json"]["schema"], "components": DOCUMENT["components"]}
 
 
-def is_valid(path: str, body: object, document: dict[str, Any] = DOCUMENT) -> bool:
-    return bool(jsonschema.Draft202012Validator(schema_of(path, document=document)).is_valid(body))
+def is_valid(path: str, body: object) -> bool:
+    return bool(jsonschema.Draft202012Validator(schema_of(path)).is_valid(body))
 
 
-def is_taken(path: str, body: object, default_model: str = "") -> bool:
+def is_taken(path: str, body: object, default_model: str = "m") -> bool:
     try:
         ENDPOINTS[path].parse(json.dumps(body).encode(), {}, "r", default_model)
     except errors.RequestError:
@@ -104,13 +103,14 @@ def test_a_good_body_is_valid_and_taken(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_a_body_without_a_model_is_valid_and_taken_where_there_is_a_default(path: str) -> None:
+def test_a_body_without_a_model_is_valid_and_taken_with_a_default(path: str) -> None:
     unnamed = {name: value for name, value in GOOD[path].items() if name != "model"}
-    for body in (unnamed, unnamed | {"model": None}, GOOD[path]):
-        assert is_valid(path, body, WITH_DEFAULT_MODEL)
+    for body in (unnamed, unnamed | {"model": None}, unnamed | {"model": ""}):
+        assert is_valid(path, body)
         assert is_taken(path, body, "m")
-    assert not is_taken(path, unnamed | {"model": ""}, "m")
-    assert not is_valid("/api/show", {}, WITH_DEFAULT_MODEL)
+        with pytest.raises(UnnamedModelError):
+            is_taken(path, body, "")
+    assert not is_valid("/api/show", {})
 
 
 @pytest.mark.parametrize(("path", "change"), BAD)

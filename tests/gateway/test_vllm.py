@@ -34,7 +34,7 @@ def test_a_prompt_and_a_conversation_become_requests_of_the_wire() -> None:
         ({}, "prompt"),
         ({"prompt": "x", "messages": []}, "prompt"),
         ({"messages": []}, "messages"),
-        ({"prompt": "x", "model": None}, "model"),
+        ({"prompt": "x", "model": "m" * 129}, "model"),
         ({"prompt": "x", "return_token_strs": True}, "return_token_strs"),
         ({"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt"),
         ({"prompt": "x", "continue_final_message": True}, "continue_final_message"),

@@ -210,7 +210,6 @@ def nested(depth: int) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("fields", "param", "problem"),
     [
-        ({"model": None}, "model", "model: is required"),
         ({"model": 5}, "model", "model: must be a string, got an integer"),
         ({"max_tokens": None}, "max_tokens", "max_tokens: is required"),
         ({"max_tokens": -1}, "max_tokens", "max_tokens: must be at least 0"),

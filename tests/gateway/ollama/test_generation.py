@@ -122,7 +122,6 @@ def test_settings_of_loading_and_samplers_that_are_off_have_no_effect() -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"messages": [], "keep_alive": 0}, "keep_alive"),
         ({"messages": [], "keep_alive": "0m"}, "keep_alive"),
-        ({"model": None}, "model"),
     ],
 )
 def test_a_field_of_a_chat_that_is_wrong_or_not_served_is_named(fields: dict[str, Any], param: str) -> None:

@@ -77,7 +77,6 @@ def test_an_empty_suffix_is_none() -> None:
         ({"prompt": ["a"] * 513}, "invalid_request", "prompt"),
         ({"prompt": ["a"] * 5, "n": 103}, "invalid_request", "prompt"),
         ({"prompt": [1], "suffix": "x"}, "invalid_request", "suffix"),
-        ({"model": None}, "invalid_request", "model"),
         ({"max_tokens": -1}, "invalid_request", "max_tokens"),
         ({"n": 0}, "invalid_request", "n"),
         ({"prompt_cache_key": "x" * 257}, "invalid_request", "prompt_cache_key"),

@@ -46,7 +46,6 @@ def test_every_kind_of_input_has_its_form_on_the_wire(given: Any, inputs: Any) -
         ({"input": ["a"] * 2_049}, "input"),
         ({"dimensions": 0}, "dimensions"),
         ({"encoding_format": "hex"}, "encoding_format"),
-        ({"model": None}, "model"),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:

@@ -177,7 +177,6 @@ def test_what_is_not_served_is_unsupported(fields: dict[str, object], param: str
 @pytest.mark.parametrize(
     ("fields", "param", "problem"),
     [
-        ({"model": None}, "model", "is required"),
         ({"input": []}, "input", "must not be empty"),
         ({"input": 5}, "input", "input: must be a string or an array, got an integer"),
         (
