@@ -88,6 +88,12 @@ def _documented(body: list[ast.stmt]) -> list[tuple[str, str, str]]:
     return found
 
 
+def documented_fields(struct: type) -> dict[str, str]:
+    """Returns the docstrings of a class's own fields."""
+    classes = {node.name: node for node in _body_of(struct.__module__) if isinstance(node, ast.ClassDef)}
+    return {name: text for name, _, text in _documented(classes[struct.__name__].body)}
+
+
 def _errors() -> str:
     rows = [
         f"| `{code}` | {info.http} | {'yes' if info.retryable else 'no'} | {info.message} |"

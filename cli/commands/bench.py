@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tokenbus.cli.console import connection_flags, load_flags, session
+from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.load_flags import TO_STANDARD_OUTPUT, plan_of
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, with_client
 from tokenbus.client.wire.wire_client import WireClient
@@ -27,9 +28,9 @@ from tokenbus.replay.load.table import run_lines, run_table, sweep_table
 from tokenbus.replay.load.workload import FittedWorkload
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
+def add_flags(parser: Parser) -> None:
     load_flags.add_flags(parser)
+    connection_flags.add_flags(parser)
     parser.set_defaults(run=run)
 
 

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Protocol
 
 from tokenbus.cli.commands import generate
-from tokenbus.cli.console import answers, connection_flags, session, state
+from tokenbus.cli.console import answers, arguments, session, state
 from tokenbus.cli.console.chat_history import ChatHistory
+from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, decode_utf8, print_request_error, with_client
 from tokenbus.client.answer import Answer
 from tokenbus.client.wire.request_fields import ChatMessageFields
@@ -36,11 +37,10 @@ _CANCEL_TIMEOUT_S = 1.0
 _SHOWN_CHARACTERS = 60
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
-    session.add_model_flag(parser)
+def add_flags(parser: Parser) -> None:
+    flag = generate.add_chat_flags(parser)
+    flag("--no-history", arguments.SWITCH, "do not keep the messages for the next chat")
     generate.add_sampling_flags(parser)
-    parser.add_argument("--no-history", action="store_true", help="do not keep the messages for the next chat")
     parser.set_defaults(run=lambda options: with_client(options, partial(_chat, options)))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenbus.cli.console import arguments, connection_flags, hub_flags, needs
+from tokenbus.cli.console.flags import Parser
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import extras
 from tokenbus.protocol.bus import connection as nats
@@ -35,6 +36,7 @@ from tokenbus.worker.on_demand import model_sizes
 _CONNECT_TIMEOUT_S = 3.0
 _MIN_PAYLOAD = 64 * 1024
 """The smallest max_payload that workers' messages are made for; larger messages are sent in parts."""
+_MAX_PORT = 65_535
 _ENGINES = ("llama-cpp-python", "onnxruntime-gpu", "onnxruntime")
 
 
@@ -46,27 +48,26 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
-    parser.add_argument("--model", action="append", default=[], metavar="MODEL", help="a file or folder to check")
-    parser.add_argument(
-        "--memory-budget-mib", type=int, default=0, metavar="MIB", help="compare models with this; 0: with free memory"
-    )
-    parser.add_argument(
-        "--ports",
-        type=arguments.port,
-        nargs="*",
-        default=[4222, 8000, 9100],
-        metavar="PORT",
-        help="ports that should be free",
-    )
-    hub_flags.add_flag(parser)
+_PORTS = arguments.ArgumentType(
+    lambda text: tuple(map(int, filter(None, text.split(",")))),
+    *("port numbers with commas between them", "A,B,...", "0 to 65535 each"),
+    lambda ports: all(0 <= port <= _MAX_PORT for port in ports),
+)
+
+
+def add_flags(parser: Parser) -> None:
+    flag = parser.group("what to check")
+    flag("--model -m", arguments.text("MODEL"), "a file or folder", [])
+    flag("--memory-budget-mib", arguments.MIB, "compare models with this; 0: with free memory", 0)
+    flag("--ports", _PORTS, "ports that should be free", (4222, 8000, 9100))
+    flag.add(hub_flags.HUB_CACHE)
+    connection_flags.add_flags(parser)
     parser.set_defaults(run=lambda options: asyncio.run(_run(options)))
 
 
-def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
+def add_inspect_flags(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a GGUF file, an ONNX folder, or a name on the Hub")
-    hub_flags.add_flag(parser)
+    parser.group("model").add(hub_flags.HUB_CACHE)
     parser.set_defaults(run=_inspect)
 
 

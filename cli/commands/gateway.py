@@ -2,7 +2,9 @@
 
 import argparse
 
-from tokenbus.cli.console import arguments, config, connection_flags, serve
+from tokenbus.cli.console import config, connection_flags, serve
+from tokenbus.cli.console.arguments import COUNT, INTERVAL, NAME, PORT, SECONDS, text, whole
+from tokenbus.cli.console.flags import Parser
 from tokenbus.gateway.admission import keys
 from tokenbus.gateway.admission.aliases import Aliases
 from tokenbus.gateway.admission.settings import GatewaySettings
@@ -10,79 +12,29 @@ from tokenbus.gateway.admission.settings import GatewaySettings
 _DEFAULTS = GatewaySettings()
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
-    serve.add_status_flags(parser)
-    parser.add_argument("--host", default=_DEFAULTS.host, help="address to listen on (%(default)s)")
-    parser.add_argument(
-        "--port", type=arguments.port, default=_DEFAULTS.port, help="port to listen on; 0: any free port (%(default)s)"
-    )
-    parser.add_argument("--fd", type=int, metavar="N", help="listen on this inherited socket instead of --port")
-    parser.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY=TENANT",
-        help=f"API key and its tenant; may be repeated; safer in {keys.VARIABLE}, comma-separated",
-    )
-    parser.add_argument(
-        "--tenant-inbox",
-        metavar="PREFIX",
-        default=_DEFAULTS.tenant_inbox,
-        help="prefix of the tenants' reply subjects, e.g. _INBOX_{tenant}.gateway (same as --nats-inbox)",
-    )
-    parser.add_argument(
-        "--alias",
-        action="append",
-        default=[],
-        metavar="NAME=MODEL",
-        help="another name for a model, or for several by weight: NAME=MODEL:9,OTHER:1; may be repeated",
-    )
-    parser.add_argument(
-        "--default-model",
-        metavar="NAME",
-        default=_DEFAULTS.aliases.default,
-        help="model or alias for requests that name no model; without it they are refused",
-    )
-    parser.add_argument(
-        "--allowed-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="origin whose web pages may use the gateway, e.g. https://chat.example.org, or *; may be repeated",
-    )
-    parser.add_argument(
-        "--max-requests",
-        type=arguments.whole(1),
-        default=_DEFAULTS.max_requests,
-        help="completions that may be open at a time (%(default)s)",
-    )
-    parser.add_argument(
-        "--max-connections-per-address",
-        type=arguments.whole(0),
-        metavar="N",
-        default=_DEFAULTS.max_connections_per_address,
-        help="HTTP connections per client address; 0: no limit, for use behind a proxy that sets its own (%(default)s)",
-    )
-    parser.add_argument(
-        "--max-body-bytes",
-        type=arguments.whole(1),
-        metavar="N",
-        default=_DEFAULTS.max_body_bytes,
-        help="largest body of a completion (%(default)s)",
-    )
-    parser.add_argument(
-        "--write-deadline-s",
-        type=arguments.seconds,
-        default=_DEFAULTS.write_deadline_s,
-        help="close the connection of a client that reads nothing for this many seconds (%(default)s)",
-    )
-    parser.add_argument(
-        "--grace-s",
-        type=arguments.real(0, 86_400),
-        default=_DEFAULTS.grace_s,
-        help="seconds that open completions may take after SIGTERM (%(default)s)",
-    )
+def add_flags(parser: Parser) -> None:
+    flag = parser.group("HTTP", _DEFAULTS)
+    flag("--host", text("ADDRESS"), "address to listen on")
+    flag("--port", PORT, "port to listen on; 0: any free port")
+    flag("--fd", COUNT, "listen on this inherited socket instead of --port")
+    origin = "origin whose web pages may use the gateway, e.g. https://chat.example.org, or *"
+    flag("--allowed-origin --allowed-origins", text("ORIGIN"), origin, [])
+    flag = parser.group("models")
+    flag("--alias", text("NAME=MODEL"), "another name for a model, or for several by weight: NAME=MODEL:9,OTHER:1", [])
+    flag("--default-model", NAME, "model or alias for requests that name no model", "", unset="they are refused")
+    flag = parser.group("tenants", _DEFAULTS)
+    key = f"API key and its tenant; safer in {keys.VARIABLE}, with commas between them"
+    flag("--api-key", text("KEY=TENANT"), key, [], reloads=True, secret=True)
+    inbox = "prefix of the tenants' reply subjects, e.g. _INBOX_{tenant}.gateway"
+    flag("--tenant-inbox", text("PREFIX"), inbox, unset="--nats-inbox")
+    flag = parser.group("limits", _DEFAULTS)
+    flag("--max-requests", whole(1), "completions that may be open at a time", reloads=True)
+    connections = "HTTP connections per client address; 0: no limit, for use behind a proxy that sets its own"
+    flag("--max-connections-per-address", COUNT, connections, reloads=True)
+    flag("--max-body-bytes", whole(1, metavar="BYTES"), "largest body of a completion")
+    flag("--write-deadline-s", INTERVAL, "close the connection of a client that reads nothing for this long")
+    flag("--grace-s", SECONDS, "time that open completions may take after SIGTERM", reloads=True)
+    serve.add_flags(parser)
     parser.set_defaults(run=run)
 
 

@@ -8,95 +8,142 @@ from typing import Any
 
 import msgspec
 
-from tokenbus.cli.console import answers, arguments, connection_flags, session
+from tokenbus.cli.console import answers, connection_flags, session
+from tokenbus.cli.console.arguments import (
+    NAME,
+    PATH,
+    SECONDS,
+    SWITCH,
+    TEXT,
+    ArgumentType,
+    above,
+    real,
+    text,
+    whole,
+)
+from tokenbus.cli.console.flags import FlagGroup, Parser, dest_of
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, decode_utf8, print_error, with_client
 from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.process import shutdown
-from tokenbus.protocol.wire import codec, messages
+from tokenbus.protocol.wire import codec, limits, messages
 from tokenbus.protocol.wire.checks import pooling
+from tokenbus.protocol.wire.params import DEFAULTS, GenerationParams, ranges_of
 
 _CANCEL_TIMEOUT_S = 2.0
 """Time that a cancelled stream has to end."""
+_RANGES = ranges_of(GenerationParams)
+_SAMPLING = (
+    ("--temperature --temp", "randomness; 0: always the likeliest token", DEFAULTS.temperature),
+    ("--top-p", "sample among the likeliest tokens that add up to this", DEFAULTS.top_p),
+    ("--top-k", "sample among this many tokens; 0: off", DEFAULTS.top_k),
+    ("--min-p", "drop tokens below this share of the likeliest one's; 0: off", DEFAULTS.min_p),
+    ("--seed -s", "a number that makes an answer repeatable", "random"),
+    ("--repetition-penalty --repeat-penalty", "divide recent tokens' logits by this", DEFAULTS.repetition_penalty),
+    ("--repetition-last-n --repeat-last-n", "how many tokens are recent", "64"),
+    ("--presence-penalty", "subtract from the logits of recent tokens", "0"),
+    ("--frequency-penalty", "subtract from them for each time that they occur", "0"),
+)
+_WHOLE = ("max_tokens", "top_k", "seed", "repetition_last_n")
 _REQUEST_FIELDS = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p"),
-    *("seed", "stop", "ignore_eos", "id", "timeout_ms", "session_id"),
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "repetition_last_n"),
+    *("presence_penalty", "frequency_penalty", "stop", "ignore_eos", "id", "timeout_ms", "session_id"),
 )
 """Options that are fields of a request under the same name."""
+_TEXTS = "a text; a single - reads standard input, one text per line"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
+def add_flags(parser: Parser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads standard input")
-    session.add_model_flag(parser)
-    parser.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")
-    add_sampling_flags(parser)
+    flag = add_chat_flags(parser)
+    flag("--raw", SWITCH, "send the text as it is, without the chat template")
+    flag("--stop -r --reverse-prompt", TEXT, "text that ends the answer", [])
+    flag("--ignore-eos", SWITCH, "continue past the end token")
+    flag("--tools", PATH, "tools that may be called: a JSON array in the form of OpenAI's API")
+    flag("--tool-choice", text("CHOICE"), "auto, required, none or the name of a tool", unset="auto")
+    flag("--id", NAME, "the request's id", unset="random")
+    flag("--session-id", NAME, "the conversation that it belongs to")
+    flag("--keep-s", SECONDS, "keep its prefix in the cache this long; 0: drop it", unset="as others")
+    flag("--timeout-ms", above(0, metavar="MS"), "time limit of the request", unset="no limit")
+    flag("--json", SWITCH, "print the raw messages, one per line")
     answers.add_form_flags(parser)
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
-    parser.add_argument("--ignore-eos", action="store_true", default=None, help="continue past the end token")
-    parser.add_argument("--id", help="the request's id")
-    parser.add_argument("--session-id", metavar="ID", help="the conversation that it belongs to")
-    parser.add_argument("--keep-s", type=float, metavar="S", help="keep its prefix in the cache this long; 0: drop it")
-    parser.add_argument("--timeout-ms", type=float, help="time limit of the request")
-    parser.add_argument("--json", action="store_true", help="print the raw messages, one per line")
+    add_sampling_flags(parser)
     parser.set_defaults(run=lambda options: with_client(options, partial(_generate, options)))
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that `generate` and `chat` share."""
-    parser.add_argument("--system", metavar="TEXT", help="system message to begin with")
-    parser.add_argument("--max-tokens", type=int, help="length of the answer; 0: only compute and cache the prompt")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--min-p", type=float)
-    parser.add_argument("--seed", type=int)
+def add_chat_flags(parser: Parser) -> FlagGroup:
+    """Adds the flags that `generate` and `chat` share; returns a group for more."""
+    flag = parser.group("request")
+    flag.add(session.MODEL)
+    flag("--system -sys --system-prompt", TEXT, "system message to begin with")
+    length = "length of the answer; 0: only compute and cache the prompt"
+    flag("--max-tokens -n --predict --n-predict", _kind("max_tokens"), length, unset="the worker's --max-new-tokens")
+    return flag
+
+
+def add_sampling_flags(parser: Parser) -> None:
+    """Adds the last flags that `generate` and `chat` share. Their ranges are those of the request's fields."""
+    flag = parser.group("sampling")
+    for names, meaning, default in _SAMPLING:
+        unset = default if isinstance(default, str) else f"the model's own, else {default:g}"
+        flag(names, _kind(dest_of(names)), meaning, unset=unset)
     answers.add_thinking_flags(parser)
+    connection_flags.add_flags(parser)
 
 
-def add_embed_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
-    session.add_model_flag(parser)
-    parser.add_argument("--dimensions", type=arguments.whole(1), help="length of each vector (the model's own)")
-    parser.add_argument("--no-normalize", action="store_true", help="do not scale vectors to length 1")
-    parser.add_argument("--timeout-ms", type=float, help="time to wait for the answer (60,000)")
-    parser.add_argument(
-        "texts", metavar="TEXT", nargs="+", help="a text; a single - reads standard input, one text per line"
-    )
+def _kind(field: str) -> ArgumentType:
+    low, most, is_above = _RANGES[field]
+    high = None if most == limits.MAX_TOKENS else most
+    if field in _WHOLE:
+        return whole(int(low), None if high is None else int(high))
+    return above(low, high) if is_above else real(low, high)
+
+
+def add_embed_flags(parser: Parser) -> None:
+    parser.add_argument("texts", metavar="TEXT", nargs="+", help=_TEXTS)
+    flag = _add_text_flags(parser)
+    flag("--dimensions", whole(1), "length of each vector", unset="the model's own")
+    flag("--no-normalize", SWITCH, "do not scale vectors to length 1")
+    connection_flags.add_flags(parser)
     parser.set_defaults(run=lambda options: with_client(options, partial(_embed, options)))
 
 
-def add_rerank_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
-    session.add_model_flag(parser)
-    parser.add_argument("--top-n", type=arguments.whole(1), metavar="N", help="number of results (all texts)")
-    parser.add_argument("--timeout-ms", type=float, help="time to wait for the answer (60,000)")
+def add_rerank_flags(parser: Parser) -> None:
     parser.add_argument("query", metavar="QUERY", help="the query")
-    parser.add_argument(
-        "texts", metavar="TEXT", nargs="+", help="a text; a single - reads standard input, one text per line"
-    )
+    parser.add_argument("texts", metavar="TEXT", nargs="+", help=_TEXTS)
+    flag = _add_text_flags(parser)
+    flag("--top-n", whole(1), "number of results", unset="all texts")
+    connection_flags.add_flags(parser)
     parser.set_defaults(run=lambda options: with_client(options, partial(_rerank, options)))
 
 
-def add_cancel_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
+def _add_text_flags(parser: Parser) -> FlagGroup:
+    flag = parser.group("request")
+    flag.add(session.MODEL)
+    flag("--timeout-ms", above(0, metavar="MS"), "time to wait for the answer", unset=f"{pooling.DEFAULT_TIMEOUT_MS:g}")
+    return flag
+
+
+def add_cancel_flags(parser: Parser) -> None:
     parser.add_argument("request_id", metavar="ID", help="the request's id")
+    connection_flags.add_flags(parser)
     parser.set_defaults(run=lambda options: with_client(options, partial(_cancel, options)))
 
 
-def add_session_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
+def add_session_flags(parser: Parser) -> None:
     parser.add_argument("session_id", metavar="ID", help="the session_id of its requests")
-    session.add_model_flag(parser)
-    wish = parser.add_mutually_exclusive_group(required=True)
-    wish.add_argument("--keep-s", type=float, metavar="S", help="keep its cached prefixes this long")
-    wish.add_argument("--end", action="store_true", help="the session has ended: evict what only it has cached first")
+    parser.group("session").add(session.MODEL)
+    flag = parser.group("what to do (one of these)", exclusive=True, required=True)
+    flag("--keep-s", SECONDS, "keep its cached prefixes this long")
+    flag("--end", SWITCH, "the session has ended: evict what only it has cached first")
+    connection_flags.add_flags(parser)
     parser.set_defaults(run=lambda options: with_client(options, partial(_hint, options)))
 
 
 def request_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the request fields that were set by flags."""
-    given = {name: value for name in _REQUEST_FIELDS if (value := getattr(options, name, None)) is not None}
+    values = {name: getattr(options, name, None) for name in _REQUEST_FIELDS}
+    given = {name: value for name, value in values.items() if value is not None and value is not False and value != []}
     if (keep_s := getattr(options, "keep_s", None)) is not None:
         given["cache_control"] = {"ttl_ms": 1e3 * keep_s}
     return given | answers.thinking_fields(options)

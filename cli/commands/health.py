@@ -6,24 +6,28 @@ import argparse
 import socket
 import sys
 
-from tokenbus.cli.console import arguments
+from tokenbus.cli.console import arguments, catalog
+from tokenbus.cli.console.flags import Parser, UsageError
 
 PORT = 9_100
 _TIMEOUT_S = 2.0
 _READY = b"200"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--port", type=arguments.port, default=PORT, help="the process's --metrics-port (%(default)s)")
-    parser.add_argument("--live", action="store_true", help="check only whether it is alive")
+def add_flags(parser: Parser) -> None:
+    flag = parser.group("check")
+    flag("--port", arguments.PORT, "the process's --metrics-port", PORT)
+    flag("--live", arguments.SWITCH, "check only whether it is alive")
     parser.set_defaults(run=run)
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command without the rest of the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="tokenbus health", allow_abbrev=False)
-    add_flags(parser)
-    return run(parser.parse_args(arguments))
+    try:
+        return run(catalog.make_parser("health").parse_args(arguments))
+    except UsageError as error:
+        print(f"{error.prog}: {error}", file=sys.stderr)
+        return 2
 
 
 def run(options: argparse.Namespace) -> int:

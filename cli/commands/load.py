@@ -7,61 +7,46 @@ from functools import partial
 from typing import Any
 
 from tokenbus.cli.console import arguments, connection_flags, worker_control
+from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.session import print_error, print_request_error, with_client
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import internal
 from tokenbus.worker.settings import adapter_settings
-from tokenbus.worker.settings.adapter_settings import AdapterSettings
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
-    parser.add_argument("worker_id", metavar="WORKER", help="the worker whose process is to load the model")
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="file, directory or Hub name, as that worker sees it")
-    parser.add_argument(
-        "--lora",
-        type=_adapter,
-        metavar="NAME=PATH[@TENANT,...]",
-        help="load this LoRA adapter into the worker's own model, and no other model",
-    )
-    parser.add_argument("--served-name", metavar="NAME", help="name that clients request (the file's name)")
-    parser.add_argument(
-        "--replicas", type=arguments.whole(1), default=1, help="replicas sharing its weights (%(default)s)"
-    )
-    parser.add_argument(
-        "--set",
-        type=_engine_setting,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="engine setting that differs from the worker's own, e.g. context-length=2048; may be repeated",
-    )
-    parser.set_defaults(run=lambda options: with_client(options, partial(_load, options)))
-
-
-def add_unload_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
-    parser.add_argument("worker_id", metavar="WORKER", help="the worker to unload")
-    parser.add_argument("--lora", metavar="NAME", help="unload only this LoRA adapter")
-    parser.set_defaults(run=lambda options: with_client(options, partial(_unload, options)))
 
 
 def _engine_setting(text: str) -> tuple[str, Any]:
     """Parses NAME=VALUE; a value that is not JSON is taken as a string."""
     name, _, value = text.partition("=")
     if not name or not value:
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text}")
+        raise ValueError
     try:
         return name.replace("-", "_"), json.loads(value)
     except ValueError:
         return name.replace("-", "_"), value
 
 
-def _adapter(text: str) -> AdapterSettings:
-    try:
-        return adapter_settings.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+_ADAPTER = arguments.ArgumentType(adapter_settings.parse, "", "NAME=PATH[@TENANT,...]")
+_SETTING = arguments.ArgumentType(_engine_setting, "a setting and its value", "NAME=VALUE")
+
+
+def add_flags(parser: Parser) -> None:
+    parser.add_argument("worker_id", metavar="WORKER", help="the worker whose process is to load the model")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="file, directory or Hub name, as that worker sees it")
+    flag = parser.group("what to load")
+    flag("--lora", _ADAPTER, "load this LoRA adapter into the worker's own model, and no other model")
+    flag("--served-name --served-model-name", arguments.NAME, "name that clients request", unset="the file's name")
+    flag("--replicas", arguments.whole(1), "replicas sharing its weights", 1)
+    flag("--set", _SETTING, "engine setting that differs from the worker's own, e.g. context-length=2048", [])
+    connection_flags.add_flags(parser)
+    parser.set_defaults(run=lambda options: with_client(options, partial(_load, options)))
+
+
+def add_unload_flags(parser: Parser) -> None:
+    parser.add_argument("worker_id", metavar="WORKER", help="the worker to unload")
+    flag = parser.group("what to unload")
+    flag("--lora", arguments.NAME, "only this LoRA adapter", unset="the whole worker")
+    connection_flags.add_flags(parser)
+    parser.set_defaults(run=lambda options: with_client(options, partial(_unload, options)))
 
 
 async def _load(options: argparse.Namespace, client: WireClient) -> int:

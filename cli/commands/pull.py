@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tokenbus.cli.console import arguments, hub_flags
+from tokenbus.cli.console.flags import Parser
 from tokenbus.protocol.telemetry import logs
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files import model_files, transfer
@@ -18,15 +19,11 @@ _START_OF_LINE = "\r\x1b[K"
 _ENGINES = ("gguf", "onnx")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: Parser) -> None:
     parser.add_argument("model", metavar="NAME", help="org/repo or org/repo:QUANTIZATION on the Hugging Face Hub")
-    parser.add_argument(
-        "--engine",
-        type=arguments.one_of("auto", *_ENGINES),
-        default="auto",
-        help="the engine that is to serve it (auto)",
-    )
-    hub_flags.add_flag(parser)
+    flag = parser.group("download")
+    flag("--engine", arguments.one_of("auto", *_ENGINES), "the engine that is to serve it", "auto")
+    flag.add(hub_flags.HUB_CACHE)
     parser.set_defaults(run=run)
 
 

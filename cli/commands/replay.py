@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenbus.cli.console import nats_server
-from tokenbus.cli.console.arguments import real, several, whole
+from tokenbus.cli.console.arguments import NAMES, PATH, SWITCH, one_of, real, several, whole
+from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.replay_live import LiveError, run_live
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, StartError
@@ -36,39 +37,37 @@ _SMALL_MS = 100.0
 _STATISTICS = ("mean", "p50", "p90", "p99")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    flag = parser.add_argument
-
-    def setting(name: str, kind: Callable[[str], object], text: str) -> None:
-        """Adds the flag of a field of ReplaySettings."""
-        flag(f"--{name.replace('_', '-')}", type=kind, default=getattr(_DEFAULTS, name), help=f"{text} (%(default)s)")
-
-    flag("trace", metavar="TRACE", help="a file in Mooncake's format, gzipped or not, or a workload (docs/routing.md)")
-    flag("--policy", default=",".join(POLICIES[:3]), help="policies to compare, comma-separated (%(default)s)")
-    setting("workers", whole(1, 4_096), "number of workers")
-    setting("prefill_workers", whole(0, 4_095), "how many of these compute prompts for the others")
-    setting("kv_blocks", whole(1, 1 << 22), "KV blocks per worker")
-    setting("block_size", whole(1, 1 << 16), "tokens per KV block")
-    setting("speedup", real(1e-3, 1e6), "how many times faster requests arrive")
-    flag("--timing", default=_DEFAULTS.timing, choices=PRESETS, help="model of step times (%(default)s)")
-    setting("seed", int, "seed for workloads and ties")
-    setting("max_requests", whole(0, 1_000_000), "requests to take from the trace; 0: all")
-    setting("routers", whole(1, 64), "routers that share the requests")
-    setting("delay_ms", real(0, 10_000), "delay of workers' events")
-    setting("temperature", real(0, 100), "above 0, sometimes choose a costlier worker")
+def add_flags(parser: Parser) -> None:
+    trace = "a file in Mooncake's format, gzipped or not, or a workload (docs/routing.md)"
+    parser.add_argument("trace", metavar="TRACE", help=trace)
+    flag = parser.group("comparison", _DEFAULTS)
+    flag("--policy", NAMES, "policies to compare, with commas between them", POLICIES[:3])
+    flag("--seed", whole(0), "seed for workloads and ties")
+    flag("--jobs", whole(1, 1_024), "policies to replay at the same time", os.cpu_count() or 1, unset="all cores")
+    flag("--live", SWITCH, "use simulated workers behind a real router and broker, in real time")
+    flag("--sim-speedup", real(0.01, 1e3), "with --live: speed-up over real time", 1.0)
+    flag("--json", PATH, "write the results; the same seed gives the same file")
+    flag("--html", PATH, "write plots")
+    flag = parser.group("requests", _DEFAULTS)
+    flag("--speedup", real(1e-3, 1e6), "how many times faster requests arrive")
+    flag("--max-requests", whole(0, 1_000_000), "requests to take from the trace; 0: all")
+    flag = parser.group("fleet", _DEFAULTS)
+    flag("--workers", whole(1, 4_096), "number of workers")
+    flag("--prefill-workers", whole(0, 4_095), "how many of these compute prompts for the others")
+    flag("--routers", whole(1, 64), "routers that share the requests")
+    flag("--temperature", real(0, 100), "above 0, sometimes choose a costlier worker")
+    flag("--delay-ms", real(0, 10_000, "MS"), "delay of workers' events")
+    flag("--kv-blocks", whole(1, 1 << 22), "KV blocks per worker")
+    flag("--block-size", whole(1, 1 << 16), "tokens per KV block")
+    flag("--kv-token-bytes", whole(0, 1 << 30), "KV bytes per token; 0: workers fetch nothing from each other")
+    flag("--transfer-mb-per-s", real(0.001, 1e6), "speed of fetching")
+    flag = parser.group("workers", _DEFAULTS)
+    flag("--timing", one_of(*PRESETS), "model of step times")
     speeds = several(real(0.001, 1_000), at_most=4_096)
-    flag("--speeds", type=speeds, default=_DEFAULTS.speeds, help="workers' speeds, repeated in turn, e.g. 1,1,0.5 (1)")
-    setting("max_num_seqs", whole(1, 4_096), "sequences per worker")
-    setting("max_num_batched_tokens", int, "tokens per step")
-    setting("step_target_ms", real(0, 60_000), "limit prompts in a step by time; 0: by tokens only")
-    setting("kv_token_bytes", whole(0, 1 << 30), "KV bytes per token; 0: workers fetch nothing from each other")
-    setting("transfer_mb_per_s", real(0.001, 1e6), "speed of fetching")
-    jobs = os.cpu_count() or 1
-    flag("--jobs", type=whole(1, 1_024), default=jobs, help="policies to replay at the same time (%(default)s)")
-    flag("--live", action="store_true", help="use simulated workers behind a real router and broker, in real time")
-    flag("--sim-speedup", type=real(0.01, 1e3), default=1.0, help="with --live: speed-up over real time (%(default)s)")
-    flag("--json", type=Path, metavar="FILE", help="write the results; the same seed gives the same file")
-    flag("--html", type=Path, metavar="FILE", help="write plots")
+    flag("--speeds", speeds, "workers' speeds, repeated in turn, e.g. 1,1,0.5")
+    flag("--max-num-seqs", whole(1, 4_096), "sequences per worker")
+    flag("--max-num-batched-tokens", whole(2, 1 << 20), "tokens per step")
+    flag("--step-target-ms", real(0, 60_000, "MS"), "limit prompts in a step by time; 0: by tokens only")
     parser.set_defaults(run=run)
 
 
@@ -125,11 +124,10 @@ def _name(settings: ReplaySettings) -> str:
 def _policies_of(options: argparse.Namespace) -> list[str]:
     """Returns the policies to compare. Raises ValueError."""
     known = make_policies()
-    names = [name.strip() for name in options.policy.split(",")]
-    for name in names:
+    for name in options.policy:
         if name not in known:
             raise ValueError(f"--policy: there is no {name!r}, only {', '.join(known)}")
-    return names
+    return list(options.policy)
 
 
 def _settings_of(options: argparse.Namespace) -> ReplaySettings:

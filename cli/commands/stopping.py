@@ -3,65 +3,42 @@
 import argparse
 from functools import partial
 
-from tokenbus.cli.console import connection_flags, worker_control
+from tokenbus.cli.console import arguments, connection_flags, worker_control
+from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.session import print_error, print_request_error, with_client
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import errors, internal, subjects
-from tokenbus.protocol.wire.params import SECONDS
-
-
-def add_stop_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
-    parser.add_argument(
-        "key",
-        type=_key,
-        metavar="[TENANT:]ID",
-        help="the request, as the logs name it; without a tenant, of the default one",
-    )
-    parser.set_defaults(run=lambda options: with_client(options, partial(_stop, options)))
-
-
-def add_drain_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
-    parser.add_argument("worker_id", metavar="WORKER", help="the worker to drain")
-    parser.add_argument(
-        "--grace-s",
-        type=_seconds,
-        help="seconds that its running requests have to finish (the worker's --grace-s); a later drain changes it",
-    )
-    ends = parser.add_mutually_exclusive_group()
-    ends.add_argument(
-        "--handover-s",
-        type=_seconds,
-        help="seconds that routers then have to move the others to other workers (the worker's --handover-s)",
-    )
-    ends.add_argument(
-        "--stop",
-        dest="handover_s",
-        action="store_const",
-        const=0.0,
-        help="end the others with what was generated, and move none (--handover-s 0)",
-    )
-    parser.set_defaults(run=lambda options: with_client(options, partial(_drain, options)))
 
 
 def _key(text: str) -> str:
     key = text if ":" in text else subjects.request_key(subjects.DEFAULT_TENANT, text)
     if not subjects.is_request_key(key):
-        raise argparse.ArgumentTypeError(
-            f"must be an id of 1 to 128 of A-Za-z0-9_-, optionally after TENANT: in subject form, got {text!r}"
-        )
+        raise ValueError
     return key
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not SECONDS.contains(value):
-        raise argparse.ArgumentTypeError(f"must be {SECONDS} seconds, got {text}")
-    return value
+_KEY = arguments.ArgumentType(
+    _key, "an id of 1 to 128 of A-Za-z0-9_-, optionally after TENANT: in subject form", "[TENANT:]ID"
+)
+
+
+def add_stop_flags(parser: Parser) -> None:
+    text = "the request, as the logs name it; without a tenant, of the default one"
+    parser.add_argument("key", type=_KEY.__call__, metavar=_KEY.metavar, help=text)
+    connection_flags.add_flags(parser)
+    parser.set_defaults(run=lambda options: with_client(options, partial(_stop, options)))
+
+
+def add_drain_flags(parser: Parser) -> None:
+    parser.add_argument("worker_id", metavar="WORKER", help="the worker to drain")
+    grace, then = parser.group("grace"), parser.group("what then (one of these)", exclusive=True)
+    text = "seconds that its running requests have to finish; a later drain changes it"
+    grace("--grace-s", arguments.SECONDS, text, unset="the worker's --grace-s")
+    text = "seconds that routers have to move the others to other workers"
+    then("--handover-s", arguments.SECONDS, text, unset="the worker's --handover-s")
+    then("--stop", arguments.SWITCH, "end the others with what was generated, and move none, like --handover-s 0")
+    connection_flags.add_flags(parser)
+    parser.set_defaults(run=lambda options: with_client(options, partial(_drain, options)))
 
 
 async def _stop(options: argparse.Namespace, client: WireClient) -> int:
@@ -81,7 +58,8 @@ async def _stop(options: argparse.Namespace, client: WireClient) -> int:
 
 
 async def _drain(options: argparse.Namespace, client: WireClient) -> int:
-    control = internal.Control(op="drain", grace_s=options.grace_s, handover_s=options.handover_s)
-    then = "stopped" if options.handover_s == 0 else "moved"
+    handover_s = 0.0 if options.stop else options.handover_s
+    control = internal.Control(op="drain", grace_s=options.grace_s, handover_s=handover_s)
+    then = "stopped" if handover_s == 0 else "moved"
     done = f"{options.worker_id} accepts no new requests, and leaves when its running ones have ended or been {then}"
     return await worker_control.carry_out(options, client, control, done)

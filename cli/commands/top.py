@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from tokenbus.cli.console import arguments, connection_flags, hub_flags, keyboard
+from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.session import with_client
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import extras
@@ -30,24 +31,22 @@ _GAP = 2
 _WIDTH = 120
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
-    parser.add_argument(
-        "--interval-s", type=arguments.seconds, default=1.0, help="seconds between two updates (%(default)s)"
-    )
-    parser.add_argument("--once", action="store_true", help="print one table and exit")
-    parser.add_argument("--json", action="store_true", help="print the workers as JSON and exit")
+def add_flags(parser: Parser) -> None:
+    flag = parser.group("display")
+    flag("--interval-s", arguments.INTERVAL, "time between two updates", 1.0)
+    flag("--once", arguments.SWITCH, "print one table and exit")
+    flag("--json", arguments.SWITCH, "print the workers as JSON and exit")
+    connection_flags.add_flags(parser)
     parser.set_defaults(run=lambda options: with_client(options, partial(_top, options)))
 
 
-def add_models_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print the router's reply unchanged")
-    parser.add_argument("--local", action="store_true", help="list the models in this machine's Hub cache instead")
-    parser.add_argument(
-        "--remove", metavar="NAME", help="remove org/repo, org/repo:QUANTIZATION or a conversion from it"
-    )
-    hub_flags.add_flag(parser)
+def add_models_flags(parser: Parser) -> None:
+    parser.group("served models")("--json", arguments.SWITCH, "print the router's reply unchanged")
+    flag = parser.group("models of this machine")
+    flag("--local", arguments.SWITCH, "list the models in its Hub cache instead")
+    flag("--remove", arguments.NAME, "remove org/repo, org/repo:QUANTIZATION or a conversion from it")
+    flag.add(hub_flags.HUB_CACHE)
+    connection_flags.add_flags(parser)
     parser.set_defaults(run=_run_models)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tokenbus.cli.commands import worker
 from tokenbus.cli.console import arguments, connection_flags, nats_server, screen, serve
+from tokenbus.cli.console.flags import Parser, command_line
 from tokenbus.cli.console.session import print_error
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, ProcessSupervisor, StartError
 from tokenbus.client.wire.wire_client import WireClient
@@ -34,34 +35,27 @@ _METRICS_HOST = "127.0.0.1"
 _METRICS_PORTS = {"router": range(9100, 9110), "worker": range(9110, 9130), "gateway": range(9130, 9140)}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    worker.add_model_flags(parser)
-    parser.add_argument("--workers", type=arguments.whole(1), default=2, help="number of workers (%(default)s)")
-    parser.add_argument(
-        "--prefill-workers",
-        type=arguments.whole(0),
-        default=0,
-        help="how many of these compute prompts for the others (%(default)s)",
-    )
-    parser.add_argument(
-        "--port", type=arguments.port, default=4222, help="port of the embedded broker; 0: any free port (%(default)s)"
-    )
-    parser.add_argument("--nats", metavar="URL", help="use this broker instead of starting one")
-    parser.add_argument(
-        "--gateway-port",
-        type=arguments.port,
-        metavar="PORT",
-        help="port of the HTTP API (8000, or any free port if that is taken)",
-    )
-    parser.add_argument("--no-gateway", action="store_true", help="do not start a gateway")
-    parser.add_argument(
-        "--metrics",
-        action="store_true",
-        help="serve /metrics of each process, on ports from 9100 (router), 9110 (workers) and 9130 (gateway)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one line of JSON when the system is ready")
-    serve.add_traces_flag(parser)
-    parser.set_defaults(run=run)
+_OWN = ("role", "worker-id", "memory-share", "inbox-prefix")
+"""Settings of workers that the system chooses for each of them."""
+
+
+def add_flags(parser: Parser) -> None:
+    flag = parser.group("system")
+    flag("--workers", arguments.whole(1), "number of workers", 2)
+    flag("--prefill-workers", arguments.COUNT, "how many of these compute prompts for the others", 0)
+    flag("--port", arguments.PORT, "port of the embedded broker; 0: any free port", 4222)
+    flag("--nats", arguments.URL, "use this broker instead of starting one")
+    port = "port of the HTTP API"
+    flag("--gateway-port", arguments.PORT, port, unset="8000, or any free port if that is taken")
+    flag("--no-gateway", arguments.SWITCH, "do not start a gateway")
+    metrics = "serve /metrics of each process, on ports from 9100 (router), 9110 (workers) and 9130 (gateway)"
+    flag("--metrics", arguments.SWITCH, metrics)
+    flag("--json", arguments.SWITCH, "print one line of JSON when the system is ready")
+    flag.add(serve.TRACES)
+    own = set(parser.flags)
+    worker.add_own_flags(parser, is_required=False)
+    passed_on = tuple(flag for name, flag in parser.flags.items() if name not in own)
+    parser.set_defaults(run=run, passed_on=passed_on)
 
 
 class LocalSystem:
@@ -133,21 +127,13 @@ class LocalSystem:
         grace = ["--grace-s", str(_GRACE_S)]
         self._start("router", ["router", *common])
         owners = options.workers * min(len(options.model), worker.BUSY_MODELS)
-        threads = options.threads or max(1, len(os.sched_getaffinity(0)) // owners)
-        model = [flag for one in options.model for flag in ("--model", str(one))]
-        model += [flag for one in options.served_name for flag in ("--served-name", one)]
-        model += ["--memory-share", str(1 / options.workers)]
-        model += ["--threads", str(threads), "--memory-budget-mib", str(options.memory_budget_mib)]
-        model += [
-            "--idle-unload-s",
-            str(options.idle_unload_s),
-            *(flag for one in options.pin for flag in ("--pin", one)),
-        ]
-        if options.keep_cache:
-            model += ["--keep-cache", options.keep_cache, "--keep-cache-mib", str(options.keep_cache_mib)]
-        model += ["--engine", options.engine, *grace, "--handover-s", str(_HANDOVER_S)]
-        model += [flag for one in options.lora for flag in ("--lora", str(one))]
-        model += ["--lora-dir", options.lora_dir] if options.lora_dir else []
+        given = vars(options) | {
+            "threads": options.threads or max(1, len(os.sched_getaffinity(0)) // owners),
+            "memory_share": 1 / options.workers,
+            "grace_s": _GRACE_S,
+            "handover_s": _HANDOVER_S,
+        }
+        model = command_line(options.passed_on, argparse.Namespace(**given))
         for number in range(1, options.workers + 1):
             name = f"worker-{number}"
             # On a shared broker other machines run workers of the same numbers.
@@ -233,7 +219,7 @@ def _bind_metrics(ports: range) -> socket.socket:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the system until it is stopped; returns the exit status."""
-    if options.model is None:
+    if not options.model:
         options.model = [str(ONNX_PATH if options.engine == "onnx" else MODEL_PATH)]
         options.served_name = options.served_name or ["demo"]
     options.served_name = worker.names_of(options)

@@ -5,6 +5,8 @@ import asyncio
 from functools import partial
 
 from tokenbus.cli.console import connection_flags, session
+from tokenbus.cli.console.arguments import SWITCH, TEXT, text
+from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.session import print_error
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.conformance.probing.assertions import BrokenError, Message
@@ -23,18 +25,14 @@ _RULE_TIMEOUT_S = 40.0
 _MODELS_TIMEOUT_S = 2.0
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
-    session.add_model_flag(parser)
-    parser.add_argument(
-        "--inbox-prefix",
-        metavar="PREFIX",
-        default=subjects.DEFAULT_INBOX_PREFIXES[0],
-        help="prefix of reply subjects (%(default)s)",
-    )
-    parser.add_argument("--only", metavar="TEXT", default="", help="check only the rules that contain this text")
-    parser.add_argument("--list", action="store_true", help="list the rules without checking them")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per rule")
+def add_flags(parser: Parser) -> None:
+    flag = parser.group("check")
+    flag.add(session.MODEL)
+    flag("--inbox-prefix", text("PREFIX"), "prefix of reply subjects", subjects.DEFAULT_INBOX_PREFIXES[0])
+    flag("--only", TEXT, "check only the rules that contain this text", "", unset="all rules")
+    flag("--list", SWITCH, "list the rules without checking them")
+    flag("--json", SWITCH, "print one JSON object per rule")
+    connection_flags.add_flags(parser)
     parser.set_defaults(run=run)
 
 

@@ -5,236 +5,42 @@ import os
 import sys
 from pathlib import Path
 
-from tokenbus.cli.console import arguments, connection_flags, hub_flags, serve
+from tokenbus.cli.console import connection_flags, hub_flags, serve
+from tokenbus.cli.console.arguments import (
+    COUNT,
+    MIB,
+    NAME,
+    NAMES,
+    SECONDS,
+    SHARES,
+    SWITCH,
+    TEXT,
+    ArgumentType,
+    above,
+    one_of,
+    real,
+    text,
+    whole,
+)
+from tokenbus.cli.console.flags import Flag, Parser
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.contract.engine_settings import EngineSettings, OnnxSettings, SchedulerSettings, check_choices
+from tokenbus.worker.contract.engine_settings import CHOICES, EngineSettings, OnnxSettings, SchedulerSettings
 from tokenbus.worker.files import model_files
 from tokenbus.worker.models import registry
 from tokenbus.worker.settings import adapter_settings
-from tokenbus.worker.settings.adapter_settings import AdapterSettings
 from tokenbus.worker.settings.settings import FrontendSettings, ModelToServe, WorkerSettings
 
 _ENGINE = EngineSettings(model="")
 _SCHEDULER = SchedulerSettings()
 _ONNX = OnnxSettings()
 
-_RANGES = (
-    ("replicas", 1, 64),
-    ("kv_budget", 0, 1 << 30),
-    ("memory_budget_mib", 0, 1 << 30),
-    ("idle_unload_s", 0, 1 << 30),
-    ("threads", 0, 4_096),
-    ("memory_share", 0.001, 1),
-    ("max_waiting", 0, 1 << 20),
-    ("max_prompt_tokens", 0, 1 << 30),
-    ("max_new_tokens", 1, 1 << 30),
-    ("grace_s", 0, 86_400),
-    ("handover_s", 0, 86_400),
-    ("step_timeout_s", 0.1, 86_400),
-)
-"""Allowed ranges of the frontend's settings. The engine checks its own."""
-
 _MAX_MESSAGE_BYTES = 1_024
 BUSY_MODELS = 2
 """Number of models on demand that are expected to compute at the same time: each gets its share of the cores."""
-
-_FLAGS: tuple[tuple[str, int | float | str | None, str], ...] = (
-    (
-        "--fingerprint",
-        _ENGINE.fingerprint,
-        "name for these weights; must be the same on all workers of a model (a digest of the files)",
-    ),
-    ("--quantize", _ENGINE.quantize, "type to which a model in safetensors is converted: f16, q8_0, q4_k_m, ... (f16)"),
-    ("--provider", _ONNX.provider, "execution provider for ONNX models: auto, cpu or cuda"),
-    ("--device-id", _ONNX.device_id, "GPU number for ONNX models"),
-    ("--device-memory-mib", _ONNX.device_memory_mib, "GPU memory for an ONNX model; 0: no limit"),
-    ("--min-free-mib", _ONNX.min_free_mib, "memory that must be free before an ONNX model prefills a prompt"),
-    ("--max-paddings", _ONNX.max_paddings, "padding columns in a batch of an MHA ONNX graph; -1: 4,096"),
-    ("--sim-speedup", _ENGINE.sim_speedup, "how many times faster than its timing the simulator runs"),
-    ("--sim-faults", _ENGINE.sim_faults, "faults that the simulator plays, e.g. crash@200,slow@50=3000,hang@9,lose@20"),
-    ("--pooling", _ENGINE.pooling, "how token vectors become one embedding: auto, mean, cls, last, or none"),
-    (
-        "--max-embed-tokens",
-        _ENGINE.max_embed_tokens,
-        "longest input to a generative GGUF's embeddings, in tokens; 0: 2,048",
-    ),
-    ("--context-length", _ENGINE.context_length, "tokens per sequence; 0: the model's own, if memory allows"),
-    ("--kv-tokens", _ENGINE.kv_tokens, "tokens in the whole KV cache; 0: one to four contexts, if memory allows"),
-    ("--memory-share", _ENGINE.memory_share, "share of Tokenbus's memory on the machine to plan with"),
-    ("--kv-block-size", _ENGINE.kv_block_size, "tokens per KV block; -1: 16"),
-    ("--cache-type-k", _ENGINE.cache_type_k, "type of cached keys: f32, f16, bf16, q8_0, q5_1 to q4_0"),
-    ("--cache-type-v", _ENGINE.cache_type_v, "type of cached values, from the same list"),
-    ("--host-cache-mib", _ENGINE.host_cache_mib, "host memory for offloaded prefixes; -1: up to 1,024; 0: none"),
-    (
-        "--min-prefix-tokens",
-        _SCHEDULER.min_prefix_tokens,
-        "tokens of the shortest cached prefix; 0: any; -1: any, or 128 if a cached prefix takes much memory",
-    ),
-    (
-        "--expected-tokens",
-        _SCHEDULER.expected_tokens,
-        "tokens an answer is expected to use; 0: learned from recent ones",
-    ),
-    ("--priority-s", _SCHEDULER.priority_s, "seconds of waiting that one step of priority is worth"),
-    ("--kept-share", _SCHEDULER.kept_share, "share of cached prefixes that each tenant may keep by its hints"),
-    ("--max-kept-s", _SCHEDULER.max_kept_s, "longest time for which it may keep an unused prefix"),
-    ("--max-num-seqs", _ENGINE.max_num_seqs, "sequences that run at the same time; -1: 16"),
-    ("--max-num-batched-tokens", _ENGINE.max_num_batched_tokens, "tokens per step"),
-    ("--ubatch-tokens", _ENGINE.ubatch_tokens, "tokens of a step that the device computes at once"),
-    ("--step-target-ms", _ENGINE.step_target_ms, "longest time that a step should take while streams run"),
-    ("--flash-attention", _ENGINE.flash_attention, "auto, on or off"),
-    ("--gpu-layers", _ENGINE.gpu_layers, "layers on the GPU; -1: all that fit"),
-    ("--main-gpu", _ENGINE.main_gpu, "GPU that holds what is not split among GPUs"),
-    ("--split-mode", _ENGINE.split_mode, "how GPUs share the model: none, layer, row or tensor"),
-    ("--max-waiting", WorkerSettings.max_waiting, "accepted requests that may wait for the engine"),
-    ("--max-prompt-tokens", FrontendSettings.max_prompt_tokens, "longest prompt in tokens; 0: the context"),
-    ("--max-new-tokens", FrontendSettings.max_new_tokens, "length of a completion without max_tokens"),
-    (
-        "--reasoning-budget-message",
-        FrontendSettings.reasoning_budget_message,
-        "text that ends reasoning whose budget is spent (none)",
-    ),
-    ("--step-timeout-s", WorkerSettings.step_timeout_s, "time after which a step counts as hung"),
-    ("--grace-s", WorkerSettings.grace_s, "seconds that running requests may take to finish here after SIGTERM"),
-    ("--handover-s", WorkerSettings.handover_s, "seconds that routers then have to take them to other workers"),
-)
-"""Flag, default and help text of the settings that an engine, a frontend or a worker has under the same name."""
-
-_MODEL_HELP = (
-    "a GGUF or ONNX file, a directory with one or with safetensors, org/repo[:quant] on the Hugging Face Hub, or demo"
-)
-_NAME_HELP = "name that clients request (the file's name)"
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `tokenbus up` that describe its workers."""
-    _add_model_flags(parser)
-    _add_on_demand_flags(parser)
-    _add_engine_flags(parser)
-
-
-def _add_model_flags(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    parser.add_argument(
-        "--model", metavar="MODEL", required=required, action="append", help=_MODEL_HELP + "; may be repeated"
-    )
-    parser.add_argument(
-        "--served-name", metavar="NAME", action="append", default=[], help=_NAME_HELP + ", one for each --model"
-    )
-    hub_flags.add_flag(parser)
-
-
-def start_problem(options: argparse.Namespace) -> tuple[str, int]:
-    """Returns why nothing can be started with these options, and the exit status; an empty text if nothing is known to
-    be wrong. Also sets the folder for models from the Hub."""
-    if problem := hub_flags.apply(options):
-        return problem, EXIT_BAD_SETTINGS
-    return _models_problem(options), 1
-
-
-def _add_on_demand_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--memory-budget-mib",
-        type=int,
-        default=0,
-        metavar="MIB",
-        help="load models when requests name them, and unload others so that all together take no more than this",
-    )
-    parser.add_argument(
-        "--idle-unload-s",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="load models when requests name them, and unload those that have had no request for this long; 0: never",
-    )
-    parser.add_argument(
-        "--pin",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a model, by its served name, that is loaded from the start and never unloaded; may be repeated",
-    )
-
-
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--engine",
-        default=_ENGINE.engine,
-        help="gguf, onnx, or sim, a simulator whose --model is a timing; auto decides by the files (auto)",
-    )
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads per worker; 0: an equal share of the cores")
-    parser.add_argument(
-        "--keep-cache",
-        nargs="?",
-        type=_folder,
-        const=_state_folder(),
-        default="",
-        metavar="DIR",
-        help="keep cached prefixes across restarts, in files in DIR that only this user can read "
-        f"(without DIR: {_state_folder()}); they contain users' text",
-    )
-    parser.add_argument(
-        "--keep-cache-mib",
-        type=arguments.whole(1),
-        default=_ENGINE.keep_cache_mib,
-        metavar="MIB",
-        help="size of all files there; the longest unused go first (%(default)s)",
-    )
-    parser.add_argument(
-        "--lora",
-        type=_adapter,
-        action="append",
-        default=[],
-        metavar="NAME=PATH[@TENANT,...]",
-        help="LoRA adapter of the model, a GGUF or for ONNX also a PEFT folder, for all tenants or for these; may be "
-        "repeated",
-    )
-    parser.add_argument(
-        "--lora-dir",
-        default="",
-        metavar="DIR[@TENANT,...]",
-        help="folder whose adapters, NAME.gguf or PEFT folders, are loaded and unloaded as they appear and disappear",
-    )
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    connection_flags.add_client_flags(parser)
-    serve.add_status_flags(parser)
-    serve.add_request_flags(parser)
-    _add_model_flags(parser, required=True)
-    parser.add_argument("--vllm-metrics", action="store_true", help="also export metrics under vLLM's names")
-    parser.add_argument("--replicas", type=int, default=1, help="replicas of each model, sharing its weights (1)")
-    _add_on_demand_flags(parser)
-    parser.add_argument("--kv-budget", type=int, default=0, metavar="MIB", help="KV memory of all models; 0: no limit")
-    _add_engine_flags(parser)
-    parser.add_argument(
-        "--role",
-        choices=tuple(messages.WorkerRole),
-        default=FrontendSettings.role.value,
-        help="both, prefill (computes prompts for others) or decode (leaves long prompts to those) (%(default)s)",
-    )
-    parser.add_argument("--worker-id", default="", help="stable name of this worker; replicas add -1, -2, ...")
-    for name, default, text in _FLAGS:
-        shown = "" if default in (None, "") else f" ({default})"
-        kind = int if default is None else type(default)
-        parser.add_argument(name, type=kind, default=default, help=text + shown)
-    parser.add_argument(
-        "--devices",
-        type=arguments.names,
-        action="append",
-        default=[],
-        dest="device_groups",
-        metavar="A,B,...",
-        help="devices that share the model, such as CUDA0,CUDA1 or cuda:0, or none (GGUF) or cpu (ONNX) for the CPU "
-        "alone; given once, or once for each of --replicas (the engine's choice)",
-    )
-    parser.add_argument(
-        "--tensor-split", type=arguments.shares, default=(), metavar="A,B,...", help="share of the model for each GPU"
-    )
-    parser.set_defaults(run=run)
 
 
 def _folder(text: str) -> str:
@@ -248,29 +54,150 @@ def _state_folder() -> str:
     return os.path.join(_folder(state), "tokenbus", "cache")
 
 
-def _adapter(text: str) -> AdapterSettings:
-    """An adapter, such as `style=style.gguf@acme`."""
-    try:
-        return adapter_settings.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+_AUTO = whole(-1)
+_ADAPTER = ArgumentType(adapter_settings.parse, "", "NAME=PATH[@TENANT,...]")
+_MESSAGE = TEXT._replace(
+    allowed=f"at most {_MAX_MESSAGE_BYTES:,} bytes", contains=lambda text: len(text.encode()) <= _MAX_MESSAGE_BYTES
+)
+
+
+def add_flags(parser: Parser) -> None:
+    add_own_flags(parser)
+    vllm = Flag("--vllm-metrics", SWITCH, "also export metrics under vLLM's names")
+    serve.add_flags(parser, vllm, serve.SLOW_WAIT)
+    parser.set_defaults(run=run)
+
+
+def add_own_flags(parser: Parser, *, is_required: bool = True) -> None:
+    """Adds the flags that a worker has and other servers have not. `is_required` is whether a model must be named."""
+    _add_model_flags(parser, is_required=is_required)
+    _add_memory_flags(parser)
+    _add_scheduling_flags(parser)
+    _add_device_flags(parser)
+    flag = parser.group("stopping", WorkerSettings)
+    flag("--grace-s", SECONDS, "time that running requests may take to finish here after SIGTERM", reloads=True)
+    flag("--handover-s", SECONDS, "time that routers then have to take them to other workers", reloads=True)
+
+
+def _add_model_flags(parser: Parser, *, is_required: bool) -> None:
+    flag = parser.group("model", WorkerSettings, FrontendSettings, _ENGINE)
+    model = "a GGUF or ONNX file, a folder with one or with safetensors, org/repo[:quant] on the Hugging Face Hub, demo"
+    flag("--model -m --model-path", text("MODEL"), model, [], unset="demo", required=is_required)
+    name = "name that clients request, one for each --model"
+    flag("--served-name -a --served-model-name", NAME, name, [], unset="the file's name")
+    flag.add(hub_flags.HUB_CACHE)
+    engine = "auto decides by the files; sim is a simulator whose --model is a timing"
+    flag("--engine", one_of("auto", "gguf", "onnx", "sim"), engine)
+    fingerprint = "name for these weights; must be the same on all workers of a model"
+    flag("--fingerprint", NAME, fingerprint, unset="a digest of the files")
+    quantize = "type to which a model in safetensors is converted: f16, q8_0, q4_k_m, ..."
+    flag("--quantize", text("TYPE"), quantize, unset="f16")
+    flag("--pooling", _choice("pooling"), "how token vectors become one embedding")
+    flag("--max-embed-tokens", COUNT, "longest input to a generative GGUF's embeddings, in tokens; 0: 2,048")
+    role = "prefill computes prompts for others, decode leaves long prompts to those"
+    flag("--role --disaggregation-mode", one_of(*messages.WorkerRole), role)
+    flag("--worker-id", NAME, "stable name of this worker; replicas add -1, -2, ...", unset="by host and process")
+    flag("--replicas", whole(1, 64), "replicas of each model, sharing its weights", 1)
+    flag = parser.group("LoRA adapters")
+    lora = "LoRA adapter of the model, a GGUF or for ONNX also a PEFT folder, for all tenants or for these"
+    flag("--lora --lora-modules", _ADAPTER, lora, [])
+    folder = "folder whose adapters, NAME.gguf or PEFT folders, are loaded and unloaded as they appear and disappear"
+    flag("--lora-dir", text("DIR[@TENANT,...]"), folder, "")
+    flag = parser.group("models on demand", WorkerSettings)
+    budget = "load models when requests name them, and unload others so that all together take at most this; 0: off"
+    flag("--memory-budget-mib", MIB, budget, 0)
+    idle = "load models when requests name them, and unload those without a request for this long; 0: off"
+    flag("--idle-unload-s", real(0, metavar="SECONDS"), idle)
+    flag("--pin", NAME, "a model, by its served name, that is loaded from the start and never unloaded", [])
+
+
+def _add_memory_flags(parser: Parser) -> None:
+    flag = parser.group("memory and cache", _ENGINE, _SCHEDULER)
+    context = "tokens per sequence; 0: the model's own, if memory allows"
+    flag("--context-length -c --ctx-size --max-model-len", COUNT, context)
+    tokens = "tokens in the whole KV cache; 0: one to four contexts, if memory allows"
+    flag("--kv-tokens --max-total-tokens", COUNT, tokens)
+    flag("--kv-budget", MIB, "KV memory of all models; 0: no limit", 0)
+    share = "share of Tokenbus's memory on the machine to plan with"
+    flag("--memory-share --gpu-memory-utilization", real(0.001, 1), share)
+    flag("--kv-block-size --block-size --page-size", _AUTO, "tokens per KV block; -1: 16")
+    flag("--cache-type-k -ctk", _choice("cache_type_k"), "type of cached keys")
+    flag("--cache-type-v -ctv", _choice("cache_type_v"), "type of cached values; q types need flash attention")
+    host = "host memory for offloaded prefixes; -1: up to 1,024; 0: none"
+    flag("--host-cache-mib -cram --cache-ram", whole(-1, metavar="MIB"), host)
+    keep = "keep cached prefixes across restarts, in files that only this user can read; they contain users' text"
+    keep += "; without DIR: in ~/.local/state/tokenbus/cache"
+    flag("--keep-cache", ArgumentType(_folder, "a folder", "DIR"), keep, const=_state_folder())
+    flag("--keep-cache-mib", whole(1, metavar="MIB"), "size of all files there; the longest unused go first")
+    least = "tokens of the shortest cached prefix; 0: any; -1: any, or 128 if a cached prefix takes much memory"
+    flag("--min-prefix-tokens", _AUTO, least)
+    flag("--kept-share", real(0, 1), "share of cached prefixes that each tenant may keep by its hints")
+    flag("--max-kept-s", real(0, metavar="SECONDS"), "longest time for which it may keep an unused prefix")
+
+
+def _add_scheduling_flags(parser: Parser) -> None:
+    flag = parser.group("scheduling and limits", _ENGINE, _SCHEDULER, WorkerSettings, FrontendSettings)
+    parallel = "sequences that run at the same time; -1: 16"
+    flag("--max-num-seqs -np --parallel --max-running-requests", _AUTO, parallel)
+    flag("--max-num-batched-tokens -b --batch-size", whole(2), "tokens per step")
+    flag("--step-target-ms", real(0, metavar="MS"), "longest time that a step should take while streams run")
+    flag("--expected-tokens", COUNT, "tokens an answer is expected to use; 0: learned from recent ones")
+    flag("--priority-s", real(0, 3_600, "SECONDS"), "waiting time that one step of priority is worth")
+    flag("--max-waiting", whole(0, 1 << 20), "accepted requests that may wait for the engine", reloads=True)
+    flag("--max-prompt-tokens", COUNT, "longest prompt in tokens; 0: the context", reloads=True)
+    length = "length of a completion without max_tokens"
+    flag("--max-new-tokens -n --predict --n-predict", whole(1), length, reloads=True)
+    flag("--reasoning-budget-message", _MESSAGE, "text that ends reasoning whose budget is spent", reloads=True)
+    flag.add(serve.INBOX_PREFIXES)
+
+
+def _add_device_flags(parser: Parser) -> None:
+    flag = parser.group("device", _ENGINE, WorkerSettings)
+    flag("--threads -t", whole(0, 4_096), "CPU threads per worker; 0: an equal share of the cores")
+    flag("--gpu-layers -ngl --n-gpu-layers", _AUTO, "layers on the GPU; -1: all that fit")
+    flag("--flash-attention -fa --flash-attn", _choice("flash_attention"), "whether to use it", const="on")
+    flag("--ubatch-tokens -ub --ubatch-size", whole(1), "tokens of a step that the device computes at once")
+    flag("--main-gpu -mg", COUNT, "GPU that holds what is not split among GPUs")
+    flag("--split-mode -sm", _choice("split_mode"), "how GPUs share the model")
+    flag("--tensor-split -ts", SHARES, "share of the model for each GPU", unset="by their free memory")
+    devices = "devices that share the model, such as CUDA0,CUDA1 or cuda:0, or none (GGUF) or cpu (ONNX) for the CPU "
+    devices += "alone; given once, or once for each of --replicas"
+    flag("--devices -dev --device", NAMES, devices, [], unset="the engine's choice")
+    flag("--step-timeout-s", real(0.1, 86_400, "SECONDS"), "time after which a step counts as hung")
+    flag = parser.group("ONNX models", _ONNX)
+    flag("--provider", one_of("auto", "cpu", "cuda"), "where onnxruntime computes")
+    flag("--device-id", COUNT, "GPU number")
+    flag("--device-memory-mib", MIB, "GPU memory besides the KV cache; 0: no limit")
+    flag("--min-free-mib", MIB, "memory that must be free before a prompt is computed; 0: any")
+    flag("--max-paddings", _AUTO, "padding columns in a batch of an MHA graph; -1: 4,096")
+    flag = parser.group("simulator", _ENGINE)
+    flag("--sim-speedup", above(0), "how many times faster than its timing it runs")
+    flag("--sim-faults", TEXT, "faults that it plays, e.g. crash@200,slow@50=3000,hang@9,lose@20")
+
+
+def _choice(name: str) -> ArgumentType:
+    return one_of(*CHOICES[name])
+
+
+def start_problem(options: argparse.Namespace) -> tuple[str, int]:
+    """Returns why nothing can be started with these options, and the exit status; an empty text if nothing is known to
+    be wrong. Also sets the folder for models from the Hub."""
+    if problem := hub_flags.apply(options):
+        return problem, EXIT_BAD_SETTINGS
+    return _models_problem(options), 1
 
 
 def settings_of(options: argparse.Namespace) -> WorkerSettings:
     """Returns the settings that parsed flags describe. Raises ValueError."""
     if len(options.served_name) > len(options.model):
         raise ValueError(f"--served-name was given {len(options.served_name)} times for {len(options.model)} --model")
-    for name, low, high in _RANGES:
-        value = getattr(options, name)
-        if not low <= value <= high:
-            raise ValueError(f"--{name.replace('_', '-')} must be {low:.10g} to {high:.10g}, got {value:.10g}")
     if (options.lora or options.lora_dir) and len(options.model) > 1:
         raise ValueError("--lora and --lora-dir need a single --model: load the others' adapters with tokenbus load")
     if options.keep_cache and not options.host_cache_mib:
         raise ValueError("--keep-cache keeps what --host-cache-mib allows: leave that at -1, or pass more than 0")
-    if len(options.device_groups) not in (0, 1, options.replicas):
+    if len(options.devices) not in (0, 1, options.replicas):
         raise ValueError(
-            f"--devices was given {len(options.device_groups)} times: give it once, or once for each of the "
+            f"--devices was given {len(options.devices)} times: give it once, or once for each of the "
             f"{options.replicas} replicas"
         )
     names = names_of(options)
@@ -296,7 +223,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
             inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
             max_prompt_tokens=options.max_prompt_tokens,
             max_new_tokens=options.max_new_tokens,
-            reasoning_budget_message=_checked_message(options.reasoning_budget_message),
+            reasoning_budget_message=options.reasoning_budget_message,
             role=messages.WorkerRole(options.role),
             slow_wait_s=options.slow_wait_s,
             debug=_is_debug(),
@@ -306,13 +233,6 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         handover_s=options.handover_s,
         step_timeout_s=options.step_timeout_s,
     )
-
-
-def _checked_message(text: str) -> str:
-    """Raises ValueError for a message that would take too many tokens."""
-    if len(text.encode()) > _MAX_MESSAGE_BYTES:
-        raise ValueError(f"--reasoning-budget-message must have at most {_MAX_MESSAGE_BYTES} bytes")
-    return text
 
 
 def names_of(options: argparse.Namespace) -> list[str]:
@@ -343,13 +263,14 @@ def _is_debug() -> bool:
 
 def _engines_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> list[tuple[EngineSettings, int]]:
     """Returns a model's distinct engines, each with the number of its replicas."""
-    groups, engine = options.device_groups or [()], _engine_of(options, model, on_demand=on_demand)
+    groups, engine = options.devices or [()], _engine_of(options, model, on_demand=on_demand)
     replicas = options.replicas if len(groups) == 1 else 1
     return [(codec.replace(engine, devices=group), replicas) for group in groups]
 
 
 def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> EngineSettings:
     own = {name: getattr(options, name) for name in EngineSettings.__struct_fields__ if hasattr(options, name)}
+    del own["devices"]  # one group of them is for each replica
     own["debug"] = _is_debug()
     own["model"] = _located(model)
     if on_demand and options.host_cache_mib < 0 and not options.keep_cache:
@@ -358,9 +279,7 @@ def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> E
     own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // owners)
     scheduler = SchedulerSettings(**{name: getattr(options, name) for name in SchedulerSettings.__struct_fields__})
     onnx = OnnxSettings(**{name: getattr(options, name) for name in OnnxSettings.__struct_fields__ if name in options})
-    engine = EngineSettings(**own, scheduler=scheduler, onnx=onnx)
-    check_choices(engine)
-    return engine
+    return EngineSettings(**own, scheduler=scheduler, onnx=onnx)
 
 
 def _located(model: str) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from tokenbus.cli.console.arguments import COUNT, PATH, SWITCH, TEXT, one_of, text
+from tokenbus.cli.console.flags import Parser
 from tokenbus.client.answer import Answer, AnswerBuilder
 from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.protocol.wire import errors, messages
@@ -15,38 +17,28 @@ from tokenbus.protocol.wire.reasoning import EFFORTS
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def add_form_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that constrain an answer, or offer tools to it."""
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--schema", type=Path, metavar="FILE", help="a JSON schema that the answer follows")
-    form.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
-    form.add_argument("--regex", metavar="REGEX", help="a regular expression that the whole answer matches")
-    form.add_argument("--choice", action="append", metavar="TEXT", help="the answer is this text; may be repeated")
-    form.add_argument("--grammar", type=Path, metavar="FILE", help="a grammar (GBNF or Lark) that the answer follows")
-    parser.add_argument(
-        "--tools", type=Path, metavar="FILE", help="tools that may be called: a JSON array in the form of OpenAI's API"
-    )
-    parser.add_argument("--tool-choice", metavar="CHOICE", help="auto, required, none or the name of a tool (auto)")
+def add_form_flags(parser: Parser) -> None:
+    """Adds the flags that constrain an answer."""
+    flag = parser.group("form of the answer (one of these)", exclusive=True)
+    flag("--schema -jf --json-schema-file", PATH, "a JSON schema that the answer follows")
+    flag("--json-object", SWITCH, "the answer is a JSON object")
+    flag("--regex", text("REGEX"), "a regular expression that the whole answer matches")
+    flag("--choice", TEXT, "the answer is one of the texts given", [])
+    flag("--grammar --grammar-file", PATH, "a grammar (GBNF or Lark) that the answer follows")
 
 
-def add_thinking_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--thinking",
-        choices=["on", "off"],
-        help="whether the model reasons before it answers, if its template has the switch enable_thinking",
-    )
-    parser.add_argument(
-        "--thinking-budget",
-        type=int,
-        metavar="TOKENS",
-        help="tokens of reasoning after which it is closed and the answer continues",
-    )
-    parser.add_argument("--effort", choices=EFFORTS, help="how long to reason if no budget is given")
+def add_thinking_flags(parser: Parser) -> None:
+    flag, own = parser.group("reasoning"), "the template's"
+    thinking = "whether the model reasons before it answers, if its template has the switch enable_thinking"
+    flag("--thinking --think", one_of("on", "off"), thinking, unset=own, const="on")
+    budget = "tokens of reasoning after which it is closed and the answer continues"
+    flag("--thinking-budget --reasoning-budget", COUNT, budget, unset="no limit")
+    flag("--effort --reasoning-effort", one_of(*EFFORTS), "how long to reason if no budget is given", unset=own)
 
 
 def form_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the request fields that these flags mean. Raises ValueError for a file that can't be used."""
-    fields = {name: value for name in ("regex", "choice") if (value := getattr(options, name)) is not None}
+    fields = {name: value for name in ("regex", "choice") if (value := getattr(options, name)) not in (None, [])}
     if options.schema is not None:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": _json_in(options.schema)}}
     if options.json_object:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tokenbus.cli.console.flags import Flag, Parser, did_you_mean, text_of
 from tokenbus.gateway.admission import keys
 from tokenbus.protocol.bus.connection import redact_url
 from tokenbus.protocol.telemetry import logs
@@ -41,15 +42,11 @@ _OTHER_VARIABLES = (
 """Variables that stand for no flag of a server."""
 _MIN_SIMILARITY = 0.8
 """Similarity of two names, from 0 to 1, above which one counts as a misspelling of the other."""
-_HUB_CACHE = "hub-cache"
-"""The setting that commands other than servers also read from its variable."""
-_SECRETS = ("api-key",)
-"""Settings that are never printed."""
+_FILE = "config"
+"""The flag for the file, which no file or variable of a section sets."""
 _URLS = (_NATS, "otlp-traces-endpoint")
 """Settings whose URL may hold a password, which is never printed."""
 _Table = dict[str, Any]
-_KINDS = {"int": "whole number", "float": "number", "number": "number"}
-"""Names for the types of flags, by the names of the functions that parse them."""
 
 
 class Origin(NamedTuple):
@@ -87,79 +84,77 @@ def raise_errors(mistakes: list[str]) -> None:
         raise ValueError("\n".join(mistakes))
 
 
-def misspelled_variables(
-    parsers: Mapping[str, argparse.ArgumentParser], unknown_sections: Collection[str] = ()
-) -> Iterator[str]:
+def misspelled_variables(parsers: Mapping[str, Parser], unknown_sections: Collection[str] = ()) -> Iterator[str]:
     """Yields a warning for each variable that no process reads but that is spelled almost like one.
 
     Variables of `unknown_sections`, which are those of servers that are not installed here, are left alone."""
     unknown = tuple(f"{_PREFIX}{section.upper()}_" for section in unknown_sections)
-    known = set(_OTHER_VARIABLES)
-    for section, parser in parsers.items():
-        known |= {variable for name, _ in _settable(parser) for variable in _variables(section, name)}
+    known = known_variables(parsers)
     # Compared without the common prefix, which would make all names similar.
     endings = {name.removeprefix(_PREFIX): name for name in known} | {"NATS_URL": "TOKENBUS_NATS"}
-    for name in sorted(os.environ):
-        if name.startswith(_PREFIX) and name not in known and not name.startswith(unknown):
-            for near in difflib.get_close_matches(name.removeprefix(_PREFIX), endings, 1, _MIN_SIMILARITY):
+    for section, parser in parsers.items():
+        for flag in parser.flags.values():
+            for alias in flag.aliases if section in SECTIONS else ():
+                ending = f"{section}_{alias.lstrip('-')}".upper().replace("-", "_")
+                endings.setdefault(ending, variable_of(section, flag))
+    for name in sorted(unknown_variables(known)):
+        for near in difflib.get_close_matches(name.removeprefix(_PREFIX), endings, 1, _MIN_SIMILARITY):
+            if not name.startswith(unknown):
                 yield f"the variable {name} is unknown: did you mean {endings[near]}?"
 
 
-def apply(parser: argparse.ArgumentParser, section: str, tables: Mapping[str, _Table], where: str) -> dict[str, Origin]:
+def known_variables(parsers: Mapping[str, Parser]) -> set[str]:
+    """Returns the variables that these commands read, and those that every command does."""
+    return {
+        variable
+        for section, parser in parsers.items()
+        for flag in parser.flags.values()
+        for variable in _variables(section, flag)
+    } | set(_OTHER_VARIABLES)
+
+
+def unknown_variables(known: Collection[str]) -> list[str]:
+    """Returns the variables of this process that have our prefix, and that are not among the known ones."""
+    return [name for name in os.environ if name.startswith(_PREFIX) and name not in known]
+
+
+def apply(parser: Parser, section: str, tables: Mapping[str, _Table], where: str) -> dict[str, Origin]:
     """Makes the settings in a file and in variables the defaults of a command's parser; returns each setting's origin.
 
     Raises ValueError with one line for each unknown key and each invalid value."""
-    actions = dict(_settable(parser))
-    found = {name: Origin(action.default, "default", action.default) for name, action in actions.items()}
+    flags = {name: flag for name, flag in parser.flags.items() if name != _FILE}
+    found = {name: Origin(flag.default, "default", flag.default) for name, flag in flags.items()}
     mistakes: list[str] = []
     for title, content in tables.items():
         with collecting_errors(mistakes):
             _check_table(title, content, where)
     for table, key, value in _of_file(tables, section):
         with collecting_errors(mistakes):
-            name = _name_of(table, key, actions, where)
-            found[name] = Origin(_converted(actions[name], value, f"{where}: {name}"), where, value)
+            name = _name_of(table, key, flags, where)
+            found[name] = Origin(_converted(flags[name], value, f"{where}: {name}"), where, value)
     # Variables override the file, and the command's own variable (last) overrides the one for all commands.
-    for name, action in actions.items():
-        for variable in _variables(section, name):
-            if variable in os.environ:
-                written = os.environ[variable]
+    for name, flag in flags.items():
+        for variable in _variables(section, flag):
+            if written := os.environ.get(variable):
                 with collecting_errors(mistakes):
-                    found[name] = Origin(_converted(action, written, variable), variable, written)
+                    found[name] = Origin(_converted(flag, written, variable), variable, written)
     raise_errors(mistakes)
     for name, origin in found.items():
-        if origin.source != "default":
-            # Lists are filled in by `complete` after parsing.
-            parser.set_defaults(**{actions[name].dest: None if _is_list(actions[name]) else origin.value})
-            actions[name].required = False  # a file may name what the command line must otherwise
+        parser.set_default(name, origin.value, is_given=origin.source != "default")
     return found
 
 
-def complete(options: argparse.Namespace, parser: argparse.ArgumentParser, settings: Mapping[str, Origin]) -> None:
-    """Fills in the lists that no flag has set. They can't be defaults, since argparse appends flags to those."""
-    for name, action in _settable(parser):
-        if _is_list(action) and getattr(options, action.dest) is None:
-            setattr(options, action.dest, settings[name].value)
-
-
-def _variables(section: str, name: str) -> Iterator[str]:
+def _variables(section: str, flag: Flag) -> Iterator[str]:
     """Yields the names of a setting's variables; the last one overrides the first."""
-    spelled = name.upper().replace("-", "_")
-    if name.startswith(_NATS) or name == _HUB_CACHE:
-        yield f"TOKENBUS_{spelled}"
-    yield f"TOKENBUS_{section.upper()}_{spelled}"
+    if flag.variable:
+        yield flag.variable
+    if section in SECTIONS:
+        yield variable_of(section, flag)
 
 
-def _is_list(action: argparse.Action) -> bool:
-    return isinstance(action, argparse._AppendAction)
-
-
-def _settable(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
-    """Yields name and action of each flag that is a setting."""
-    for action in parser._actions:
-        long = next((flag for flag in action.option_strings if flag.startswith("--")), None)
-        if long is not None and long not in ("--help", "--config", "--json"):
-            yield long.removeprefix("--"), action
+def variable_of(section: str, flag: Flag) -> str:
+    """Returns the name of a setting's own variable."""
+    return f"{_PREFIX}{section}_{flag.dest}".upper()
 
 
 def _check_table(name: str, table: object, where: str) -> None:
@@ -178,38 +173,35 @@ def _of_file(tables: Mapping[str, _Table], section: str) -> Iterator[tuple[str, 
             yield table, key, value
 
 
-def _name_of(table: str, key: str, actions: Mapping[str, argparse.Action], where: str) -> str:
+def _name_of(table: str, key: str, flags: Mapping[str, Flag], where: str) -> str:
     """Returns the name of the flag that a key stands for. Raises ValueError for an unknown key."""
     prefix = f"{_NATS}-" if table == _NATS else ""
     name = _NATS if (table, key) == (_NATS, "url") else prefix + key
-    if name not in actions:
-        known = ", ".join(sorted(one.removeprefix(prefix) for one in actions if one.startswith(prefix)))
-        raise ValueError(f"{where}: {key} is not a setting of [{table}]; known settings: {known}")
-    return name
+    if name in flags:
+        return name
+    for flag in flags.values():
+        if f"--{key}" in flag.aliases:
+            raise ValueError(f"{where}: {key} is not a setting of [{table}]; it is called {flag.name} here")
+    known = sorted(one.removeprefix(prefix) for one in flags if one.startswith(prefix))
+    near = did_you_mean(key, known) or f"; known settings: {', '.join(known)}"
+    raise ValueError(f"{where}: {key} is not a setting of [{table}]{near}")
 
 
-def _converted(action: argparse.Action, value: object, what: str) -> object:
+def _converted(flag: Flag, value: object, what: str) -> object:
     """Converts a value the way the command line would."""
-    if isinstance(action, argparse._StoreTrueAction):
-        if str(value).lower() not in ("true", "false", "1", "0"):
-            raise ValueError(f"{what} must be true or false, got {value}")
-        return str(value).lower() in ("true", "1")
-    if _is_list(action):
+    if flag.is_list:
         values = value if isinstance(value, list) else str(value).split(",")
-        return [_typed(action, one, what) for one in values]
-    return _typed(action, value, what)
+        return [_typed(flag, one, what) for one in values]
+    return _typed(flag, value, what)
 
 
-def _typed(action: argparse.Action, value: object, what: str) -> object:
-    if isinstance(value, dict | list | bool):
+def _typed(flag: Flag, value: object, what: str) -> object:
+    if isinstance(value, dict | list) or (isinstance(value, bool) and not flag.is_switch):
         raise ValueError(f"{what} must be a single value, not a list, a table or a boolean")  # not shown: may be secret
     try:
-        return action.type(str(value)) if callable(action.type) else str(value)
+        return flag.kind(str(value))
     except argparse.ArgumentTypeError as error:
-        raise ValueError(f"{what}: {error}") from error
-    except (TypeError, ValueError) as error:
-        kind = _KINDS.get(getattr(action.type, "__name__", ""), "valid value")
-        raise ValueError(f"{what} must be a {kind}, got {value!r}") from error
+        raise ValueError(f"{what} {error}") from error
 
 
 def api_keys() -> list[str]:
@@ -217,12 +209,12 @@ def api_keys() -> list[str]:
     return [pair for pair in os.environ.get(keys.VARIABLE, "").split(",") if pair.strip()]
 
 
-def show(section: str, settings: Mapping[str, Origin]) -> str:
+def show(parser: Parser, section: str, settings: Mapping[str, Origin]) -> str:
     """Returns a command's settings in the form of a file, with the source of each in a comment."""
     lines = [f"[{section}]"]
     for name, (_, source, written) in settings.items():
         text = _toml(redact_url(written) if name in _URLS and isinstance(written, str) else written)
-        if written and name in _SECRETS:
+        if written and parser.flags[name].secret:
             text = '["..."]'
         lines.append(f"{name} = {text}  # {source}" if text else f"# {name} is not set")
     if section == "gateway" and (pairs := api_keys()):
@@ -232,18 +224,10 @@ def show(section: str, settings: Mapping[str, Origin]) -> str:
 
 def _toml(value: object) -> str:
     match value:
-        case None | "" | [] | ():
-            return ""
-        case bool():  # before int, which bool is too
-            return str(value).lower()
-        case int() | float():
-            return str(value)
-        case range():
-            return f'"{value[0]}-{value[-1]}"' if value else ""
+        case bool() | int() | float():
+            return text_of(value)
         case list():
-            return "[" + ", ".join(_toml(one) for one in value) + "]"
-        case tuple():  # written like the flag
-            return '"' + ",".join(f"{one:g}" for one in value) + '"'
+            return f"[{', '.join(map(_toml, value))}]" if value else ""
         case _:
-            text = str(value).replace("\\", "\\\\").replace('"', '\\"')
-            return f'"{text}"'
+            text = text_of(value).replace("\\", "\\\\").replace('"', '\\"')
+            return f'"{text}"' if text else ""

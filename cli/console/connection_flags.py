@@ -2,13 +2,15 @@
 
 import argparse
 
+from tokenbus.cli.console.arguments import FILE, NAME, URL, ArgumentType, text
+from tokenbus.cli.console.flags import Parser
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import environment
 from tokenbus.protocol.bus.credentials import Credentials
 from tokenbus.protocol.bus.tls import Tls
 from tokenbus.protocol.wire import subjects
 
-_FILE_FLAGS = (
+_FILES = (
     ("--nats-nkey", "file with the seed of an nkey"),
     ("--nats-creds", "credentials file (a JWT and its seed)"),
     ("--nats-ca", "PEM file with the authority that signed the broker's certificate"),
@@ -17,35 +19,22 @@ _FILE_FLAGS = (
 )
 
 
-def add_client_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of every command that talks to a Tokenbus system."""
-    add_flags(parser)
-    parser.add_argument("--prefix", default=subjects.DEFAULT_PREFIX, help="prefix of all subjects (%(default)s)")
-    parser.add_argument("--tenant", default=subjects.DEFAULT_TENANT, help="tenant to send requests as (%(default)s)")
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the connection itself. Each has a variable: that of --nats-user is TOKENBUS_NATS_USER.
+def add_flags(parser: Parser) -> None:
+    """Adds the flags of every command that talks to a Tokenbus system. Help shows them last.
 
     Passwords and tokens have no flag, because every user of the machine can read a process's command line."""
-    url = environment.url()
-    now = nats.redact_url(url).replace("%", "%%")
-    text = f"the broker, or servers of a cluster, comma-separated (variable TOKENBUS_NATS; now {now})"
-    parser.add_argument("--nats", metavar="URL", default=url, help=text)
-    parser.add_argument(
-        "--nats-inbox",
-        metavar="PREFIX",
-        default=environment.inbox_prefix(),
-        help="prefix of this process's own reply subjects (%(default)s)",
-    )
-    parser.add_argument(
-        "--nats-user",
-        metavar="NAME",
-        default=environment.variable("--nats-user"),
-        help="user name; set the password in TOKENBUS_NATS_PASSWORD, or a token in TOKENBUS_NATS_TOKEN",
-    )
-    for flag, text in _FILE_FLAGS:
-        parser.add_argument(flag, metavar="FILE", default=environment.variable(flag), help=text)
+    bus, connection = nats.BusSettings(), parser.group("connection")
+
+    def flag(option: str, kind: ArgumentType, text: str, default: str = "") -> None:
+        connection(option, kind, text, default, variable="TOKENBUS" + option[1:].replace("-", "_").upper())
+
+    flag("--nats", URL, "the broker, or servers of one cluster with commas between them", bus.url)
+    flag("--nats-inbox", text("PREFIX"), "prefix of this process's own reply subjects", bus.inbox_prefix)
+    flag("--nats-user", NAME, "its user; set the password in TOKENBUS_NATS_PASSWORD, or a token in TOKENBUS_NATS_TOKEN")
+    for option, meaning in _FILES:
+        flag(option, FILE, meaning)
+    connection("--prefix", text("PREFIX"), "prefix of all subjects", subjects.DEFAULT_PREFIX)
+    connection("--tenant", NAME, "tenant to send requests as", subjects.DEFAULT_TENANT)
 
 
 def settings_of(options: argparse.Namespace, connect_timeout_s: float = 10.0) -> nats.BusSettings:
@@ -72,11 +61,11 @@ def settings_of(options: argparse.Namespace, connect_timeout_s: float = 10.0) ->
 
 def settings_from_environment(url: str) -> nats.BusSettings:
     """Returns the settings of a child process that is given this URL and inherits our variables. Raises ValueError."""
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    return settings_of(parser.parse_args(["--nats", url]))
+    bus = nats.BusSettings(url, environment.inbox_prefix(), environment.credentials(), environment.tls())
+    bus.check()
+    return bus
 
 
 def anonymous_flags() -> list[str]:
     """Returns flags that make a process connect without credentials, whatever its environment says."""
-    return [part for flag in ("--nats-user", *(flag for flag, _ in _FILE_FLAGS)) for part in (flag, "")]
+    return [f"{option}=" for option in ("--nats-user", *(option for option, _ in _FILES))]

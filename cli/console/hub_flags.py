@@ -1,18 +1,16 @@
 """The flag for the folder of models from the Hub, for all commands that use any."""
 
 import argparse
-import os
 
+from tokenbus.cli.console import arguments
+from tokenbus.cli.console.flags import Flag
 from tokenbus.worker.models import registry
 
-
-def add_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--hub-cache",
-        default=os.environ.get(registry.HUB_CACHE_VARIABLE, ""),
-        metavar="DIR",
-        help="folder for models from the Hugging Face Hub (HF_HUB_CACHE, else hub in HF_HOME)",
-    )
+HUB_CACHE = Flag(
+    *("--hub-cache --download-dir", arguments.DIR, "folder for models from the Hugging Face Hub", ""),
+    unset="HF_HUB_CACHE, else hub in HF_HOME",
+    variable=registry.HUB_CACHE_VARIABLE,
+)
 
 
 def apply(options: argparse.Namespace) -> str:

@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 from tokenbus.cli.console import session
-from tokenbus.cli.console.arguments import real, several, whole
+from tokenbus.cli.console.arguments import PATH, SWITCH, TEXT, real, several, text, whole
+from tokenbus.cli.console.flags import Parser
 from tokenbus.replay import generators, traces
 from tokenbus.replay.load.points import LoadKind, LoadPoint, Plan
 from tokenbus.replay.load.workload import MIN_VOCABULARY, RandomTokens, RepeatedText, TraceWorkload, Workload
@@ -15,41 +16,39 @@ _MAX_CLIENTS = 16_384
 TO_STANDARD_OUTPUT = Path("-")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+_CLIENTS = several(whole(1, _MAX_CLIENTS), _MAX_POINTS)
+_FACTORS = several(real(0.001, 100_000), _MAX_POINTS)
+_TOKENS = whole(1, 10**7)
+
+
+def add_flags(parser: Parser) -> None:
     """Adds all flags except those of the connection to the broker."""
-    session.add_model_flag(parser)
-    flag = parser.add_argument
-    group = parser.add_argument_group("load", "one run for each number")
-    load = group.add_argument
-    clients = several(whole(1, _MAX_CLIENTS), _MAX_POINTS)
-    factors = several(real(0.001, 100_000), _MAX_POINTS)
-    load("--concurrency", metavar="N,N", type=clients, help="clients that each wait for their answer (1)")
-    load("--rate", metavar="R,R", type=factors, help="requests per second, however many are in flight")
-    load("--speedup", metavar="X,X", type=factors, help="how many times faster than in the trace (1)")
-    load("--burst", type=whole(1, 10_000), default=1, help="with --rate: requests sent at once (%(default)s)")
-    in_flight = "with --rate or --speedup: requests beyond this many are counted as not sent (%(default)s)"
-    load("--max-in-flight", type=whole(1, _MAX_CLIENTS), default=1_024, help=in_flight)
-    load("--requests", metavar="N", type=whole(1, 10**9), help="requests of each run (100, or the whole trace)")
-    load("--duration-s", metavar="S", type=real(0.1, 1e6), help="how long each run sends requests")
-    load("--warmup", metavar="N", type=whole(0, 10_000), default=1, help="requests before each run (%(default)s)")
-    _add_workload(parser.add_argument_group("requests", "random tokens, unless a trace or a prompt is given"))
-    flag("--json", metavar="FILE", type=Path, help="write the results as JSON; - writes to standard output")
-    flag("--html", metavar="FILE", type=Path, help="write a page of tables and plots")
-
-
-def _add_workload(group: "argparse._ArgumentGroup") -> None:
-    flag = group.add_argument
-    flag("--input-tokens", metavar="N", type=whole(1, 10**7), help="tokens of a prompt (128)")
-    flag("--output-tokens", metavar="N", type=whole(1, 10**7), help="tokens of an answer (64)")
-    flag("--trace", help=f"a file in Mooncake's format, or one of {', '.join(generators.DEFAULTS)}[:SETTING=VALUE,...]")
-    flag("--clip", action="store_true", help="clip requests that exceed the model's context instead of skipping them")
-    flag("--prompt", metavar="TEXT", help="send this text instead, through the chat template")
-    vocabulary = whole(MIN_VOCABULARY, 1 << 24)
-    flag("--vocabulary", metavar="N", type=vocabulary, default=400, help="token ids stay below this (%(default)s)")
-    flag("--temperature", type=real(0, 100), default=0.0, help="sampling temperature (%(default)s)")
-    flag("--timeout-ms", type=real(1, 1e9), help="timeout of each request")
-    flag("--seed", type=whole(0, (1 << 32) - 1), default=0, help="seed of prompts, times and workloads (%(default)s)")
-    flag("--reuse-cache", action="store_true", help="let a run hit what earlier runs have left in the prefix cache")
+    flag = parser.group("run")
+    flag.add(session.MODEL)
+    flag("--json", PATH, "write the results as JSON; - writes to standard output")
+    flag("--html", PATH, "write a page of tables and plots")
+    flag = parser.group("load (one run for each number)")
+    flag("--concurrency --max-concurrency", _CLIENTS, "clients that each wait for their answer", unset="1")
+    flag("--rate --request-rate", _FACTORS, "requests per second, however many are in flight")
+    flag("--speedup", _FACTORS, "how many times faster than in the trace", unset="1")
+    flag("--burst", whole(1, 10_000), "with --rate: requests sent at once", 1)
+    in_flight = "with --rate or --speedup: requests beyond this many are counted as not sent"
+    flag("--max-in-flight", whole(1, _MAX_CLIENTS), in_flight, 1_024)
+    flag("--requests --num-prompts", whole(1, 10**9), "requests of each run", unset="100, or the whole trace")
+    flag("--duration-s", real(0.1, 1e6, "SECONDS"), "how long each run sends requests", unset="no limit")
+    flag("--warmup --num-warmups", whole(0, 10_000), "requests before each run", 1)
+    flag = parser.group("requests (random tokens by default)")
+    flag("--input-tokens --random-input-len", _TOKENS, "tokens of a prompt", unset="128")
+    flag("--output-tokens --random-output-len", _TOKENS, "tokens of an answer", unset="64")
+    trace = f"a file in Mooncake's format, or one of {', '.join(generators.DEFAULTS)}[:SETTING=VALUE,...]"
+    flag("--trace", text("TRACE"), trace)
+    flag("--clip", SWITCH, "clip requests that exceed the model's context instead of skipping them")
+    flag("--prompt -p", TEXT, "send this text instead, through the chat template")
+    flag("--vocabulary", whole(MIN_VOCABULARY, 1 << 24), "token ids stay below this", 400)
+    flag("--temperature --temp", real(0, 100), "sampling temperature", 0.0)
+    flag("--timeout-ms", real(1, 1e9, "MS"), "timeout of each request")
+    flag("--seed -s", whole(0, (1 << 32) - 1), "seed of prompts, times and workloads", 0)
+    flag("--reuse-cache", SWITCH, "let a run hit what earlier runs have left in the prefix cache")
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -92,11 +91,11 @@ def _workload(options: argparse.Namespace) -> Workload:
     return RandomTokens(options.input_tokens or 128, options.output_tokens or 64, options.vocabulary)
 
 
-def _trace(text: str, seed: int) -> list[traces.TracedRequest]:
+def _trace(spec: str, seed: int) -> list[traces.TracedRequest]:
     try:
-        return generators.load(text, seed)
+        return generators.load(spec, seed)
     except OSError as error:
-        raise ValueError(f"{text} can't be read: {error.strerror}") from error
+        raise ValueError(f"{spec} can't be read: {error.strerror}") from error
 
 
 def _check_writable(path: Path) -> None:

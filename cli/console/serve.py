@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -10,107 +9,57 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from tokenbus.cli.console import arguments
+from tokenbus.cli.console import connection_flags
+from tokenbus.cli.console.arguments import COUNT, FILE, INTERVAL, PORTS, URL, one_of, text
+from tokenbus.cli.console.flags import Flag, Parser
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.protocol import tasks
 from tokenbus.protocol.process import shutdown
 from tokenbus.protocol.telemetry import backoff, logs, status
+from tokenbus.protocol.wire import subjects
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 
 Settings = TypeVar("Settings")
 
-CHANGEABLE = {
-    "worker": frozenset(
-        {
-            "max_waiting",
-            "max_prompt_tokens",
-            "max_new_tokens",
-            "reasoning_budget_message",
-            "slow_wait_s",
-            "grace_s",
-            "handover_s",
-            "log_level",
-        }
-    ),
-    "router": frozenset(
-        {
-            "tenant_limit",
-            "tenant_limit_for",
-            "max_queued_requests",
-            "max_queued_tokens",
-            "policy",
-            "temperature",
-            "hold_s",
-            "slow_wait_s",
-            "log_prompt_chars",
-            "log_level",
-        }
-    ),
-    "gateway": frozenset({"api_key", "max_requests", "max_connections_per_address", "grace_s", "log_level"}),
-}
-"""The options of each command that SIGHUP changes. Changes of all others wait for a restart."""
-
-_NOT_SETTINGS = ("run", "reload")
+_NOT_SETTINGS = ("run", "reload", "reloads")
 
 
-def add_status_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for the status page, traces and logs."""
-    defaults = status.StatusSettings()
-    parser.add_argument(
+_TRACES = "send traces there, e.g. http://127.0.0.1:4318/v1/traces; needs the extra `traces`"
+TRACES = Flag("--otlp-traces-endpoint", URL, _TRACES, "")
+_INBOX = "allowed prefix of clients' reply subjects"
+INBOX_PREFIXES = Flag("--inbox-prefix", text("PREFIX"), _INBOX, [], unset=", ".join(subjects.DEFAULT_INBOX_PREFIXES))
+_SLOW = "log a request that has waited this long, and again each time the wait has doubled"
+SLOW_WAIT = Flag("--slow-wait-s", INTERVAL, _SLOW, backoff.FIRST_S, reloads=True)
+
+
+def add_flags(parser: Parser, *logged: Flag) -> None:
+    """Adds the last flags of every server: those for its status page, traces, logs, settings file and connection.
+
+    `logged` are the server's own about logs and metrics."""
+    page = status.StatusSettings()
+    flag = parser.group("monitoring")
+    flag(
         "--metrics-port",
-        type=arguments.ports,
-        default=defaults.ports,
-        metavar="PORT[-PORT]",
-        help="serve /metrics, /livez and /readyz on the first free port of this range; 0: any free port (default: off)",
+        PORTS,
+        "serve /metrics, /livez, /readyz and /status on the first free port of these",
+        page.ports,
     )
-    parser.add_argument(
-        "--metrics-host", default=defaults.host, metavar="ADDRESS", help="address of that port (%(default)s)"
-    )
-    parser.add_argument(
-        "--metrics-fd", type=int, metavar="N", help="serve them on this inherited socket instead of --metrics-port"
-    )
-    add_traces_flag(parser)
-    for flag, variable, names, text in (
-        ("--log-level", logs.LEVEL_VARIABLE, tuple(logs.LEVELS), "lowest level that is logged"),
-        ("--log-format", logs.FORMAT_VARIABLE, logs.FORMATS, "format of log lines: JSON, or text for people"),
-    ):
-        parser.add_argument(
-            flag,
-            type=arguments.one_of(*names),
-            default=os.environ.get(variable, "").lower() or None,
-            metavar="|".join(names),
-            help=f"{text} (variable {variable})",
-        )
+    flag("--metrics-host", text("ADDRESS"), "address of that port", page.host)
+    flag("--metrics-fd", COUNT, "serve them on this inherited socket instead of --metrics-port")
+    flag.add(TRACES)
+    level, form = logs.LEVEL_VARIABLE, logs.FORMAT_VARIABLE
+    flag("--log-level", one_of(*logs.LEVELS), "lowest that is logged", unset="info", variable=level, reloads=True)
+    unset = "json, or console on a terminal"
+    flag("--log-format", one_of(*logs.FORMATS), "JSON, or text for people", unset=unset, variable=form)
+    flag.add(*logged)
+    file = parser.group("settings file")
+    file("--config", FILE, "settings in TOML, named like these options", variable="TOKENBUS_CONFIG")
+    connection_flags.add_flags(parser)
 
 
 def status_settings(options: argparse.Namespace) -> status.StatusSettings:
     """Returns the settings of the status page from these flags."""
     return status.StatusSettings(options.metrics_host, options.metrics_port, options.metrics_fd)
-
-
-def add_traces_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--otlp-traces-endpoint",
-        default="",
-        metavar="URL",
-        help="send traces there, e.g. http://127.0.0.1:4318/v1/traces; needs the extra `traces`",
-    )
-
-
-def add_request_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the servers that take requests: routers and workers."""
-    parser.add_argument(
-        "--inbox-prefix",
-        action="append",
-        metavar="PREFIX",
-        help="allowed prefix of clients' reply subjects (_INBOX); may be repeated",
-    )
-    parser.add_argument(
-        "--slow-wait-s",
-        type=arguments.seconds,
-        default=backoff.FIRST_S,
-        help="log a request that has waited this long, and again each time the wait has doubled (%(default)s)",
-    )
 
 
 def run(
@@ -125,7 +74,7 @@ def run(
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the default would end the process before it serves
     level = logs.configure(process, logs.LogSettings(options.log_level or "", options.log_format or ""))
-    reloader = Reloader(process, options, make, level)
+    reloader = Reloader(options, make, level)
     try:
         settings = make(options)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -156,16 +105,16 @@ def _loop_factory() -> Any:
 class Reloader(Generic[Settings]):
     """Reads one server's settings again when called, and returns the settings to use from now on.
 
-    Only the options in CHANGEABLE change. Others keep their value, and the log says that they need a restart."""
+    Only the options that `options.reloads` names change. Others keep their value, and the log says that they need a
+    restart."""
 
     def __init__(
         self,
-        command: str,
         options: argparse.Namespace,
         make: Callable[[argparse.Namespace], Settings],
         level: logs.LevelFilter,
     ) -> None:
-        self._changeable = CHANGEABLE[command]
+        self._changeable: frozenset[str] = options.reloads
         self._options = options
         self._make = make
         self._level = level

@@ -7,13 +7,15 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from tokenbus.cli.console import connection_flags
+from tokenbus.cli.console import arguments, connection_flags
+from tokenbus.cli.console.flags import Flag
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire.default_model import default_model
 
+MODEL = Flag("--model -m", arguments.NAME, "the served model", unset="the only one that can do it")
 EXIT_INTERRUPTED = 130
 _CONNECT_TIMEOUT_S = 2.0
 
@@ -41,10 +43,6 @@ def with_client(options: argparse.Namespace, command: Callable[[WireClient], Awa
         return EXIT_INTERRUPTED
     except (ConnectionError, ValueError) as error:
         return print_error(str(error))
-
-
-def add_model_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="NAME", help="the served model (the only one that can do it)")
 
 
 async def model_of(options: argparse.Namespace, client: WireClient, feature: str = "") -> str:

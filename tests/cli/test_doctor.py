@@ -1,6 +1,5 @@
 """The doctor finds what is wrong and says how to fix it."""
 
-import argparse
 from pathlib import Path
 
 from tests.router.builders import card
@@ -8,6 +7,7 @@ from tests.support import auth_brokers, broken_models
 from tokenbus import demo
 from tokenbus.cli.commands import doctor
 from tokenbus.cli.console import connection_flags
+from tokenbus.cli.console.flags import Parser
 from tokenbus.protocol.wire import messages
 from tokenbus.worker.engine.memory.fit import Room
 
@@ -83,8 +83,8 @@ def test_a_fleet_that_is_ready_is_fine_and_tokenizers_that_differ_are_noted() ->
 async def test_a_secret_that_everybody_can_read_is_noted(tmp_path: Path) -> None:
     guard = auth_brokers.by_nkey(tmp_path)
     (seed,) = guard.right.files
-    parser = argparse.ArgumentParser()
-    connection_flags.add_client_flags(parser)
+    parser = Parser("doctor")
+    connection_flags.add_flags(parser)
     async with auth_brokers.guarded(guard, tmp_path) as system:
         options = parser.parse_args(["--nats", system.url, *guard.right.flags])
         for mode, noted in ((0o600, False), (0o644, True)):

@@ -1,6 +1,5 @@
 """On SIGHUP a server applies the settings that may change and reports those that need a restart."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from structlog.testing import capture_logs
 
 from tokenbus.cli import main
 from tokenbus.cli.commands import router
-from tokenbus.cli.console.serve import CHANGEABLE, Reloader
+from tokenbus.cli.console.serve import Reloader
 from tokenbus.protocol.telemetry import logs
 from tokenbus.router.settings import RouterSettings
 
@@ -23,7 +22,7 @@ def file(tmp_path: Path) -> Path:
 
 def reloader(file: Path, *flags: str) -> Reloader[RouterSettings]:
     options = main.parse(["router", "--config", str(file), *flags])
-    return Reloader("router", options, router.settings_of, logs.LevelFilter("info"))
+    return Reloader(options, router.settings_of, logs.LevelFilter("info"))
 
 
 def logs_info(level: logs.LevelFilter) -> bool:
@@ -83,25 +82,16 @@ def test_a_file_that_is_wrong_changes_nothing(file: Path, text: str) -> None:
 
 def test_the_level_of_the_log_changes_at_once(file: Path) -> None:
     level = logs.LevelFilter("info")
-    again = Reloader("router", main.parse(["router", "--config", str(file)]), router.settings_of, level)
+    again = Reloader(main.parse(["router", "--config", str(file)]), router.settings_of, level)
     file.write_text('[router]\nlog-level = "error"\n')
     again()
     assert not logs_info(level)
 
 
-@pytest.mark.parametrize("command", CHANGEABLE)
-def test_all_that_may_change_are_settings_and_on_the_page(command: str) -> None:
-    needed = ["--model", "demo"] if command == "worker" else []
-    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
-    row = page.partition("Settings that change while serving")[2].partition(f"\n| {command} | ")[2].partition("\n")[0]
-    assert set(re.findall(r"`([a-z-]+)`", row)) == {name.replace("_", "-") for name in CHANGEABLE[command]}
-    assert CHANGEABLE[command] <= vars(main.parse([command, *needed])).keys()
-
-
 def test_a_level_that_is_taken_out_of_the_file_is_the_usual_one_again(file: Path) -> None:
     file.write_text('[router]\nlog-level = "error"\n')
     level = logs.LevelFilter("error")
-    again = Reloader("router", main.parse(["router", "--config", str(file)]), router.settings_of, level)
+    again = Reloader(main.parse(["router", "--config", str(file)]), router.settings_of, level)
     file.write_text("[router]\n")
     again()
     assert logs_info(level)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tokenbus.cli import main
-from tokenbus.cli.console import config, nats_server
+from tokenbus.cli.console import catalog, config, nats_server
 from tokenbus.protocol.wire import subjects
 from tools import alert_rules
 
@@ -128,8 +128,8 @@ def test_streams_pass_an_ingress_without_being_collected_or_cut() -> None:
     nginx = {name.rpartition("/")[2]: value for name, value in notes.items() if name.startswith("nginx.")}
     assert nginx["proxy-buffering"] == "off"
     assert int(nginx["proxy-read-timeout"]) >= 600
-    _, commands = main.make_parser()
-    assert nginx["proxy-body-size"] == f"{commands['gateway'].get_default('max_body_bytes') >> 20}m"
+    gateway = catalog.make_parser("gateway")
+    assert nginx["proxy-body-size"] == f"{gateway.get_default('max_body_bytes') >> 20}m"
 
 
 def test_behind_an_ingress_clients_share_no_limit_of_connections(
@@ -146,9 +146,9 @@ def test_behind_an_ingress_clients_share_no_limit_of_connections(
     for one in container["env"]:
         if "value" in one:
             monkeypatch.setenv(one["name"], one["value"])
-    _, commands = main.make_parser()
-    config.apply(commands["gateway"], "gateway", {}, "")
-    assert commands["gateway"].get_default("max_connections_per_address") == 0
+    parser = catalog.make_parser("gateway")
+    config.apply(parser, "gateway", {}, "")
+    assert parser.get_default("max_connections_per_address") == 0
 
 
 def test_prometheus_sees_the_jobs_that_rules_and_dashboards_are_about() -> None:
@@ -181,9 +181,8 @@ def test_the_settings_of_the_cluster_are_settings_that_processes_know(tmp_path: 
     text = find("ConfigMap", "tokenbus")["data"]["tokenbus.toml"]
     path = tmp_path / "tokenbus.toml"
     path.write_text(text)
-    _, commands = main.make_parser()
     for section in config.SECTIONS:
-        config.apply(commands[section], section, config.read(path), str(path))
+        config.apply(catalog.make_parser(section), section, config.read(path), str(path))
     assert set(tomllib.loads(text)) == {"nats", *config.SECTIONS}
 
 
@@ -250,6 +249,6 @@ def test_the_entrypoint_of_a_worker_in_compose_writes_its_grace_period_to_the_fi
     words = [word.replace("$$", "$") for word in worker["entrypoint"]] + ["worker", "--threads", "1"]
     said = subprocess.run(words, env=variables, capture_output=True, text=True, check=True).stdout
     assert said == "worker --threads 1\n[worker]\ngrace-s = 10\n"
-    _, commands = main.make_parser()
-    config.apply(commands["worker"], "worker", config.read(tmp_path / "worker.toml"), "worker.toml")
-    assert commands["worker"].get_default("grace_s") == 10
+    parser = catalog.make_parser("worker")
+    config.apply(parser, "worker", config.read(tmp_path / "worker.toml"), "worker.toml")
+    assert parser.get_default("grace_s") == 10

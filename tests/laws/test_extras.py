@@ -10,11 +10,10 @@ import pytest
 from tests.laws.test_architecture import PACKAGES, ROOT, imported_by, modules_in
 from tests.laws.test_declared import DISTRIBUTIONS, EXTRAS, PROJECT, names, of_extra
 from tests.laws.test_rooms import module_of, modules
-from tokenbus.cli import main
-from tokenbus.cli.console import needs
+from tokenbus.cli.console import catalog, needs
 from tokenbus.protocol import extras
 
-COMMANDS = {name: f"cli/commands/{place.partition(':')[0]}.py" for name, (place, _) in main._COMMANDS.items()}
+COMMANDS = {name: f"cli/commands/{(one.place or name).partition(':')[0]}.py" for name, one in catalog.COMMANDS.items()}
 OF_ENGINES = {*extras.MODULES["worker"], *extras.MODULES["worker-onnx"]} - {*extras.MODULES["worker-core"]}
 """Which of these a worker imports depends on its models: `registry.check` looks for them."""
 BASE = {module for module, found in DISTRIBUTIONS.items() if names(found) & names(PROJECT["dependencies"])}

@@ -1,6 +1,5 @@
 """Brokers with every kind of NATS authentication, and clients with right and wrong credentials for them."""
 
-import argparse
 import base64
 import contextlib
 import json
@@ -16,6 +15,7 @@ import trustme
 
 from tests.support.system import System
 from tokenbus.cli.console import connection_flags
+from tokenbus.cli.console.flags import Parser
 from tokenbus.protocol.bus import connection
 
 
@@ -249,6 +249,6 @@ def settings(url: str, way: ClientAuth, monkeypatch: pytest.MonkeyPatch) -> conn
     """Returns the connection settings for these flags. The timeout is long, so only a refusal ends it soon."""
     for name, value in way.variables.items():
         monkeypatch.setenv(name, value)
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     connection_flags.add_flags(parser)
     return connection_flags.settings_of(parser.parse_args(["--nats", url, *way.flags]), connect_timeout_s=60)

@@ -27,7 +27,7 @@ class FrontendSettings:
     reasoning_budget_message: str = ""
     """A text written at the end of reasoning that is closed because its budget is spent; may be empty."""
     role: messages.WorkerRole = messages.WorkerRole.BOTH
-    """Its relative share of the work that routers hand out."""
+    """The work it does: `prefill` computes prompts for others, `decode` leaves long ones to those, `both` does all."""
     slow_wait_s: float = backoff.FIRST_S
     """A stream that waits this long for its first token is logged, and again each time the wait doubles."""
     debug: bool = False

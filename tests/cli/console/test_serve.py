@@ -28,6 +28,6 @@ def test_what_another_start_can_not_mend_has_a_status_of_its_own(
     async def fail(settings: None, reload: object) -> None:
         raise error
 
-    options = argparse.Namespace(log_level=None, log_format=None)
+    options = argparse.Namespace(log_level=None, log_format=None, reloads=frozenset())
     assert serve.run("worker", options, lambda _: None, fail) == status
     assert f"tokenbus: {error}\n" in capsys.readouterr().err

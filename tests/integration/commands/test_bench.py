@@ -1,6 +1,5 @@
 """`tokenbus bench` against a running system, used like by a person or a script."""
 
-import argparse
 import asyncio
 import json
 import signal
@@ -16,7 +15,7 @@ from tests.support.exact_client import cards, until_idle
 from tests.support.raw_client import RawClient
 from tests.support.system import command
 from tokenbus.cli.commands import bench as run
-from tokenbus.cli.console import connection_flags, load_flags
+from tokenbus.cli.console.flags import Parser
 
 
 class Done(NamedTuple):
@@ -33,9 +32,8 @@ def bench(url: str, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
     """Runs the command in this process, since starting one would take longer than most benchmarks here."""
 
     def run_here(*arguments: str) -> Done:
-        parser = argparse.ArgumentParser()
-        connection_flags.add_client_flags(parser)
-        load_flags.add_flags(parser)
+        parser = Parser("bench")
+        run.add_flags(parser)
         status = run.run(parser.parse_args(["--nats", url, "--model", "demo", *arguments]))
         return Done(status, *capsys.readouterr())
 

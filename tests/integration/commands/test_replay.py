@@ -54,9 +54,9 @@ def test_offline_and_live_agree_on_the_hit_rate(tmp_path: Path) -> None:
     [
         (("nothing",), "neither a file nor one of the workloads"),
         (("shared", "--policy", "best"), "there is no 'best', only kv, least_loaded, round_robin, random"),
-        (("shared", "--workers", "0"), "--workers: must be 1 to 4,096, got 0"),
+        (("shared", "--workers", "0"), "--workers must be 1 to 4,096, got 0"),
         (("shared", "--kv-blocks", "4", "--block-size", "16"), "more than --kv-blocks x --block-size: 64"),
-        (("shared", "--speeds", "1,x"), "--speeds: must be comma-separated"),
+        (("shared", "--speeds", "1,x"), "--speeds must be comma-separated"),
         (("shared", "--live", "--routers", "2"), "--live runs one router"),
     ],
 )

@@ -1,0 +1,40 @@
+"""`tokenbus config`: checks a settings file, or shows the settings that a server would use."""
+
+import argparse
+
+from tokenbus.cli.console import arguments, catalog, config
+from tokenbus.cli.console.flags import Parser
+from tokenbus.protocol.telemetry import tracing
+
+
+def add_flags(parser: Parser) -> None:
+    parser.add_argument("do", choices=("check", "show"), metavar="check|show", help="what to do")
+    section = "only the settings of this command: worker, router or gateway"
+    parser.add_argument("section", choices=config.SECTIONS, nargs="?", metavar="COMMAND", help=section)
+    parser.group("settings")("--file", arguments.PATH, "the settings file", variable=config.FILE_VARIABLE)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the settings, or that they are valid. Raises ValueError with one line for each mistake."""
+    sections = [options.section] if options.section else list(config.SECTIONS)
+    where = str(options.file or "")
+    tables = config.read(options.file) if options.file else {}
+    mistakes: list[str] = []
+    shown = []
+    for name in sections:
+        parser = catalog.make_parser(name)
+        with config.collecting_errors(mistakes):
+            shown.append(config.show(parser, name, config.apply(parser, name, tables, where)))
+            if options.do == "check" and (options.section or name in tables):
+                _check_settings(parser, name)
+    config.raise_errors(mistakes)
+    print("\n\n".join(shown) if options.do == "show" else f"{options.file or 'no file'}: all settings are valid")
+    return 0
+
+
+def _check_settings(parser: Parser, command: str) -> None:
+    """Makes a server's settings the way its process would. Raises ValueError."""
+    settings = catalog.module_of(command).settings_of(parser.parse_args([]))
+    settings.broker.check()
+    tracing.check_endpoint(settings.otlp_traces_endpoint)
