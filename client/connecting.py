@@ -3,9 +3,7 @@
 from typing import Literal, TypedDict
 
 from tokenbus.protocol.bus import environment
-from tokenbus.protocol.bus.credentials import Credentials
-from tokenbus.protocol.bus.settings import BusSettings
-from tokenbus.protocol.bus.tls import Tls
+from tokenbus.protocol.bus.settings import BusSettings, Credentials, Tls
 from tokenbus.protocol.telemetry import tracing
 
 

@@ -23,7 +23,7 @@ from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.http.connection_table import ConnectionLimits
 from tokenbus.protocol.http.http_server import EmbeddedServer, ServerConfig, Timeouts
-from tokenbus.protocol.process import reload, shutdown
+from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
 
 _AFTER_GRACE_S = 3
@@ -37,10 +37,10 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
     arrives before it has found a broker."""
     stop = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(shutdown.on_stop(stop.set))
+        stack.enter_context(signals.on_stop(stop.set))
         listening = stack.enter_context(contextlib.closing(_socket(settings)))
         max_connections = listen.raise_open_file_limit()
-        connection = await shutdown.unless_stopped(stop, nats.connect(settings.broker, name="gateway"))
+        connection = await signals.unless_stopped(stop, nats.connect(settings.broker, name="gateway"))
         stack.push_async_callback(connection.close)
         limit = ConcurrencyLimit(settings.max_requests)
         measured = GatewayMetrics()
@@ -62,7 +62,7 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         gateway = Gateway(settings, services, app, max_connections, measured)
         page = metrics.MetricsCollector(measured.families(), gateway.update_gauges)
         await stack.enter_async_context(status.serving(settings.status_page, page.registry, routes.unready_reason))
-        reload.on_hangup(read_settings, gateway.apply_settings)
+        signals.on_hangup(read_settings, gateway.apply_settings)
         await gateway.run(listening, connection, stop)
 
 

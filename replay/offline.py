@@ -4,7 +4,7 @@ import concurrent.futures
 import multiprocessing
 from collections.abc import Callable, Sequence
 
-from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.process import signals
 from tokenbus.replay import generators, traces
 from tokenbus.replay.results import PolicyResult, summarize
 from tokenbus.replay.settings import ReplaySettings
@@ -43,7 +43,7 @@ def play_all(
     with concurrent.futures.ProcessPoolExecutor(jobs, context, prepare) as pool:
         try:
             # the pool's processes inherit this, so that Ctrl-C interrupts only this process
-            with shutdown.interrupt_deferred():
+            with signals.interrupt_deferred():
                 runs = pool.map(play, [settings] * len(policies), policies)
             return list(runs)
         except KeyboardInterrupt:

@@ -17,7 +17,7 @@ from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import ping_probe
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.bus.reply_sender import ReplySender
-from tokenbus.protocol.process import reload, shutdown
+from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.fleet.fleet import Fleet
@@ -28,15 +28,13 @@ from tokenbus.router.requests.calls.client_calls import CallKind, ClientCalls
 from tokenbus.router.requests.calls.pooling import EmbedCalls, RerankCalls
 from tokenbus.router.requests.calls.tokenizing import DetokenizeCalls, TokenizeCalls
 from tokenbus.router.requests.dispatch import Dispatcher
-from tokenbus.router.requests.flights.any_worker import AnyWorker
 from tokenbus.router.requests.flights.flight import Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
-from tokenbus.router.requests.flights.worker_client import WorkerClient
+from tokenbus.router.requests.flights.worker_client import AnyWorker, WorkerClient
 from tokenbus.router.requests.guardianship import Guardianship
-from tokenbus.router.requests.intake import Intake
+from tokenbus.router.requests.intake import Intake, PassingOn
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.models import ModelCatalog
-from tokenbus.router.requests.passing_on import PassingOn
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter
@@ -229,8 +227,8 @@ async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSett
     router_id = settings.router_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     structlog.contextvars.bind_contextvars(router_id=router_id)
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(shutdown.on_stop(stop.set))
-        connection = await shutdown.unless_stopped(stop, nats.connect(settings.broker, name=f"router {router_id}"))
+        stack.enter_context(signals.on_stop(stop.set))
+        connection = await signals.unless_stopped(stop, nats.connect(settings.broker, name=f"router {router_id}"))
         stack.push_async_callback(connection.close)
         names = subjects.Subjects(settings.prefix)
         tracer = await stack.enter_async_context(tracing.exporting(settings.otlp_traces_endpoint, "router", router_id))
@@ -239,7 +237,7 @@ async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSett
         shown = status.serving(settings.status_page, page.registry, lambda: router.unready_reason)
         await stack.enter_async_context(shown)
         await router.open()
-        reload.on_hangup(read_settings, router.update_settings)
+        signals.on_hangup(read_settings, router.update_settings)
         tasks.background("probe the broker", ping_probe.warn_if_slow(settings.broker))
         structlog.get_logger().info("router_ready", policy=settings.policy)
         await _run(settings, connection, router, stop)

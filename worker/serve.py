@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from tokenbus.protocol import tasks
-from tokenbus.protocol.process import reload, shutdown
+from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import errors, internal, subjects
 from tokenbus.worker.contract.engine_errors import ModelError
@@ -50,8 +50,8 @@ async def serve(settings: WorkerSettings, read_settings: Callable[[], WorkerSett
     Raises ModelError if a model can't be served, ReplacedError if another worker takes a name, and
     ConnectionError if there is no broker."""
     worker = WorkerProcess(settings)
-    with shutdown.on_stop(worker.drain):
-        reload.on_hangup(read_settings, worker.apply_settings)
+    with signals.on_stop(worker.drain):
+        signals.on_hangup(read_settings, worker.apply_settings)
         await worker.run()
 
 

@@ -17,7 +17,7 @@ from tokenbus.cli.console.load_flags import TO_STANDARD_OUTPUT, plan_of
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, with_client
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import tasks
-from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import logs
 from tokenbus.replay.load.measure import measure, warm_up
 from tokenbus.replay.load.page import page
@@ -141,7 +141,7 @@ def _write(path: Path, content: bytes) -> None:
 async def _interrupted(work: Coroutine[None, None, None]) -> bool:
     """Runs `work`; returns whether Ctrl-C or SIGTERM interrupted it."""
     task = tasks.awaited(work)
-    with shutdown.on_stop(task.cancel):
+    with signals.on_stop(task.cancel):
         try:
             await task
         except asyncio.CancelledError:

@@ -19,7 +19,7 @@ from tokenbus.client.answer import Answer
 from tokenbus.client.wire.request_fields import ChatMessageFields
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import tasks
-from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.process import signals
 from tokenbus.protocol.wire import errors
 
 _HELP = """\
@@ -118,7 +118,7 @@ async def _chat(options: argparse.Namespace, client: WireClient) -> int:
     task = asyncio.current_task()
     assert task is not None
     # Ended from outside, the terminal must be left as it was; Ctrl-C is a key that the editor reads.
-    with shutdown.on_stop(task.cancel, signals=[signal.SIGTERM, signal.SIGHUP]):
+    with signals.on_stop(task.cancel, signals=[signal.SIGTERM, signal.SIGHUP]):
         _say(f"Chatting with {model}. /help shows what can be typed, Ctrl-D leaves.")
         status = await _converse(options, client, model, editor)
     if editor.problem:
@@ -192,7 +192,7 @@ async def _answer(
             asyncio.get_running_loop().call_later(_CANCEL_TIMEOUT_S, printing.cancel)
 
         try:
-            with shutdown.on_stop(stop, signals=[signal.SIGINT]):  # a second Ctrl-C ends the conversation
+            with signals.on_stop(stop, signals=[signal.SIGINT]):  # a second Ctrl-C ends the conversation
                 await asyncio.wait([printing])
         finally:
             printing.cancel()

@@ -25,7 +25,7 @@ from tokenbus.cli.console.flags import FlagGroup, Parser, dest_of
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, decode_utf8, print_error, with_client
 from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.client.wire.wire_client import WireClient
-from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.process import signals
 from tokenbus.protocol.wire import codec, limits, messages
 from tokenbus.protocol.wire.checks import pooling
 from tokenbus.protocol.wire.params import DEFAULTS, GenerationParams, ranges_of
@@ -167,7 +167,7 @@ async def _generate(options: argparse.Namespace, client: WireClient) -> int:
         stream.cancel()
         asyncio.get_running_loop().call_later(_CANCEL_TIMEOUT_S, task.cancel)
 
-    with shutdown.on_stop(stop):
+    with signals.on_stop(stop):
         terminal = await _print_messages(stream) if options.json else (await answers.print_stream(stream))[0]
     if terminal.finish_reason is messages.FinishReason.CANCELLED:
         return EXIT_INTERRUPTED

@@ -18,7 +18,7 @@ from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.session import with_client
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import extras
-from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.process import signals
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 _COLUMNS_BY_PRIORITY = (
@@ -304,8 +304,8 @@ async def _top(options: argparse.Namespace, client: WireClient) -> int:
         return _show_once(await client.models(), rates, as_json=options.json)
     left = asyncio.Event()
     live = Live(auto_refresh=False, screen=True)
-    with keyboard.watched(live, left.set), contextlib.suppress(shutdown.StoppedError):
-        await shutdown.unless_stopped(left, _watch(client, rates, live, options.interval_s))
+    with keyboard.watched(live, left.set), contextlib.suppress(signals.StoppedError):
+        await signals.unless_stopped(left, _watch(client, rates, live, options.interval_s))
     return 0
 
 

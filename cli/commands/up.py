@@ -19,7 +19,7 @@ from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH, ONNX_PATH
 from tokenbus.gateway.http import listen
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import logs, tracing
 from tokenbus.protocol.wire import errors, messages
 
@@ -82,10 +82,10 @@ class LocalSystem:
     async def run(self) -> None:
         """Runs until SIGINT or SIGTERM. Raises NatsServerError, StartError and ConnectionError."""
         stopped = asyncio.Event()
-        with shutdown.on_stop(stopped.set, self._kill):
+        with signals.on_stop(stopped.set, self._kill):
             try:
-                await shutdown.unless_stopped(stopped, self._serve())
-            except shutdown.StoppedError:
+                await signals.unless_stopped(stopped, self._serve())
+            except signals.StoppedError:
                 pass
             finally:
                 if self._is_ready:

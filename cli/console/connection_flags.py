@@ -6,8 +6,7 @@ from tokenbus.cli.console.arguments import FILE, NAME, URL, ArgumentType, text
 from tokenbus.cli.console.flags import Parser
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import environment
-from tokenbus.protocol.bus.credentials import Credentials
-from tokenbus.protocol.bus.tls import Tls
+from tokenbus.protocol.bus.settings import Credentials, Tls
 from tokenbus.protocol.wire import subjects
 
 _FILES = (

@@ -12,11 +12,11 @@ from typing import Any
 
 from rich.live import Live
 
-from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.process import signals
 
 LEAVING = frozenset(b"qQ\x04")
 """The keys that leave a command: q, and Ctrl-D."""
-SIGNALS = (*shutdown.SIGNALS, signal.SIGHUP)
+SIGNALS = (*signals.SIGNALS, signal.SIGHUP)
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def watched(live: Live, leave: Callable[[], object]) -> Iterator[None]:
 
     keys.take()
     try:
-        with live, shutdown.on_stop(leave, restore, SIGNALS):
+        with live, signals.on_stop(leave, restore, SIGNALS):
             loop.add_signal_handler(signal.SIGTSTP, suspend)
             try:
                 yield

@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenbus.cli.console import nats_server
 from tokenbus.cli.console.supervisor import ProcessSupervisor
 from tokenbus.client.wire.wire_client import WireClient
-from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.process import signals
 from tokenbus.protocol.wire import codec, errors, messages
 from tokenbus.replay.results import PolicyResult, summarize
 from tokenbus.replay.settings import ReplaySettings
@@ -124,7 +124,7 @@ async def _system(settings: ReplaySettings, policy: str, sim_speedup: float) -> 
         supervisor.kill()
         nats.kill()
 
-    with shutdown.on_stop(task.cancel, kill):
+    with signals.on_stop(task.cancel, kill):
         try:
             policy_flags = ["--policy", policy, "--temperature", str(settings.temperature)]
             supervisor.start("router", ["router", "--nats", nats.url, *policy_flags])

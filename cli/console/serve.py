@@ -14,8 +14,8 @@ from tokenbus.cli.console.arguments import COUNT, FILE, INTERVAL, PORTS, URL, on
 from tokenbus.cli.console.flags import Flag, Parser
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.protocol import tasks
-from tokenbus.protocol.process import shutdown
-from tokenbus.protocol.telemetry import backoff, logs, status
+from tokenbus.protocol.process import signals
+from tokenbus.protocol.telemetry import logs, long_waits, status
 from tokenbus.protocol.wire import subjects
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 
@@ -29,7 +29,7 @@ TRACES = Flag("--otlp-traces-endpoint", URL, _TRACES, "")
 _INBOX = "allowed prefix of clients' reply subjects"
 INBOX_PREFIXES = Flag("--inbox-prefix", text("PREFIX"), _INBOX, [], unset=", ".join(subjects.DEFAULT_INBOX_PREFIXES))
 _SLOW = "log a request that has waited this long, and again each time the wait has doubled"
-SLOW_WAIT = Flag("--slow-wait-s", INTERVAL, _SLOW, backoff.FIRST_S, reloads=True)
+SLOW_WAIT = Flag("--slow-wait-s", INTERVAL, _SLOW, long_waits.FIRST_S, reloads=True)
 
 
 def add_flags(parser: Parser, *logged: Flag) -> None:
@@ -89,7 +89,7 @@ def run(
     except ConnectionError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return 1
-    except shutdown.StoppedError:
+    except signals.StoppedError:
         pass
     return 0
 

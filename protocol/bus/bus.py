@@ -12,6 +12,7 @@
    the connection is cut and reopened: what was queued never reaches the broker.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -21,6 +22,8 @@ from nats.aio.msg import Msg
 Callback = Callable[[Msg], None]
 
 _NO_RESPONDERS = "503"
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""Linux stops CLOCK_MONOTONIC during a suspend. Elsewhere that clock keeps running, or there is nothing better."""
 
 
 class PayloadTooLargeError(ValueError):
@@ -150,3 +153,9 @@ class Bus(Protocol):
 def is_no_responders(message: Msg) -> bool:
     """Whether a message is the broker's notice that the subject of a request has no subscribers."""
     return not message.data and message.headers is not None and message.headers.get("Status") == _NO_RESPONDERS
+
+
+def lease_time() -> float:
+    """Returns seconds since some fixed moment in the past, for leases: unlike `time.monotonic`, it keeps running while
+    the machine sleeps. Never goes backwards."""
+    return time.clock_gettime(_CLOCK)

@@ -11,6 +11,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import cast
 
 import nats.errors
@@ -25,17 +26,46 @@ from tokenbus.protocol.bus.bus import (
     OutboundBufferLimitError,
     PayloadTooLargeError,
 )
-from tokenbus.protocol.bus.cancellation import CancellationGuard
 from tokenbus.protocol.bus.handshake import BrokerRefusedError
 from tokenbus.protocol.bus.nats_client import OPTIONS, HardenedClient
 from tokenbus.protocol.bus.settings import BusSettings as BusSettings
 from tokenbus.protocol.bus.settings import redact_url as redact_url
 from tokenbus.protocol.wire import limits
 
-_is_subject = re.compile(r"\S+").fullmatch
 _CONTROL_LINE_REST_BYTES = len(b"HPUB 1000000 1000000\r\n")
 _MAX_ADDRESSES = 1_024
 """The number of cached control lines (a stream's chunks all share one): at most 4 MiB."""
+
+
+class CancellationGuard:
+    """A context manager that raises CancelledError at its end if the task was cancelled inside without noticing.
+
+    Before Python 3.12 `asyncio.wait_for` swallows a cancellation that arrives together with the result, and nats-py
+    awaits everything by `wait_for`."""
+
+    def __enter__(self) -> "CancellationGuard":
+        self._before = _num_cancellations()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Another exception may hide the cancellation just as a result does.
+        if kind is None or not issubclass(kind, asyncio.CancelledError):
+            self.check()
+
+    def check(self) -> None:
+        """Raises CancelledError if the task has been cancelled since the guard was entered."""
+        if _num_cancellations() > self._before:
+            raise asyncio.CancelledError
+
+
+def _num_cancellations() -> int:
+    task = asyncio.current_task()
+    return task.cancelling() if task is not None else 0
+
+
+_is_subject = re.compile(r"\S+").fullmatch
 
 
 class Connection:

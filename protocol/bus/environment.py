@@ -3,9 +3,7 @@ TOKENBUS_NATS_USER."""
 
 import os
 
-from tokenbus.protocol.bus.credentials import Credentials
-from tokenbus.protocol.bus.settings import BusSettings
-from tokenbus.protocol.bus.tls import Tls
+from tokenbus.protocol.bus.settings import BusSettings, Credentials, Tls
 
 
 def variable(flag: str) -> str:

@@ -27,7 +27,7 @@ from nats.aio.client import Srv
 from nats.aio.transport import TcpTransport
 
 from tokenbus.protocol import tasks
-from tokenbus.protocol.bus import bus, clock, handshake
+from tokenbus.protocol.bus import bus, handshake
 from tokenbus.protocol.bus.settings import BusSettings
 
 _PING = b"PING\r\n"
@@ -54,7 +54,7 @@ class _PingMarker:
     """Stands among nats-py's futures for a PING without a waiter, and remembers when it was sent."""
 
     def __init__(self) -> None:
-        self.sent_at = clock.now()
+        self.sent_at = bus.lease_time()
 
     def done(self) -> bool:
         return True
@@ -75,7 +75,7 @@ class HardenedClient(handshake.HandshakeClient):
         self._nuid = _RandomNuid()  # type: ignore[assignment]
         self.may_write: Callable[[], bool] = lambda: True
         self.last_received_at = time.monotonic()
-        self.confirmed_at = clock.now()
+        self.confirmed_at = bus.lease_time()
         self.num_writes = 0
         self.callbacks: dict[int, bus.Callback] = {}
         """By subscription id. Called by the read loop, so that messages keep their order across all subscriptions."""
@@ -159,7 +159,7 @@ class HardenedClient(handshake.HandshakeClient):
         await super().close()
 
     async def _process_connect_init(self) -> None:
-        began_at = clock.now()
+        began_at = bus.lease_time()
         await super()._process_connect_init()
         self.confirmed_at = began_at  # the handshake ends with a PING and its answer
         # A PING queued on the last connection would be answered on this one, and its answer taken for a later PING's.

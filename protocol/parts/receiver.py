@@ -9,7 +9,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from tokenbus.protocol.bus.bus import Bus, Callback, OutboundBufferLimitError, PayloadTooLargeError
-from tokenbus.protocol.parts import headers as parts
+from tokenbus.protocol.parts import assembly as parts
 from tokenbus.protocol.parts.assembly import Upload, UploadLimits, Uploads
 from tokenbus.protocol.wire import codec, errors, messages
 

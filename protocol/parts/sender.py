@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, Outgoing
-from tokenbus.protocol.parts import headers as parts
+from tokenbus.protocol.parts import assembly as parts
 from tokenbus.protocol.wire import codec, errors, limits, messages
 
 _answers = codec.Decoder(messages.UploadReply)

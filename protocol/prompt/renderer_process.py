@@ -15,8 +15,7 @@ from collections.abc import Iterator
 import msgspec
 
 from tokenbus.protocol.process import memory
-from tokenbus.protocol.prompt.frames import Frames
-from tokenbus.protocol.prompt.rendering import RendererSetup, RenderRequest, RenderResult, encode, refused
+from tokenbus.protocol.prompt.rendering import Frames, RendererSetup, RenderRequest, RenderResult, encode, refused
 from tokenbus.protocol.prompt.special_tokens import SpecialTokens
 from tokenbus.protocol.prompt.template import ChatTemplate
 from tokenbus.protocol.wire import errors, limits

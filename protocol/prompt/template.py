@@ -1,12 +1,132 @@
 """Renders a conversation with the model's own chat template."""
 
+import datetime
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
 
-from tokenbus.protocol.prompt import answer_form, history, sandbox
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import SandboxedEnvironment
+
+from tokenbus.protocol.prompt import history
+from tokenbus.protocol.prompt.history import AnswerForm, Beside, MessageDict
 from tokenbus.protocol.prompt.special_tokens import MARKS, Marks, SpecialTokens
 from tokenbus.protocol.wire import errors, limits, messages
+from tokenbus.protocol.wire.messages import ChatMessage
+
+_NOT_ASCII = re.compile(f"[^\\x00-\\x7f{MARKS[0]}-{MARKS[-1]}]+")
+_ARGUMENTS = {"first_probe": "second_probe"}
+_CONTENT, _REASONING = "third_probe", "fourth_probe"
+_CALL: dict[str, Any] = {"function": {"name": "probe", "arguments": _ARGUMENTS}}
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "probe"}}]
+"""The tools with which the answers are rendered."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the model's own words for training. In a prompt it changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def environment() -> SandboxedEnvironment:
+    """Returns the environment of one template: jinja2 in a sandbox, with the extras that models' templates expect.
+
+    Templates may change lists and dicts (Kimi K2 queues ids with `append`), so nothing that outlives one rendering may
+    be one: variables are copied for each, and the globals are functions, classes and constants."""
+    made = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+    made.filters["tojson"] = to_json
+    made.globals.update(raise_exception=_raise_exception, strftime_now=strftime_now)
+    return made
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Formats a value as JSON. jinja2's own filter would escape characters for HTML.
+
+    The parameters, and their order, are those of the filter that template authors test with (in `transformers`)."""
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys, default=_to_list
+    )
+    # The marks must stay unescaped: other non-ASCII characters are escaped as json.dumps would do it.
+    return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
+
+
+def _to_list(value: object) -> list[Any]:
+    """Turns the results of `map` and `select` into lists, as other implementations of the language do."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+Render = Callable[[list[MessageDict]], str | None]
+"""Renders a conversation with TOOLS, with each special token as one character; returns None if the template refuses
+it."""
+
+
+def find_answer_form(render: Render) -> AnswerForm:
+    """Returns the form in which a template takes past answers, or the usual one if it renders calls in no form.
+
+    A template is written for one client's messages; it fails on those of others, or silently loses part of them.
+    Rendering a known answer in each form shows which one it was written for."""
+    # Objects first: a template that is given text often prints it as a JSON string, and still renders. One that needs
+    # text fails on an object, or prints it in Python's notation.
+    for with_objects in (True, False):
+        forms = [AnswerForm(with_objects, empty) for empty in ("", None)]
+        shown = {form: text for form in forms if (text := _shown(render, form, _answer())) is not None}
+        if shown:
+            # Some print "None" where there is no content, others an empty turn: the shorter rendering has neither.
+            return _with_words(render, min(shown, key=lambda one: len(shown[one])))
+    return history.USUAL_FORM
+
+
+def _with_words(render: Render, form: AnswerForm) -> AnswerForm:
+    """Returns the form, completed with where content and reasoning go beside calls."""
+    answer = _answer(content=_CONTENT, reasoning_content=_REASONING)
+    forms = [form._replace(beside=beside) for beside in Beside]
+    shown = {form: text for form in forms if (text := _shown(render, form, answer)) is not None}
+    # A template that omits the content of a message with calls does so by design.
+    found = form if form in shown else max(shown, key=lambda one: _CONTENT in shown[one], default=form)
+    if _REASONING in shown.get(found, _REASONING):
+        return found
+    other = found._replace(thinks_in_content=True)
+    text = _shown(render, other, answer)
+    takes_chunks = text is not None and _REASONING in text and not re.search(r"['\"]thinking['\"]: ", text)
+    return other if takes_chunks else found
+
+
+def _answer(**fields: str) -> ChatMessage:
+    return ChatMessage(role="assistant", tool_calls=[_CALL], **fields)
+
+
+def _shown(render: Render, form: AnswerForm, answer: ChatMessage) -> str | None:
+    """Returns a template's rendering of a conversation with an answer; None if it refuses, or omits the call."""
+    question, result = ChatMessage(role="user", content="question"), ChatMessage(role="tool", content="result")
+    text = render(history.message_dicts([question, answer, result], form))
+    if text is None or str(_ARGUMENTS) in text:
+        return None
+    return text if all(word in text for word in _ARGUMENTS.keys() | _ARGUMENTS.values()) else None
 
 
 class _TemplateRefusalError(Exception):
@@ -23,7 +143,7 @@ class ChatTemplate:
         self._source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
-            self._template = sandbox.environment().from_string(source)
+            self._template = environment().from_string(source)
         except Exception as error:  # jinja2 compiles to Python, whose compiler raises errors of its own
             raise ValueError(f"the chat template is malformed: {error}") from error
 
@@ -48,11 +168,11 @@ class ChatTemplate:
 
     @functools.cached_property
     def _answer_form(self) -> history.AnswerForm:
-        return answer_form.find(self._render_probe)
+        return find_answer_form(self._render_probe)
 
     def _render_probe(self, conversation: list[history.MessageDict]) -> str | None:
         try:
-            pieces = self._render(conversation, {}, answer_form.TOOLS)
+            pieces = self._render(conversation, {}, TOOLS)
         except _TemplateRefusalError:
             return None
         return "".join(piece if isinstance(piece, str) else "\0" for piece in pieces)
@@ -69,8 +189,8 @@ class ChatTemplate:
         variables = {
             "add_generation_prompt": True,
             # Firefunction's names for the tools, and for the time.
-            "functions": sandbox.to_json([tool["function"] for tool in completed], indent=4),
-            "datetime": sandbox.strftime_now("%Y-%m-%d %H:%M:%S"),
+            "functions": to_json([tool["function"] for tool in completed], indent=4),
+            "datetime": strftime_now("%Y-%m-%d %H:%M:%S"),
             # These come before everything that a request must not replace.
             **{name: self._escape(value, marks) for name, value in arguments.items()},
             "messages": self._escape(conversation, marks),
@@ -102,7 +222,7 @@ def check(source: str) -> None:
     """Raises ValueError if a template is too large or malformed. Only parses it, since compiling may be slow."""
     _check_size(source)
     try:
-        sandbox.environment().parse(source)
+        environment().parse(source)
     except Exception as error:  # deep nesting ends in Python's own errors
         raise ValueError(f"the chat template is malformed: {error}") from error
 

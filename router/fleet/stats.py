@@ -3,9 +3,9 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from tokenbus.protocol.averages import DecayingRate
 from tokenbus.protocol.wire import messages
 from tokenbus.router.placement.placement import Placement
-from tokenbus.router.workers.decaying_rate import DecayingRate
 from tokenbus.router.workers.worker import Worker
 
 _MAX_SAMPLES = 1_024

@@ -15,7 +15,6 @@ from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import internal, limits, messages
 from tokenbus.router.placement import remote_prefills
 from tokenbus.router.placement.adapters import has_all
-from tokenbus.router.placement.hash_scheme import HashScheme, hash_scheme_of
 from tokenbus.router.placement.kv_exchange import FetchPlanner, HolderCandidate
 from tokenbus.router.placement.placement import (
     NO_SOURCE,
@@ -29,7 +28,7 @@ from tokenbus.router.placement.placement import (
 )
 from tokenbus.router.placement.policies import Policy, View, draw
 from tokenbus.router.placement.predictions import Predictions
-from tokenbus.router.placement.prefix_index import MatchLevel, PrefixIndex
+from tokenbus.router.placement.prefix_index import HashScheme, MatchLevel, PrefixIndex, hash_scheme_of
 from tokenbus.router.placement.worker_table import Floats, Rows, WorkerTable, is_contiguous
 from tokenbus.router.workers.speed import TransferRate
 from tokenbus.router.workers.worker import MAX_STEP_AGE_MS, Booking, Worker, WorkerRow

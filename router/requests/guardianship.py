@@ -20,7 +20,7 @@ from tokenbus.protocol.bus.bus import (
     Subscription,
 )
 from tokenbus.protocol.bus.reply_sender import ReplySender
-from tokenbus.protocol.parts import headers
+from tokenbus.protocol.parts import assembly
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.checks import validation
@@ -134,7 +134,7 @@ class Guardianship:
 
     def _is_announced(self, message: Msg, model: str, worker_id: str | None) -> bool:
         """Answers the announcement of an offer that comes in parts; returns False for any other message."""
-        if not headers.is_announcement(message.headers):
+        if not assembly.is_announcement(message.headers):
             return False
         number = message.reply.rpartition(".")[2]
         if worker_id is None and not self._workers.is_router(message.reply):

@@ -21,7 +21,7 @@ from tests.support.system import System, running_gateway
 from tokenbus import demo
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.bus import connection
-from tokenbus.protocol.bus.credentials import Credentials
+from tokenbus.protocol.bus.settings import Credentials
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
 USERS = ("router", "worker-demo", "worker-other", "operator", "gateway", "default", "acme", "globex")

@@ -7,7 +7,7 @@ import pytest
 from tests.router.builders import RESTARTING, card, events, fleet_of, known
 from tests.sim.world import Process, world
 from tokenbus.protocol.wire import errors
-from tokenbus.router.requests.flights.any_worker import AnyWorker
+from tokenbus.router.requests.flights.worker_client import AnyWorker
 from tokenbus.router.workers.worker import Worker
 
 

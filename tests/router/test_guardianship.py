@@ -10,7 +10,7 @@ from tests.router.builders import NoLoads, at, card, events, fleet_of, flight, k
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus.reply_sender import ReplySender
-from tokenbus.protocol.parts import headers
+from tokenbus.protocol.parts import assembly
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
@@ -162,14 +162,14 @@ class Testbed:
         """Offers a stream in two parts; returns None if there is no answer."""
         payload = codec.encode(guard)
         to_parts = NAMES.received("demo", "w1", "1")
-        answers = self.send(subject, b"", to_parts, {headers.SIZE: str(len(payload))})
+        answers = self.send(subject, b"", to_parts, {assembly.SIZE: str(len(payload))})
         if not answers:
             return None
         upload = _uploads.decode(*answers).upload
         assert upload is not None
-        (answer,) = self.send(upload, payload[:10], to_parts, {headers.OFFSET: "0"})
+        (answer,) = self.send(upload, payload[:10], to_parts, {assembly.OFFSET: "0"})
         assert _uploads.decode(answer).received == 10
-        answers = self.send(upload, payload[10:], reply, {headers.OFFSET: "10"})
+        answers = self.send(upload, payload[10:], reply, {assembly.OFFSET: "10"})
         return _replies.decode(*answers) if answers else None
 
     def hand_on(self, guard: internal.Guard) -> internal.GuardReply | None:

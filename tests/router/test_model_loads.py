@@ -9,7 +9,7 @@ from tests.router.builders import DRAINING, READY, STARTING, card, events, fleet
 from tokenbus.protocol.bus.bus import NoRespondersError
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.requests.flights.any_worker import AnyWorker
+from tokenbus.router.requests.flights.worker_client import AnyWorker
 from tokenbus.router.requests.queueing import model_loads
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.workers.worker import Worker

@@ -10,7 +10,7 @@ from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.requests.flights.flight import Flights
-from tokenbus.router.requests.passing_on import VIA, PassingOn, is_passed_on
+from tokenbus.router.requests.intake import VIA, PassingOn, is_passed_on
 
 NAMES = subjects.Subjects()
 

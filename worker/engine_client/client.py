@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from tokenbus.protocol.moving_average import MovingAverage
+from tokenbus.protocol.averages import MovingAverage
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import contract, engine_output, engine_request

@@ -24,8 +24,7 @@ from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, Outgoing, is_no_responders
-from tokenbus.protocol.parts.assembly import UploadLimits
-from tokenbus.protocol.parts.headers import part_bytes
+from tokenbus.protocol.parts.assembly import UploadLimits, part_bytes
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects

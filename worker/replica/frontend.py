@@ -9,8 +9,7 @@ from functools import partial
 import structlog
 
 from tokenbus.protocol import tasks
-from tokenbus.protocol.bus import clock
-from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.bus.bus import Bus, lease_time
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal, limits, subjects
@@ -79,7 +78,7 @@ class Frontend:
         prefixes = settings.inbox_prefixes
         self._endpoints = Endpoints(bus, names, self.announcer, self.streams, prefixes, commands, metrics)
         self._guardians = Guardians(bus, names, self.announcer, self._outbox, self.streams)
-        self._fence = Fence(clock.now())
+        self._fence = Fence(lease_time())
         self._tick_failed_at: dict[str, float] = {}
         """When each part of the tick was last logged as failing."""
         self._log = structlog.get_logger()
@@ -97,7 +96,7 @@ class Frontend:
     async def open(self, incoming: Bus, connect: Connect | None = None) -> None:
         """Subscribes to the worker's subjects over `incoming`. `connect` opens another connection, for other workers'
         KV blocks; without it, none are exchanged."""
-        self._fence.reset(clock.now())
+        self._fence.reset(lease_time())
         self._bus.guard = self._may_publish
         self._bus.on_reconnect = self._reconnected
         # Parts leave over `incoming`, so that no chunk queues behind one, and the broker's notices come back over it.
@@ -117,7 +116,7 @@ class Frontend:
 
     async def run(self) -> None:
         """Runs until cancelled. Raises ReplacedError if another frontend takes this one's name."""
-        self._fence.reset(clock.now())
+        self._fence.reset(lease_time())
         running = [tasks.awaited(life) for life in (self.announcer.run_heartbeat(), self._tick())]
         try:
             await asyncio.gather(*running, self._replaced_by)
@@ -176,7 +175,7 @@ class Frontend:
             await asyncio.sleep(limits.TICK_S)
             now = time.monotonic()
             # before anything is published, so that a pause of the process is noticed
-            self._fence.tick(clock.now())
+            self._fence.tick(lease_time())
             if self._check_fence():
                 self._look_after("streams", self.streams.tick)
                 self._look_after("guardians", partial(self._guardians.tick, now))
@@ -201,7 +200,7 @@ class Frontend:
 
     def _check_fence(self) -> bool:
         self._fence.ping_answered(self._bus.confirmed_at)
-        if not self.announcer.is_muted and not self._fence.check(clock.now()):
+        if not self.announcer.is_muted and not self._fence.check(lease_time()):
             self._log.error("self_fenced", worker_id=self.announcer.worker_id, streams=repr(self.streams))
             self._fence_off()
         return not self.announcer.is_muted
@@ -217,7 +216,7 @@ class Frontend:
             return  # announcing a new epoch would replace the very frontend that has replaced this one
         self.streams.reconnected()
         if self.announcer.is_muted:
-            self._fence.reset(clock.now())
+            self._fence.reset(lease_time())
             self.announcer.announce_epoch()
         else:
             self.announcer.publish_card()

@@ -13,7 +13,7 @@ import structlog
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.process import signals
 from tokenbus.protocol.process.memory import resident_bytes
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import messages, subjects
@@ -140,8 +140,8 @@ class Replica(EngineListener):
             opened.callback(os.close, self._memory_fd)
             for bus in (self._bus, self._incoming):
                 try:
-                    await shutdown.unless_stopped(requested, bus.open())
-                except shutdown.StoppedError:
+                    await signals.unless_stopped(requested, bus.open())
+                except signals.StoppedError:
                     return
                 opened.push_async_callback(bus.close)
             opened.callback(self._metrics.forget)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.telemetry import backoff, logs, status
+from tokenbus.protocol.telemetry import logs, long_waits, status
 from tokenbus.protocol.wire import internal, messages, subjects
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.settings.adapter_settings import AdapterSettings
@@ -28,7 +28,7 @@ class FrontendSettings:
     """A text written at the end of reasoning that is closed because its budget is spent; may be empty."""
     role: messages.WorkerRole = messages.WorkerRole.BOTH
     """The work it does: `prefill` computes prompts for others, `decode` leaves long ones to those, `both` does all."""
-    slow_wait_s: float = backoff.FIRST_S
+    slow_wait_s: float = long_waits.FIRST_S
     """A stream that waits this long for its first token is logged, and again each time the wait doubles."""
     debug: bool = False
     """Check every stream against the engine contract."""

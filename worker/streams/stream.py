@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokenbus.protocol.telemetry import backoff, tracing
-from tokenbus.protocol.telemetry.backoff import BackoffTimer
+from tokenbus.protocol.telemetry import long_waits, tracing
+from tokenbus.protocol.telemetry.long_waits import BackoffTimer
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.kv_exchange.fetcher import Fetch
@@ -108,7 +108,7 @@ class WorkerStream:
         self.span = tracing.NOOP_SPAN
         self.long_prompt: LongPrompt | None = None
         """Decides when to log its prompt's progress, once that is known."""
-        self.slow = backoff.BackoffTimer(backoff.FIRST_S)
+        self.slow = long_waits.BackoffTimer(long_waits.FIRST_S)
         """Decides when to log again that the request waits for its first token."""
         self.deadline: asyncio.TimerHandle | None = None
         """Ends it when its time is over."""

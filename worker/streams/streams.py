@@ -13,7 +13,7 @@ from functools import partial
 
 import msgspec
 
-from tokenbus.protocol.telemetry import backoff, tracing
+from tokenbus.protocol.telemetry import long_waits, tracing
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
 from tokenbus.worker.adapters.adapters import Adapters
@@ -310,7 +310,7 @@ class Streams:
         self._ended.pop(stream.key)
         self._streams[stream.key] = stream
         self._none_open.clear()
-        stream.slow = backoff.BackoffTimer(self.settings.slow_wait_s)
+        stream.slow = long_waits.BackoffTimer(self.settings.slow_wait_s)
         if run.remaining_ms is not None:
             expired = errors.make_error(errors.Code.DEADLINE_EXCEEDED)
             loop = asyncio.get_running_loop()

@@ -1,10 +1,10 @@
 """The internal messages between routers and workers, always in MessagePack."""
 
-from tokenbus.protocol.wire.internal.blocks import BlockLease as BlockLease
-from tokenbus.protocol.wire.internal.blocks import BlockLeaseRequest as BlockLeaseRequest
-from tokenbus.protocol.wire.internal.blocks import BlockPart as BlockPart
-from tokenbus.protocol.wire.internal.blocks import BlockRead as BlockRead
 from tokenbus.protocol.wire.internal.calls import AbortCall as AbortCall
+from tokenbus.protocol.wire.internal.calls import BlockLease as BlockLease
+from tokenbus.protocol.wire.internal.calls import BlockLeaseRequest as BlockLeaseRequest
+from tokenbus.protocol.wire.internal.calls import BlockPart as BlockPart
+from tokenbus.protocol.wire.internal.calls import BlockRead as BlockRead
 from tokenbus.protocol.wire.internal.calls import Detokenize as Detokenize
 from tokenbus.protocol.wire.internal.calls import DetokenizeResult as DetokenizeResult
 from tokenbus.protocol.wire.internal.calls import Embed as Embed

@@ -13,8 +13,7 @@ from tokenbus.protocol.wire import codec, internal, messages
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.calls.client_calls import Call, CallKind
-from tokenbus.router.requests.flights.any_worker import workers_for
-from tokenbus.router.requests.flights.worker_client import WorkerClient
+from tokenbus.router.requests.flights.worker_client import WorkerClient, workers_for
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter, check_throttled
 from tokenbus.router.telemetry.metrics import RouterMetrics
 

@@ -15,8 +15,14 @@ from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.protocol.wire.checks import pooling
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.calls.client_calls import Call, CallKind, PooledReply
-from tokenbus.router.requests.flights.any_worker import AnyWorker, deadline, workers_for
-from tokenbus.router.requests.flights.worker_client import Operation, WorkerClient, invalid_reply
+from tokenbus.router.requests.flights.worker_client import (
+    AnyWorker,
+    Operation,
+    WorkerClient,
+    deadline,
+    invalid_reply,
+    workers_for,
+)
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.telemetry.metrics import RouterMetrics
 from tokenbus.router.workers.worker import Worker

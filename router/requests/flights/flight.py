@@ -9,7 +9,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 
-from tokenbus.protocol.telemetry import backoff, tracing
+from tokenbus.protocol.telemetry import long_waits, tracing
 from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.checks import validation
@@ -36,7 +36,9 @@ class Flight:
     span: tracing.Span = tracing.NOOP_SPAN
     waiting_since: float = dataclasses.field(init=False)
     """When it was received, or its last worker was lost."""
-    slow_wait: backoff.BackoffTimer = dataclasses.field(default_factory=lambda: backoff.BackoffTimer(backoff.FIRST_S))
+    slow_wait: long_waits.BackoffTimer = dataclasses.field(
+        default_factory=lambda: long_waits.BackoffTimer(long_waits.FIRST_S)
+    )
     """Decides when this request's wait is logged again."""
     held_bytes: int = 0
     """Memory that counts against the limit of `Flights`."""

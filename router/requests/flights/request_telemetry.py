@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import structlog
 
-from tokenbus.protocol.telemetry import backoff, tracing
+from tokenbus.protocol.telemetry import long_waits, tracing
 from tokenbus.protocol.telemetry.long_waits import LongWaits, WaitLog
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.requests.flights.flight import Flight
@@ -17,7 +17,7 @@ from tokenbus.router.telemetry.metrics import RouterMetrics
 class RequestLogSettings(NamedTuple):
     """These may change while requests are in flight."""
 
-    slow_wait_s: float = backoff.FIRST_S
+    slow_wait_s: float = long_waits.FIRST_S
     """A request that waits this long is logged, and again each time its wait has doubled."""
     log_prompt_chars: int = 0
     """Characters of each prompt that are logged."""
@@ -41,7 +41,7 @@ class FlightTelemetry:
         """Starts the request's span, in the trace that the message's `headers` name if they do."""
         known = {tracing.MODEL: flight.model, tracing.REQUEST_ID: flight.request_id, tracing.TENANT: flight.tenant}
         flight.span = tracing.start_span(self._tracer, "route", "server", headers, known, flight.received_at)
-        flight.slow_wait = backoff.BackoffTimer(self.settings.slow_wait_s)
+        flight.slow_wait = long_waits.BackoffTimer(self.settings.slow_wait_s)
         self._log.info("request_received", request_id=flight.key, model=flight.model)
         if max_chars := self.settings.log_prompt_chars:
             request = flight.request
@@ -55,7 +55,7 @@ class FlightTelemetry:
 
     def adopted(self, flight: Flight) -> None:
         """Records a request taken over from another router."""
-        flight.slow_wait = backoff.BackoffTimer(self.settings.slow_wait_s)
+        flight.slow_wait = long_waits.BackoffTimer(self.settings.slow_wait_s)
         self._metrics.adopted.labels(flight.model).inc()
         self._log.info(
             "request_adopted", request_id=flight.key, model=flight.model, worker_id=flight.attempt_worker_id or None
@@ -68,7 +68,7 @@ class FlightTelemetry:
     def rerouted(self, flight: Flight, worker_id: str, now: float) -> None:
         """Starts a span and a new wait, because the request's worker seems to be lost."""
         flight.span = flight.span.start_child("reroute", attributes={tracing.WORKER_ID: worker_id})
-        flight.waiting_since, flight.slow_wait = now, backoff.BackoffTimer(self.settings.slow_wait_s)
+        flight.waiting_since, flight.slow_wait = now, long_waits.BackoffTimer(self.settings.slow_wait_s)
 
     def forgotten(self, num_requests: int) -> None:
         """Counts requests that can no longer survive their worker because there is no memory for their prompts."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from tokenbus.router.workers.decaying_rate import DecayingRate
+from tokenbus.protocol.averages import DecayingRate
 
 QUANTUM_TOKENS = 256
 """Tokens that each tenant earns in a round."""

@@ -12,8 +12,7 @@ import structlog
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, errors, internal, limits
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.requests.flights.any_worker import AnyWorker, NoAnswerError
-from tokenbus.router.requests.flights.worker_client import Operation
+from tokenbus.router.requests.flights.worker_client import AnyWorker, NoAnswerError, Operation
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 from tokenbus.router.workers.worker import Worker
 

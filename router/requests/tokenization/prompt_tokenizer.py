@@ -14,10 +14,9 @@ from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.params import ReasoningOptions
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement import adapters
-from tokenbus.router.requests.flights.any_worker import AnyWorker, deadline, workers_for
 from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
-from tokenbus.router.requests.flights.worker_client import Operation, invalid_reply
+from tokenbus.router.requests.flights.worker_client import AnyWorker, Operation, deadline, invalid_reply, workers_for
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.tokenization.fair_executor import FairExecutor
 from tokenbus.router.requests.tokenization.piece_cache import PieceCache

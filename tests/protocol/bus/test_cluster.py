@@ -15,8 +15,8 @@ from tests.protocol.bus.harness import PATIENCE_S, SUBJECT, Connect, Inbox, Serv
 from tests.support.cluster import Cluster
 from tokenbus.protocol.bus import nats_client
 from tokenbus.protocol.bus.connection import BusSettings, Connection, connect
-from tokenbus.protocol.bus.credentials import Credentials
 from tokenbus.protocol.bus.nats_client import MAX_MOVE_DELAY_S, OPTIONS, HardenedClient
+from tokenbus.protocol.bus.settings import Credentials
 from tokenbus.worker.broker.fence import FENCE_S
 
 NOBODY = "nats://127.0.0.1:1"

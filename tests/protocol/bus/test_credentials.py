@@ -10,8 +10,7 @@ import structlog
 from tests.support.auth_brokers import AuthSetup, CertificateAuthority, ClientAuth, Key, creds, guarded, secret_file
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.connection import BusSettings
-from tokenbus.protocol.bus.credentials import Credentials
-from tokenbus.protocol.bus.tls import Tls
+from tokenbus.protocol.bus.settings import Credentials, Tls
 
 JWT = "eyJ0eXAiOiJKV1QiLCJhbGciOiJlZDI1NTE5LW5rZXkifQ.e30.c2ln"
 

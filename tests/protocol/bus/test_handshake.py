@@ -12,8 +12,8 @@ from tests.support import auth_brokers
 from tests.support.auth_brokers import GUARDS, AuthSetup, CertificateAuthority, ClientAuth, guarded, settings
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.connection import BusSettings, redact_url
-from tokenbus.protocol.bus.credentials import Credentials
 from tokenbus.protocol.bus.handshake import BrokerRefusedError
+from tokenbus.protocol.bus.settings import Credentials
 
 PATIENCE_S = 15.0
 INFO = b'INFO {"server_id":"x","version":"2.11.0","max_payload":1048576,"headers":true}\r\n'

@@ -10,7 +10,7 @@ from tests.sim.network import Broker
 from tests.sim.sim_bus import SimBus
 from tests.sim.world import Process, World, world
 from tokenbus.protocol.bus.bus import NoRespondersError, Outgoing
-from tokenbus.protocol.parts import headers
+from tokenbus.protocol.parts import assembly
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
@@ -77,7 +77,7 @@ class Stage:
         return refused.value.error
 
     def announce(self, size: str) -> messages.UploadReply:
-        return self.ask("work", b"", {headers.SIZE: size})
+        return self.ask("work", b"", {assembly.SIZE: size})
 
     def ask(self, subject: str, part: bytes, sent: dict[str, str]) -> messages.UploadReply:
         """Sends one message as anybody could, and returns the answer."""
@@ -187,7 +187,7 @@ def test_a_receiver_that_stops_has_the_message_sent_again(stage: Stage) -> None:
     answer = stage.announce("3000")
     assert answer.upload is not None
     stage.receivers[0].stop()
-    refused = stage.ask(answer.upload, b"x", {headers.OFFSET: "0"}).error
+    refused = stage.ask(answer.upload, b"x", {assembly.OFFSET: "0"}).error
     assert refused is not None
     assert refused.code is Code.UPLOAD_LOST
     assert stage.refusal().code is Code.SHUTTING_DOWN
@@ -210,12 +210,12 @@ def test_a_sender_that_is_cancelled_gives_its_upload_up(stage: Stage) -> None:
 def test_an_upload_whose_sender_is_gone_expires(stage: Stage) -> None:
     answer = stage.announce("3000")
     assert answer.upload is not None
-    assert stage.ask(answer.upload, bytes(900), {headers.OFFSET: "0"}).received == 900
+    assert stage.ask(answer.upload, bytes(900), {assembly.OFFSET: "0"}).received == 900
     assert stage.receivers[0].held_bytes == 900
     stage.world.run(limits.UPLOAD_IDLE_S + 1.5)
     assert stage.outcomes == ["expired"]
     assert (stage.receivers[0].num_uploads, stage.receivers[0].held_bytes) == (0, 0)
-    refused = stage.ask(answer.upload, b"x", {headers.OFFSET: "900"}).error
+    refused = stage.ask(answer.upload, b"x", {assembly.OFFSET: "900"}).error
     assert refused is not None
     assert refused.code is Code.UPLOAD_LOST
 
@@ -228,12 +228,12 @@ def test_a_size_that_can_not_be_is_refused(stage: Stage, size: str) -> None:
     assert stage.receivers[0].num_uploads == 0
 
 
-@pytest.mark.parametrize("sent", [{}, {headers.OFFSET: "x"}, {headers.OFFSET: "-1"}])
+@pytest.mark.parametrize("sent", [{}, {assembly.OFFSET: "x"}, {assembly.OFFSET: "-1"}])
 def test_a_part_without_an_offset_is_refused_and_harms_nothing(stage: Stage, sent: dict[str, str]) -> None:
     answer = stage.announce("3000")
     assert answer.upload is not None
     assert stage.ask(answer.upload, b"x", sent).error is not None
-    assert stage.ask(answer.upload, b"x", {headers.OFFSET: "0"}).received == 1
+    assert stage.ask(answer.upload, b"x", {assembly.OFFSET: "0"}).received == 1
 
 
 def test_nothing_is_published_to_a_reply_subject_that_may_not_be_answered(stage: Stage) -> None:
@@ -241,8 +241,8 @@ def test_nothing_is_published_to_a_reply_subject_that_may_not_be_answered(stage:
     assert answer.upload is not None
     heard: list[Msg] = []
     stage.process.do(stage.bus.subscribe("secret.*", heard.append))
-    stage.process.call(stage.bus.publish, answer.upload, b"x", "secret.a", {headers.OFFSET: "0"})
-    stage.process.call(stage.bus.publish, "parts.r0.none", b"x", "secret.b", {headers.OFFSET: "0"})
+    stage.process.call(stage.bus.publish, answer.upload, b"x", "secret.a", {assembly.OFFSET: "0"})
+    stage.process.call(stage.bus.publish, "parts.r0.none", b"x", "secret.b", {assembly.OFFSET: "0"})
     stage.world.run(0.1)
     assert heard == []
 

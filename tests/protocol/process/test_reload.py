@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from structlog.testing import capture_logs
 
-from tokenbus.protocol.process import reload
+from tokenbus.protocol.process import signals
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ async def test_of_two_signals_in_a_row_the_second_is_applied_last() -> None:
         await may_end.wait()
         applied.put_nowait(number)
 
-    reload.on_hangup(lambda: next(numbers), apply)
+    signals.on_hangup(lambda: next(numbers), apply)
     async with asyncio.timeout(10):
         hang_up()
         await begun.wait()
@@ -57,7 +57,7 @@ async def test_settings_that_can_not_be_applied_are_logged_and_the_next_signal_i
             raise ConnectionError("the broker is away")
         applied.put_nowait(settings)
 
-    reload.on_hangup(read_settings, apply)
+    signals.on_hangup(read_settings, apply)
     with capture_logs() as lines:
         async with asyncio.timeout(10):
             for _ in range(3):  # each signal is sent once the one before it has been taken: several at once are one

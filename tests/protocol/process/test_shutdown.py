@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 
-from tokenbus.protocol.process import shutdown
+from tokenbus.protocol.process import signals
 
 
 def test_a_deferred_ctrl_c_comes_once_and_afterwards_whichever_thread_the_system_gives_it_to() -> None:
@@ -19,7 +19,7 @@ def test_a_deferred_ctrl_c_comes_once_and_afterwards_whichever_thread_the_system
     wakeup_fd = signal.set_wakeup_fd(notices.fileno())
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append("interrupt"))
     try:
-        with shutdown.interrupt_deferred():
+        with signals.interrupt_deferred():
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
                 delivered.recv(1)  # the other thread may get it late: only then it has come within the block

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tokenbus.protocol.prompt.frames import READABLE, WRITABLE, Frames
+from tokenbus.protocol.prompt.rendering import READABLE, WRITABLE, Frames
 
 Pair = tuple[socket.socket, socket.socket]
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.protocol.telemetry.backoff import BackoffTimer
+from tokenbus.protocol.telemetry.long_waits import BackoffTimer
 
 
 def test_a_wait_is_mentioned_when_it_is_long_and_each_time_it_has_doubled() -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from tokenbus.protocol.wire import type_errors
+from tokenbus.protocol.wire import codec
 
 
 class _Colour(enum.StrEnum):
@@ -40,7 +40,7 @@ class _Sized(msgspec.Struct, frozen=True, kw_only=True):
 def problem(value: object) -> tuple[str | None, str]:
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.convert(value, _Tree, str_keys=True)
-    return type_errors.problem_of(caught.value, _Tree)
+    return codec.problem_of(caught.value, _Tree)
 
 
 @pytest.mark.parametrize(
@@ -77,5 +77,5 @@ def test_a_value_that_looks_like_a_path_is_none() -> None:
 def test_an_unknown_field_of_an_object_that_allows_none_is_named_with_those_that_are_known() -> None:
     with pytest.raises(msgspec.ValidationError) as raised:
         msgspec.convert({"inner": {"colr": 1}}, _Sized)
-    path, text = type_errors.problem_of(raised.value, _Sized)
+    path, text = codec.problem_of(raised.value, _Sized)
     assert (path, text) == ("inner.colr", "inner.colr: is not a known field: colour, size")

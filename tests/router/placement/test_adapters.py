@@ -6,8 +6,8 @@ from tests.router.builders import card
 from tokenbus.protocol.wire import codec, errors, messages
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.router.placement import adapters
-from tokenbus.router.placement.hash_scheme import HashScheme
 from tokenbus.router.placement.placement import PlacementOptions
+from tokenbus.router.placement.prefix_index import HashScheme
 
 
 def with_adapters(*found: tuple[str, str], tenants: list[str] | None = None) -> messages.Card:

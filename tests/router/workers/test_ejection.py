@@ -12,7 +12,7 @@ from tokenbus.protocol.wire import codec
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.placement import Capacity, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import KvAware
-from tokenbus.router.workers.ejection import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_FAILURES, Ejection
+from tokenbus.router.workers.worker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_FAILURES, Ejection
 
 
 def failures(ejection: Ejection, count: int, now: float) -> list[bool]:

@@ -10,7 +10,7 @@ from tests.sim.engine import Token, first_token
 from tests.sim.stage import KEY, NAMES, Stage
 from tests.sim.system import MODEL
 from tests.sim.world import World, world
-from tokenbus.protocol.parts import headers
+from tokenbus.protocol.parts import assembly
 from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages
 
 OFFERS = NAMES.guard(MODEL, "w0")
@@ -32,7 +32,7 @@ class Guarded(Stage):
         self.peer.process.do(self.peer.bus.subscribe(OFFERS, self._take_offer))
 
     def _take_offer(self, message: Msg) -> None:
-        if headers.is_announcement(message.headers):
+        if assembly.is_announcement(message.headers):
             if self._takes_parts:
                 self.peer.parts.receiver.announced(message, "w0", self._take_large)
             else:  # a router of an earlier version says nothing

@@ -79,7 +79,7 @@ class GgufModelKey(NamedTuple):
     """The properties that replicas must have in common to share a model."""
 
     weights: Path
-    backend: tuple[str, ...]
+    devices: tuple[str, ...]
     gpu_layers: int
     split_mode: str
     main_gpu: int

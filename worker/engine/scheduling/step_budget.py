@@ -4,7 +4,7 @@ and which prompts it carries."""
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 
-from tokenbus.protocol.moving_average import MovingAverage
+from tokenbus.protocol.averages import MovingAverage
 from tokenbus.worker.engine.kv.allocation import CheckpointedAllocation
 from tokenbus.worker.engine.kv.ops import KvOp, Offload, Onload
 from tokenbus.worker.engine.scheduling.sequence import Sequence

@@ -1,9 +1,25 @@
-"""Measures how often something has happened recently."""
+"""Averages of what has happened recently."""
 
 import math
 
 _DECAY_S = 10.0
 """After this time an event still counts for about a third."""
+
+
+class MovingAverage:
+    """An exponentially weighted mean in which each new value has `weight`: about the last 1 / `weight` count."""
+
+    def __init__(self, weight: float) -> None:
+        self.value: float | None = None
+        """The mean; None before the first value."""
+        self._weight = weight
+
+    def __repr__(self) -> str:
+        return f"<MovingAverage {self.value}>"
+
+    def add(self, value: float) -> None:
+        """Takes a new value into the mean."""
+        self.value = value if self.value is None else self.value + self._weight * (value - self.value)
 
 
 class DecayingRate:
