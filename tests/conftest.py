@@ -37,6 +37,10 @@ os.environ.setdefault("TOKENBUS_THREADS", "1")
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="tokenbus-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
+# They keep nothing in the state folder of who runs the tests.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="tokenbus-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
 zygote.install()
 
 

@@ -5,14 +5,16 @@ import asyncio
 import collections
 import contextlib
 import os
+import signal
 import socket
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 from tokenbus.cli.commands import worker
-from tokenbus.cli.console import arguments, connection_flags, nats_server, screen, serve
+from tokenbus.cli.console import arguments, connection_flags, nats_server, screen, serve, state
 from tokenbus.cli.console.flags import Parser, command_line
+from tokenbus.cli.console.instructions import SystemAddresses
+from tokenbus.cli.console.run_logs import RunLogs
 from tokenbus.cli.console.session import print_error
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, ProcessSupervisor, StartError
 from tokenbus.client.wire.wire_client import WireClient
@@ -30,7 +32,7 @@ _GRACE_S = 10.0
 _HANDOVER_S = 3.0
 """A restarted worker gives up its streams at once; when everything stops there is no other worker to take them."""
 _GATEWAY_HOST = "127.0.0.1"
-_GATEWAY_PORT = 8000
+_GATEWAY_PORTS = range(8000, 8100)
 _METRICS_HOST = "127.0.0.1"
 _METRICS_PORTS = {"router": range(9100, 9110), "worker": range(9110, 9130), "gateway": range(9130, 9140)}
 
@@ -62,27 +64,30 @@ class LocalSystem:
     """Starts a broker, a router, workers and a gateway, shows what they do, and stops them in reverse order."""
 
     def __init__(
-        self, options: argparse.Namespace, settings: nats.BusSettings, log_folder: Path, out: screen.Screen
+        self, options: argparse.Namespace, settings: nats.BusSettings, run_logs: RunLogs, out: screen.GuardedScreen
     ) -> None:
         """`settings` are those of the broker that the options name, if any."""
         self._options = options
         self._settings = settings
-        self._log_folder = log_folder
+        self._logs = run_logs
         self._out = out
         self._broker: nats_server.NatsServer | None = None
         self._gateway_socket: socket.socket | None = None
         self._metrics_sockets: dict[str, socket.socket] = {}
         """By process name. Like the gateway's they stay open, so that a restarted process keeps its address."""
         self._is_ready = False
-        self._supervisor = ProcessSupervisor(log_folder, out.write)
+        self._supervisor = ProcessSupervisor(run_logs.folder, out.write)
 
     def __repr__(self) -> str:
         return f"<LocalSystem at {self._settings.redacted_url}: {self._supervisor!r}>"
 
     async def run(self) -> None:
-        """Runs until SIGINT or SIGTERM. Raises NatsServerError, StartError and ConnectionError."""
+        """Runs until SIGINT or SIGTERM, until its terminal is closed, or until nothing reads its output any more.
+
+        Raises NatsServerError, StartError, ConnectionError, and BrokenPipeError in the last case."""
         stopped = asyncio.Event()
-        with signals.on_stop(stopped.set, self._kill):
+        self._out.on_reader_gone = stopped.set
+        with signals.on_stop(stopped.set, self._kill, _stop_signals()):
             try:
                 await signals.unless_stopped(stopped, self._serve())
             except signals.StoppedError:
@@ -93,6 +98,8 @@ class LocalSystem:
                         "stopping: running requests have up to 10 s to finish; Ctrl-C again to stop at once"
                     )
                 await self._stop()
+        if self._out.is_reader_gone:
+            raise BrokenPipeError
 
     def _kill(self) -> None:
         self._supervisor.kill()
@@ -101,21 +108,33 @@ class LocalSystem:
         self._out.close()
 
     async def _serve(self) -> None:
-        self._out.write(f"starting; logs: {self._log_folder}")
-        self._gateway_socket = _listen(self._options)  # before anything is started: the port may be taken
+        # before anything is started: the ports may be taken
+        self._gateway_socket = _listen(self._options, self._out.write)
         if not self._options.nats:
-            self._broker = await nats_server.start(self._options.port, self._log_folder / "nats-server.log")
+            nats_server.check_port(self._options.port)
+        self._out.write(f"starting; logs: {self._logs.folder}")
+        if self._logs.problem:
+            self._out.write(f"they will be lost there, since they can't be kept: {self._logs.problem}")
+        if not self._options.nats:
+            self._broker = await nats_server.start(self._options.port, self._logs.folder / "nats-server.log")
             self._settings = nats.BusSettings(url=self._broker.url)
         self._start_processes()
         async with await WireClient.connect(settings=self._settings) as client:
             reply = await self._until_ready(client)
             self._is_ready = True
             http = listen.base_url(self._gateway_socket) if self._gateway_socket else ""
-            name, metrics = self._options.served_name[0], self._metrics_urls()
-            addresses = screen.SystemAddresses(self._settings.redacted_url, http, name, self._log_folder, metrics)
+            addresses = SystemAddresses(
+                self._settings.redacted_url,
+                http,
+                tuple(dict.fromkeys([*self._options.served_name, *(one.model for one in reply.models)])),
+                self._logs.folder,
+                self._metrics_urls(),
+                has_password=self._settings.redacted_url != self._settings.url,
+            )
             self._out.ready(addresses, reply)
             while True:
                 self._supervisor.check()
+                self._logs.shorten()
                 self._out.show(await self._models(client))
                 await asyncio.sleep(_REFRESH_S)
 
@@ -169,7 +188,7 @@ class LocalSystem:
                 return reply
             self._out.loading(reply, self._options.workers)
             await asyncio.sleep(_POLL_S)
-        raise StartError(f"not ready after {_READY_TIMEOUT_S:g} s; logs: {self._log_folder}")
+        raise StartError(f"not ready after {_READY_TIMEOUT_S:g} s; logs: {self._logs.folder}")
 
     def _num_ready(self, reply: messages.ModelsReply) -> int:
         """Returns how many workers have all models ready or loadable."""
@@ -194,17 +213,34 @@ class LocalSystem:
             self._broker.stop()
 
 
-def _listen(options: argparse.Namespace) -> socket.socket | None:
-    """Returns the gateway's socket, which stays open while a gateway restarts. Raises StartError."""
+def _stop_signals() -> list[signal.Signals]:
+    """Returns the signals that stop the system; SIGHUP among them, unless it was started with nohup."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [*signals.SIGNALS, *hangup]
+
+
+def _listen(options: argparse.Namespace, say: Callable[[str], None]) -> socket.socket | None:
+    """Returns the gateway's socket, which stays open while a gateway restarts. Without a port of the user's choice it
+    is the first free one, and says so. Raises StartError."""
     if options.no_gateway:
         return None
-    port = options.gateway_port
-    try:
-        return listen.bind(_GATEWAY_HOST, _GATEWAY_PORT if port is None else port)
-    except listen.ListenError as error:
-        if port is None:
-            return listen.bind(_GATEWAY_HOST, 0)
-        raise StartError(f"{error}: pass --gateway-port 0 for a free port, or --no-gateway") from error
+    if options.gateway_port is not None:
+        try:
+            return listen.bind(_GATEWAY_HOST, options.gateway_port)
+        except listen.ListenError as error:
+            raise StartError(f"{error}: pass --gateway-port 0 for a free port, or --no-gateway") from error
+    for port in _GATEWAY_PORTS:
+        try:
+            listening = listen.bind(_GATEWAY_HOST, port)
+        except listen.ListenError as error:
+            if not error.is_taken:
+                raise StartError(f"{error}: pass --no-gateway") from error
+            continue
+        if port != _GATEWAY_PORTS[0]:
+            say(f"port {_GATEWAY_PORTS[0]} is taken: the HTTP API is on port {port}")
+        return listening
+    taken = f"the ports {_GATEWAY_PORTS[0]} to {_GATEWAY_PORTS[-1]} are taken"
+    raise StartError(f"{taken}: pass --gateway-port 0 for a free port, or --no-gateway")
 
 
 def _bind_metrics(ports: range) -> socket.socket:
@@ -235,10 +271,13 @@ def run(options: argparse.Namespace) -> int:
     if problem:
         return print_error(problem, status)
     out = screen.make(as_json=options.json)
-    log_folder = Path(tempfile.mkdtemp(prefix="tokenbus-"))
     try:
-        with contextlib.closing(out):
-            asyncio.run(LocalSystem(options, settings, log_folder, out).run())
+        with contextlib.closing(out), contextlib.closing(RunLogs.create(state.folder("logs"))) as run_logs:
+            asyncio.run(LocalSystem(options, settings, run_logs, out).run())
+    except BrokenPipeError:
+        raise  # also a ConnectionError, but it means that the reader of our output is gone
     except (nats_server.NatsServerError, StartError, ConnectionError) as error:
         return print_error(str(error))
+    except OSError as error:
+        return print_error(f"{error.filename}: {error.strerror}")
     return 0

@@ -1,8 +1,10 @@
 """The embedded nats-server: finds the binary, starts it on 127.0.0.1 and waits until it listens."""
 
 import asyncio
+import errno
 import json
 import shutil
+import socket
 import subprocess
 import sysconfig
 import tempfile
@@ -11,7 +13,10 @@ from pathlib import Path
 
 from tokenbus.protocol.process.parent import end_with_parent
 
+_HOST = "127.0.0.1"
 _START_TIMEOUT_S = 10.0
+_GREETING = b"INFO "
+_GREETING_TIMEOUT_S = 0.5
 DEFAULTS = 'ping_interval: "1s"\nping_max: 2\n'
 """The settings without a file: a client that freezes for three seconds is dropped; otherwise a frozen router would be
 given requests for minutes. One that freezes for two seconds loses nothing."""
@@ -63,6 +68,30 @@ class NatsServer:
                 self.kill()
 
 
+def check_port(port: int) -> None:
+    """Raises NatsServerError, which says what runs there, if a port of 127.0.0.1 is taken. 0 is any free port."""
+    try:
+        with socket.create_server((_HOST, port)):
+            return
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise NatsServerError(f"nats-server can't listen on {_HOST}:{port} ({error.strerror})") from error
+    url = f"nats://{_HOST}:{port}"
+    if _is_broker(port):
+        problem = f"a broker runs at {url} already, such as that of another `tokenbus up`"
+        raise NatsServerError(f"{problem}: pass --nats {url} to use it, or --port 0 to start another on a free port")
+    raise NatsServerError(f"port {port} is taken, and not by a NATS broker: pass --port 0 for a free port")
+
+
+def _is_broker(port: int) -> bool:
+    """Whether a process that listens on a port of 127.0.0.1 greets its clients as a NATS server does."""
+    try:
+        with socket.create_connection((_HOST, port), timeout=_GREETING_TIMEOUT_S) as connection:
+            return connection.recv(len(_GREETING)) == _GREETING
+    except OSError:
+        return False
+
+
 async def start(port: int, log_path: Path, config: Path | None = None) -> NatsServer:
     """Starts nats-server on a port of 127.0.0.1; 0 is any free port. Raises NatsServerError.
 
@@ -70,7 +99,7 @@ async def start(port: int, log_path: Path, config: Path | None = None) -> NatsSe
     from the main thread, since the server dies with the thread that starts it."""
     # The server writes its real port, which may be any free one, into a file in this folder.
     with tempfile.TemporaryDirectory(prefix="tokenbus-nats-") as folder:
-        command = [find_binary(), "-a", "127.0.0.1", "-p", str(port or -1), "--ports_file_dir", folder]
+        command = [find_binary(), "-a", _HOST, "-p", str(port or -1), "--ports_file_dir", folder]
         if config is None:
             config = Path(folder) / "nats.conf"
             config.write_text(DEFAULTS)

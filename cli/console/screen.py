@@ -1,33 +1,16 @@
 """The output of `tokenbus up`: a live table on a terminal, plain lines elsewhere, or one line of JSON."""
 
+import contextlib
 import json
-import os
-import shutil
 import sys
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tokenbus.gateway.admission import keys
+from tokenbus.cli.console.instructions import SystemAddresses, instructions
 from tokenbus.protocol.wire import messages
-from tokenbus.protocol.wire.subjects import Subjects
-
-
-class SystemAddresses(NamedTuple):
-    """The addresses of a running system."""
-
-    nats: str
-    """URL of the broker."""
-    http: str
-    """`base_url` of the HTTP API; empty if there is no gateway."""
-    model: str
-    """The served name."""
-    log_folder: Path
-    metrics: dict[str, str] = {}
-    """URLs of the `/metrics` pages by process name; empty without --metrics."""
 
 
 class Screen:
@@ -49,58 +32,44 @@ class Screen:
         """Restores the terminal."""
 
 
-def make(*, as_json: bool) -> Screen:
+def make(*, as_json: bool) -> "GuardedScreen":
     """Returns the screen that suits standard output."""
     if as_json:
-        return JsonScreen()
-    return TerminalScreen() if sys.stdout.isatty() else PlainScreen()
+        return GuardedScreen(JsonScreen())
+    return GuardedScreen(TerminalScreen() if sys.stdout.isatty() else PlainScreen())
 
 
-def instructions(addresses: SystemAddresses) -> str:
-    """Returns instructions for using the system."""
-    url, model = addresses.nats, addresses.model
-    tokenbus = _called_as(sys.argv[0])
-    subject = Subjects().generate(model)
-    other = "" if url.endswith(":4222") and "127.0.0.1" in url else f" --nats {url}"
-    return f"""
-Tokenbus is ready: model "{model}" at {url}
+class GuardedScreen(Screen):
+    """Shows everything on another screen. A full disk or a closed terminal hides it, but does not end what is shown."""
 
-  {tokenbus} generate{other} --model {model} "What is 12 + 30?"
-  {tokenbus} generate{other} --model {model} "Tell me a story about a fox."
-  {tokenbus} models{other}
-{_http_instructions(addresses)}{_metrics_instructions(addresses)}
-From any NATS client: publish JSON to {subject} with a reply inbox, for example
-  nats request --server {url} --replies 0 --reply-timeout 2s {subject} '{{"prompt": "12 + 30 ="}}'
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self.on_reader_gone: Callable[[], object] = lambda: None
+        """Called when whoever reads the output through a pipe has ended."""
+        self.is_reader_gone = False
 
-Logs: {addresses.log_folder}    Stop: Ctrl-C
-"""
+    def write(self, line: str) -> None:
+        self._guard(lambda: self._screen.write(line))
 
+    def loading(self, reply: messages.ModelsReply | None, workers: int) -> None:
+        self._guard(lambda: self._screen.loading(reply, workers))
 
-def _called_as(program: str) -> str:
-    """Returns what a user types to run the command again: its name if that is on the PATH, else its path."""
-    if Path(program).name != "tokenbus" or shutil.which("tokenbus") == program:
-        return "tokenbus"
-    return program
+    def ready(self, addresses: SystemAddresses, reply: messages.ModelsReply) -> None:
+        self._guard(lambda: self._screen.ready(addresses, reply))
 
+    def show(self, reply: messages.ModelsReply | None) -> None:
+        self._guard(lambda: self._screen.show(reply))
 
-def _http_instructions(addresses: SystemAddresses) -> str:
-    if not addresses.http:
-        return ""
-    body = f'{{"model": "{addresses.model}", "messages": [{{"role": "user", "content": "What is 12 + 30?"}}]}}'
-    headers = "-H 'Content-Type: application/json'"
-    if os.environ.get(keys.VARIABLE):
-        headers += " -H 'Authorization: Bearer KEY'"
-    return f"""
-From OpenAI's clients: base_url {addresses.http}, for example
-  curl {addresses.http}/chat/completions {headers} -d '{body}'
-"""
+    def close(self) -> None:
+        self._guard(self._screen.close)
 
-
-def _metrics_instructions(addresses: SystemAddresses) -> str:
-    if not addresses.metrics:
-        return ""
-    lines = "".join(f"  {name:<10} {url}\n" for name, url in addresses.metrics.items())
-    return f"\nMetrics for Prometheus (dashboards: deploy/grafana):\n{lines}"
+    def _guard(self, shows: Callable[[], None]) -> None:
+        with contextlib.suppress(OSError):
+            try:
+                shows()
+            except BrokenPipeError:
+                self.is_reader_gone = True
+                self.on_reader_gone()
 
 
 class PlainScreen(Screen):
@@ -141,7 +110,7 @@ class TerminalScreen(Screen):
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def write(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)  # what is copied has no line breaks
 
     def loading(self, reply: messages.ModelsReply | None, workers: int) -> None:
         self._live.start()
@@ -149,7 +118,7 @@ class TerminalScreen(Screen):
         self._live.update(f"starting: {ready} of {workers} workers have loaded the model …", refresh=True)
 
     def ready(self, addresses: SystemAddresses, reply: messages.ModelsReply) -> None:
-        self.write(instructions(addresses))
+        self.write(instructions(addresses, self._console.width))
         self.show(reply)
 
     def show(self, reply: messages.ModelsReply | None) -> None:

@@ -120,7 +120,9 @@ class SupervisedProcess:
         """Returns the last line that was written for people since the last start, or else the last one that is not a
         structured log line; nothing if there is neither."""
         with self._log_path.open("rb") as log:
-            log.seek(max(self._log_start, self._log_path.stat().st_size - _MAX_LAST_WORDS))
+            size = self._log_path.stat().st_size
+            start = self._log_start if self._log_start <= size else 0  # it has been shortened since
+            log.seek(max(start, size - _MAX_LAST_WORDS))
             lines = log.read().decode(errors="replace").strip().splitlines()
         for_people = [line.removeprefix(_MESSAGE_PREFIX) for line in lines if line.startswith(_MESSAGE_PREFIX)]
         unstructured = [line for line in lines if not line.startswith("{")]

@@ -1,6 +1,7 @@
 """The listening socket of the gateway: bound here, or inherited from the process that started it."""
 
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -19,6 +20,11 @@ _OTHER_FILES = 416
 
 class ListenError(ValueError):
     """The gateway can't listen on its address."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another process listens there."""
+        return isinstance(self.__cause__, OSError) and self.__cause__.errno == errno.EADDRINUSE
 
 
 def bind(host: str, port: int, hint: str = "") -> socket.socket:

@@ -1,14 +1,17 @@
 """The lines that `tokenbus up` prints where there is no terminal."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.router.builders import card
-from tokenbus.cli.console.screen import PlainScreen, SystemAddresses, instructions
+from tokenbus.cli.console.instructions import SystemAddresses, instructions
+from tokenbus.cli.console.screen import GuardedScreen, PlainScreen, Screen
 from tokenbus.protocol.wire import cards, messages
 
-ADDRESSES = SystemAddresses("nats://127.0.0.1:4222", "", "demo", Path("logs"))
+ADDRESSES = SystemAddresses("nats://127.0.0.1:4222", "", ("demo",), Path("logs"))
 
 
 def serving(*worker_ids: str) -> messages.ModelsReply:
@@ -34,5 +37,27 @@ def test_later_only_changes_are_said(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "worker-1 is gone\n"
 
 
-def test_the_subject_that_is_shown_is_that_of_the_model() -> None:
-    assert " tokenbus.v1.generate.qwen2=2E5 '" in instructions(ADDRESSES._replace(model="qwen2.5"))
+class FailingScreen(Screen):
+    """A screen whose output fails."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def write(self, line: str) -> None:
+        raise OSError(self._number, os.strerror(self._number))
+
+
+def test_a_full_disk_or_a_closed_terminal_hides_lines_and_ends_nothing() -> None:
+    for number in (errno.ENOSPC, errno.EIO):
+        screen = GuardedScreen(FailingScreen(number))
+        screen.write("a line")
+        assert not screen.is_reader_gone
+
+
+def test_it_is_told_once_nothing_reads_the_output_any_more() -> None:
+    screen = GuardedScreen(FailingScreen(errno.EPIPE))
+    told: list[str] = []
+    screen.on_reader_gone = lambda: told.append("gone")
+    screen.write("a line")
+    assert screen.is_reader_gone
+    assert told == ["gone"]
