@@ -17,6 +17,7 @@ from tokenbus.client.errors import (
 )
 from tokenbus.client.replies import Embeddings, PromptTokens, Ranking, ServedModelInfo
 from tokenbus.client.stream import Stream
+from tokenbus.client.sync_client import SyncClient, SyncStream
 from tokenbus.client.wire.request_fields import (
     ChatMessageFields,
     DetokenizeFields,
@@ -54,6 +55,8 @@ __all__ = [
     "ServedModelInfo",
     "ServerFailureError",
     "Stream",
+    "SyncClient",
+    "SyncStream",
     "TokenUsage",
     "TokenbusError",
     "TokenizeFields",

@@ -142,3 +142,18 @@ class Stream:
 
     def _check_loop(self) -> None:
         event_loops.require(self._loop, "this stream")
+
+
+async def read_ready(stream: Stream) -> list[AnswerChunk]:
+    """Waits for a stream's next chunk, and returns it with all others that have arrived; none if the stream has ended.
+    Raises what the stream raises, once everything before it has been returned."""
+    try:
+        chunks = [await anext(stream)]
+    except StopAsyncIteration:
+        return []
+    while stream._wire.has_unread:
+        try:
+            chunks.append(await anext(stream))
+        except errors.TokenbusError:  # the stream raises it again
+            break
+    return chunks

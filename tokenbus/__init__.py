@@ -37,6 +37,8 @@ __all__ = [
     "ServedModelInfo",
     "ServerFailureError",
     "Stream",
+    "SyncClient",
+    "SyncStream",
     "TokenUsage",
     "TokenbusError",
     "TokenizeFields",

@@ -97,6 +97,11 @@ class ChunkStream:
         return self._ended
 
     @property
+    def has_unread(self) -> bool:
+        """Whether the next chunk has arrived."""
+        return bool(self._unread)
+
+    @property
     def trace_headers(self) -> dict[str, str]:
         """Headers for its messages, which join all spans of the request into one trace."""
         return self._span.headers()
