@@ -1,11 +1,13 @@
 """A thread with an event loop in which a client lives, for callers that have none."""
 
 import asyncio
+import concurrent.futures
 import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from tokenbus.client import errors
 from tokenbus.client.client import Client
 
 ResultT = TypeVar("ResultT")
@@ -41,6 +43,10 @@ class LoopThread:
             raise
         return thread
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
     def run(self, work: Coroutine[Any, Any, ResultT], timeout_s: float | None = None) -> ResultT:
         """Returns the result of a coroutine. It is cancelled if the caller is interrupted, and after `timeout_s`.
 
@@ -48,12 +54,14 @@ class LoopThread:
         if os.getpid() != self._pid:
             work.close()
             raise RuntimeError("this client belongs to the process that forked this one: make one in each process")
-        if self._loop is None or not self._thread.is_alive():
+        if self._loop is None or not self.is_running:
             work.close()
             raise RuntimeError("this client is closed")
         running = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return running.result(timeout_s)
+        except concurrent.futures.CancelledError:  # the loop has ended
+            raise errors.cancelled("the client was closed") from None
         except BaseException:  # Ctrl-C too
             running.cancel()
             raise

@@ -45,7 +45,7 @@ class SyncStream:
     @property
     def so_far(self) -> Answer:
         """The answer as far as it has arrived."""
-        return self._thread.call(lambda: self._stream.so_far)
+        return self._stream.so_far
 
     def __iter__(self) -> Self:
         return self
@@ -70,7 +70,8 @@ class SyncStream:
 
     def close(self) -> None:
         """Ends the stream and cancels the request, unless it has ended. Idempotent."""
-        self._thread.run(self._stream.aclose())
+        if self._thread.is_running:  # else the client was closed, and its streams with it
+            self._thread.run(self._stream.aclose())
 
     def cancel(self) -> None:
         """Cancels the request. The stream then ends, without an error, with what the model had generated."""
