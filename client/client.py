@@ -1,9 +1,7 @@
 """The client of a Tokenbus system: `async with Client() as client: print(await client.generate(...).text())`."""
 
-import base64
 import contextlib
-import sys
-from array import array
+import secrets
 from collections.abc import Iterator, Mapping
 from typing import Self, Unpack
 
@@ -11,7 +9,7 @@ from tokenbus.client import answer, connecting, errors, event_loops
 from tokenbus.client.connecting import ConnectOptions
 from tokenbus.client.replies import Embeddings, PromptTokens, Ranking, ServedModelInfo
 from tokenbus.client.stream import Stream
-from tokenbus.client.wire import field_reader
+from tokenbus.client.wire import embedding, field_reader
 from tokenbus.client.wire.request_fields import (
     DetokenizeFields,
     EmbedFields,
@@ -113,13 +111,14 @@ class Client:
         return Stream(stream, self._loop)
 
     async def embed(self, model: str | None = None, **fields: Unpack[EmbedFields]) -> Embeddings:
-        """Returns a vector for each `input`: one text, or a list of texts or lists of token ids."""
+        """Returns a vector for each `input`: one text, or a list of any number of texts or lists of token ids."""
         with _raising():
-            request = codec.replace(field_reader.read(fields, messages.EmbedRequest), encoding="base64")
-            reply = await self._wire.embed(_name(model), request)
+            request = field_reader.read(fields, messages.EmbedRequest)
+            request = codec.replace(request, id=request.id or secrets.token_urlsafe(16), encoding="base64")
+            reply = await embedding.embed(self._wire, _name(model), request)
         return Embeddings(
             model=reply.model or None,
-            embeddings=[_floats(row) for row in reply.embeddings or ()],
+            embeddings=[embedding.numbers_of(row) for row in reply.embeddings or ()],
             usage=answer.usage_of(reply.usage or None),
         )
 
@@ -212,13 +211,3 @@ def _name(model: str | None) -> str:
     except ValueError as error:
         raise errors.invalid("model", str(error)) from None
     return model
-
-
-def _floats(row: list[float] | str) -> list[float]:
-    """Returns a vector that was sent in base64, as 32-bit little-endian floats."""
-    if isinstance(row, list):
-        return row
-    floats = array("f", base64.b64decode(row))
-    if sys.byteorder == "big":
-        floats.byteswap()
-    return floats.tolist()

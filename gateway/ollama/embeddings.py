@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
+from tokenbus.client.wire.embedding import embed, numbers_of
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.ollama import options
 from tokenbus.gateway.ollama.options import Options
 from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, RequestHead
-from tokenbus.gateway.serving.embed import embed, numbers_of
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import pooling
 

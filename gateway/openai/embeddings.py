@@ -5,8 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from tokenbus.client.wire.embedding import embed, numbers_of
 from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, RequestHead
-from tokenbus.gateway.serving.embed import embed, numbers_of
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import pooling

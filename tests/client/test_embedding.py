@@ -2,10 +2,10 @@
 
 import pytest
 
-from tokenbus.gateway.serving import embed
+from tokenbus.client.wire import embedding
 from tokenbus.protocol.wire import errors, messages
 
-AT_ONCE = embed.INPUTS_AT_ONCE
+AT_ONCE = embedding.INPUTS_AT_ONCE
 
 
 class Client:
@@ -31,7 +31,7 @@ class Client:
 async def ask(client: Client, count: int, bad: int | None = None) -> messages.EmbedReply:
     inputs: list[str | list[int]] = ["bad" if number == bad else str(number) for number in range(count)]
     request = messages.EmbedRequest(id="r", input=inputs, dimensions=3)
-    return await embed.embed(client, "m", request)  # type: ignore[arg-type]
+    return await embedding.embed(client, "m", request)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("count", "num_requests"), [(1, 1), (AT_ONCE, 1), (AT_ONCE + 1, 2), (5 * AT_ONCE, 5)])
