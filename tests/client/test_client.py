@@ -10,8 +10,8 @@ import pytest
 from nats.aio.msg import Msg
 
 from tests.support.raw_client import PREFIX, RawClient
-from tokenbus import BrokerUnreachableError, Client, InvalidRequestError, RequestCancelledError, UnavailableError
 from tokenbus.cli.console import nats_server
+from tokenbus.client import BrokerUnreachableError, Client, InvalidRequestError, RequestCancelledError, UnavailableError
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.exact_client import until_idle
 from tests.support.raw_client import RawClient
-from tokenbus import InvalidRequestError, RequestCancelledError, SyncClient, UnavailableError
+from tokenbus.client import InvalidRequestError, RequestCancelledError, SyncClient, UnavailableError
 
 ENDLESS = {"prompt": "Once upon a time", "max_tokens": 100_000, "ignore_eos": True}
 
@@ -109,7 +109,7 @@ def test_a_client_without_its_broker_leaves_no_thread() -> None:
 
 _PROGRAM = """
 import os, sys
-from tokenbus import SyncClient
+from tokenbus.client import SyncClient
 
 client = SyncClient.connect()
 if os.fork() == 0:
