@@ -130,20 +130,18 @@ async def test_a_model_that_only_scores_keeps_the_rule_of_scores(name: str, tmp_
 async def test_a_call_whose_engine_dies_before_it_has_embedded_anything_is_answered_by_the_next_one(
     name: str, tmp_path: Path
 ) -> None:
-    first, second = await embedding_engine(name, tmp_path), await embedding_engine(name, tmp_path)
-    config = await first.start("kit")
+    engine = await embedding_engine(name, tmp_path)
+    config = await engine.start("kit")
     os.kill(config.pid, signal.SIGSTOP)  # so that it dies in the middle
     inputs: list[str | list[int]] = [prompt(config, number, 12) for number in range(50)]
-    call = asyncio.create_task(first.embed(internal.Embed(inputs=inputs, remaining_ms=60_000)))
+    call = asyncio.create_task(engine.embed(internal.Embed(inputs=inputs, remaining_ms=60_000)))
     await asyncio.sleep(0)
     os.kill(config.pid, signal.SIGKILL)
-    await first.died()
-    await second.start("kit")
-    second.take_over(first)
+    await engine.died()
+    await engine.start("kit")
     assert (await call).prompt_tokens == 600
-    assert (await second.embed(internal.Embed(inputs=inputs, remaining_ms=60_000))).prompt_tokens == 600
-    for engine in (first, second):
-        await engine.cleanup()
+    assert (await engine.embed(internal.Embed(inputs=inputs, remaining_ms=60_000))).prompt_tokens == 600
+    await engine.cleanup()
 
 
 async def test_a_model_that_cannot_be_loaded_fails_the_start_with_its_reason() -> None:
@@ -158,25 +156,23 @@ async def test_a_model_that_cannot_be_loaded_fails_the_start_with_its_reason() -
 
 @pytest.mark.parametrize("name", ["gguf", "onnx-plain", "sim"])
 async def test_streams_of_an_engine_that_dies_go_on_in_the_next_where_they_were(name: str) -> None:
-    first, second = FACTORIES[name](), FACTORIES[name]()
-    config = await first.start("kit")
+    engine = FACTORIES[name]()
+    config = await engine.start("kit")
     asked = [request(prompt(config, number), max_tokens=100) for number in range(4)]
-    calm = [(await run(first, request)).token_ids for request in asked]
-    recorders = [start(first, request) for request in asked]
+    calm = [(await run(engine, request)).token_ids for request in asked]
+    recorders = [start(engine, request) for request in asked]
     await recorders[0].until(lambda seen: len(seen.token_ids) >= 2)
     os.kill(config.pid, signal.SIGKILL)
     async with asyncio.timeout(60):
-        assert "closed" in await first.died()
+        assert "closed" in await engine.died()
     assert not any(recorder.terminals for recorder in recorders)
     with pytest.raises(errors.RequestError):
-        first.generate(request(prompt(config)), lambda output: None)
-    await second.start("kit")
-    second.take_over(first)
+        engine.generate(request(prompt(config)), lambda output: None)
+    await engine.start("kit")
     for recorder in recorders:
         assert (await recorder.terminal()).finish_reason == "length"
     assert [recorder.token_ids for recorder in recorders] == calm
-    for engine in (first, second):
-        await engine.cleanup()
+    await engine.cleanup()
 
 
 _FIELDS = {f"field_{n}": {"type": "string", "maxLength": 8} for n in range(12)}
@@ -195,46 +191,41 @@ def long_constrained(
 async def test_constrained_streams_of_an_engine_that_dies_go_on_in_the_next_where_they_were(
     settings: Callable[[], EngineSettings],
 ) -> None:
-    same = settings()
-    first, second = demo_engine(same), demo_engine(same)
+    engine = demo_engine(settings())
     try:
-        config = await first.start("kit")
+        config = await engine.start("kit")
         asked = [long_constrained(config, number) for number in range(4)]
-        calm = [(await run(first, request)).token_ids for request in asked]
-        recorders = [start(first, request) for request in asked]
+        calm = [(await run(engine, request)).token_ids for request in asked]
+        recorders = [start(engine, request) for request in asked]
         await recorders[0].until(lambda seen: len(seen.token_ids) >= 20)
         os.kill(config.pid, signal.SIGKILL)
         async with asyncio.timeout(60):
-            await first.died()
+            await engine.died()
         assert not any(recorder.terminals for recorder in recorders)
-        await second.start("kit")
-        second.take_over(first)
+        await engine.start("kit")
         for recorder in recorders:
             assert (await recorder.terminal()).finish_reason == "stop"
             assert sum(output.is_constraint_ready for output in recorder.outputs) == 1
         assert [recorder.token_ids for recorder in recorders] == calm
     finally:
-        for engine in (first, second):
-            await engine.cleanup()
+        await engine.cleanup()
 
 
 async def test_reasoning_is_closed_at_the_same_token_by_the_next_engine_when_one_dies() -> None:
-    settings = exact_demo()
-    first, second = demo_engine(settings), demo_engine(settings)
+    engine = demo_engine(exact_demo())
     try:
-        config = await first.start("kit")
+        config = await engine.start("kit")
         asked = [
             reasoning_rules.reasoning(config, most, number, message="Enough.", max_tokens=200)
             for number, most in enumerate((0, 4, 30, 100))
         ]
-        calm = [await run(first, request) for request in asked]
-        recorders = [start(first, request) for request in asked]
+        calm = [await run(engine, request) for request in asked]
+        recorders = [start(engine, request) for request in asked]
         await recorders[0].until(lambda seen: len(seen.token_ids) >= 10)
         os.kill(config.pid, signal.SIGKILL)
         async with asyncio.timeout(60):
-            await first.died()
-        await second.start("kit")
-        second.take_over(first)
+            await engine.died()
+        await engine.start("kit")
         for recorder, whole in zip(recorders, calm, strict=True):
             usage = (await recorder.terminal()).usage
             assert (recorder.token_ids, recorder.text) == (whole.token_ids, whole.text)
@@ -242,8 +233,7 @@ async def test_reasoning_is_closed_at_the_same_token_by_the_next_engine_when_one
             assert whole.outputs[-1].usage is not None
             assert usage.reasoning_tokens == whole.outputs[-1].usage.reasoning_tokens
     finally:
-        for engine in (first, second):
-            await engine.cleanup()
+        await engine.cleanup()
 
 
 class _CountsPreemptions(EngineListener):

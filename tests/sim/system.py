@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-from types import SimpleNamespace
-from typing import cast
 
 from tests.sim.engine import TimedEngine
 from tests.sim.network import Broker
@@ -13,7 +11,6 @@ from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.serve import Router
 from tokenbus.router.settings import RouterSettings
-from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 from tokenbus.worker.replica.frontend import Frontend
 from tokenbus.worker.replica.replica import leave
 from tokenbus.worker.settings.settings import FrontendSettings
@@ -74,8 +71,7 @@ class FrontendProcess:
 
     async def _drain(self, handover_s: float | None) -> None:
         self.frontend.drain.request(handover_s=handover_s)
-        supervisor = SimpleNamespace(engine=None, cleanup=self._end_engine)
-        await leave(self.frontend, cast(EngineSupervisor, supervisor), 0.0, _HANDOVER_S)
+        await leave(self.frontend, self._end_engine, 0.0, _HANDOVER_S)
         self.frontend.announce_stopped()
         await asyncio.sleep(0)  # its last messages leave at the end of a turn
         kill(self.process, self.bus, self.incoming)

@@ -44,7 +44,7 @@ class Life(EngineListener):
         self.serves = asyncio.Event()
         self.is_down = asyncio.Event()
         self.runners = iter(runners)
-        self.supervisor = EngineSupervisor(self._make, "w", self, step_timeout_s=30.0)
+        self.supervisor = EngineSupervisor(EngineClient(self._launch, 64, self), "w", step_timeout_s=30.0)
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         self.engine = engine
@@ -55,13 +55,9 @@ class Life(EngineListener):
         self.serves.clear()
         self.is_down.set()
 
-    def _make(self) -> EngineClient:
+    async def _launch(self) -> engine_process.EngineLink:
         runner = next(self.runners)
-
-        async def launch() -> engine_process.EngineLink:
-            return ThreadLink(lambda _: runner)
-
-        return EngineClient(launch, max_waiting=64)
+        return ThreadLink(lambda _: runner)
 
     async def ask(
         self,

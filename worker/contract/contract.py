@@ -2,7 +2,7 @@
 
 An engine that passes `tests/contracts` can be served. Its rules, each of which is tested there:
 
-1. `start` may be called once; until it returns, only `cleanup` may be called.
+1. `start` may be called once, and again after the engine has died; until it returns, only `cleanup` may be called.
 2. Every accepted `generate` hands its sink any number of outputs and then exactly one terminal (an output with a
    `finish_reason`); that sink is never called again. A refused `generate` raises and never calls its sink.
 3. `length` means that `max_tokens` were sampled; `stop` that a stop token or stop string ended it, named by
@@ -18,8 +18,8 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
    not computed, no answer depends on that, and a request with `cache_prompt` false neither uses nor leaves any.
 9. `drain` returns when nothing is running. `cleanup` ends what is left with `error`; it may be called at any time, even
    twice, before `start` or after it failed, and never raises.
-10. When the engine dies, `died` says why, and no open sink is called: another engine may continue its streams where
-    they stopped (`EngineClient.take_over`), unless `cleanup` has ended them.
+10. When the engine dies, `died` says why, and no open sink is called: after another `start`, its streams continue where
+    they stopped, unless `cleanup` has ended them.
 11. An engine with `embeddings` returns one row for each input of `embed`, in order, whatever else is running. An
     input's row does not depend on other inputs, and no stream depends on what is embedded. An engine without the
     feature refuses.

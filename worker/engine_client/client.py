@@ -1,12 +1,11 @@
 """The engine contract (worker/contract/contract.py) over a step loop in another process.
 
-The client writes commands to a socket and reads reports from it, both as ipc messages. It owns the connection and its
-lifetime; `OpenSequences` owns what the engine works on, `StepWatchdog` decides whether a step hangs, and `PendingCalls`
-waits for the replies to calls other than streams. When the engine dies, open streams stay open: the next client takes
-them over, or `fail_streams` ends them."""
+The client outlives its engines. Each is at the other end of a connection of its own: commands are written there, and
+reports are read, both as ipc messages. `OpenSequences` owns what the engine works on, `StepWatchdog` decides whether a
+step hangs, and `PendingCalls` waits for the replies to calls other than streams. When the engine dies, open streams
+stay open: the next `start` continues them, or `fail_streams` ends them."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable
 
@@ -16,80 +15,61 @@ from tokenbus.protocol.averages import MovingAverage
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import contract, engine_output, engine_request
-from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client import admission, sequences
 from tokenbus.worker.engine_client.admission import CapacityLimit
 from tokenbus.worker.engine_client.engine_calls import EngineAdapters, PendingCalls, PoolingCalls
 from tokenbus.worker.engine_client.engine_faults import CrashAttribution, StepWatchdog
-from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineLink
+from tokenbus.worker.engine_client.engine_process import EngineConnection, EngineDiedError, EngineLink
 from tokenbus.worker.engine_client.generation import AnswerReader, Generation
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.sequences import OpenSequences
 from tokenbus.worker.files.device_memory import DeviceMemory
 
-_CLOSE_TIMEOUT_S = 5.0
 _STALL_S = 1.0
-_RECEIVE_BYTES = 256 * 1024
 _MIN_TIMED_TOKENS = 32
 """The time of a step with fewer tokens is dominated by its fixed cost, and says little about the speed of prompts."""
 
 
-class _Idle(asyncio.Event):
-    """An event that is set while there is no work."""
+class EngineClient:
+    """An `Engine` whose process may be replaced: `start` connects to the first one, and to another after each death."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.since: float | None = None
-        """When the last work ended; None while there is any."""
-        self.set()
-
-    def set(self) -> None:
-        """Marks the engine idle."""
-        if not self.is_set():
-            self.since = time.monotonic()
-        super().set()
-
-    def clear(self) -> None:
-        """Marks the engine busy."""
-        self.since = None
-        super().clear()
-
-
-class EngineClient(asyncio.Protocol):
-    """An `Engine` at the other end of a socket."""
-
-    def __init__(self, launch: Callable[[], Awaitable[EngineLink]], max_waiting: int) -> None:
+    def __init__(
+        self,
+        launch: Callable[[], Awaitable[EngineLink]],
+        max_waiting: int,
+        listener: EngineListener | None = None,
+    ) -> None:
         """`launch` starts the other side; up to `max_waiting` requests may be held beyond the running ones."""
         self._launch = launch
-        self.listener = EngineListener()
+        self.listener = listener or EngineListener()
         self.capacity = CapacityLimit(max_waiting)
-        self._link: EngineLink | None = None
-        self._transport: asyncio.Transport | None = None
+        self._connection: EngineConnection | None = None
+        """To the engine that starts or serves, or the last one that did."""
         self._config: contract.EngineConfig | None = None
+        """The configuration of the engine that serves, or of the last one that did; None while one starts."""
         self.token_bytes: list[bytes] = []
         self._bundle: bytes | None = None
         self._chat_rules: ChatRules | None = None
-        self._frame_decoder = ipc.FrameDecoder()
         self._sequences = OpenSequences(
             lambda number: self._send(ipc.Abort(number)), lambda *seen: self.listener.prompt_progress(*seen)
         )
         self._ending: set[Generation] = set()
         """Generations that are complete with their requests' resumed tokens, until their sinks are told."""
         self._tokenizing: PendingCalls[list[int]] = PendingCalls()
-        self._pooling = PoolingCalls()
+        self._pooling = PoolingCalls(self._send_if_alive, self._update_idle)
         self._adapters = EngineAdapters(self._send, lambda: self._sequences.held_adapters)
         self._exporting: PendingCalls[ipc.ExportedBlocks] = PendingCalls()
         self._prefill_tokens_per_s = MovingAverage(0.3)
         self._load = messages.Load()
         self.device_memory: list[DeviceMemory] = []
         """The memory of its devices other than the host, as last read."""
-        self._recovered: list[tuple[int, int]] = []
         self._watchdog = StepWatchdog(time.monotonic())
-        self._idle = _Idle()
-        self._ready: asyncio.Future[ipc.Ready] | None = None
-        self._death: asyncio.Future[str] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.idle_since: float | None = None
+        """When the last request or call ended, or an idle engine was started; None while there are any."""
         self._log = structlog.get_logger()
         self.on_kv_events: Callable[[list[int], list[tuple[int, int]]], None] = lambda removed, stored: None
         """See the contract."""
@@ -97,28 +77,38 @@ class EngineClient(asyncio.Protocol):
     def __repr__(self) -> str:
         return f"<EngineClient {self._sequences!r}>"
 
-    @property
-    def has_died(self) -> bool:
-        """Whether the engine served once and no longer does."""
-        return self._config is not None and self._is_dead
+    async def start(
+        self, worker_id: str, prepare: Callable[["EngineClient"], Awaitable[None]] | None = None
+    ) -> contract.EngineConfig:
+        """Starts an engine, which continues the streams and calls that the last one left open. `prepare` makes it ready
+        for these, and may raise the same errors.
 
-    async def start(self, worker_id: str) -> contract.EngineConfig:
-        """Raises ModelError if the model can't be loaded, EngineDiedError if the process died."""
-        assert self._link is None, "an engine is started once"
-        loop = asyncio.get_running_loop()
-        self._ready, self._death = loop.create_future(), loop.create_future()
-        self._link = link = await self._launch()
-        self._transport, _ = await loop.create_connection(lambda: self, sock=link.sock)
-        ready = await self._ready
-        self.token_bytes, self._bundle, self._config = ready.token_bytes, ready.bundle, ready.config
-        if ready.config.chat_format is not None:
-            self._chat_rules = ChatRules(ready.config.chat_format, ready.token_bytes)
-        self._pooling.use(self._send_if_alive, self._update_idle)
-        self._recovered = ready.stored
+        Raises ModelError if the model can't be loaded, EngineDiedError if the process died."""
+        assert not self._is_alive, "there is an engine"
+        await self.close()
+        self._connection = self._config = None
+        self._connection = EngineConnection(await self._launch(), self._receive, self._engine_lost)
+        ready = await self._connection.open()
+        config = self._config = ready.config
+        self.token_bytes, self._bundle = ready.token_bytes, ready.bundle
+        self._chat_rules = ChatRules(config.chat_format, ready.token_bytes) if config.chat_format is not None else None
         self.listener.observe(ready.recovery)
-        self._load = messages.Load(free_blocks=ready.config.total_kv_blocks)
-        self._log.info("engine_ready", worker_id=worker_id, pid=link.pid, source=ready.config.source)
-        return ready.config
+        self._load = messages.Load(free_blocks=config.total_kv_blocks)
+        self.device_memory = []
+        self._watchdog = StepWatchdog(time.monotonic())
+        if self._idle.is_set():
+            self.idle_since = time.monotonic()
+        self._log.info("engine_ready", worker_id=worker_id, pid=self._connection.link.pid, source=config.source)
+        if prepare is not None:
+            await prepare(self)
+        if not self._is_alive:
+            raise EngineDiedError("the engine process ended before it served")
+        self.listener.engine_started(self, config)
+        if ready.stored:
+            self.on_kv_events([], ready.stored)
+        # only now, so that outputs of these streams find the engine set
+        self._continue()
+        return config
 
     def generate(self, request: engine_request.EngineRequest, sink: engine_output.Sink) -> None:
         config = self._require_running()
@@ -147,11 +137,6 @@ class EngineClient(asyncio.Protocol):
         )
         return found.num_cached, found.blocks
 
-    @property
-    def idle_since(self) -> float | None:
-        """When the last request or call ended; None while there are any."""
-        return self._idle.since
-
     def put_blocks(self, prefix: contract.CachedPrefix, first: int, blocks: list[bytes]) -> None:
         self._send_if_alive(ipc.PutBlocks(prefix, first, blocks))
 
@@ -159,20 +144,12 @@ class EngineClient(asyncio.Protocol):
     def prefill_tokens_per_s(self) -> float | None:
         return self._prefill_tokens_per_s.value
 
-    def report_recovered(self) -> None:
-        """Reports the blocks cached from the start; call it once `on_kv_events` is set."""
-        recovered, self._recovered = self._recovered, []
-        if recovered:
-            self.on_kv_events([], recovered)
-
-    def take_over(self, dead: "EngineClient") -> None:
-        """Continues the streams that another engine left open."""
-        generations = dead._sequences.take_all()
-        self._pooling, dead._pooling = dead._pooling, self._pooling
-        dead._update_idle()
+    def _continue(self) -> None:
+        """Gives the engine what the last one left: its open streams, and the calls that may have killed it."""
         if self._pooling:
             self._expect_calls()
-        self._pooling.use(self._send_if_alive, self._update_idle)
+        self._pooling.engine_serves()
+        generations = self._sequences.take_all()
         for generation in generations:
             if self._adapters.has_all(generation.request):
                 self._open(generation)
@@ -180,10 +157,12 @@ class EngineClient(asyncio.Protocol):
                 generation.fail(errors.make_error(errors.Code.WORKER_LOST), time.monotonic())
         if generations:
             self._log.warning("streams_taken_over", count=len(generations))
+            self._update_idle()
 
     def fail_streams(self) -> None:
-        """Ends the streams that were left open, since no engine takes them over."""
+        """Ends the streams and calls that were left open, since no engine continues them in time."""
         self._end_all(errors.Code.WORKER_LOST)
+        self.listener.step_done()
 
     def abort(self, key: str) -> None:
         if generation := self._sequences.abort(key):
@@ -213,7 +192,7 @@ class EngineClient(asyncio.Protocol):
         """Restarts an idle engine's step watchdog, since it is about to get calls."""
         if self._idle.is_set():
             self._watchdog.restart(time.monotonic())
-        self._idle.clear()
+        self._busy()
 
     async def load_adapter(self, path: str) -> str:
         self._require_running()
@@ -250,48 +229,39 @@ class EngineClient(asyncio.Protocol):
         A frontend that was frozen may have missed the engine's reports, so the step's age proves nothing."""
         if gap_s > _STALL_S:
             self._watchdog.restart(now)
-        is_busy = self._sequences.num_computing or self._pooling
-        if not is_busy or self._is_dead or not self._watchdog.is_stuck(now, timeout_s):
+        is_busy = self._sequences.num_computing or self._pooling.are_computing
+        if self._connection is None or not is_busy or not self._is_alive or not self._watchdog.is_stuck(now, timeout_s):
             return
-        assert self._link is not None
         longest_s = round(self._watchdog.longest_step_s, 3)
         self._log.error("step_stuck", age_s=round(self._watchdog.age_s(now), 1), longest_step_s=longest_s)
         self._watchdog.restart(now)  # the process takes a moment to end: report and kill it once
-        self._link.crash_attribution.step_stuck(self)
-        self._link.kill()
+        self._connection.link.crash_attribution.step_stuck(self)
+        self._connection.link.kill()
 
     async def died(self) -> str:
-        assert self._death is not None, "start comes first"
+        assert self._connection is not None, "start comes first"
         # shielded, or a cancelled caller would cancel the future for all others
-        return await asyncio.shield(self._death)
+        return await asyncio.shield(self._connection.death)
 
     async def drain(self) -> None:
         await self._idle.wait()
 
     async def cleanup(self) -> None:
         self._end_all(errors.Code.SHUTTING_DOWN)
+        self._nothing_follows()
         await self.close()
 
     async def close(self) -> str:
         """Ends the process but no stream, and returns how it ended. Safe to call again."""
-        if self._transport is not None:
-            self._transport.close()
-        if self._link is None:
-            return "there is no engine process"
-        try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                return await self._link.wait()
-        except TimeoutError:
-            self._link.kill()
-            return "the engine process did not end, and was killed"
+        return "there is no engine process" if self._connection is None else await self._connection.close()
 
     @property
-    def _is_dead(self) -> bool:
-        return self._death is None or self._death.done()
+    def _is_alive(self) -> bool:
+        return self._connection is not None and not self._connection.death.done()
 
     def _require_running(self) -> contract.EngineConfig:
         """Raises RequestError if the engine does not run."""
-        if self._config is None or self._is_dead:
+        if self._config is None or not self._is_alive:
             raise errors.request_error(errors.Code.NO_WORKER, "the engine is not running")
         return self._config
 
@@ -301,7 +271,7 @@ class EngineClient(asyncio.Protocol):
         number = self._sequences.next_number()
         command = sequences.add_command(number, generation)  # may raise, so it comes before anything is opened
         self._sequences.add(number, generation, command if is_held else None)
-        self._idle.clear()
+        self._busy()
         if not is_held:
             self._give(command)
 
@@ -309,13 +279,12 @@ class EngineClient(asyncio.Protocol):
         """Gives the engine a sequence, which may be its only one."""
         if self._sequences.num_given == 1:
             self._watchdog.restart(time.monotonic())
-        assert self._transport is not None
-        self._transport.write(command)
+        self._write(command)
 
     def _end_soon(self, generation: Generation) -> None:
         """Ends a generation that needs no engine in the next turn of the loop: `generate` returns before that."""
         self._ending.add(generation)
-        self._idle.clear()
+        self._busy()
         asyncio.get_running_loop().call_soon(self._end_resumed, generation)
 
     def _end_resumed(self, generation: Generation) -> None:
@@ -324,25 +293,23 @@ class EngineClient(asyncio.Protocol):
         self._update_idle()
         self.listener.step_done()
 
+    def _write(self, command: bytes) -> None:
+        assert self._connection is not None, "start comes first"
+        self._connection.write(command)
+
     def _send(self, command: ipc.Command) -> None:
-        assert self._transport is not None
-        self._transport.write(ipc.encode(command))
+        self._write(ipc.encode(command))
 
     def _send_if_alive(self, command: ipc.Command) -> None:
-        if self._config is not None and not self._is_dead:
+        if self._config is not None and self._is_alive:
             self._send(command)
 
-    def data_received(self, data: bytes) -> None:
-        """Takes bytes of the engine's reports; the transport calls it."""
-        for body in self._frame_decoder.feed(data):
-            self._receive(body)
-
-    def _receive(self, body: bytes) -> None:
-        assert self._link is not None
-        assert self._ready is not None
-        match ipc.report_decoder.decode(body):
-            case ipc.StepReport() as report:
-                self._take_step(report, self._link.crash_attribution)
+    def _receive(self, report: ipc.Report) -> None:
+        assert self._connection is not None
+        attribution = self._connection.link.crash_attribution
+        match report:
+            case ipc.StepReport():
+                self._take_step(report, attribution)
             case ipc.ConstraintStarted(number):
                 self._watchdog.restart(time.monotonic())
                 self._sequences.constraint_started(number)
@@ -360,22 +327,16 @@ class EngineClient(asyncio.Protocol):
                 self.listener.observe(refused)
             case ipc.PoolingBatch(call_ids):
                 self._pooling.begin(call_ids)
-                on_probation = self._pooling.are_on_probation
-                self._link.crash_attribution.batch_changed(self, call_ids, on_probation=on_probation)
+                attribution.batch_changed(self, call_ids, on_probation=self._pooling.are_on_probation)
             case ipc.PoolResult() as result:
                 self._pooling.ended(result)
             case ipc.StepIsolated(number):
-                self._link.crash_attribution.step_isolated(self, number)
+                attribution.step_isolated(self, number)
             case ipc.MemoryPoisoned(numbers) as poisoned:
-                self._link.crash_attribution.memory_poisoned(self, numbers)
+                attribution.memory_poisoned(self, numbers)
                 self.listener.observe(poisoned)
             case ipc.Loading(fraction):
                 self.listener.loading(fraction)
-            case ipc.Ready() as ready:
-                self._ready.set_result(ready)
-            case ipc.LoadFailed(message, is_too_large):
-                refusal = ModelTooLargeError if is_too_large else ModelError
-                self._ready.set_exception(refusal(message))
 
     def _take_constraint(self, compiled: ipc.ConstraintCompiled) -> None:
         now = time.monotonic()
@@ -414,26 +375,21 @@ class EngineClient(asyncio.Protocol):
         self._update_idle()
         self.listener.step_done()
 
-    def _update_idle(self) -> None:
-        if not self._sequences and not self._pooling and not self._ending:
-            self._idle.set()
+    def _busy(self) -> None:
+        self._idle.clear()
+        self.idle_since = None
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Leaves the open streams for another engine, or for `fail_streams`; the transport calls it."""
-        assert self._link is not None
-        assert self._death is not None
-        assert self._ready is not None
-        if exc is not None:  # a write failed, perhaps before all reports were read
-            with contextlib.suppress(OSError):
-                while data := self._link.sock.recv(_RECEIVE_BYTES):
-                    self.data_received(data)
+    def _update_idle(self) -> None:
+        if not self._idle.is_set() and not self._sequences and not self._pooling and not self._ending:
+            self._idle.set()
+            self.idle_since = time.monotonic()
+
+    def _engine_lost(self) -> None:
+        """Leaves the open streams for another engine, or for `fail_streams`."""
+        assert self._connection is not None
         # first, so that routers know before any client is told
         self.listener.engine_died()
-        if not self._ready.done():
-            self._ready.set_exception(EngineDiedError("the engine process ended while it was starting"))
-        if not self._death.done():
-            self._death.set_result("the engine process closed its socket")
-        attribution, is_computing = self._link.crash_attribution, self._sequences.num_computing > 0
+        attribution, is_computing = self._connection.link.crash_attribution, self._sequences.num_computing > 0
         self._pooling.lose_engine(attribution.suspect_calls(self), may_be_unbegun=not is_computing)
         for generation in self._sequences.lose_engine(attribution, self):
             self._log.error("request_crashes_engine", request_id=generation.request.key)
@@ -441,7 +397,8 @@ class EngineClient(asyncio.Protocol):
         self._nothing_follows()
 
     def _end_all(self, unstarted: errors.Code) -> None:
-        """Ends every stream: with `unstarted` if no engine had started it, else with `worker_lost`."""
+        """Ends every stream, with `unstarted` if no engine had started it, else with `worker_lost`, and every call for
+        embeddings and scores."""
         now = time.monotonic()
         self._pooling.fail()
         for generation in self._sequences.take_all():
@@ -450,7 +407,7 @@ class EngineClient(asyncio.Protocol):
         # the engine's memory goes with it, so every block counts as free
         known = self._load
         self._load = messages.Load(free_blocks=known.free_blocks + known.used_blocks + known.cached_blocks)
-        self._nothing_follows()
+        self._update_idle()
 
     def _nothing_follows(self) -> None:
         """Fails the pending calls, and signals that sinks have received all that they will for now."""

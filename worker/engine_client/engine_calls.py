@@ -153,9 +153,11 @@ class PoolingCalls:
     Calls that may have killed an engine are retried once by the next one, each alone: it gets no other call until they
     are done. A call that kills that engine too is refused for good."""
 
-    def __init__(self) -> None:
-        self._send: Callable[[ipc.Command], None] | None = None
-        self._ended: Callable[[], None] = lambda: None
+    def __init__(self, send: Callable[[ipc.Command], None], ended: Callable[[], None]) -> None:
+        """`send` gives the engine a command, if there is one, and `ended` is called when a call is over."""
+        self._send = send
+        self._ended = ended
+        self._has_engine = False
         self._calls: dict[int, _Call] = {}
         self._last_call_id = 0
         self._log = structlog.get_logger()
@@ -167,13 +169,18 @@ class PoolingCalls:
         return len(self._calls)
 
     @property
+    def are_computing(self) -> bool:
+        """Whether there are calls, and an engine that has them."""
+        return self._has_engine and bool(self._calls)
+
+    @property
     def are_on_probation(self) -> bool:
         """Whether any call may have killed an engine, so that this engine gets no others meanwhile."""
         return any(call.crashes for call in self._calls.values())
 
-    def use(self, send: Callable[[ipc.Command], None], ended: Callable[[], None]) -> None:
-        """Gives an engine the pending calls. `send` takes a command, and `ended` is called when a call is over."""
-        self._send, self._ended = send, ended
+    def engine_serves(self) -> None:
+        """Gives a new engine the pending calls."""
+        self._has_engine = True
         self._send_next()
 
     async def call(self, request: internal.Embed | internal.Rerank) -> ipc.PoolResult:
@@ -198,12 +205,12 @@ class PoolingCalls:
             self._ended()
 
     def _take_back(self, call: _Call) -> None:
-        if call.is_sent and self._send is not None:
+        if call.is_sent:
             self._send(ipc.AbortPooling(call.call_id))
 
     def _send_next(self) -> None:
         """Gives the engine the calls that it may have now."""
-        if self._send is None:
+        if not self._has_engine:
             return
         for call in [one for one in self._calls.values() if not one.is_sent and time.monotonic() > one.deadline]:
             call.fail(errors.make_error(errors.Code.DEADLINE_EXCEEDED))
@@ -234,7 +241,7 @@ class PoolingCalls:
     def lose_engine(self, suspects: Set[int], *, may_be_unbegun: bool) -> None:
         """Keeps the suspects for the next engine, and fails all others, which another worker may serve sooner. Without
         suspects, the texts of a call that the engine had not begun to compute may have killed it."""
-        self._send = None
+        self._has_engine = False
         if not suspects and may_be_unbegun:
             suspects = {one.call_id for one in self._calls.values() if one.is_sent and not one.has_begun}
         for call in self._calls.values():
@@ -248,6 +255,5 @@ class PoolingCalls:
 
     def fail(self) -> None:
         """Fails every call: no engine takes them over."""
-        self._send = None
         for call in self._calls.values():
             call.fail(errors.make_error(errors.Code.WORKER_LOST))

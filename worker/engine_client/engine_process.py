@@ -1,4 +1,4 @@
-"""Starts the engine process and opens replicas in it, each over its own socket."""
+"""Starts the engine process, opens replicas in it, and connects to each over its own socket."""
 
 import asyncio
 import contextlib
@@ -12,6 +12,7 @@ from functools import partial
 from types import MappingProxyType
 
 from tokenbus.protocol import tasks
+from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client.engine_faults import CrashAttribution
@@ -19,6 +20,8 @@ from tokenbus.worker.engine_client.engine_faults import CrashAttribution
 _MALLOC = "GLIBC_TUNABLES"
 """With `hugetlb=1` glibc puts weights into huge pages, if the system leaves that to the process: a step of a model of
 0.5B parameters in F32 takes 83 ms of CPU instead of 87 to 99. A value that the user has set is kept."""
+_CLOSE_TIMEOUT_S = 5.0
+_RECEIVE_BYTES = 256 * 1024
 
 
 class EngineDiedError(RuntimeError):
@@ -37,6 +40,65 @@ class EngineLink:
     """Kills the process at once, with every replica in it. Safe to call again."""
     wait: Callable[[], Awaitable[str]]
     """Waits until the other side has ended, as it does when the socket is closed; returns how."""
+
+
+class EngineConnection(asyncio.Protocol):
+    """The socket to one engine, from its start to its end. Hands every report on, except those about its start."""
+
+    def __init__(self, link: EngineLink, on_report: Callable[[ipc.Report], None], on_lost: Callable[[], None]) -> None:
+        """`on_lost` is called once, after the last report."""
+        self.link = link
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[ipc.Ready] = loop.create_future()
+        self.death: asyncio.Future[str] = loop.create_future()
+        self._on_report = on_report
+        self._on_lost = on_lost
+        self._frame_decoder = ipc.FrameDecoder()
+        self._transport: asyncio.Transport | None = None
+
+    def __repr__(self) -> str:
+        return f"<EngineConnection to process {self.link.pid}>"
+
+    async def open(self) -> ipc.Ready:
+        """Returns once the engine serves. Raises ModelError if the model can't be loaded, EngineDiedError if the
+        process died."""
+        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self.link.sock)
+        return await self.ready
+
+    def write(self, command: bytes) -> None:
+        assert self._transport is not None, self
+        self._transport.write(command)
+
+    async def close(self) -> str:
+        """Ends the replica, and returns how it ended. Safe to call again."""
+        if self._transport is not None:
+            self._transport.close()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                return await self.link.wait()
+        except TimeoutError:
+            self.link.kill()
+            return "the engine process did not end, and was killed"
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._frame_decoder.feed(data):
+            match ipc.report_decoder.decode(body):
+                case ipc.Ready() as ready:
+                    self.ready.set_result(ready)
+                case ipc.LoadFailed(message, is_too_large):
+                    self.ready.set_exception(ModelTooLargeError(message) if is_too_large else ModelError(message))
+                case report:
+                    self._on_report(report)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:  # a write failed, perhaps before all reports were read
+            with contextlib.suppress(OSError):
+                while data := self.link.sock.recv(_RECEIVE_BYTES):
+                    self.data_received(data)
+        if not self.ready.done():
+            self.ready.set_exception(EngineDiedError("the engine process ended while it was starting"))
+        self.death.set_result("the engine process closed its socket")
+        self._on_lost()
 
 
 class EngineProcess:

@@ -75,8 +75,8 @@ class OpenSequences:
 
     @property
     def num_given(self) -> int:
-        """The number of sequences that the engine has."""
-        return len(self) - len(self._held)
+        """The number of sequences that the engine has; none once it is lost."""
+        return 0 if self._is_engine_lost else len(self) - len(self._held)
 
     @property
     def num_computing(self) -> int:
@@ -187,7 +187,9 @@ class OpenSequences:
 
         Returns the generations that have now ended too many engines; the others stay open for the next engine. If the
         engine had started none of them, one that was never started killed it. Those waiting for a constraint are
-        innocent, unless the engine itself was compiling it."""
+        innocent, unless the engine itself was compiling it. An engine that dies before it got any is not counted."""
+        if self._is_engine_lost:
+            return []
         self._is_engine_lost = True
         waiting = set(self._held) | {number for number, is_at_it in self._compiling.items() if not is_at_it}
         compiling = (set(self._compiling) - waiting) & set(self._generations)
@@ -204,7 +206,7 @@ class OpenSequences:
         return list(culprits.values())
 
     def take_all(self) -> list[Generation]:
-        """Removes and returns every open generation; nothing is left to wait for."""
+        """Removes and returns every open generation; none is left to wait for. The next ones are another engine's."""
         generations = list(self._generations.values())
         self._generations.clear()
         self._key_to_number.clear()
@@ -212,6 +214,7 @@ class OpenSequences:
         self._held.clear()
         self._compiling.clear()
         self._releasing.clear()
+        self._is_engine_lost = False
         return generations
 
     def _release(self, number: int) -> None:

@@ -9,7 +9,6 @@ import structlog
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
-from tokenbus.worker.engine_client.listener import EngineListener
 
 INITIAL_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 15.0
@@ -28,13 +27,12 @@ def next_backoff(backoff_s: float, uptime_s: float) -> float:
 
 
 class EngineSupervisor:
-    """Runs one engine after another, each made by `make_engine`."""
+    """Runs one engine after another, all at the other end of one client."""
 
     def __init__(
         self,
-        make_engine: Callable[[], EngineClient],
+        engine: EngineClient,
         worker_id: str,
-        listener: EngineListener,
         step_timeout_s: float,
         prepare: Callable[[EngineClient], Awaitable[None]] | None = None,
         *,
@@ -42,19 +40,16 @@ class EngineSupervisor:
     ) -> None:
         """`prepare` makes a started engine ready to serve, and may raise what its start may raise. `is_patient`:
         loading a model that has served is retried indefinitely when it can no longer be loaded."""
-        self._make_engine = make_engine
+        self.engine = engine
         self._worker_id = worker_id
-        self._listener = listener
         self._step_timeout_s = step_timeout_s
         self._prepare = prepare
         self._is_patient = is_patient
-        self.engine: EngineClient | None = None
-        """The engine that is starting or serving, or the last one that did."""
-        self._dead: EngineClient | None = None
-        """The last engine that served: it holds the open streams until the next one takes them over."""
-        self._died_at = 0.0
         self._is_closed = False
         self._has_served = False
+        self._is_serving = False
+        self._unserved_since: float | None = None
+        """When streams began to wait for the next engine."""
         self.restarts = 0
         self._log = structlog.get_logger()
 
@@ -81,39 +76,26 @@ class EngineSupervisor:
 
     def tick(self, now: float, gap_s: float) -> None:
         """Checks for a stuck step and a late takeover. Call it a few times a second, `gap_s` after the last call."""
-        if self.engine is None:
-            return
-        if self._dead is not None and self._dead.has_died:
-            # the next engine may fail to start repeatedly: count from the first death
-            self._died_at = self._died_at or now
-            if now - self._died_at > TAKEOVER_TIMEOUT_S:
-                self._dead.fail_streams()
+        if self._is_serving or not self._has_served:
+            self._unserved_since = None
+        elif self._unserved_since is None:  # the next engine may fail to start repeatedly: count from the first death
+            self._unserved_since = now
+        elif now - self._unserved_since > TAKEOVER_TIMEOUT_S:
+            self.engine.fail_streams()
         self.engine.check_step(now, gap_s, self._step_timeout_s)
 
     async def cleanup(self) -> None:
         """Ends the engine and starts no other."""
         self._is_closed = True
-        for engine in (self.engine, self._dead):
-            if engine is not None:
-                await engine.cleanup()
+        await self.engine.cleanup()
 
     async def _run_engine(self) -> str:
-        """Runs one engine, which takes over the streams that the last one left; returns why it ended."""
-        engine = self.engine = self._make_engine()
-        engine.listener = self._listener
+        """Runs one engine; returns why it ended."""
         reason = ""
         try:
-            config = await engine.start(self._worker_id)
-            if self._prepare is not None:
-                await self._prepare(engine)
-            self._has_served = True
-            self._listener.engine_started(engine, config)
-            engine.report_recovered()
-            # after `engine_started`, so that outputs of these streams find the engine set
-            if self._dead is not None:
-                engine.take_over(self._dead)
-            self._dead, self._died_at = engine, 0.0
-            await engine.died()
+            await self.engine.start(self._worker_id, self._prepare)
+            self._has_served = self._is_serving = True
+            await self.engine.died()
         except EngineDiedError:
             pass
         except ModelError as error:
@@ -122,6 +104,7 @@ class EngineSupervisor:
                 raise
             reason = str(error)
         finally:
-            self._listener.engine_died()
-            how = await engine.close()
+            self._is_serving = False
+            self.engine.listener.engine_died()
+            how = await self.engine.close()
         return reason or how

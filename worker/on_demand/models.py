@@ -105,18 +105,17 @@ class OnDemandReplica(Replica):
         self._process.kill()
 
     async def _wait_idle(self, supervisor: EngineSupervisor) -> None:
-        """Returns when the engine has no request, or when there is no engine."""
-        while supervisor.engine is not None and supervisor is self._supervisor:
+        """Returns when no stream is open, or when there is no engine."""
+        while supervisor is self._supervisor:
             await supervisor.engine.drain()
-            if self.idle_since is not None:
+            if not len(self.frontend.streams):
                 return
-            await asyncio.sleep(_POLL_S)  # its engine has died: the next one continues the streams
+            await asyncio.sleep(_POLL_S)  # no engine can continue the rest: routers take them, or they end
 
     @property
     def idle_since(self) -> float | None:
         """When the engine's last request ended; None while it has one, or without an engine."""
-        engine = self._supervisor.engine
-        return None if engine is None or len(self.frontend.streams) else engine.idle_since
+        return None if len(self.frontend.streams) else self._supervisor.engine.idle_since
 
     @property
     def unready_reason(self) -> str:

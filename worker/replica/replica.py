@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.sim import faults
 from tokenbus.worker.engine_client.client import EngineClient
-from tokenbus.worker.engine_client.engine_process import EngineProcess
+from tokenbus.worker.engine_client.engine_process import EngineLink, EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener, Observation
 from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 from tokenbus.worker.files import device_memory
+from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.replica.endpoints import OnLoad, OnWant
 from tokenbus.worker.replica.frontend import Frontend
 from tokenbus.worker.settings.adapter_settings import split_tenants
@@ -128,8 +130,7 @@ class Replica(EngineListener):
         """Applies the settings that may change while the replica serves."""
         self._settings = settings
         self.frontend.streams.settings = settings.frontend
-        if self._supervisor.engine is not None:
-            self._supervisor.engine.capacity.max_waiting = settings.max_waiting
+        self._supervisor.engine.capacity.max_waiting = settings.max_waiting
 
     async def run(self) -> None:
         """Serves until `frontend.drain` is requested. Raises ModelError if the model can't be served,
@@ -163,13 +164,12 @@ class Replica(EngineListener):
 
     def describe(self) -> dict[str, Any]:
         """Returns its state, load and health as JSON values."""
-        engine = self._supervisor.engine
         return {
             "worker_id": self.worker_id,
             "model": self.served_name,
             "state": str(self.frontend.announcer.state),
             "reason": self.unready_reason,
-            "load": msgspec.to_builtins(engine.load() if engine is not None else None),
+            "load": msgspec.to_builtins(self._supervisor.engine.load() if self._config is not None else None),
             "health": msgspec.to_builtins(self._health.latest),
         }
 
@@ -177,7 +177,7 @@ class Replica(EngineListener):
         """Updates the replica's gauges for a scrape."""
         frontend, engine = self.frontend, self._supervisor.engine
         self._metrics.loading.set(frontend.announcer.state in (ReplicaState.STARTING, ReplicaState.RESTARTING))
-        if engine is not None and self._config is not None:
+        if self._config is not None:
             self._metrics.update_gauges(engine.load(), self._config)
             self._metrics.ready.set(not self.unready_reason)
             self._metrics.unguarded.set(sum(not stream.guardian for stream in frontend.streams))
@@ -200,8 +200,7 @@ class Replica(EngineListener):
         elif config.memory is not None:
             self._log_memory(config, config.memory)
         self._config = config
-        if self._supervisor.engine is not None:
-            self._health.engine_started(self._supervisor.engine, config)
+        self._health.engine_started(self._supervisor.engine, config)
         self._engine = successor_settings(self._engine, config)
         self.frontend.engine_started(engine, config)
         if not self.started.done():
@@ -252,26 +251,25 @@ class Replica(EngineListener):
 
     def _make_supervisor(self) -> EngineSupervisor:
         prepare, timeout_s = self.frontend.adapters.load_all, self._settings.step_timeout_s
-        return EngineSupervisor(
-            self._make_engine, self.worker_id, self, timeout_s, prepare, is_patient=self._is_patient
-        )
+        engine = EngineClient(self._launch, self._settings.max_waiting, self)
+        return EngineSupervisor(engine, self.worker_id, timeout_s, prepare, is_patient=self._is_patient)
 
     async def _run_engines(self) -> None:
         """Runs engines, one after another. Raises ModelError."""
         await self._supervisor.run()
 
-    def _make_engine(self) -> EngineClient:
+    async def _launch(self) -> EngineLink:
         settings = self._engine
         if self._config is None:
             settings = cautious_settings(settings, self._supervisor.restarts)
-        return EngineClient(lambda: self._process.open(settings, self._memory_fd), self._settings.max_waiting)
+        return await self._process.open(settings, self._memory_fd)
 
     def _tick(self, now: float, gap_s: float) -> None:
         self._supervisor.tick(now, gap_s)
         engine, announcer = self._supervisor.engine, self.frontend.announcer
         if self._health.tick(now, engine):
             announcer.health = announcer.log.health = self._health.latest
-        if engine is not None and self._config is not None:
+        if self._config is not None:
             self._metrics.count_load(engine.load())
 
     async def _serve(self) -> None:
@@ -288,7 +286,7 @@ class Replica(EngineListener):
             for task in running:
                 if task.done():
                     task.result()
-            await leave(frontend, self._supervisor, self._settings.grace_s, self._settings.handover_s)
+            await leave(frontend, self._supervisor.cleanup, self._settings.grace_s, self._settings.handover_s)
         finally:
             left.cancel()
             for task in running:
@@ -297,21 +295,23 @@ class Replica(EngineListener):
             frontend.announce_stopped()
 
 
-async def leave(frontend: Frontend, supervisor: EngineSupervisor, grace_s: float, handover_s: float) -> None:
+async def leave(
+    frontend: Frontend, end_engine: Callable[[], Awaitable[None]], grace_s: float, handover_s: float
+) -> None:
     """Accepts nothing new, lets running requests finish within the grace period, asks routers to take the rest, and
     ends what no router has taken: with what was generated if it can't be continued, else with an error. A drain may
     name other times than these."""
     log, drain = structlog.get_logger(), frontend.drain
     frontend.announcer.change(ReplicaEvent.DRAIN)
     log.info("draining", grace_s=grace_s)
-    if supervisor.engine is not None:
-        await drain.finish(supervisor.engine.drain(), grace_s)
+    if frontend.announcer.serving is not None:
+        await drain.finish(frontend.announcer.serving.engine.drain(), grace_s)
     if len(frontend.streams) and drain.handover_s(handover_s):
         frontend.announcer.change(ReplicaEvent.LEAVE)
         log.info("leaving", handover_s=drain.handover_s(handover_s))
         await drain.hand_over(frontend.wait_left(), handover_s)
     frontend.streams.stop_begun(unguarded_only=drain.handover_s(handover_s) > 0)
-    await supervisor.cleanup()
+    await end_engine()
     log.info("drained")
 
 
@@ -326,7 +326,7 @@ class HealthMonitor:
         self._engine_began_at = 0.0
         self._config: contract.EngineConfig | None = None
         self._due_at = 0.0
-        self.latest = self._read(None)
+        self.latest = self._read([])
 
     def __repr__(self) -> str:
         return f"<HealthMonitor {self.latest}>"
@@ -340,37 +340,36 @@ class HealthMonitor:
         """Notes that there is no engine for now."""
         self._config, self._due_at = None, 0.0
 
-    def tick(self, now: float, engine: EngineClient | None) -> bool:
+    def tick(self, now: float, engine: EngineClient) -> bool:
         """Reads everything if it is due; returns whether it was."""
         if now < self._due_at:
             return False
         self._due_at = now + HEALTH_INTERVAL_S
-        self.latest = self._read(engine)
-        if engine is not None:
-            self._ask(engine)  # for the next time
+        self.latest = self._read(engine.device_memory)
+        self._ask(engine)  # for the next time
         return True
 
     def _ask(self, engine: EngineClient) -> None:
         if self._config is not None and any(one.name != device_memory.HOST for one in self._config.devices):
             engine.read_memory()
 
-    def _read(self, engine: EngineClient | None) -> messages.WorkerHealth:
+    def _read(self, read: list[DeviceMemory]) -> messages.WorkerHealth:
         now, config = time.monotonic(), self._config
         return messages.WorkerHealth(
-            devices=self._devices(engine),
+            devices=self._devices(read),
             front_bytes=resident_bytes(),
             engine_bytes=resident_bytes(config.pid) if config is not None and config.pid != os.getpid() else 0,
             uptime_s=round(now - self._began_at, 1),
             engine_uptime_s=0.0 if config is None else round(now - self._engine_began_at, 1),
         )
 
-    def _devices(self, engine: EngineClient | None) -> list[messages.DeviceHealth]:
+    def _devices(self, read: list[DeviceMemory]) -> list[messages.DeviceHealth]:
         """Returns the host and the devices whose memory the engine has read."""
         known = {} if self._config is None else {one.name: one for one in self._config.devices}
         host = device_memory.host()
         found = [] if host is None else [host]
-        if engine is not None and self._config is not None:
-            found += engine.device_memory
+        if self._config is not None:
+            found += read
         shown = []
         for memory in found:
             device = known.get(memory.device)

@@ -8,7 +8,6 @@ import numpy as np
 
 from tests.support.arithmetic import Sums, make_config
 from tests.support.engine_lives import Begin, Fragile, Life
-from tests.support.engines import ThreadLink
 from tokenbus.protocol.wire import errors, internal, messages
 from tokenbus.worker.contract.engine_errors import DeviceError
 from tokenbus.worker.engine.device.draws import Matrix
@@ -98,9 +97,9 @@ async def test_a_call_whose_text_ends_two_engines_before_it_is_computed_is_refus
     one = life(runners)
 
     def kill(text: str) -> None:
-        link = one.supervisor.engine._link if one.supervisor.engine is not None else None
-        if text == "kill" and isinstance(link, ThreadLink):
-            link.kill()
+        connection = one.supervisor.engine._connection
+        if text == "kill" and connection is not None:
+            connection.link.kill()
 
     for runner in runners:
         runner.sums.on_tokenize = kill

@@ -95,6 +95,24 @@ def test_a_sequence_that_ends_two_engines_is_given_up(has_started: bool) -> None
     assert len(table.sequences) == 0
 
 
+def test_an_engine_that_dies_before_it_got_the_streams_is_not_counted_against_them() -> None:
+    table = Table()
+    generation = table.open("one")
+    for _ in range(3):  # the first had it, and the others died while they were starting
+        assert table.sequences.lose_engine(CrashAttribution(), table) == []
+    assert generation.crashes == 1
+    assert table.sequences.take_all() == [generation]
+    table.sequences.add(table.sequences.next_number(), generation)
+    assert table.sequences.lose_engine(CrashAttribution(), table) == [generation]
+
+
+def test_while_no_engine_has_the_streams_none_can_be_stuck() -> None:
+    table = Table("one")
+    assert table.sequences.num_computing == 1
+    table.sequences.lose_engine(CrashAttribution(), table)
+    assert (len(table.sequences), table.sequences.num_computing) == (1, 0)
+
+
 def test_without_its_engine_an_abort_leaves_nothing_to_wait_for() -> None:
     table = Table("one")
     assert table.sequences.lose_engine(CrashAttribution(), table) == []

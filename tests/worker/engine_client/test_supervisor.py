@@ -57,7 +57,9 @@ class Listener(EngineListener):
 
 async def test_an_engine_that_is_cleaned_up_has_not_died_and_is_not_restarted() -> None:
     listener = Listener()
-    supervisor = EngineSupervisor(lambda: thread_engine(lambda _: ArithmeticRunner()), "w", listener, 30.0)
+    engine = thread_engine(lambda _: ArithmeticRunner())
+    engine.listener = listener
+    supervisor = EngineSupervisor(engine, "w", 30.0)
     with capture_logs() as lines:
         life = asyncio.create_task(supervisor.run())
         await listener.serves.wait()

@@ -17,7 +17,6 @@ from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.replica_state import ReplicaEvent
 from tokenbus.worker.contract import contract
-from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 from tokenbus.worker.kv_exchange import fetcher
@@ -43,7 +42,9 @@ class Worker(EngineListener):
         settings = FrontendSettings(debug=True)
         self.frontend = Frontend(self.bus, NAMES, "demo", self.name, settings, metrics, tracing.NoopTracer())
         await self.frontend.open(self.incoming, self._connect)
-        self.supervisor = EngineSupervisor(self._make_engine, self.name, self, step_timeout_s=30.0)
+        self.engine = thread_engine(lambda _: ArithmeticRunner(exchanging(make_config())))
+        self.engine.listener = self
+        self.supervisor = EngineSupervisor(self.engine, self.name, step_timeout_s=30.0)
         self._tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.frontend.run())]
 
     async def stop(self) -> None:
@@ -54,11 +55,6 @@ class Worker(EngineListener):
         await self.supervisor.cleanup()
         for bus in (self.bus, self.incoming):
             await bus.close()
-
-    @property
-    def engine(self) -> EngineClient:
-        assert self.supervisor.engine is not None
-        return self.supervisor.engine
 
     def stand_still(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Has the engine give no block any more: whoever fetches, waits."""
@@ -85,9 +81,6 @@ class Worker(EngineListener):
 
     async def _connect(self) -> Bus:
         return await connection.connect(connection.BusSettings(url=self._url), self.name)
-
-    def _make_engine(self) -> EngineClient:
-        return thread_engine(lambda _: ArithmeticRunner(exchanging(make_config())))
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         self.frontend.engine_started(engine, config)
@@ -205,8 +198,8 @@ async def test_an_engine_that_dies_is_followed_by_one_that_computes(
     expected = await fleet.sender.ask("a", prompt(6))
     fleet.a.stand_still(monkeypatch)
     streamed = await fleet.fetching(prompt(6))
-    assert fleet.b.engine._link is not None
-    fleet.b.engine._link.kill()
+    assert fleet.b.engine._connection is not None
+    fleet.b.engine._connection.link.kill()
     assert (await streamed.terminal()).finish_reason == "length"
     assert streamed.token_ids == expected.token_ids
     await fleet.settled()

@@ -14,14 +14,14 @@ from tokenbus.worker.replica.replica import leave
 
 
 class Part:
-    """The supervisor, the engine and the frontend of a replica with one stream, and what is asked of them."""
+    """The engine and the frontend of a replica with one stream, and what is asked of them."""
 
     def __init__(self, process: Process, finishes_after_s: float | None, taken_after_s: float | None) -> None:
         self._process = process
         self._finishes_after_s = finishes_after_s
         self._taken_after_s = taken_after_s
         self._began_at = process.world.now
-        self.engine: EngineOfPart | None = EngineOfPart(self)
+        self.serving: ServingPart | None = ServingPart(self)
         self.drain = Drain()
         self.streams = self.announcer = self
         self._num_streams = int(finishes_after_s is not None)
@@ -55,10 +55,11 @@ class Part:
         self._note("ended")
 
 
-class EngineOfPart:
+class ServingPart:
     """The engine of such a replica."""
 
     def __init__(self, part: Part) -> None:
+        self.engine = self
         self.drain = part.finish
 
 
@@ -81,11 +82,11 @@ def drain(
     process = made.process("w0")
     part = Part(process, finishes_after_s, taken_after_s)
     if not has_engine:
-        part.engine = None
+        part.serving = None
 
     async def run() -> None:
         asyncio.get_running_loop().call_later(1.0, named, part.drain)
-        await leave(part, part, grace_s, 15.0)  # type: ignore[arg-type]
+        await leave(part, part.cleanup, grace_s, 15.0)  # type: ignore[arg-type]
 
     with structlog.testing.capture_logs():
         process.do(run())

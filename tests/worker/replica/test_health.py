@@ -33,7 +33,7 @@ def started(monitor: HealthMonitor, engine: Engine, *devices: EngineDevice) -> N
 
 
 def tick(monitor: HealthMonitor, now: float, engine: Engine | None = None) -> bool:
-    return monitor.tick(now, engine)  # type: ignore[arg-type]
+    return monitor.tick(now, engine or Engine())  # type: ignore[arg-type]
 
 
 def test_without_an_engine_there_are_the_host_and_the_frontend() -> None:

@@ -7,7 +7,7 @@ import pytest
 from llama_cpp import llama_cpp as llama
 
 from tests.support import broken_models
-from tests.support.engines import DEMO, demo_engine, gguf_runner
+from tests.support.engines import DEMO, gguf_runner
 from tests.support.models import random_model
 from tests.support.models.shape import Shape
 from tokenbus.protocol.wire import errors, internal
@@ -18,6 +18,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import context, settings_resolution
 from tokenbus.worker.engine.gguf.model import GgufModel
 from tokenbus.worker.engine_client.client import EngineClient
+from tokenbus.worker.engine_client.engine_process import EngineLink, EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import MAX_START_FAILURES, EngineSupervisor
 from tokenbus.worker.files.layouts import GgufLayout
@@ -42,16 +43,17 @@ def settings_of(path: Path) -> EngineSettings:
 
 async def test_an_engine_that_dies_before_it_serves_is_given_up_with_its_last_words(tmp_path: Path) -> None:
     path = broken_models.with_value(tmp_path / "model.gguf", *broken_models.NAN)
-    made: list[EngineClient] = []
+    process, launched = EngineProcess(), 0
 
-    def make_engine() -> EngineClient:
-        made.append(demo_engine(settings_of(path)))
-        return made[-1]
+    async def launch() -> EngineLink:
+        nonlocal launched
+        launched += 1
+        return await process.open(settings_of(path))
 
-    supervisor = EngineSupervisor(make_engine, "w", Listener(), 30.0)
+    supervisor = EngineSupervisor(EngineClient(launch, 64, Listener()), "w", 30.0)
     with pytest.raises(ModelError, match=r"died 3 times .*SIGABRT: ops.cpp:\d+: GGML_ASSERT\(eps"):
         await supervisor.run()
-    assert len(made) == MAX_START_FAILURES
+    assert launched == MAX_START_FAILURES
 
 
 @pytest.mark.parametrize("template", ["{% nonsense %}", "{{ bos_token | nonsense }}"])

@@ -54,11 +54,10 @@ class Engines(EngineListener):
     async def start(self, settings: EngineSettings) -> None:
         self._client = EngineClient(lambda: self._process.open(settings, self.fd), max_waiting=64)
         self._client.listener = self
-        config = await self._client.start("w")
-        self._pid = config.pid
         self.reported = []
         self._client.on_kv_events = lambda removed, stored: self.reported.extend(stored)
-        self._client.report_recovered()
+        config = await self._client.start("w")
+        self._pid = config.pid
         self._client.on_kv_events = lambda removed, stored: None
 
     async def settle(self) -> None:
