@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tokenbus.gateway import cohere, vllm
+from tokenbus.gateway import rerank, vllm
 from tokenbus.gateway.anthropic import error_bodies as anthropic_errors
 from tokenbus.gateway.anthropic import messages, model_list
 from tokenbus.gateway.anthropic.schemas import AnthropicErrorBody
@@ -25,11 +25,14 @@ OPENAI = Dialect(
         responses.ENDPOINT,
         responses.INPUT_TOKENS,
         embeddings.ENDPOINT,
-        cohere.RERANK,
+        *rerank.RERANKS,
+        rerank.SCORE,
         vllm.TOKENIZE,
         vllm.DETOKENIZE,
     ),
     resources=models.RESOURCES,
+    refused=rerank.REFUSED,
+    has_bare_paths=True,
 )
 """OpenAI's API, with the endpoints of others whose errors have its form."""
 ANTHROPIC = Dialect(

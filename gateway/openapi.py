@@ -37,7 +37,20 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Why they can't be served."""
 
 
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """Says what this server is. Not OpenAI's."""
+
+    name: str = "Tokenbus"
+    version: str
+    description: str = (
+        "The APIs of OpenAI (/v1/chat/completions, /v1/responses, /v1/completions, /v1/embeddings), "
+        "Anthropic (/v1/messages) and Ollama (/api/chat), and reranking (/v1/rerank)."
+    )
+    links: tuple[str, ...] = ("/v1/models", "/health", "/openapi.json")
+
+
 _PROBES: Mapping[str, tuple[str, type[msgspec.Struct] | None]] = {
+    "/": ("What this server is", About),
     "/health": ("Whether requests can be served", Health),
     "/livez": ("Whether the process runs", None),
     "/readyz": ("Whether requests can be served", None),
@@ -49,22 +62,24 @@ def document(version: str) -> Json:
     """Returns the document."""
     # Resources that a header asks for have the paths of others, which are described.
     resources = [(one, dialect) for dialect in DIALECTS if not dialect.header for one in dialect.resources]
-    types: set[type[Any]] = {Health, *(dialect.errors.schema for dialect in DIALECTS)}
+    types: set[Any] = {About, Health, *(dialect.errors.schema for dialect in DIALECTS)}
     types |= {one.response for one, _ in resources} | {one.body for one, _ in resources if one.body}
     for dialect in DIALECTS:
         types.update(kind for one in dialect.endpoints for kind in (one.body, one.response, one.event) if kind)
-    ordered = sorted(types, key=lambda kind: (kind.__module__, kind.__qualname__))
+    ordered = sorted(types, key=repr)
     found, components = msgspec.json.schema_components(ordered, ref_template=_REFS)
-    refs: dict[type[Any], Json] = dict(zip(ordered, found, strict=True))
+    refs: dict[Any, Json] = dict(zip(ordered, found, strict=True))
     paths: Json = {path: {"get": _probe(*one, refs)} for path, one in _PROBES.items()}
     for dialect in DIALECTS:
         for endpoint in dialect.endpoints:
             paths[endpoint.path] = {"post": _operation(endpoint, dialect, refs)}
-            _narrow(_schema(endpoint.body, refs, components), endpoint.required, endpoint.may_be_empty)
     for resource, dialect in resources:
         paths[resource.path] = {"post" if resource.body else "get": _resource(resource, dialect, refs)}
+    for endpoint in {one.body: one for dialect in DIALECTS for one in dialect.endpoints}.values():
+        schema = _schema(endpoint.body, refs, components)
+        _narrow(schema, endpoint.required, endpoint.may_be_empty, endpoint.one_of)
     for body in {one.body for one, _ in resources if one.body is not None}:
-        _narrow(_schema(body, refs, components), ("model",), ())
+        _narrow(_schema(body, refs, components), ("model",))
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tokenbus", "version": version},
@@ -126,10 +141,15 @@ def _schema(kind: type, refs: Mapping[type, Json], components: Json) -> Json:
     return found
 
 
-def _narrow(schema: Json, required: tuple[str, ...], may_be_empty: tuple[str, ...]) -> None:
+def _narrow(
+    schema: Json, required: tuple[str, ...], may_be_empty: tuple[str, ...] = (), one_of: tuple[str, ...] = ()
+) -> None:
     """Adds what a body's types do not express: required fields, the ranges of numbers, and that null means absent in
     maps too."""
     schema["required"] = list(required)
+    if one_of:
+        present = {"type": "array", "minItems": 1}
+        schema["oneOf"] = [{"required": [name], "properties": {name: present}} for name in one_of]
     properties: Json = schema["properties"]
     for name in required:
         found = properties[name]

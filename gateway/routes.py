@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from tokenbus.gateway import openapi
@@ -47,7 +47,8 @@ class Routes:
         by_path: dict[str, list[Resource]] = {}
         for dialect in DIALECTS:
             for one in dialect.resources:
-                by_path.setdefault(one.path, []).append(one)
+                for path in dialect.paths_of(one.path):
+                    by_path.setdefault(path, []).append(one)
         for path, sharing in by_path.items():
             method = "GET" if sharing[0].body is None else "POST"
             for slash in ("", "/"):
@@ -71,6 +72,13 @@ class Routes:
             except body.ClientDisconnectedError:
                 return Response(status_code=_CLIENT_GONE)  # no one reads it
         return _json(resource.answer(listing, name))
+
+    async def home(self, request: Request) -> Response:
+        """Serves `GET /`: what this is, and where to find more; as a page for browsers, else in JSON."""
+        about = openapi.About(version=importlib.metadata.version("tokenbus"))
+        if "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse(_home_page(about), headers={"content-security-policy": "default-src 'none'"})
+        return _json(about)
 
     async def livez(self, request: Request) -> Response:
         """Serves `GET /livez`: 200 while this process runs."""
@@ -118,12 +126,14 @@ def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str])
     app = Starlette(
         routes=[
             *(
-                Route(endpoint.path + slash, EndpointApp(services, endpoint, dialect.errors), methods=["POST"])
+                Route(path + slash, EndpointApp(services, endpoint, dialect.errors), methods=["POST"])
                 for dialect in DIALECTS
                 for endpoint in dialect.endpoints
+                for path in dialect.paths_of(endpoint.path)
                 for slash in ("", "/")
             ),
             *routes.resources(),
+            Route("/", routes.home),
             Route("/openapi.json", routes.openapi),
             Route("/livez", routes.livez),
             Route("/readyz", routes.readyz),
@@ -175,6 +185,14 @@ def _cors(allowed_origins: Sequence[str]) -> list[Middleware]:
             expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )
     ]
+
+
+def _home_page(about: openapi.About) -> str:
+    links = "".join(f'<li><a href="{path}">{path}</a>' for path in about.links)
+    return (
+        f"<!doctype html><html lang=en><title>{about.name}</title><h1>{about.name} {about.version}</h1>"
+        f"<p>{about.description}<ul>{links}</ul>"
+    )
 
 
 def _json(value: msgspec.Struct) -> Response:

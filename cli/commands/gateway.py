@@ -23,8 +23,8 @@ def add_flags(parser: Parser) -> None:
     flag("--alias", text("NAME=MODEL"), "another name for a model, or for several by weight: NAME=MODEL:9,OTHER:1", [])
     flag("--default-model", NAME, "model or alias for requests that name no model", "", unset="they are refused")
     flag = parser.group("tenants", _DEFAULTS)
-    key = f"API key and its tenant; safer in {keys.VARIABLE}, with commas between them"
-    flag("--api-key", text("KEY=TENANT"), key, [], reloads=True, secret=True)
+    key = f"API key and its tenant (that of --tenant); safer in {keys.VARIABLE}, with commas between them"
+    flag("--api-key", text("KEY[=TENANT]"), key, [], reloads=True, secret=True)
     inbox = "prefix of the tenants' reply subjects, e.g. _INBOX_{tenant}.gateway"
     flag("--tenant-inbox", text("PREFIX"), inbox, unset="--nats-inbox")
     flag = parser.group("limits", _DEFAULTS)

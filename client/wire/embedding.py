@@ -1,14 +1,17 @@
-"""Embeds any number of inputs, a few per wire request, so that their vectors fit in its messages."""
+"""Embeds and ranks any number of inputs, in several wire requests of which a few run at a time."""
 
 import asyncio
 import base64
 import re
 from array import array
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import codec, errors, messages
 
+ReplyT = TypeVar("ReplyT")
 INPUTS_AT_ONCE = 32
 """Inputs per request: their vectors of 4,096 numbers take 0.7 MiB in base64."""
 _REQUESTS_AT_ONCE = 4
@@ -30,9 +33,28 @@ async def embed(client: WireClient, model: str, request: messages.EmbedRequest) 
             except errors.RequestError as error:
                 raise errors.RequestError(_shifted(error.error, start)) from error
 
-    running = [tasks.awaited(embed_some(start)) for start in range(0, len(inputs), INPUTS_AT_ONCE)]
+    starts = range(0, len(inputs), INPUTS_AT_ONCE)
+    return _joined(request.id or "", await _gathered(embed_some(start) for start in starts))
+
+
+async def rank_each(
+    client: WireClient, model: str, requests: Sequence[messages.RerankRequest]
+) -> list[messages.RerankReply]:
+    """Returns the reply to each request. Raises RequestError."""
+    turns = asyncio.Semaphore(_REQUESTS_AT_ONCE)
+
+    async def rank(request: messages.RerankRequest) -> messages.RerankReply:
+        async with turns:
+            return await client.rerank(model, request)
+
+    return await _gathered(rank(one) for one in requests)
+
+
+async def _gathered(calls: Iterable[Coroutine[Any, Any, ReplyT]]) -> list[ReplyT]:
+    """Returns the results of all calls; if one fails, the others are cancelled."""
+    running = [tasks.awaited(call) for call in calls]
     try:
-        return _joined(request.id or "", await asyncio.gather(*running))
+        return await asyncio.gather(*running)
     finally:
         for task in running:
             task.cancel()

@@ -15,8 +15,9 @@ class ApiKeys:
     """The API keys of a gateway. Without any, anyone may send requests, for one tenant."""
 
     def __init__(self, pairs: Iterable[str], anonymous_tenant: str = subjects.DEFAULT_TENANT) -> None:
-        """`pairs` are `key=tenant`. Raises ValueError for anything else, without showing it: it may contain a key."""
-        self._digests = [_parse(pair, number) for number, pair in enumerate(pairs, 1)]
+        """`pairs` are `key=tenant`, or keys alone, for `anonymous_tenant`. Raises ValueError for anything else, without
+        showing it: it may contain a key."""
+        self._digests = [_parse(pair, number, anonymous_tenant) for number, pair in enumerate(pairs, 1)]
         self._anonymous_tenant = anonymous_tenant
 
     def __repr__(self) -> str:
@@ -58,14 +59,16 @@ def _key_in(headers: Mapping[str, str]) -> str | None:
     return given[0].strip() if given else None
 
 
-def _parse(pair: str, number: int) -> tuple[bytes, str]:
-    key, _, tenant = pair.strip().rpartition("=")
+def _parse(pair: str, number: int, default_tenant: str) -> tuple[bytes, str]:
+    key, equals, tenant = pair.strip().rpartition("=")
+    if not equals:
+        key, tenant = tenant, default_tenant
     try:
         subjects.encode_name(tenant)
     except ValueError as error:
-        raise ValueError(f"API key {number}: must be key=tenant; {error}") from error
+        raise ValueError(f"API key {number}: must be key=tenant or a key; {error}") from error
     if not key:
-        raise ValueError(f"API key {number}: must be key=tenant")
+        raise ValueError(f"API key {number}: must be key=tenant or a key")
     return _digest(key.encode(errors="surrogateescape")), tenant
 
 

@@ -3,13 +3,22 @@
 import asyncio
 import contextlib
 import gc
+import zlib
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
 
-from tokenbus.gateway.http.http_errors import BODY_TIMEOUT, OVERLOADED, UNSUPPORTED_MEDIA_TYPE, ApiError, too_large
+from tokenbus.gateway.http.http_errors import (
+    BODY_TIMEOUT,
+    BROKEN_COMPRESSION,
+    OVERLOADED,
+    UNSUPPORTED_MEDIA_TYPE,
+    ApiError,
+    too_large,
+    unsupported_encoding,
+)
 from tokenbus.protocol import tasks
 from tokenbus.protocol.process.memory import trim_heap
 
@@ -22,6 +31,10 @@ _MAX_DISCARDED_BYTES = 16 * 1024 * 1024
 why."""
 _LARGE_BODIES = 32
 """The number of maximum-size bodies that fit at a time."""
+_IDENTITY = ("", "identity")
+_COMPRESSED = ("gzip", "x-gzip", "deflate")
+_PIECE_BYTES = 64 * 1024
+"""A compressed body is expanded in pieces of up to this size."""
 _TRIM_DELAY_S = 0.5
 """The delay after a large body; by then nothing refers to it any more."""
 _SMALL_BYTES = 1024 * 1024
@@ -86,15 +99,20 @@ class HeldBody:
 
 
 async def read(request: Request, limit_bytes: int, held: HeldBody) -> bytes:
-    """Returns the JSON body of a request.
+    """Returns the JSON body of a request, expanded if it is compressed.
 
-    Raises ClientDisconnectedError, and ApiError if it is not JSON, too large or too slow, or if memory is short."""
+    Raises ClientDisconnectedError, and ApiError if it is not JSON, compressed in a way that is not supported, too large
+    or too slow, or if memory is short."""
     # A foreign web page in a browser can send other content types without a preflight request.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(UNSUPPORTED_MEDIA_TYPE)
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in (*_IDENTITY, *_COMPRESSED):
+        raise ApiError(unsupported_encoding(encoding))
+    expander = None if encoding in _IDENTITY else _Expander()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            body, num_bytes = await _read(request.receive, limit_bytes, held)
+            body, num_bytes = await _read(request.receive, limit_bytes, held, expander)
     except TimeoutError as error:
         raise ApiError(BODY_TIMEOUT) from error
     if num_bytes > limit_bytes:
@@ -125,20 +143,51 @@ def _without_collections(parse: Callable[[], ParsedT]) -> ParsedT:
         gc.enable()
 
 
-async def _read(receive: Receive, limit_bytes: int, held: HeldBody) -> tuple[bytes, int]:
-    """Returns the part of the body within the limit, and the number of bytes received."""
+class _Expander:
+    """Expands a body in gzip or zlib, piece by piece."""
+
+    def __init__(self) -> None:
+        self._stream = zlib.decompressobj(zlib.MAX_WBITS | 32)  # recognizes both by their headers
+
+    def pieces(self, part: bytes) -> Iterator[bytes]:
+        """Yields what a part expands to. Raises ApiError for what is not compressed data."""
+        while part:
+            try:
+                yield self._stream.decompress(part, _PIECE_BYTES)
+            except zlib.error as error:
+                raise ApiError(BROKEN_COMPRESSION) from error
+            if self._stream.unused_data:
+                raise ApiError(BROKEN_COMPRESSION)
+            part = self._stream.unconsumed_tail
+
+    def check_end(self) -> None:
+        """Raises ApiError if the data has no end."""
+        if not self._stream.eof:
+            raise ApiError(BROKEN_COMPRESSION)
+
+
+async def _read(receive: Receive, limit_bytes: int, held: HeldBody, expander: _Expander | None) -> tuple[bytes, int]:
+    """Returns the part of the body within the limit, and its number of bytes, or one more than the limit if it has
+    more."""
     parts: list[bytes] = []
-    num_bytes = 0
-    while num_bytes <= limit_bytes + _MAX_DISCARDED_BYTES:
+    num_bytes = num_received = 0
+    while num_received <= limit_bytes + _MAX_DISCARDED_BYTES:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnectedError
-        part = message.get("body", b"")
-        num_bytes += len(part)
-        if num_bytes <= limit_bytes:
+        received = message.get("body", b"")
+        num_received += len(received)
+        for part in (received,) if expander is None else expander.pieces(received):
+            num_bytes += len(part)
+            if num_bytes > limit_bytes:
+                break  # the rest is not even expanded
             held.add(len(part))
             parts.append(part)
+        if num_bytes > limit_bytes:
+            expander = None
         if not message.get("more_body", False):
+            if expander is not None:
+                expander.check_end()
             break
     return b"".join(parts), num_bytes
 

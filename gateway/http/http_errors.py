@@ -126,11 +126,22 @@ TOO_MANY_LOGPROBS = ErrorResponse(
 UNSUPPORTED_MEDIA_TYPE = ErrorResponse(
     415, "unsupported_media_type", "the request must be sent with Content-Type: application/json"
 )
+BROKEN_COMPRESSION = ErrorResponse(
+    400, str(errors.Code.INVALID_REQUEST), "the body is not the compressed data that its Content-Encoding names"
+)
 INTERNAL_ERROR = from_error(errors.make_error(errors.Code.INTERNAL))
 
 
 def too_large(limit_bytes: int) -> ErrorResponse:
     return ErrorResponse(413, str(errors.Code.PAYLOAD_TOO_LARGE), f"the body must have at most {limit_bytes} bytes")
+
+
+def unsupported_encoding(encoding: str) -> ErrorResponse:
+    return ErrorResponse(
+        415,
+        "unsupported_media_type",
+        f"the body's Content-Encoding must be gzip or deflate, or none, got {encoding[:40]!r}",
+    )
 
 
 def unknown_path(status: int, method: str, path: str) -> ErrorResponse:

@@ -142,7 +142,8 @@ class ApiEndpoint(Generic[BodyT]):
     read: Callable[[BodyT, RequestHead], Parsed]
     """Validates a body as a router would, and turns it into requests of the bus. Raises RequestError with the API's
     name for the field at fault."""
-    response: type[msgspec.Struct]
+    response: Any
+    """The type of the response: a struct, or a union of types."""
     event: type[msgspec.Struct] | None = None
     """The data of the events of a streamed response, if there can be one."""
     event_type: str = EVENT_STREAM
@@ -153,6 +154,8 @@ class ApiEndpoint(Generic[BodyT]):
     """Required fields of the body, which may not be null, nor empty unless named in `may_be_empty`."""
     may_be_empty: tuple[str, ...] = ()
     """Lists."""
+    one_of: tuple[str, ...] = ()
+    """Lists of which exactly one is required, which may not be empty. `read` checks that."""
     unserved: Mapping[str, UnservedField] = dataclasses.field(default_factory=dict)
     free_form: frozenset[str] = codec.FREE_FORM
     """Names of fields whose values are passed on as they are."""
@@ -220,8 +223,15 @@ class Dialect(NamedTuple):
     refused: Sequence[RefusedPath] = ()
     prefixes: tuple[str, ...] = ()
     """Beginnings of the paths that are only this API's."""
+    has_bare_paths: bool = False
+    """Whether its paths are served without `/v1` too, for clients whose base URL lacks it."""
     header: str | None = None
     """A header that asks for this API, where several share a path."""
+
+    def paths_of(self, path: str) -> tuple[str, ...]:
+        """Returns all paths under which a path of this API is served."""
+        bare = path.removeprefix("/v1")
+        return (path, bare) if self.has_bare_paths and bare != path else (path,)
 
 
 def _checked_model(name: str) -> str:

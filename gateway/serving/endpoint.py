@@ -58,7 +58,7 @@ class EndpointApp:
         return f"<EndpointApp {self._endpoint.path}>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, path = self._services, scope["path"].rstrip("/")
+        services, path = self._services, self._endpoint.path
         request = Request(scope, receive)
         request_id, shown_id = request_ids(request.headers.get("x-request-id", ""))
         log = RequestLog(request_id, services.metrics, path)

@@ -107,6 +107,10 @@ def answer_with(gateway: Gateway) -> list[str]:
         return [event.choices[0].delta.content or "" for event in stream]
 
 
+RANKING = ("/v1/rerank", "/v2/rerank", "/v1/score")
+"""Endpoints that the system's models can't serve."""
+
+
 @pytest.fixture(scope="module")
 def gateway(said: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway with a key, while whose tests a stream runs again and again, which has to stay the same."""
@@ -134,7 +138,7 @@ def gateway(said: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> I
 def test_the_table_has_every_endpoint_that_takes_a_body(gateway: Gateway) -> None:
     for path, body in BODIES.items():
         status, answer = post(gateway.url, path, body, **KEY)
-        if path == "/v1/rerank":
+        if path in RANKING:
             assert refusal_of(path, (status, answer))[:3] == (400, "unsupported", "model")
         else:
             assert status == 200, answer
@@ -162,7 +166,7 @@ def test_a_number_that_can_not_be_is_refused(gateway: Gateway, path: str, number
     assert refusal_of(path, post(gateway.url, path, body, **KEY))[:2] == (400, kind(path, "invalid_request"))
 
 
-@pytest.mark.parametrize("path", [*(path for path in BODIES if path not in ("/v1/embeddings", "/v1/rerank"))])
+@pytest.mark.parametrize("path", [*(path for path in BODIES if path not in ("/v1/embeddings", *RANKING))])
 def test_the_last_of_two_fields_of_a_name_counts(gateway: Gateway, path: str) -> None:
     body = json.dumps(BODIES[path]).encode()
     assert post(gateway.url, path, b'{"model": "nobody", ' + body[1:], **KEY)[0] == 200
@@ -271,5 +275,5 @@ def test_a_client_that_goes_half_way_is_forgotten(gateway: Gateway, path: str) -
         connection.sendall(head(gateway, path, f"Content-Length: {len(body)}") + body[:-5])
     with connected(gateway) as connection:
         connection.sendall(head(gateway, path, "Transfer-Encoding: chunked") + b"%x\r\n" % len(body) + body[:-5])
-    is_able = path != "/v1/rerank"
+    is_able = path not in RANKING
     assert post(gateway.url, path, BODIES[path], **KEY)[0] == (200 if is_able else 400)

@@ -130,6 +130,6 @@ def test_a_port_that_is_taken_is_one_line_that_says_what_to_do(base_url: str, sl
 
 
 def test_a_key_without_a_tenant_is_one_line_that_does_not_show_it(slow_url: str) -> None:
-    (line,) = refused("gateway", "--nats", slow_url, "--api-key", "sk-secret")
+    (line,) = refused("gateway", "--nats", slow_url, "--api-key", "sk-secret=")
     assert "must be key=tenant" in line
     assert "sk-secret" not in line

@@ -1,5 +1,6 @@
 """Endpoints that generate nothing, over HTTP: they share admission, keys, logs and metrics with those that do."""
 
+import gzip
 import json
 import math
 import time
@@ -100,6 +101,8 @@ UNNAMED: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": SAID},
     "/v1/embeddings": {"input": "go"},
     "/v1/rerank": {"query": "go", "documents": ["a"]},
+    "/v2/rerank": {"query": "go", "documents": ["a"]},
+    "/v1/score": {"text_1": "go", "text_2": ["a"]},
     "/tokenize": {"prompt": "go"},
     "/detokenize": {"tokens": [5]},
     "/api/chat": {"messages": SAID, "options": {"num_predict": 1}, "stream": False},
@@ -118,7 +121,14 @@ def test_requests_without_a_model_are_answered_by_the_default_one(slow_url: str,
         logged = [one["model"] for one in gateway.log("request_received")]
         document = json.loads(get(gateway.url, "/openapi.json"))
     assert logged == ["usual"] * len(UNNAMED)
-    unserved = ("/v1/embeddings", "/v1/rerank", "/api/embed", "/api/embeddings")  # by this model
+    unserved = (
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/v1/score",
+        "/api/embed",
+        "/api/embeddings",
+    )  # by this model
     assert {path: status for path, (status, _) in found.items()} == {
         path: 400 if path in unserved else 200 for path in UNNAMED
     }
@@ -132,6 +142,7 @@ def test_requests_without_a_model_are_for_the_only_one_that_is_served(
 ) -> None:
     unable = {"embed": "none of the served models makes embeddings: slow"}
     unable |= {"embeddings": unable["embed"], "rerank": "none of the served models ranks documents: slow"}
+    unable |= {"score": unable["rerank"]}
     for path, body in UNNAMED.items():
         status, answer = post(slow_gateway.url, path, body | name)
         if problem := unable.get(path.rpartition("/")[2]):
@@ -154,6 +165,40 @@ def test_with_several_models_a_request_must_name_one_and_is_told_which_there_are
     assert answer["error"]["message"] == "model: is required while several models are served: other, slow"
     while post(slow_gateway.url, path, UNNAMED[path])[0] != 200:
         pass
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/chat/completions/"])
+def test_paths_work_without_v1(base_url: str, path: str) -> None:
+    status, found = post(base_url, path, {"model": "demo", "messages": SAID, "max_tokens": 1})
+    assert (status, found["object"]) == (200, "chat.completion")
+    assert get(base_url, "/models") == get(base_url, "/v1/models")
+
+
+def test_a_compressed_body_is_served(base_url: str) -> None:
+    body = gzip.compress(json.dumps({"model": "demo", "prompt": "12 + 30 =", "max_tokens": 1}).encode())
+    assert post(base_url, "/v1/completions", body, **{"Content-Encoding": "gzip"})[0] == 200
+    status, refused = post(base_url, "/v1/completions", body, **{"Content-Encoding": "zstd"})
+    assert (status, "gzip or deflate" in refused["error"]["message"]) == (415, True)
+
+
+def test_the_root_says_what_this_is_to_programs_and_to_people(base_url: str) -> None:
+    about = json.loads(get(base_url, "/"))
+    assert about["name"] == "Tokenbus"
+    for link in about["links"]:
+        assert get(base_url, link)
+    asked = urllib.request.Request(base_url.removesuffix("/v1") + "/", headers={"Accept": "text/html"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        assert answer.headers["content-type"].startswith("text/html")
+        assert b'<a href="/v1/models">' in answer.read()
+
+
+@pytest.mark.parametrize(("path", "instead"), [("/v1/embed", "/v1/embeddings"), ("/similarity", "/v1/score")])
+def test_a_call_of_another_server_that_is_not_served_is_refused_with_what_is(
+    base_url: str, path: str, instead: str
+) -> None:
+    status, refused = post(base_url, path, {"inputs": "a"})
+    assert (status, refused["error"]["code"]) == (400, "unsupported")
+    assert instead in refused["error"]["message"]
 
 
 def test_ollamas_calls_find_a_model_and_what_it_can_do(base_url: str) -> None:

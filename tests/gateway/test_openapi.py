@@ -81,7 +81,7 @@ def is_taken(path: str, body: object, default_model: str = "m") -> bool:
 
 def test_every_endpoint_is_in_the_document() -> None:
     paths = {path for dialect in dialects.DIALECTS for path in (one.path for one in dialect.resources)}
-    assert ENDPOINTS.keys() | paths | {"/health", "/livez", "/readyz"} == DOCUMENT["paths"].keys()
+    assert ENDPOINTS.keys() | paths | {"/", "/health", "/livez", "/readyz"} == DOCUMENT["paths"].keys()
 
 
 def test_every_reference_leads_to_a_schema() -> None:

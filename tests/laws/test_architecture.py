@@ -80,7 +80,7 @@ PURE = (
     "gateway/openai/*.py",
     "gateway/openai/responses/*.py",
     "gateway/vllm.py",
-    "gateway/cohere.py",
+    "gateway/rerank.py",
     "gateway/ollama/*.py",
     "replay/*.py",
 )

@@ -33,7 +33,12 @@ def test_nothing_else_will_do(header: str) -> None:
     assert bearer_of(ApiKeys([f"{SECRET}=acme"]), header) is None
 
 
-@pytest.mark.parametrize("pair", [SECRET, f"{SECRET}=", "=acme", "", f"{SECRET}={'x' * 129}"])
+def test_a_key_alone_is_that_of_the_gateways_own_tenant() -> None:
+    assert bearer_of(ApiKeys([SECRET]), f"Bearer {SECRET}") == "default"
+    assert bearer_of(ApiKeys([f" {SECRET} "], anonymous_tenant="acme"), f"Bearer {SECRET}") == "acme"
+
+
+@pytest.mark.parametrize("pair", [f"{SECRET}=", "=acme", "", f"{SECRET}={'x' * 129}"])
 def test_what_is_no_pair_is_refused_without_being_shown(pair: str) -> None:
     with pytest.raises(ValueError, match="API key 2: must be key=tenant") as raised:
         ApiKeys(["a=b", pair])

@@ -4,9 +4,12 @@ import asyncio
 import contextlib
 import functools
 import gc
+import gzip
 import threading
 import time
 import weakref
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +17,18 @@ from starlette.requests import Request
 
 from tokenbus.gateway.http import body
 from tokenbus.gateway.http.body import BodyMemory, HeldBody
-from tokenbus.gateway.http.http_errors import BODY_TIMEOUT, ApiError, too_large
+from tokenbus.gateway.http.http_errors import (
+    BODY_TIMEOUT,
+    BROKEN_COMPRESSION,
+    ApiError,
+    too_large,
+    unsupported_encoding,
+)
 
 JSON = [(b"content-type", b"application/json")]
 
 
-def request_of(*parts: bytes, is_whole: bool = True) -> Request:
+def request_of(*parts: bytes, is_whole: bool = True, encoding: str = "") -> Request:
     """A request whose body comes in these parts; where it is not whole nothing comes after them."""
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     messages[-1]["more_body"] = not is_whole
@@ -29,7 +38,7 @@ def request_of(*parts: bytes, is_whole: bool = True) -> Request:
             await asyncio.Event().wait()
         return messages.pop(0)
 
-    return Request({"type": "http", "headers": JSON}, receive)
+    return Request({"type": "http", "headers": [*JSON, (b"content-encoding", encoding.encode())]}, receive)
 
 
 async def response_to(request: Request, limit_bytes: int) -> object:
@@ -41,6 +50,34 @@ async def response_to(request: Request, limit_bytes: int) -> object:
 async def test_a_body_may_have_as_many_bytes_as_the_limit_and_not_one_more() -> None:
     assert await body.read(request_of(b"1234", b"5"), 5, HeldBody(BodyMemory(5))) == b"12345"
     assert await response_to(request_of(b"1234", b"56"), 5) == too_large(5)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "compress"), [("gzip", gzip.compress), (" GZIP", gzip.compress), ("deflate", zlib.compress)]
+)
+async def test_a_compressed_body_is_expanded(encoding: str, compress: Callable[[bytes], bytes]) -> None:
+    packed = compress(b"12345" * 40_000)
+    request = request_of(packed[:7], packed[7:], encoding=encoding)
+    assert await body.read(request, 200_000, HeldBody(BodyMemory(1 << 30))) == b"12345" * 40_000
+
+
+async def test_a_compressed_body_may_have_as_many_bytes_as_any_other_and_is_expanded_no_further() -> None:
+    packed = gzip.compress(bytes(100_000_000))
+    held = HeldBody(BodyMemory(1 << 30))
+    with pytest.raises(ApiError) as raised:
+        await body.read(request_of(packed, encoding="gzip"), 3_000_000, held)
+    assert raised.value.response == too_large(3_000_000)
+    assert held.counted_bytes <= 2_000_000
+
+
+@pytest.mark.parametrize("packed", [b"{}", gzip.compress(b"{}")[:-1], gzip.compress(b"{}") + b"x", b""])
+async def test_what_is_not_compressed_as_it_says_is_refused(packed: bytes) -> None:
+    assert await response_to(request_of(packed, encoding="gzip"), 100) == BROKEN_COMPRESSION
+
+
+@pytest.mark.parametrize("encoding", ["zstd", "br", "gzip, gzip"])
+async def test_another_encoding_is_refused_by_name(encoding: str) -> None:
+    assert await response_to(request_of(b"{}", encoding=encoding), 100) == unsupported_encoding(encoding)
 
 
 async def test_a_body_without_an_end_is_refused_before_it_ends() -> None:
