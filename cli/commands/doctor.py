@@ -82,19 +82,27 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 async def _run(options: argparse.Namespace) -> int:
-    """Prints one finding per line; returns 1 if one of them is bad. Raises MissingExtraError for a model without an
-    installed worker."""
+    """Prints one finding per line, those that are bad last; returns 1 if there are any. Raises MissingExtraError for a
+    model without an installed worker."""
     if options.model:
         extras.require("worker-core", "--model")
     logs.log_errors_only()
-    num_bad = 0
+    bad = []
     async for finding in _all_findings(options):
-        num_bad += finding.mark == "bad"
-        advice = f"\n          {finding.advice}" if finding.advice else ""
-        print(f"{finding.mark:<6}{finding.what}{advice}", flush=True)
-    if num_bad:
-        print(f"\n{num_bad} to fix", file=sys.stderr)
-    return 1 if num_bad else 0
+        if finding.mark == "bad":
+            bad.append(finding)
+        else:
+            _print(finding)
+    for finding in bad:
+        _print(finding)
+    if bad:
+        print(f"\n{len(bad)} to fix", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _print(finding: Finding) -> None:
+    advice = f"\n          {finding.advice}" if finding.advice else ""
+    print(f"{finding.mark:<6}{finding.what}{advice}", flush=True)
 
 
 async def _all_findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
@@ -224,8 +232,10 @@ def check_model(model: str) -> Finding:
     try:
         registry.check(model)
         found = registry.find(model, lambda _: None)
-    except (ModelError, OSError) as error:
+    except ModelError as error:
         return Finding("bad", f"model {model}", str(error))
+    except OSError as error:
+        return Finding("bad", f"model {model}", str(error.strerror))
     size, sidecars = found.weights.stat().st_size, ", ".join(found.sidecars) or "none"
     return Finding("ok", f"model {found.weights} ({size / 1e6:,.1f} MB), files beside it: {sidecars}")
 
@@ -280,9 +290,9 @@ async def check_broker(options: argparse.Namespace) -> AsyncIterator[Finding]:
         settings = connection_flags.settings_of(options, _CONNECT_TIMEOUT_S)
         bus = await nats.connect(settings, name="tokenbus doctor")
     except (ConnectionError, ValueError) as error:
-        yield Finding("bad", f"broker at {url}", str(error))
+        yield Finding("bad", f"the broker at {url} can't be used", str(error))
         return
-    yield Finding("ok", f"broker at {url}: {bus!r}")
+    yield Finding("ok", f"the broker at {url} answers")
     for path in settings.world_readable_files:
         yield Finding("note", f"everyone on this machine can read the secret {path}", f"chmod 600 {path}")
     if bus.max_payload < _MIN_PAYLOAD:

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         status, reason = _get(options.port, path)
     except OSError as error:
-        status, reason = b"", f"no answer from http://127.0.0.1:{options.port}{path}: {error}"
+        status, reason = b"", f"no answer from http://127.0.0.1:{options.port}{path}: {error.strerror or error}"
     if status == _READY:
         return 0
     print(reason, file=sys.stderr)

@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
             options.json.write_bytes(_as_json(settings, runs))
         if options.html:
             options.html.write_text(_page(settings, runs), encoding="utf-8")
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         return print_error(str(error), EXIT_BAD_SETTINGS)
     except (LiveError, nats_server.NatsServerError, StartError) as error:
         return print_error(str(error))

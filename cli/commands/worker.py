@@ -292,11 +292,11 @@ def _located(model: str) -> str:
 
 
 def _models_problem(options: argparse.Namespace) -> str:
-    """Returns why one of the models can't be served on this machine."""
+    """Returns why one of the models can't be served on this machine. Raises OSError for a file that can't be read."""
     try:
         for model in options.model:
             registry.check(_located(model), options.engine)
-    except (ModelError, OSError) as error:
+    except ModelError as error:
         return str(error)
     return ""
 

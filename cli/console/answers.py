@@ -118,8 +118,10 @@ class _Reasoning:
 def _text_in(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} can't be read: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: byte {error.start + 1}") from error
 
 
 def _json_in(path: Path) -> Any:

@@ -65,8 +65,10 @@ def read(path: Path) -> dict[str, _Table]:
         return tomllib.loads(path.read_bytes().decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 (byte {error.start + 1})") from error
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
 
 
 @contextlib.contextmanager

@@ -184,6 +184,10 @@ class Parser(argparse.ArgumentParser):
             self.error(f"takes no further arguments, got {' '.join(map(repr, extra))}")
         return options
 
+    def print_help(self, file: Any = None) -> None:
+        """Raises OSError, which argparse ignores, if the output can't be written."""
+        print(self.format_help(), end="", file=file)
+
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with a message of argparse, in the words of a user."""
         place, mark, problem = message.removeprefix("argument ").partition(": ")
@@ -223,7 +227,7 @@ class Parser(argparse.ArgumentParser):
         if not name.startswith("--") and argument[:2] in known:
             return argument  # -n5
         if homes := self.elsewhere(spelled):
-            text = f"no such option {name}; it is an option of {' and '.join(f'`tokenbus {home}`' for home in homes)}"
+            text = f"no such option {name}; it is an option of {', '.join(f'`tokenbus {home}`' for home in homes)}"
         else:
             text = f"no such option {name}{did_you_mean(spelled, known)}"
         raise self._usage_error(text)

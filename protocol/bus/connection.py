@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from tokenbus.protocol.bus.settings import BusSettings as BusSettings
 from tokenbus.protocol.bus.settings import redact_url as redact_url
 from tokenbus.protocol.wire import limits
 
+_ERRNO = re.compile(r"(?:Multiple exceptions: )?\[Errno (-?\d+)\] ")
 _CONTROL_LINE_REST_BYTES = len(b"HPUB 1000000 1000000\r\n")
 _MAX_ADDRESSES = 1_024
 """The number of cached control lines (a stream's chunks all share one): at most 4 MiB."""
@@ -294,8 +296,11 @@ def connect_error(settings: BusSettings, error: Exception, otherwise: str) -> Co
     if isinstance(error, BrokerRefusedError):
         return BrokerRefusedError(f"the NATS broker at {settings.redacted_url} {error}")
     reason = str(error) or otherwise
+    if found := _ERRNO.match(reason):  # the system's text, without the addresses that were tried
+        reason = os.strerror(int(found[1])) if int(found[1]) > 0 else reason[found.end() :]
     remedy = "start one, or set --nats or TOKENBUS_NATS to its address"
-    return ConnectionError(f"no NATS broker at {settings.redacted_url} ({reason}): {remedy}")
+    where = f"{settings.redacted_url} within {settings.connect_timeout_s:g} s"
+    return ConnectionError(f"no NATS broker at {where} ({reason}): {remedy}")
 
 
 async def _raise_refusals(cancellation: CancellationGuard, error: Exception) -> None:

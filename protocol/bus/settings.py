@@ -9,6 +9,7 @@ import random
 import re
 import ssl
 import stat
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 _JWT_BEGINS = "BEGIN NATS USER JWT"
 _SEED_BEGINS = "SU"
 """The seed of a user: an account's begins with SA, an operator's with SO."""
+_SCHEMES = ("nats", "tls")
 _COMMA_BEFORE_SCHEME = re.compile(r",(?=\s*\w+://)")
 
 
@@ -203,6 +205,8 @@ class BusSettings:
             raise ValueError(f"--nats has an empty URL: {self.redacted_url}")
         if any("@" in url and "://" not in url for url in self._urls[1:]):
             raise ValueError("--nats: begin each URL with nats://, and set a password with a comma otherwise")
+        for url in self._servers:  # only now: parts of a password with a comma are no servers to show
+            _check_address(url)
         if len(set(self._logins)) > 1:
             raise ValueError("the URLs of --nats name different users: all servers must be of one cluster")
         self.credentials.check()
@@ -220,6 +224,18 @@ class BusSettings:
     @property
     def _logins(self) -> list[str]:
         return [login for _, login in map(_split, self._urls) if login]
+
+
+def _check_address(url: str) -> None:
+    """Raises ValueError for a URL, without its login, that can't be that of a broker."""
+    scheme = url.partition("://")[0] if "://" in url else "nats"
+    try:
+        parts = urllib.parse.urlsplit(url if "://" in url else f"nats://{url}")
+        is_valid = scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number, or above 65,535
+        is_valid = False
+    if not is_valid:
+        raise ValueError(f"--nats must be nats://HOST:PORT or tls://HOST:PORT, got {url}")
 
 
 def redact_url(url: str) -> str:

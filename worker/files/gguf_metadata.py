@@ -124,13 +124,15 @@ def _read(path: Path, parse: Callable[["_Reader"], ReadT]) -> ReadT:
         raise ModelError(f"{path}: there is no such file; pass --model the path of a GGUF file") from error
     except IsADirectoryError as error:
         raise ModelError(f"{path}: is a directory; pass --model the path of a GGUF file") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ModelError(f"{path}: can't be read: {error.strerror}") from error
+    except ValueError as error:
         raise ModelError(f"{path}: can't be read: {error}") from error
 
 
 def _parse(path: Path, data: mmap.mmap | bytes, parse: Callable[["_Reader"], ReadT]) -> ReadT:
     if data[: len(_MAGIC)] != _MAGIC:
-        raise ModelError(f"{path}: not a GGUF file (it begins with {data[:4]!r}); convert the model to GGUF first")
+        raise ModelError(f"{path}: not a GGUF file; convert the model to GGUF first")
     try:
         return parse(_Reader(data))
     except ModelError as error:

@@ -207,3 +207,42 @@ def test_an_argument_that_is_not_utf_8_is_refused_in_a_line() -> None:
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tokenbus.cli.start", *arguments]
     return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("command", [("config", "show"), ("help", "worker"), ("--version",)])
+def test_a_full_disk_is_one_line_and_a_status(command: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "tokenbus.cli.start", *command]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "tokenbus: the output can not be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_a_pipe_without_a_reader_ends_a_command_in_silence() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "tokenbus.cli.start", "config", "show"]
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        ((), 0, ""),
+        (("help",), 0, ""),
+        (("help", "chat"), 0, ""),
+        (("generat",), 2, "tokenbus: no such command generat; did you mean generate? `tokenbus help` lists all"),
+        (("help", "xyz"), 2, "tokenbus: no such command xyz; `tokenbus help` lists all"),
+        (("-x",), 2, "tokenbus: options follow the command: tokenbus COMMAND -x; `tokenbus help` lists all"),
+        (("generate",), 2, "tokenbus generate: needs PROMPT; `tokenbus generate --help` lists all"),
+    ],
+)
+def test_a_mistake_in_a_command_is_one_line_with_status_2(
+    arguments: tuple[str, ...], status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main._run([*arguments]) == status
+    said = capsys.readouterr()
+    assert said.err == (f"{says}\n" if says else "")
+    assert bool(said.out) == (not says)

@@ -209,6 +209,11 @@ def test_credentials_that_are_given_otherwise_come_before_those_in_a_url() -> No
     assert settings.server_options == {"servers": ["nats://a:1"], "user": "bob", "password": "other", "token": None}
 
 
+@pytest.mark.parametrize("url", ["a", "a:4222", "nats://a", "tls://a:1,nats://[::1]:4222", "nats://u:p@a:1"])
+def test_a_broker_is_a_host_with_or_without_a_scheme_and_a_port(url: str) -> None:
+    BusSettings(url=url).check()
+
+
 def test_one_tls_url_means_tls_for_all() -> None:
     assert BusSettings(url="nats://a:1,tls://b:2").insists_on_tls
     assert not BusSettings(url="nats://a:1,nats://b:2").insists_on_tls
@@ -220,6 +225,9 @@ def test_one_tls_url_means_tls_for_all() -> None:
         ("nats://a:1,", "empty URL"),
         ("nats://ada:secret@a:1,nats://bob:secret@b:2", "different users"),
         ("nats://ada:sec,ret@a:1", "comma"),
+        ("http://ada:secret@a:1", "must be nats://HOST:PORT or tls://HOST:PORT, got http://a:1"),
+        ("nats://a:1,nats://b:70000", "got nats://b:70000"),
+        ("nats://:4222", "got nats://:4222"),
     ],
 )
 def test_urls_that_contradict_each_other_are_refused_without_their_secrets(url: str, reason: str) -> None:
