@@ -88,6 +88,7 @@ def build(version: str) -> None:
     say(f"  PyPI has only its source; the wheel is kept in {folder}, so that later clones take seconds")
     with tempfile.TemporaryDirectory() as scratch:
         sdist = download(version, Path(scratch))
+        say("  unpacking what tests use")
         keep(sdist, version)
         wheel = compile_wheel(sdist, Path(scratch))
         folder.mkdir(parents=True, exist_ok=True)

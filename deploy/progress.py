@@ -70,6 +70,7 @@ def run(command: Sequence[str], news: str, describe: Describe, environment: Mapp
     )
     assert process.stdout is not None
     pipe, rest = process.stdout.fileno(), b""
+    progress.show(news)
     try:
         while True:
             if not select.select([pipe], [], [], progress.due_s)[0]:

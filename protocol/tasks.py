@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-import structlog
+from tokenbus.protocol import late_logger
 
 ResultT = TypeVar("ResultT")
 
@@ -51,7 +51,7 @@ async def _run(name: str, work: Coroutine[Any, Any, Any], on_failure: Callable[[
         failure = StrayCancelError("it was cancelled by what it awaited")
     except Exception as error:  # outermost frame of the task
         failure = error
-    structlog.get_logger().error("task_failed", task=name, exc_info=failure)
+    late_logger.get_logger().error("task_failed", task=name, exc_info=failure)
     if on_failure is not None:
         on_failure(failure)
 
@@ -59,4 +59,4 @@ async def _run(name: str, work: Coroutine[Any, Any, Any], on_failure: Callable[[
 def log_uncaught(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """An event loop's exception handler: logs what a callback raises, or an awaited task's error that was never
     retrieved."""
-    structlog.get_logger().error("callback_failed", error=context["message"], exc_info=context.get("exception"))
+    late_logger.get_logger().error("callback_failed", error=context["message"], exc_info=context.get("exception"))

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable
 from operator import methodcaller
 
-import structlog
 from nats.aio.msg import Msg
 
 from tokenbus.client.wire.chunk_stream import ChunkStream
-from tokenbus.protocol import tasks
+from tokenbus.protocol import late_logger, tasks
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.ttl_cache import TTLCache
@@ -263,5 +262,5 @@ class Inbox:
             try:
                 act(stream)
             except Exception:  # outermost frame of a stream: it ends, and the others are still served
-                structlog.get_logger().exception("stream_failed", request_id=stream.request_id)
+                late_logger.get_logger().exception("stream_failed", request_id=stream.request_id)
                 stream.fail(errors.make_error(errors.Code.INTERNAL))

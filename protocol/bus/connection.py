@@ -13,13 +13,13 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import nats.errors
-import structlog
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from tokenbus.protocol import late_logger
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus.bus import (
     BadSubjectError,
@@ -32,6 +32,9 @@ from tokenbus.protocol.bus.nats_client import OPTIONS, HardenedClient
 from tokenbus.protocol.bus.settings import BusSettings as BusSettings
 from tokenbus.protocol.bus.settings import redact_url as redact_url
 from tokenbus.protocol.wire import limits
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 _ERRNO = re.compile(r"(?:Multiple exceptions: )?\[Errno (-?\d+)\] ")
 _CONTROL_LINE_REST_BYTES = len(b"HPUB 1000000 1000000\r\n")
@@ -76,7 +79,6 @@ class Connection:
     def __init__(self, settings: BusSettings, name: str) -> None:
         self._settings = settings
         self._name = name
-        self._log = structlog.get_logger().bind(nats=name)
         self._client = HardenedClient(settings)
         self._client.may_write = lambda: self.guard()
         self._client.on_reconnect_failed = self._reconnect_failed
@@ -89,6 +91,10 @@ class Connection:
 
     def __repr__(self) -> str:
         return f"<Connection {self._settings.redacted_url} {'up' if self.is_connected else 'down'}>"
+
+    @property
+    def _log(self) -> "FilteringBoundLogger":
+        return late_logger.get_logger().bind(nats=self._name)
 
     @property
     def is_connected(self) -> bool:
@@ -118,7 +124,7 @@ class Connection:
         client, settings = self._client, self._settings
         settings.check()
         for path in settings.world_readable_files:
-            structlog.get_logger().warning("secret_exposed", nats=self._name, path=path)
+            late_logger.get_logger().warning("secret_exposed", nats=self._name, path=path)
         try:
             async with asyncio.timeout(settings.connect_timeout_s):
                 with CancellationGuard() as cancellation:
