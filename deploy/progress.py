@@ -65,33 +65,33 @@ def run(command: Sequence[str], news: str, describe: Describe, environment: Mapp
     """Runs a command and shows its progress on standard error, beginning with `news`. Raises CommandFailedError, after
     the end of its output was printed."""
     progress, tail = Progress(), deque[str](maxlen=_TAIL_LINES)
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert process.stdout is not None
-    pipe, rest = process.stdout.fileno(), b""
-    progress.show(news)
-    try:
-        while True:
-            if not select.select([pipe], [], [], progress.due_s)[0]:
-                progress.show(news)
-                continue
-            data = os.read(pipe, 65_536)
-            if not data:
-                break
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                text = line.decode(errors="replace").rstrip()
-                tail.append(text)
-                news = describe(text) or news
-            if not progress.due_s:
-                progress.show(news)
-        status = process.wait()
-    finally:
-        progress.close()
-        process.kill()
-        process.wait()
-    if status:
+    ) as process:
+        assert process.stdout is not None
+        pipe, rest = process.stdout.fileno(), b""
+        progress.show(news)
+        try:
+            while True:
+                if not select.select([pipe], [], [], progress.due_s)[0]:
+                    progress.show(news)
+                    continue
+                data = os.read(pipe, 65_536)
+                if not data:
+                    break
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    text = line.decode(errors="replace").rstrip()
+                    tail.append(text)
+                    news = describe(text) or news
+                if not progress.due_s:
+                    progress.show(news)
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            progress.close()
+    if process.returncode:
         output = "\n".join(tail)
         print(output, file=sys.stderr)
-        raise CommandFailedError(f"{' '.join(command[:4])} ... ended with status {status}", output)
+        raise CommandFailedError(f"{' '.join(command[:4])} ... ended with status {process.returncode}", output)

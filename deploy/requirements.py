@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_PROGRAM = "#include <thread>\n#include <vector>\nint main() { return std::vector<int>().size(); }\n"
+_CXX_PROGRAM = "#include <thread>\n#include <vector>\nint main() { return std::vector<int>().size(); }\n"
+_C_PROGRAM = "#include <stdlib.h>\nint main(void) { return EXIT_SUCCESS; }\n"
 _HINTS = {
     "compiler": {
         "debian": "apt install g++",
@@ -37,21 +38,21 @@ def check_venv() -> None:
 
 
 def check_compiler() -> None:
-    """Checks that C and C++ can be compiled and linked. Raises LackError."""
-    for name, variable, commands, suffix in (
-        ("C", "CC", ("cc", "gcc", "clang"), ".c"),
-        ("C++", "CXX", ("c++", "g++", "clang++"), ".cpp"),
+    """Checks that C++ and C can be compiled and linked. Raises LackError."""
+    for language, variable, commands, suffix, program in (
+        ("C++", "CXX", ("c++", "g++", "clang++"), ".cpp", _CXX_PROGRAM),
+        ("C", "CC", ("cc", "gcc", "clang"), ".c", _C_PROGRAM),
     ):
-        chosen = os.environ.get(variable) or next(filter(shutil.which, commands), "")
-        problem = _compile(chosen, "int main() { return 0; }\n" if suffix == ".c" else _PROGRAM, suffix)
+        compiler = os.environ.get(variable) or next(filter(shutil.which, commands), "")
+        problem = _compile(compiler, program, suffix) if compiler else "there is none"
         if problem:
-            raise LackError(f"llama.cpp must be compiled once, and {problem} ({name}): {hint('compiler')}")
+            raise LackError(
+                f"llama.cpp is compiled once, which needs a {language} compiler; {problem}: {hint('compiler')}"
+            )
 
 
 def _compile(compiler: str, program: str, suffix: str) -> str:
     """Returns why a program can't be compiled; empty if it can."""
-    if not compiler:
-        return "there is no compiler"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / f"try{suffix}"
         source.write_text(program)
@@ -60,7 +61,7 @@ def _compile(compiler: str, program: str, suffix: str) -> str:
             done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, text=True)
         except OSError as error:
             return f"{compiler} can't be run ({error.strerror})"
-    return "" if done.returncode == 0 else f"{compiler} does not work"
+    return "" if done.returncode == 0 else f"{compiler} can't compile a small program"
 
 
 def check_space(folder: Path, need_mb: int, what: str) -> None:

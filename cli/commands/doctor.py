@@ -85,7 +85,7 @@ async def _run(options: argparse.Namespace) -> int:
     """Prints one finding per line, those that are bad last; returns 1 if there are any. Raises MissingExtraError for a
     model without an installed worker."""
     if options.model:
-        extras.require("worker-core", "--model")
+        extras.require("worker-core", "doctor --model")
     logs.log_errors_only()
     bad = []
     async for finding in _all_findings(options):

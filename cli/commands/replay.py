@@ -74,7 +74,7 @@ def add_flags(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Replays the trace, prints a table and writes the requested files; returns the exit status."""
     if options.live:
-        extras.require("up", "--live")
+        extras.require("up", "replay --live")
     try:
         settings, policies = _settings_of(options), _policies_of(options)
         trace = load_requests(settings)

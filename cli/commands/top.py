@@ -52,7 +52,7 @@ def add_models_flags(parser: Parser) -> None:
 
 def _run_models(options: argparse.Namespace) -> int:
     if options.local or options.remove:
-        extras.require("worker-core", "tokenbus models --local")
+        extras.require("worker-core", f"models {'--remove' if options.remove else '--local'}")
         from tokenbus.cli.commands import pull
 
         return pull.run_local(options)

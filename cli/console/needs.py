@@ -19,7 +19,7 @@ def check(command: str) -> None:
     """Raises MissingExtraError if a command can't run. Not even its flags can be read then: they are declared by code
     that needs the same packages."""
     if extra := EXTRAS.get(command):
-        extras.require(extra, f"tokenbus {command}")
+        extras.require(extra, f"the command {command}")
 
 
 def are_met(command: str) -> bool:

@@ -1,13 +1,24 @@
-"""An installed Tokenbus has one top-level name, whichever way the wheel was made."""
+"""An installed Tokenbus has one top-level name, whichever way the wheel was made, and is small without extras."""
 
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
+from tokenbus.cli.console import needs
+
 ROOT = Path(__file__).parents[2]
+MAX_MB = 60
+MAX_IMPORT_CPU_S = 0.08
 
 
 def wheel_of(root: Path, folder: Path) -> set[str]:
@@ -27,3 +38,73 @@ def test_a_wheel_has_one_top_level_name_and_is_the_same_when_it_is_built_through
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert wheel_of(unpacked, tmp_path / "through") == direct
+
+
+def size_mb(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
+
+
+def cpu_s(*command: str) -> float:
+    """The CPU time of a command, the least of five runs."""
+
+    def once() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    return min(once() for _ in range(5))
+
+
+@pytest.mark.long
+def test_a_wheel_without_extras_is_a_small_client_and_command_line_whose_servers_name_what_they_lack(
+    tmp_path: Path,
+) -> None:
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path / "dist"))
+    environment = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    before = size_mb(environment)
+    python = str(environment / "bin/python")
+    subprocess.run([python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), wheel], check=True)
+    assert size_mb(environment) - before <= MAX_MB
+    assert cpu_s(python, "-c", "import tokenbus") <= MAX_IMPORT_CPU_S
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [environment / "bin/tokenbus", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    assert run("--version").stdout.startswith("tokenbus ")
+    assert run("generate", "--help").returncode == 0
+    assert "no NATS broker at" in run("top", "--once", "--nats", "nats://127.0.0.1:1").stderr
+    for command in needs.EXTRAS:
+        done = run(command)
+        assert (done.returncode, done.stdout) == (1, "")
+        (line,) = done.stderr.splitlines()
+        assert f"the command {command} needs packages that are not installed" in line
+
+
+@pytest.mark.long
+def test_the_files_of_a_wheel_are_enough_to_run_everything_outside_of_a_checkout(tmp_path: Path) -> None:
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path / "dist"))
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    (empty := tmp_path / "empty").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "TMPDIR": str(tmp_path)}
+
+    def command(*arguments: str) -> list[str]:
+        return [sys.executable, "-m", "tokenbus.cli.start", *arguments]
+
+    up = command("up", "--json", "--workers", "1", "--port", "0", "--gateway-port", "0")
+    with subprocess.Popen(up, stdout=subprocess.PIPE, cwd=empty, env=environment) as running:
+        assert running.stdout is not None
+        try:
+            url = json.loads(running.stdout.readline())["nats"]
+            asked = command("generate", "--nats", url, "--model", "demo", "What is 12 + 30?")
+            done = subprocess.run(asked, capture_output=True, text=True, cwd=empty, env=environment)
+            assert "12 + 30 = 42." in done.stdout, done.stderr
+            where = [sys.executable, "-c", "import tokenbus; print(tokenbus.__file__)"]
+            found = subprocess.run(where, capture_output=True, text=True, cwd=empty, env=environment)
+            assert Path(found.stdout).is_relative_to(tmp_path / "installed")
+        finally:
+            running.send_signal(signal.SIGINT)
+    assert running.returncode == 0
+    assert list(empty.iterdir()) == []
