@@ -25,15 +25,15 @@ _EXTRAS = {"gguf": "worker", "onnx": "worker-onnx"}
 _LOG_INTERVAL_S = 5.0
 
 
-def engine_of(model: str) -> str:
-    """Returns the engine for a model from its files; names on the Hub are taken for GGUF."""
-    return "onnx" if is_onnx_model(model) else "gguf"
+def engine_of(model: str, asked: str = "auto") -> str:
+    """Returns the engine asked for; `auto` is that of the model's files, and GGUF for names on the Hub."""
+    return asked if asked != "auto" else "onnx" if is_onnx_model(model) else "gguf"
 
 
 def check(model: str, engine: str = "auto") -> None:
     """Checks that a model's engine is installed, and, for one on this machine, that its files are there. Nothing is
     imported or downloaded. Raises ModelError, saying what to do."""
-    engine = engine_of(model) if engine == "auto" else engine
+    engine = engine_of(model, engine)
     if extra := _EXTRAS.get(engine):
         try:
             extras.require(extra, f"{model}: the {engine} engine")

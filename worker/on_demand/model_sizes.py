@@ -30,7 +30,7 @@ def read_facts(settings: EngineSettings, progress: Callable[[float], None]) -> M
     """Returns a model's facts, downloading it if it is only on the Hub; `progress` gets the fraction downloaded.
 
     Raises ModelError, saying what to do, if it can't be found or read."""
-    engine = registry.engine_of(settings.model) if settings.engine == "auto" else settings.engine
+    engine = registry.engine_of(settings.model, settings.engine)
     if engine == "sim":
         return ModelFacts(0, 0, 0, 0, 0, 0)
     layouts = registry.layouts(engine)
@@ -65,7 +65,7 @@ def weight_bytes(settings: EngineSettings) -> int:
     can't be found, which is reported when it is loaded."""
     if is_hub_name(settings.model):
         return 0
-    layouts = registry.layouts(registry.engine_of(settings.model) if settings.engine == "auto" else settings.engine)
+    layouts = registry.layouts(registry.engine_of(settings.model, settings.engine))
     try:
         return _size(registry.find_as(settings.model, layouts, lambda _: None), layouts)
     except (ModelError, OSError):

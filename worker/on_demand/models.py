@@ -159,7 +159,7 @@ class OnDemandReplica(Replica):
 def _listing(settings: EngineSettings, context_length: int) -> contract.EngineConfig:
     """Returns a stand-in for the configuration of an engine that was never started."""
     return contract.EngineConfig(
-        engine=registry.engine_of(settings.model) if settings.engine == "auto" else settings.engine,
+        engine=registry.engine_of(settings.model, settings.engine),
         engine_version="",
         source=source_name(settings.model),
         fingerprint=settings.fingerprint,

@@ -15,6 +15,10 @@ from tokenbus.protocol.wire import internal
 class ModelTokenizer:
     """Makes the token ids of prompts by the model's own rules. Safe to use from several threads."""
 
+    end_token_ids: frozenset[int]
+    token_bytes: list[bytes]
+    """The bytes of each token's text, by token id; empty for control tokens."""
+
     def __init__(self, rules: tokenizer_bundle.PromptRules, encode: Callable[[str], list[int]]) -> None:
         self.rules = rules
         self._encode = encode

@@ -11,19 +11,16 @@ import numpy as np
 import structlog
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.protocol.wire import codec, internal
-from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
-from tokenbus.worker.contract import contract, engine_request
+from tokenbus.protocol.wire import codec
+from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.convert import converted
-from tokenbus.worker.engine.constraints.compiler import ModelTokens
-from tokenbus.worker.engine.device import features, non_finite
+from tokenbus.worker.engine.device import non_finite
 from tokenbus.worker.engine.device.draws import Matrix
+from tokenbus.worker.engine.device.generating_runner import GeneratingRunner
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
-from tokenbus.worker.engine.device.non_finite import LogitsHealth
 from tokenbus.worker.engine.device.runner import Runner
-from tokenbus.worker.engine.device.sampler import Sampler
 from tokenbus.worker.engine.gguf import backend, context, model_facts, pooler, probe, settings_resolution, state_blob
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters
 from tokenbus.worker.engine.gguf.context import BatchPart, LlamaBatch
@@ -35,8 +32,6 @@ from tokenbus.worker.engine.host_cache.slot_store import SlotStore, kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.memory.planner import MemoryPlanner, PlannedReplica
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
-from tokenbus.worker.files import model_config
-from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.layouts import GgufLayout, SafetensorsLayout
 from tokenbus.worker.files.model_files import ModelFiles
 from tokenbus.worker.models import registry
@@ -118,7 +113,7 @@ def _find(settings: EngineSettings, progress: Callable[[float], None]) -> ModelF
     return files
 
 
-class GgufRunner:
+class GgufRunner(GeneratingRunner):
     """The context of one replica over a loaded model that generates. `release` is called once the model isn't needed.
 
     Raises ModelError for settings that the model can't meet, and if a sequence can't have `least_context` tokens."""
@@ -126,20 +121,14 @@ class GgufRunner:
     def __init__(
         self, model: GgufModel, settings: EngineSettings, release: Callable[[], None], *, least_context: int = 0
     ) -> None:
+        super().__init__(model)
         self._model = model
         self._release = release
         self._context: llama.llama_context_p | None = None
         self.adapters: ContextAdapters | None = None
-        self._tokenizer = model.tokenizer
-        self.end_token_ids = self._tokenizer.end_token_ids | model_config.end_token_ids(
-            model.generation_config, self._tokenizer.rules.special_tokens.values()
-        )
-        self.token_bytes = self._tokenizer.token_bytes
         self.bundle = model.bundle
         self.copies: SlotStore | None = None
         self.embedder: CausalEmbedder | None = None
-        self.reranker = None
-        self.reasoning_closer: ReasoningCloser | None = None
         try:
             self._open(settings, least_context)
         except BaseException:
@@ -155,8 +144,6 @@ class GgufRunner:
         partial_state = self._model.has_partial_state
         self._context = context.create(handle, settings, partial_state=partial_state)
         self._batch = LlamaBatch(settings.max_num_batched_tokens, FIRST_SEQ_ID)
-        self.logits = LogitsHealth()
-        self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
         self.lanes = Lanes(self._context, has_partial_state=partial_state)
         capabilities = probe.capabilities(handle, self._context, self.lanes)
         self._can_batch = capabilities.can_batch
@@ -179,12 +166,6 @@ class GgufRunner:
                 f"--context-length {least_context} is above what one sequence can have here, "
                 f"{self.config.context_length}: pass more --kv-tokens"
             )
-
-    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
-        self._sampler.add_sequence(seq_no, sampling)
-
-    def remove_sequence(self, seq_no: int) -> None:
-        self._sampler.remove_sequence(seq_no)
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         self.lanes.apply(kv_ops)
@@ -237,15 +218,6 @@ class GgufRunner:
         self.lanes.wipe()
         return {lane: Undone.POISONED if is_cut else Undone.LOST for lane, is_cut in taken_back.items()}
 
-    def tokenize(self, request: internal.Tokenize) -> list[int]:
-        return self._tokenizer.tokenize(request)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def device_memory(self) -> list[DeviceMemory]:
-        return self._model.device_memory()
-
     def close(self) -> None:
         self._free()
         self._release()
@@ -287,18 +259,8 @@ class GgufRunner:
             missing["prefix_cache"] = f"--host-cache-mib leaves {left} bytes, which are too few for a checkpoint"
         if self.bundle is None:
             missing["router_tokenizing"] = "no tokenizer made from its files agrees with llama.cpp's on all probes"
-        model_tokens = ModelTokens(self.token_bytes, self.end_token_ids, self.encode)
-        self.reasoning_closer = features.closer_of(self._model.chat_format, model_tokens, missing)
         exchanged = capabilities.state_format if self.copies is not None and capabilities.can_share else None
-        offered = features.with_sampler(
-            chat=self._tokenizer.supports_chat,
-            ends=bool(self.end_token_ids),
-            fim=self._tokenizer.supports_fim,
-            chat_format=self._model.chat_format,
-            lora=True,
-            caches=capabilities.can_share or sizes is not None,
-            closes_reasoning=self.reasoning_closer is not None,
-        )
+        offered = self._offered(missing, lora=True, caches=capabilities.can_share or sizes is not None)
         return codec.replace(
             self._model.describe(settings, min(settings.context_length, fits), offered),
             max_num_seqs=settings.max_num_seqs,

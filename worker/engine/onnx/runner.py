@@ -8,16 +8,13 @@ import onnxruntime
 import structlog
 
 from tokenbus.protocol.process import memory
-from tokenbus.protocol.wire import codec, internal
-from tokenbus.worker.contract import engine_request
+from tokenbus.protocol.wire import codec
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.constraints.compiler import ModelTokens
-from tokenbus.worker.engine.device import features, non_finite
+from tokenbus.worker.engine.device import non_finite
+from tokenbus.worker.engine.device.generating_runner import GeneratingRunner
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
-from tokenbus.worker.engine.device.non_finite import LogitsHealth
-from tokenbus.worker.engine.device.runner import Embedder, Reranker, Runner, RunnerAdapters
-from tokenbus.worker.engine.device.sampler import Sampler
+from tokenbus.worker.engine.device.runner import Embedder, Runner, RunnerAdapters
 from tokenbus.worker.engine.host_cache import slot_store
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore, kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
@@ -33,8 +30,6 @@ from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.onnx.static_cache import StaticCache
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
 from tokenbus.worker.engine.settings_resolution import resolve
-from tokenbus.worker.files import model_config
-from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.layouts import OnnxLayout
 from tokenbus.worker.files.model_files import ModelFiles
 from tokenbus.worker.models import registry
@@ -92,20 +87,16 @@ def lends_lanes(settings: EngineSettings) -> bool:
     return device.choose(settings).kind == "cpu"
 
 
-class OnnxRunner:
+class OnnxRunner(GeneratingRunner):
     """The cache of one replica over a loaded model that generates. `release` is called once the model isn't needed.
 
     Raises ModelError for settings that the model or the machine can't meet, and for a graph that can't batch."""
 
     def __init__(self, model: OnnxModel, settings: EngineSettings, release: Callable[[], None]) -> None:
+        super().__init__(model)
         self._model = model
         self._release = release
-        self._tokenizer = model.tokenizer
-        self.end_token_ids = self._tokenizer.end_token_ids | model_config.end_token_ids(
-            model.generation_config, self._tokenizer.rules.special_tokens.values()
-        )
-        self.token_bytes = self._tokenizer.token_bytes
-        self.bundle: bytes | None = self._tokenizer.bundle
+        self.bundle: bytes | None = model.tokenizer.bundle
         self._min_free_bytes = settings.onnx.min_free_mib << 20
         limits = settings_resolution.CacheLimits(
             model.memory.trained_context or None,
@@ -117,28 +108,16 @@ class OnnxRunner:
         size = settings_resolution.size_cache(settings, model.generation_config, limits)
         self.num_lanes = size.num_rows
         self.canary: Listing[int] = probe.canary(self._tokenizer.size)
-        self.logits = LogitsHealth()
-        self._sampler = Sampler(self.end_token_ids, self._tokenizer.size)
         self._lanes = LaneLengths(size.num_rows)
         self._cache = self._make_cache(settings, size)
         most_tokens = size.kv_tokens + model.memory.padding_tokens(settings)
         self.own_lanes = OwnLanes(self._cache, self._lanes, most_tokens, size.context_length)
         self._missing: dict[str, str] = {}
         self.embedder = self._make_embedder(settings, size)
-        self.reranker: Reranker | None = None
-        model_tokens = ModelTokens(self.token_bytes, self.end_token_ids, self.encode)
-        self.reasoning_closer = features.closer_of(model.chat_format, model_tokens, self._missing)
         self._takes_adapters = model.takes_adapters
         self._adapters = ReplicaAdapters(model, self._cache.drop_bindings) if model.projections else None
         self.adapters: RunnerAdapters | None = self._adapters
-        offered = features.with_sampler(
-            chat=self._tokenizer.supports_chat,
-            ends=bool(self.end_token_ids),
-            fim=self._tokenizer.supports_fim,
-            chat_format=model.chat_format,
-            lora=self.adapters is not None,
-            closes_reasoning=self.reasoning_closer is not None,
-        )
+        offered = self._offered(self._missing, lora=self.adapters is not None)
         self.kv_identity = _identity(model, size)
         self.copies = self._make_store(settings, size)
         self.config = codec.replace(
@@ -152,12 +131,6 @@ class OnnxRunner:
 
     def __repr__(self) -> str:
         return f"<OnnxRunner {self.config.source} {self._cache!r}>"
-
-    def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:
-        self._sampler.add_sequence(seq_no, sampling)
-
-    def remove_sequence(self, seq_no: int) -> None:
-        self._sampler.remove_sequence(seq_no)
 
     def apply(self, kv_ops: Listing[KvOp]) -> None:
         try:
@@ -179,15 +152,6 @@ class OnnxRunner:
             if not _is_decode(part):
                 outcomes |= self._outcomes([part])
         return [outcomes[part.lane] for part in plan.scheduled]
-
-    def tokenize(self, request: internal.Tokenize) -> list[int]:
-        return self._tokenizer.tokenize(request)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def device_memory(self) -> list[DeviceMemory]:
-        return self._model.device_memory()
 
     def close(self) -> None:
         if self._adapters is not None:

@@ -180,9 +180,9 @@ def _make_find(on_exit: OnExit) -> Callable[[EngineSettings], Loader]:
             raise ModelError(f"--fingerprint must be 1 to 64 of A-Z a-z 0-9 . _ -, got {settings.fingerprint!r}")
         engine = settings.engine
         if engine == "auto":
-            from tokenbus.worker.files import layouts
+            from tokenbus.worker.models import registry
 
-            engine = "onnx" if layouts.is_onnx_model(settings.model) else "gguf"
+            engine = registry.engine_of(settings.model)
         if engine not in _LOADERS:
             raise ModelError(f"--engine must be one of auto, {', '.join(_LOADERS)}, got {engine}")
         if engine not in loaders:
