@@ -1,5 +1,6 @@
 """The snippets of the README and of the page about clients work unchanged against a running system."""
 
+import asyncio
 import json
 import os
 import re
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.exact_client import until_idle
+from tests.support.raw_client import RawClient
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
@@ -77,19 +81,32 @@ def node_folder() -> Path:
     return folder
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
-def test_the_javascript_snippet_streams_an_answer(url: str, node_folder: Path) -> None:
-    (snippet,) = snippets("js", CLIENTS)
-    path = node_folder / f"snippet-{os.getpid()}.mjs"
+def run_javascript(snippet: str, folder: Path, url: str) -> str:
+    path = folder / f"snippet-{os.getpid()}.mjs"
     path.write_text(snippet)
     try:
-        output = run(["node", path.name], node_folder, url)
+        return run(["node", path.name], folder, url)
     finally:
         path.unlink()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
+def test_the_javascript_snippet_streams_an_answer(url: str, node_folder: Path) -> None:
+    output = run_javascript(snippets("js", CLIENTS)[0], node_folder, url)
     answer, end = output.strip().splitlines()
     assert answer == RIGHT
     assert '"completion_tokens":13' in end
     assert end.startswith("stop")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
+async def test_the_javascript_generator_cancels_times_out_and_throws_as_shown(
+    url: str, bare: RawClient, node_folder: Path
+) -> None:
+    page = CLIENTS[CLIENTS.rindex("```js") :]
+    snippet, shown = re.search(r"```js\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()  # type: ignore[union-attr]
+    assert await asyncio.to_thread(run_javascript, snippet, node_folder, url) == shown
+    await until_idle(bare, timeout_s=1)
 
 
 def test_the_readme_is_short() -> None:
@@ -103,7 +120,7 @@ def test_the_first_commands_of_the_readme_work(url: str, tmp_path: Path, questio
     assert output.strip()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/README.md", "docs/clients.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/README.md", "docs/clients.md", "docs/client.md"])
 def test_every_file_that_a_page_links_to_is_there(page: str) -> None:
     path = ROOT / page
     links = re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text())
