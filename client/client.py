@@ -64,8 +64,11 @@ class Client:
         return client
 
     async def __aenter__(self) -> Self:
-        if self._open is not None or self._is_connecting:
-            raise RuntimeError("this client is connected already")
+        if self._open is not None:  # by `connect`
+            event_loops.require(self._loop, "this client")
+            return self
+        if self._is_connecting:
+            raise RuntimeError("this client is being connected by another task")
         self._is_connecting = True
         try:
             self._loop = event_loops.running("a Client")

@@ -1,5 +1,6 @@
 """The client for programs without an event loop: each method waits for that of `Client`, in a thread of its own."""
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -98,6 +99,7 @@ class SyncClient:
         """Takes what `Client` takes."""
         self._client = Client(url, **options)
         self._thread: LoopThread | None = None
+        self._connecting = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<SyncClient over {self._client!r}>"
@@ -108,11 +110,11 @@ class SyncClient:
         return cls(url, **options).__enter__()
 
     def __enter__(self) -> Self:
-        if self._thread is not None:
-            raise RuntimeError("this client is connected already")
-        self._thread = LoopThread.start(self._client)
-        # also when the program ends, so that its requests do
-        self._stop = weakref.finalize(self, self._thread.stop)
+        with self._connecting:
+            if self._thread is None:
+                self._thread = LoopThread.start(self._client)
+                # also when the program ends, so that its requests do
+                self._stop = weakref.finalize(self, self._thread.stop)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -87,14 +87,28 @@ async def test_closing_cancels_what_runs_and_says_so_to_its_readers(client: Clie
 
 
 async def test_a_closed_client_can_be_opened_again(client: Client, silent: Silent) -> None:
-    with pytest.raises(RuntimeError, match="connected already"):
-        await client.__aenter__()
     await client.close()
     with pytest.raises(RuntimeError, match="not connected: use `async with Client"):
         client.generate("demo", prompt="hi")
     async with client:
         client.generate("demo", prompt="again")
         assert (await silent.asked.get())["prompt"] == "again"
+
+
+async def test_a_client_may_be_connected_before_its_block(url: str, silent: Silent) -> None:
+    async with await Client.connect(url) as client:
+        client.generate("demo", prompt="hi")
+        assert (await silent.asked.get())["prompt"] == "hi"
+    with pytest.raises(RuntimeError, match="not connected"):
+        await client.models()
+
+
+async def test_two_tasks_that_connect_a_client_at_once_make_one_connection(url: str) -> None:
+    client = Client(url)
+    results = await asyncio.gather(client.__aenter__(), client.__aenter__(), return_exceptions=True)
+    assert results[0] is client
+    assert isinstance(results[1], RuntimeError)
+    await client.close()
 
 
 async def test_another_event_loop_is_told_to_use_a_client_of_its_own(client: Client) -> None:
