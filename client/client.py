@@ -1,5 +1,6 @@
 """The client of a Tokenbus system: `async with Client() as client: print(await client.generate(...).text())`."""
 
+import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterator, Mapping
@@ -49,6 +50,8 @@ class Client:
         self._prefix = options.get("prefix", subjects.DEFAULT_PREFIX)
         self._tracer = options.get("tracer")
         self._open: WireClient | None = None
+        self._loop: asyncio.AbstractEventLoop
+        """The event loop in which it was last connected."""
         self._is_connecting = False
 
     def __repr__(self) -> str:
