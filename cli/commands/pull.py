@@ -56,10 +56,10 @@ def run_local(options: argparse.Namespace) -> int:
 
 def _list() -> int:
     from tokenbus.worker.convert import converted
-    from tokenbus.worker.models import hub_cache, registry
+    from tokenbus.worker.models import hub, registry
 
-    models = hub_cache.list_models(_all_layouts())
-    conversions = [hub_cache.LocalModel(path.name, "", (path,)) for path in converted.list_files()]
+    models = hub.list_models(_all_layouts())
+    conversions = [hub.LocalModel(path.name, "", (path,)) for path in converted.list_files()]
     rows = [("name", "quantization", "size", "last used", "")]
     for model in (*models, *conversions):
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.last_used))
@@ -75,11 +75,11 @@ def _list() -> int:
 
 def _remove(model: str) -> int:
     from tokenbus.worker.convert import converted
-    from tokenbus.worker.models import hub_cache
+    from tokenbus.worker.models import hub
 
     def remove() -> None:
         is_conversion = model in [path.name for path in converted.list_files()]
-        freed = converted.remove(model) if is_conversion else hub_cache.remove(model, _all_layouts())
+        freed = converted.remove(model) if is_conversion else hub.remove(model, _all_layouts())
         print(f"removed {model}: {transfer.size(freed)} are free again")
 
     return _reporting(remove)

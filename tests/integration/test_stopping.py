@@ -120,8 +120,8 @@ async def test_the_last_worker_leaves_its_stream_to_the_next_one_and_an_end_if_n
     [
         (("stop", "a b"), "must be an id"),
         (("stop", "acme:"), "must be an id"),
-        (("drain", "w9", "--grace-s", "-1"), "at least 0 and at most 86400"),
-        (("drain", "w9", "--grace-s", "nan"), "at least 0 and at most 86400"),
+        (("drain", "w9", "--grace-s", "-1"), "must be 0 to 86,400"),
+        (("drain", "w9", "--grace-s", "nan"), "must be 0 to 86,400"),
         (("drain", "w9", "--stop", "--handover-s", "2"), "not allowed with"),
     ],
 )

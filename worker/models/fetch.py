@@ -25,8 +25,8 @@ from huggingface_hub.utils._http import get_session, hf_raise_for_status
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files import transfer
 from tokenbus.worker.files.model_files import Layout, ModelFiles
-from tokenbus.worker.models import repository
-from tokenbus.worker.models.repository import RemoteFile, Repository, Tries
+from tokenbus.worker.models import hub
+from tokenbus.worker.models.hub import RemoteFile, Repository, Tries
 
 _SPARE_BYTES = 64 << 20
 """The disk space to leave free for everything else."""
@@ -37,8 +37,8 @@ def fetch(name: str, layouts: Sequence[Layout], on_bytes: transfer.OnBytes) -> M
 
     Raises ModelError, saying what to do."""
     repo, _, variant = name.partition(":")
-    with repository.explained(repo):
-        found = repository.look_up(repo)
+    with hub.explained(repo):
+        found = hub.look_up(repo)
         layout = next((one for one in layouts if any(map(one.is_weights, found.files))), layouts[0])
         parts = layout.select(found.sizes, variant, repo)
         missing = [part for part in parts if part not in found.files]
@@ -71,7 +71,7 @@ def _base_sidecars(found: Repository, wanted: set[str]) -> dict[str, Path]:
     if found.base is None or not wanted or found.base == found.name:
         return {}
     try:
-        base = repository.look_up(found.base)
+        base = hub.look_up(found.base)
     except Exception:  # the model can be served without these files
         return {}
     sidecars = {}
@@ -116,11 +116,11 @@ class _WrongChecksumError(Exception):
 
 def partial_path(name: str, digest: str) -> Path:
     """Returns the path of an incomplete file."""
-    return repository.cache_folder(name) / "blobs" / f"{digest}.incomplete"
+    return hub.cache_folder(name) / "blobs" / f"{digest}.incomplete"
 
 
 def blob_path(name: str, digest: str) -> Path:
-    return repository.cache_folder(name) / "blobs" / digest
+    return hub.cache_folder(name) / "blobs" / digest
 
 
 def download(name: str, path: str, file: RemoteFile, on_size: OnSize) -> Path:
@@ -159,7 +159,7 @@ def _fill_blob(name: str, path: str, file: RemoteFile, on_size: OnSize) -> None:
 @contextlib.contextmanager
 def _locked(name: str, digest: str, on_wait: Callable[[], None]) -> Iterator[None]:
     """Holds the library's lock on a file; calls `on_wait` while another process has it."""
-    lock = Path(constants.HF_HUB_CACHE) / ".locks" / repository.cache_folder(name).name / f"{digest}.lock"
+    lock = Path(constants.HF_HUB_CACHE) / ".locks" / hub.cache_folder(name).name / f"{digest}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         while True:
