@@ -4,7 +4,6 @@ import argparse
 import os
 import shutil
 import sys
-from pathlib import Path
 
 from tokenbus.cli.console import catalog, config, needs
 from tokenbus.cli.console.flags import Parser, UsageError, did_you_mean
@@ -99,15 +98,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     _warn_of_misspelled_variables(name, parser)
     if name not in config.SECTIONS:
         return parser.parse_args(arguments[1:])  # type: ignore[no-any-return]
-    # The file's settings become defaults of the real parser, so its path must be known before that parses.
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", default=os.environ.get(config.FILE_VARIABLE, ""))
-    path = finder.parse_known_args(arguments[1:])[0].config
-    config.apply(parser, name, config.read(Path(path)) if path else {}, path)
-    options = parser.parse_args(arguments[1:])
+    options = config.parse(parser, name, arguments[1:])
     options.reload = lambda: parse(arguments)
     options.reloads = frozenset(flag.dest for flag in parser.flags.values() if flag.reloads)
-    return options  # type: ignore[no-any-return]
+    return options
 
 
 def _parser_of(name: str) -> Parser:

@@ -8,19 +8,22 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from tokenbus.cli.commands import worker
-from tokenbus.cli.console import arguments, connection_flags, nats_server, screen, serve, state
-from tokenbus.cli.console.flags import Parser, command_line
+from tokenbus.cli.commands import gateway, router, worker
+from tokenbus.cli.console import arguments, config, connection_flags, nats_server, screen, serve, state
+from tokenbus.cli.console.flags import Parser, command_line, dest_of, text_of
 from tokenbus.cli.console.instructions import SystemAddresses
 from tokenbus.cli.console.run_logs import RunLogs
 from tokenbus.cli.console.session import print_error
-from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, ProcessSupervisor, StartError
+from tokenbus.cli.console.supervisor import ProcessSupervisor, StartError
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH, ONNX_PATH
+from tokenbus.gateway.admission import keys
+from tokenbus.gateway.admission.settings import GatewaySettings
 from tokenbus.gateway.http import listen
-from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.bus.settings import BusSettings
 from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import logs, tracing
 from tokenbus.protocol.wire import errors, messages
@@ -31,44 +34,142 @@ _REFRESH_S = 1.0
 _GRACE_S = 10.0
 _HANDOVER_S = 3.0
 """A restarted worker gives up its streams at once; when everything stops there is no other worker to take them."""
-_GATEWAY_HOST = "127.0.0.1"
+_SPARE_S = 5.0
+"""Time after the grace that a process has to end before it is killed."""
 _GATEWAY_PORTS = range(8000, 8100)
 _METRICS_HOST = "127.0.0.1"
 _METRICS_PORTS = {"router": range(9100, 9110), "worker": range(9110, 9130), "gateway": range(9130, 9140)}
 
 
-_OWN = ("role", "worker-id", "memory-share", "inbox-prefix")
-"""Settings of workers that the system chooses for each of them."""
+_GATEWAY = GatewaySettings()
+_CHOSEN = ("role", "worker-id", "inbox-prefix")
+"""Flags of workers that are no flags here: the system chooses their values."""
 
 
 def add_flags(parser: Parser) -> None:
+    parser.add_argument("models", metavar="MODEL", nargs="*", help="like --model, which may be given instead")
     flag = parser.group("system")
     flag("--workers", arguments.whole(1), "number of workers", 2)
     flag("--prefill-workers", arguments.COUNT, "how many of these compute prompts for the others", 0)
     flag("--port", arguments.PORT, "port of the embedded broker; 0: any free port", 4222)
     flag("--nats", arguments.URL, "use this broker instead of starting one")
-    port = "port of the HTTP API"
-    flag("--gateway-port", arguments.PORT, port, unset="8000, or any free port if that is taken")
+    flag("--host", arguments.text("ADDRESS"), "address that the HTTP API listens on", unset=_GATEWAY.host)
+    taken = f"{_GATEWAY_PORTS[0]}, or the next free one"
+    flag("--gateway-port", arguments.PORT, "port of the HTTP API; 0: any free port", unset=taken)
     flag("--no-gateway", arguments.SWITCH, "do not start a gateway")
     metrics = "serve /metrics of each process, on ports from 9100 (router), 9110 (workers) and 9130 (gateway)"
     flag("--metrics", arguments.SWITCH, metrics)
     flag("--json", arguments.SWITCH, "print one line of JSON when the system is ready")
+    file = "settings of workers, router and gateway in TOML, named like their options"
+    flag("--config", arguments.FILE, file, variable=config.FILE_VARIABLE)
     flag.add(serve.TRACES)
-    own = set(parser.flags)
+    own, parser.left_out = set(parser.flags), _CHOSEN
     worker.add_own_flags(parser, is_required=False)
-    passed_on = tuple(flag for name, flag in parser.flags.items() if name not in own)
-    parser.set_defaults(run=run, passed_on=passed_on)
+    parser.set_defaults(run=run, passed_on=parser.pass_on(name for name in parser.flags if name not in own))
+
+
+class ProcessArguments(NamedTuple):
+    """The command lines of the system's processes, without what is known only once the broker runs."""
+
+    worker: list[str]
+    router: list[str]
+    gateway: list[str]
+
+
+class SystemSettings(NamedTuple):
+    """The settings of the system, checked before anything is started."""
+
+    arguments: ProcessArguments
+    names: list[str]
+    """The served names of its models."""
+    host: str
+    """The address of the HTTP API."""
+    port: int | None
+    """Its port; None for the first free one."""
+    is_open: bool
+    """Whether the HTTP API takes requests without a key."""
+    bus: BusSettings
+    """The connection to the broker that the options name, if any."""
+    prefix: str
+    """The prefix of all subjects."""
+    grace_s: float
+    """Time that running requests have to finish when the system stops."""
+
+
+def settings_of(options: argparse.Namespace) -> SystemSettings:
+    """Returns the system's settings: those of each process are read as that process will read them. Raises ValueError,
+    with one line for each mistake, and StartError for a model or an adapter that can't be used."""
+    if options.prefill_workers >= options.workers:
+        raise ValueError("--prefill-workers must be less than --workers")
+    # Credentials in the environment, or in the file, are not for the embedded broker.
+    common = [f"--nats={options.nats}"] if options.nats else connection_flags.anonymous_flags()
+    common += [f"--config={options.config}"] if options.config else []
+    common += [f"--otlp-traces-endpoint={options.otlp_traces_endpoint}"] if options.otlp_traces_endpoint else []
+    given = [*common, *(f"--model={one}" for one in options.models), *command_line(options.passed_on, options)]
+    found = _worker_options(options, given)
+    if not found.model:
+        demo = ONNX_PATH if found.engine == "onnx" else MODEL_PATH
+        given += [f"--model={demo}", *([] if found.served_name else ["--served-name=demo"])]
+        found = _worker_options(options, given)
+    worker.settings_of(found)
+    tracing.check_endpoint(found.otlp_traces_endpoint)
+    problem, _ = worker.start_problem(found)  # workers inherit the folder for models from the Hub
+    if problem:
+        raise StartError(problem)
+    cores, busy = len(os.sched_getaffinity(0)), options.workers * min(len(found.model), worker.BUSY_MODELS)
+    given += [f"--threads={found.threads or max(1, cores // busy)}"]
+    given += [f"--{name}={text_of(getattr(found, dest_of(name)))}" for name in _defaults(options)]
+    router.settings_of(_options_of("router", router.add_flags, common))
+    for_gateway = _options_of("gateway", gateway.add_flags, common)
+    port = None if for_gateway.port == _GATEWAY.port else for_gateway.port
+    return SystemSettings(
+        arguments=ProcessArguments(
+            ["worker", *given], ["router", *common], ["gateway", *common, f"--grace-s={_GRACE_S:g}"]
+        ),
+        names=worker.names_of(found),
+        host=options.host or for_gateway.host,
+        port=port if options.gateway_port is None else options.gateway_port,
+        is_open=gateway.settings_of(for_gateway).keys.allows_anonymous,
+        bus=connection_flags.settings_of(found),
+        prefix=found.prefix,
+        grace_s=max(_GRACE_S, found.grace_s),
+    )
+
+
+def _defaults(options: argparse.Namespace) -> dict[str, float]:
+    """Returns the defaults that differ from those of a worker which runs alone."""
+    return {"memory-share": 1 / options.workers, "grace-s": _GRACE_S, "handover-s": _HANDOVER_S}
+
+
+def _worker_options(options: argparse.Namespace, given: list[str]) -> argparse.Namespace:
+    def add_flags(parser: Parser) -> None:
+        worker.add_flags(parser, is_required=False)
+        for name, default in _defaults(options).items():
+            parser.change_default(name, default)
+
+    return _options_of("worker", add_flags, given)
+
+
+def _options_of(section: str, add_flags: Callable[[Parser], None], given: list[str]) -> argparse.Namespace:
+    """Returns the options of one process, from these arguments, its variables and the settings file."""
+    parser = Parser(section)
+    add_flags(parser)
+    return config.parse(parser, section, given)
 
 
 class LocalSystem:
     """Starts a broker, a router, workers and a gateway, shows what they do, and stops them in reverse order."""
 
     def __init__(
-        self, options: argparse.Namespace, settings: nats.BusSettings, run_logs: RunLogs, out: screen.GuardedScreen
+        self,
+        options: argparse.Namespace,
+        settings: SystemSettings,
+        run_logs: RunLogs,
+        out: screen.GuardedScreen,
     ) -> None:
-        """`settings` are those of the broker that the options name, if any."""
         self._options = options
         self._settings = settings
+        self._bus = settings.bus
         self._logs = run_logs
         self._out = out
         self._broker: nats_server.NatsServer | None = None
@@ -79,7 +180,7 @@ class LocalSystem:
         self._supervisor = ProcessSupervisor(run_logs.folder, out.write)
 
     def __repr__(self) -> str:
-        return f"<LocalSystem at {self._settings.redacted_url}: {self._supervisor!r}>"
+        return f"<LocalSystem at {self._bus.redacted_url}: {self._supervisor!r}>"
 
     async def run(self) -> None:
         """Runs until SIGINT or SIGTERM, until its terminal is closed, or until nothing reads its output any more.
@@ -94,9 +195,8 @@ class LocalSystem:
                 pass
             finally:
                 if self._is_ready:
-                    self._out.write(
-                        "stopping: running requests have up to 10 s to finish; Ctrl-C again to stop at once"
-                    )
+                    grace = f"running requests have up to {self._settings.grace_s:g} s to finish"
+                    self._out.write(f"stopping: {grace}; Ctrl-C again to stop at once")
                 await self._stop()
         if self._out.is_reader_gone:
             raise BrokenPipeError
@@ -109,7 +209,10 @@ class LocalSystem:
 
     async def _serve(self) -> None:
         # before anything is started: the ports may be taken
-        self._gateway_socket = _listen(self._options, self._out.write)
+        if not self._options.no_gateway:
+            self._gateway_socket = listen_on(self._settings.host, self._settings.port, self._out.write)
+            if self._settings.is_open and not listen.is_loopback(self._gateway_socket):
+                self._out.write(f"everyone who reaches {self._settings.host} may use the HTTP API: see {keys.VARIABLE}")
         if not self._options.nats:
             nats_server.check_port(self._options.port)
         self._out.write(f"starting; logs: {self._logs.folder}")
@@ -117,50 +220,42 @@ class LocalSystem:
             self._out.write(f"they will be lost there, since they can't be kept: {self._logs.problem}")
         if not self._options.nats:
             self._broker = await nats_server.start(self._options.port, self._logs.folder / "nats-server.log")
-            self._settings = nats.BusSettings(url=self._broker.url)
+            self._bus = BusSettings(url=self._broker.url)
         self._start_processes()
-        async with await WireClient.connect(settings=self._settings) as client:
+        async with await WireClient.connect(settings=self._bus, prefix=self._settings.prefix) as client:
             reply = await self._until_ready(client)
             self._is_ready = True
-            http = listen.base_url(self._gateway_socket) if self._gateway_socket else ""
-            addresses = SystemAddresses(
-                self._settings.redacted_url,
-                http,
-                tuple(dict.fromkeys([*self._options.served_name, *(one.model for one in reply.models)])),
-                self._logs.folder,
-                self._metrics_urls(),
-                has_password=self._settings.redacted_url != self._settings.url,
-            )
-            self._out.ready(addresses, reply)
+            self._out.ready(self._addresses(reply), reply)
             while True:
                 self._supervisor.check()
                 self._logs.shorten()
                 self._out.show(await self._models(client))
                 await asyncio.sleep(_REFRESH_S)
 
+    def _addresses(self, reply: messages.ModelsReply) -> SystemAddresses:
+        names = dict.fromkeys([*self._settings.names, *(one.model for one in reply.models)])
+        return SystemAddresses(
+            nats=self._bus.redacted_url,
+            http=listen.base_url(self._gateway_socket) if self._gateway_socket else "",
+            models=tuple(names),
+            log_folder=self._logs.folder,
+            metrics=self._metrics_urls(),
+            has_password=self._bus.redacted_url != self._bus.url,
+        )
+
     def _start_processes(self) -> None:
-        options = self._options
-        common = ["--nats", self._settings.url, "--otlp-traces-endpoint", options.otlp_traces_endpoint]
-        if self._broker is not None:
-            common += connection_flags.anonymous_flags()  # credentials in the environment are for another broker
-        grace = ["--grace-s", str(_GRACE_S)]
-        self._start("router", ["router", *common])
-        owners = options.workers * min(len(options.model), worker.BUSY_MODELS)
-        given = vars(options) | {
-            "threads": options.threads or max(1, len(os.sched_getaffinity(0)) // owners),
-            "memory_share": 1 / options.workers,
-            "grace_s": _GRACE_S,
-            "handover_s": _HANDOVER_S,
-        }
-        model = command_line(options.passed_on, argparse.Namespace(**given))
-        for number in range(1, options.workers + 1):
+        broker = [] if self._broker is None else [f"--nats={self._broker.url}"]
+        of_worker, of_router, of_gateway = self._settings.arguments
+        self._start("router", [*of_router, *broker])
+        for number in range(1, self._options.workers + 1):
             name = f"worker-{number}"
             # On a shared broker other machines run workers of the same numbers.
-            worker_id = f"{socket.gethostname()}-{os.getpid()}-{number}" if options.nats else name
-            self._start(name, ["worker", *common, *model, "--worker-id", worker_id, "--role", self._role_of(number)])
+            worker_id = f"{socket.gethostname()}-{os.getpid()}-{number}" if self._options.nats else name
+            own = [f"--worker-id={worker_id}", f"--role={self._role_of(number)}"]
+            self._start(name, [*of_worker, *broker, *own])
         if self._gateway_socket is not None:
             fd = self._gateway_socket.fileno()
-            self._start("gateway", ["gateway", *common, "--fd", str(fd), *grace], fd)
+            self._start("gateway", [*of_gateway, *broker, f"--fd={fd}"], fd)
 
     def _role_of(self, number: int) -> messages.WorkerRole:
         """Returns the role of a worker by its number, which begins at 1."""
@@ -195,7 +290,7 @@ class LocalSystem:
         ready = collections.Counter(
             card.model for card in reply.cards if card.loadable or card.state is messages.WorkerState.READY
         )
-        return min(ready[name] for name in self._options.served_name)
+        return min(ready[name] for name in self._settings.names)
 
     async def _models(self, client: WireClient) -> messages.ModelsReply | None:
         try:
@@ -208,7 +303,7 @@ class LocalSystem:
             self._gateway_socket.close()
         for listening in self._metrics_sockets.values():
             listening.close()
-        await self._supervisor.stop(_GRACE_S + 5)
+        await self._supervisor.stop(self._settings.grace_s + _SPARE_S)
         if self._broker is not None:
             self._broker.stop()
 
@@ -219,27 +314,27 @@ def _stop_signals() -> list[signal.Signals]:
     return [*signals.SIGNALS, *hangup]
 
 
-def _listen(options: argparse.Namespace, say: Callable[[str], None]) -> socket.socket | None:
+def listen_on(
+    host: str, port: int | None, say: Callable[[str], None], candidates: Sequence[int] = _GATEWAY_PORTS
+) -> socket.socket:
     """Returns the gateway's socket, which stays open while a gateway restarts. Without a port of the user's choice it
-    is the first free one, and says so. Raises StartError."""
-    if options.no_gateway:
-        return None
-    if options.gateway_port is not None:
+    is the first free one of `candidates`, and `say` is told so if another is taken. Raises StartError."""
+    if port is not None:
         try:
-            return listen.bind(_GATEWAY_HOST, options.gateway_port)
+            return listen.bind(host, port)
         except listen.ListenError as error:
             raise StartError(f"{error}: pass --gateway-port 0 for a free port, or --no-gateway") from error
-    for port in _GATEWAY_PORTS:
+    for candidate in candidates:
         try:
-            listening = listen.bind(_GATEWAY_HOST, port)
+            listening = listen.bind(host, candidate)
         except listen.ListenError as error:
             if not error.is_taken:
-                raise StartError(f"{error}: pass --no-gateway") from error
+                raise StartError(f"{error}: pass another --host, or --no-gateway") from error
             continue
-        if port != _GATEWAY_PORTS[0]:
-            say(f"port {_GATEWAY_PORTS[0]} is taken: the HTTP API is on port {port}")
+        if candidate != candidates[0]:
+            say(f"port {candidates[0]} is taken: the HTTP API is on port {candidate}")
         return listening
-    taken = f"the ports {_GATEWAY_PORTS[0]} to {_GATEWAY_PORTS[-1]} are taken"
+    taken = f"the ports {candidates[0]} to {candidates[-1]} are taken"
     raise StartError(f"{taken}: pass --gateway-port 0 for a free port, or --no-gateway")
 
 
@@ -254,30 +349,15 @@ def _bind_metrics(ports: range) -> socket.socket:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the system until it is stopped; returns the exit status."""
-    if not options.model:
-        options.model = [str(ONNX_PATH if options.engine == "onnx" else MODEL_PATH)]
-        options.served_name = options.served_name or ["demo"]
-    options.served_name = worker.names_of(options)
+    """Runs the system until it is stopped; returns the exit status. Raises ValueError for wrong settings."""
     logs.log_errors_only()
-    if options.prefill_workers >= options.workers:
-        return print_error("--prefill-workers must be less than --workers", EXIT_BAD_SETTINGS)
-    try:
-        settings = connection_flags.settings_from_environment(options.nats) if options.nats else nats.BusSettings()
-        tracing.check_endpoint(options.otlp_traces_endpoint)
-    except ValueError as error:
-        return print_error(str(error), EXIT_BAD_SETTINGS)
-    problem, status = worker.start_problem(options)  # its workers inherit the folder for models from the Hub
-    if problem:
-        return print_error(problem, status)
     out = screen.make(as_json=options.json)
     try:
+        settings = settings_of(options)
         with contextlib.closing(out), contextlib.closing(RunLogs.create(state.folder("logs"))) as run_logs:
             asyncio.run(LocalSystem(options, settings, run_logs, out).run())
     except BrokenPipeError:
         raise  # also a ConnectionError, but it means that the reader of our output is gone
     except (nats_server.NatsServerError, StartError, ConnectionError) as error:
         return print_error(str(error))
-    except OSError as error:
-        return print_error(f"{error.filename}: {error.strerror}")
     return 0

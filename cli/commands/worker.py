@@ -29,7 +29,7 @@ from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import CHOICES, EngineSettings, OnnxSettings, SchedulerSettings
-from tokenbus.worker.files import model_files
+from tokenbus.worker.files import gguf_metadata, model_files
 from tokenbus.worker.models import registry
 from tokenbus.worker.settings import adapter_settings
 from tokenbus.worker.settings.settings import FrontendSettings, ModelToServe, WorkerSettings
@@ -61,15 +61,16 @@ _MESSAGE = TEXT._replace(
 )
 
 
-def add_flags(parser: Parser) -> None:
-    add_own_flags(parser)
+def add_flags(parser: Parser, *, is_required: bool = True) -> None:
+    """Adds all flags. `is_required` is whether a model must be named."""
+    add_own_flags(parser, is_required=is_required)
     vllm = Flag("--vllm-metrics", SWITCH, "also export metrics under vLLM's names")
     serve.add_flags(parser, vllm, serve.SLOW_WAIT)
     parser.set_defaults(run=run)
 
 
 def add_own_flags(parser: Parser, *, is_required: bool = True) -> None:
-    """Adds the flags that a worker has and other servers have not. `is_required` is whether a model must be named."""
+    """Adds the flags that a worker has and other servers have not."""
     _add_model_flags(parser, is_required=is_required)
     _add_memory_flags(parser)
     _add_scheduling_flags(parser)
@@ -292,13 +293,27 @@ def _located(model: str) -> str:
 
 
 def _models_problem(options: argparse.Namespace) -> str:
-    """Returns why one of the models can't be served on this machine. Raises OSError for a file that can't be read."""
+    """Returns why one of the models, or of their adapters, can't be served on this machine. Raises OSError for a file
+    that can't be read."""
     try:
         for model in options.model:
             registry.check(_located(model), options.engine)
+        for adapter in options.lora:
+            _check_adapter(f"--lora {adapter.name}", Path(adapter.path))
     except ModelError as error:
         return str(error)
+    folder, _ = adapter_settings.split_tenants(options.lora_dir)
+    if folder and not Path(folder).is_dir():
+        return f"--lora-dir: {folder} is not a folder"
     return ""
+
+
+def _check_adapter(what: str, path: Path) -> None:
+    """Raises ModelError if there is no such adapter, or if its file has another format."""
+    if not path.exists():
+        raise ModelError(f"{what}: {path}: there is no such file or folder")
+    if path.suffix == ".gguf":
+        gguf_metadata.check(path)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ class Command(NamedTuple):
 _RUN = {
     "up": Command(
         "run the whole system on this machine, in the foreground",
-        *("up", "up --model chat.gguf --workers 1 --context-length 8192"),
+        *("up", "up chat.gguf --workers 1 --context-length 8192"),
     ),
     "worker": Command(
         "run one worker", "worker --model demo", "worker --model org/repo:Q4_K_M --nats nats://broker:4222 -np 32"

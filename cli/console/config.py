@@ -14,7 +14,7 @@ import contextlib
 import difflib
 import os
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,6 +144,18 @@ def apply(parser: Parser, section: str, tables: Mapping[str, _Table], where: str
     for name, origin in found.items():
         parser.set_default(name, origin.value, is_given=origin.source != "default")
     return found
+
+
+def parse(parser: Parser, section: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """Returns the options of a server: from the command line, variables, and the settings file that one of these names.
+
+    Raises UsageError for a mistake on the command line, and ValueError with one line for each mistake elsewhere."""
+    # The file's settings become defaults of the real parser, so its path must be known before that parses.
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", default=os.environ.get(FILE_VARIABLE, ""))
+    path = finder.parse_known_args(arguments)[0].config
+    apply(parser, section, read(Path(path)) if path else {}, path)
+    return parser.parse_args(arguments)  # type: ignore[no-any-return]
 
 
 def _variables(section: str, flag: Flag) -> Iterator[str]:

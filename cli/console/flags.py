@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -104,17 +104,17 @@ class Flag(NamedTuple):
         return self.text + again + (f" ({facts})" if facts else "") + also
 
     def on_command_line(self, value: Any) -> list[str]:
-        """Returns the arguments that give a process this value; none for the default."""
-        if value == self.default:
-            return []
+        """Returns the arguments that give a process this value, even if it is the default."""
         if self.is_switch:
-            return [self.option]
+            return [self.option] if value else []
         return [f"{self.option}={text_of(one)}" for one in (value if self.is_list else [value])]
 
 
 def command_line(flags: Iterable[Flag], options: argparse.Namespace) -> list[str]:
-    """Returns the arguments that give another process the values of these flags."""
-    return [part for flag in flags for part in flag.on_command_line(getattr(options, flag.dest))]
+    """Returns the arguments that give another process the values that `options` have of these flags; see
+    `Parser.pass_on`."""
+    given = [flag for flag in flags if flag.dest in options]
+    return [part for flag in given for part in flag.on_command_line(getattr(options, flag.dest))]
 
 
 def dest_of(names: str) -> str:
@@ -155,6 +155,8 @@ class Parser(argparse.ArgumentParser):
         self._positionals.title = "arguments"
         self.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
         self.flags: dict[str, Flag] = {}
+        self.left_out: Collection[str] = ()
+        """Names of flags that this command does not have, although it has the others that are declared with them."""
         self.elsewhere: Callable[[str], list[str]] = lambda _: []
         """Returns the other commands that have a flag."""
 
@@ -173,11 +175,26 @@ class Parser(argparse.ArgumentParser):
         action.default = value
         action.required = action.required and not is_given
 
+    def change_default(self, name: str, value: Any) -> None:
+        """Gives a flag another default than other commands have."""
+        self.flags[name] = self.flags[name]._replace(default=value)
+        self.set_default(name, value, is_given=False)
+
+    def pass_on(self, names: Iterable[str]) -> tuple[Flag, ...]:
+        """Returns these flags, which are for other processes: among the options there are only those that are given."""
+        found = tuple(self.flags[name] for name in names)
+        for flag in found:
+            self.set_default(flag.name, argparse.SUPPRESS, is_given=False)
+        return found
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Raises UsageError."""
         given = [self._known(one) for one in _before_dashes(args)]
         try:
-            options, extra = self.parse_known_args([*given, *args[len(given) :]], namespace)
+            words = [*given, *args[len(given) :]]
+            options, extra = self.parse_known_args(words, namespace)
+            if extra and "--" not in args:  # arguments both before and after flags
+                options, extra = self.parse_known_intermixed_args(words, namespace)
         except argparse.ArgumentError as error:
             self.error(f"argument {error.argument_name}: {error.message}")
         if extra:
@@ -202,6 +219,8 @@ class Parser(argparse.ArgumentParser):
         raise self._usage_error(f"{place.partition('/')[0]} {problem}", with_help=not problem.startswith("must be"))
 
     def _add(self, target: argparse._ActionsContainer, flag: Flag) -> None:
+        if flag.name in self.left_out:
+            return
         self.flags[flag.name] = flag
         default = (flag.variable and os.environ.get(flag.variable)) or flag.default
         more: dict[str, Any] = {"type": flag.kind, "metavar": flag.kind.metavar, "required": flag.required}
@@ -290,7 +309,7 @@ class _Append(argparse.Action):
     """Appends to a list that begins empty, so that flags replace a default and are not added to it."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        before = getattr(namespace, self.dest)
+        before = getattr(namespace, self.dest, self.default)
         setattr(namespace, self.dest, [values] if before is self.default else [*before, values])
 
 

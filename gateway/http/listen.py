@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import sys
@@ -75,6 +76,11 @@ def raise_open_file_limit() -> int:
     if allowed == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
     return max(1, min(_MOST_CONNECTIONS, allowed - _OTHER_FILES))
+
+
+def is_loopback(listening: socket.socket) -> bool:
+    """Whether only this machine can reach the socket."""
+    return ipaddress.ip_address(listening.getsockname()[0]).is_loopback
 
 
 def base_url(listening: socket.socket) -> str:

@@ -11,7 +11,7 @@ import httpx2
 def pid_of_gateway(nats_url: str) -> int:
     for process in Path("/proc").glob("[0-9]*"):
         arguments = process.joinpath("cmdline").read_text().split("\0") if process.exists() else []
-        if "gateway" in arguments and nats_url in arguments:
+        if "gateway" in arguments and f"--nats={nats_url}" in arguments:
             return int(process.name)
     raise AssertionError(f"no gateway at {nats_url}")
 

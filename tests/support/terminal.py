@@ -30,7 +30,7 @@ class Terminal:
             stdin=end,
             stdout=end,
             stderr=end,
-            env=os.environ | {"TERM": "xterm"} | variables,
+            env=_inherited() | {"TERM": "xterm"} | variables,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C and Ctrl-Z come from it
         )
@@ -90,3 +90,8 @@ class Terminal:
             with contextlib.suppress(OSError):
                 self._unread += os.read(self._terminal, 1 << 16)
             timeout_s = 0.0
+
+
+def _inherited() -> dict[str, str]:
+    """Returns our environment without the size of another terminal, which would count more than this one's."""
+    return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
