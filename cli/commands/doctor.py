@@ -25,8 +25,7 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory import claims, fit
 from tokenbus.worker.engine.memory.claims import MemoryClaims
-from tokenbus.worker.engine.memory.fit import Room, Rooms
-from tokenbus.worker.engine.memory.need import MemoryNeed, mib
+from tokenbus.worker.engine.memory.fit import MemoryNeed, Room, Rooms, mib
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineProcess
 from tokenbus.worker.files import device_memory, model_files, transfer

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from tokenbus.protocol.wire import errors
-from tokenbus.worker.engine.memory.need import MemoryNeed, mib
+from tokenbus.worker.engine.memory.fit import MemoryNeed, mib
 
 _WANT_TTL_S = 3.0
 """A model that has not been requested for this long is no longer wanted; routers ask twice a second."""

@@ -15,8 +15,8 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import model_facts as gguf_facts
 from tokenbus.worker.engine.host_cache import slot_store
-from tokenbus.worker.engine.memory import fit, need
-from tokenbus.worker.engine.memory.need import MemoryNeed, ModelFacts, Sizes, estimate
+from tokenbus.worker.engine.memory import fit
+from tokenbus.worker.engine.memory.fit import MemoryNeed, ModelFacts, Sizes, estimate
 from tokenbus.worker.files import device_memory, gguf_metadata, model_config
 from tokenbus.worker.files.model_files import Layout, ModelFiles, is_hub_name
 from tokenbus.worker.models import registry
@@ -48,13 +48,13 @@ def read_facts(settings: EngineSettings, progress: Callable[[float], None]) -> M
             copies_lanes=True, heads=named.num_heads, trained_context=named.context_length or 0, width=named.width
         )
         if _keeps_cache_in_place(files.weights):
-            return facts._replace(score_copies=1, max_score_bytes=need.GQA_SCORE_BYTES)
+            return facts._replace(score_copies=1, max_score_bytes=fit.GQA_SCORE_BYTES)
         return facts._replace(
             kv_bytes_per_token=2 * facts.kv_bytes_per_token,
             trained_context=min(facts.trained_context or named.sliding_window or 0, named.sliding_window or 1 << 30),
-            padding_tokens=need.PADDING_TOKENS,
-            score_copies=need.SCORE_COPIES,
-            max_score_bytes=need.MAX_SCORE_BYTES,
+            padding_tokens=fit.PADDING_TOKENS,
+            score_copies=fit.SCORE_COPIES,
+            max_score_bytes=fit.MAX_SCORE_BYTES,
         )
     weight_bytes = int(weight_bytes * _bits_of(settings.quantize or "f16") / config.weight_bits)
     return _of_config(config, weight_bytes, _F16_BYTES, num_seqs + gguf_facts.OTHER_ROWS)

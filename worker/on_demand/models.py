@@ -19,7 +19,7 @@ from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.memory.need import MemoryNeed, mib
+from tokenbus.worker.engine.memory.fit import MemoryNeed, mib
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 from tokenbus.worker.files import device_memory

@@ -25,7 +25,7 @@ from tokenbus.worker.contract.contract import MemoryPlan, RecoveredCopies
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine.sim import faults
+from tokenbus.worker.engine.sim import runner
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineLink, EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener, Observation
@@ -115,7 +115,7 @@ class Replica(EngineListener):
         self._bus = nats.Connection(settings.broker, f"worker {worker_id}")
         self._incoming = nats.Connection(settings.broker, f"worker {worker_id} incoming")
         names = subjects.Subjects(settings.prefix)
-        faults.lose_events(self._bus, names.events(self.served_name, worker_id), engine)
+        runner.lose_events(self._bus, names.events(self.served_name, worker_id), engine)
         self.frontend = Frontend(
             self._bus, names, self.served_name, worker_id, settings.frontend, self._metrics, tracer, on_load, on_want
         )

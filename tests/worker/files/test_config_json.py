@@ -9,7 +9,7 @@ import pytest
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.convert import config as convert_config
-from tokenbus.worker.engine.memory.need import ModelFacts
+from tokenbus.worker.engine.memory.fit import ModelFacts
 from tokenbus.worker.files import model_config
 from tokenbus.worker.on_demand import model_sizes
 

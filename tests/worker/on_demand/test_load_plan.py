@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tokenbus.protocol.wire import errors
-from tokenbus.worker.engine.memory.need import MemoryNeed
+from tokenbus.worker.engine.memory.fit import MemoryNeed
 from tokenbus.worker.on_demand.load_plan import LoadPlan, LoadState, LoadStep, Unload
 
 PLENTY = 1 << 40

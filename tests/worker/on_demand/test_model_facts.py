@@ -9,7 +9,7 @@ from tests.support.engines import gqa_demo
 from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.memory.need import ModelFacts
+from tokenbus.worker.engine.memory.fit import ModelFacts
 from tokenbus.worker.on_demand import model_sizes
 
 

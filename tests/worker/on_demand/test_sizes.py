@@ -1,7 +1,7 @@
 """Models that take turns have contexts that leave room for others."""
 
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.memory.need import ModelFacts, Sizes, estimate
+from tokenbus.worker.engine.memory.fit import ModelFacts, Sizes, estimate
 from tokenbus.worker.on_demand import model_sizes
 
 MIB = 1 << 20

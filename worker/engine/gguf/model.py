@@ -21,8 +21,7 @@ from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.gguf import backend, context, model_facts, settings_resolution
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters, LlamaAdapter
 from tokenbus.worker.engine.memory import fit
-from tokenbus.worker.engine.memory.fit import Room
-from tokenbus.worker.engine.memory.need import DevicePlacement, MemoryNeed, ModelFacts
+from tokenbus.worker.engine.memory.fit import DevicePlacement, MemoryNeed, ModelFacts, Room
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.files import gguf_metadata, model_config, model_files
 from tokenbus.worker.files.device_memory import DeviceMemory

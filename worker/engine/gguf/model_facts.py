@@ -9,7 +9,7 @@ import msgspec
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.memory.need import ModelFacts
+from tokenbus.worker.engine.memory.fit import ModelFacts
 from tokenbus.worker.files import gguf_metadata, number_types
 from tokenbus.worker.files.gguf_metadata import Metadata
 from tokenbus.worker.files.layouts import GgufLayout

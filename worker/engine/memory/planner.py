@@ -14,8 +14,7 @@ from tokenbus.worker.contract.contract import MemoryPlan
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory import fit
 from tokenbus.worker.engine.memory.claims import HOST_CACHE, MemoryClaims
-from tokenbus.worker.engine.memory.fit import Room, Rooms
-from tokenbus.worker.engine.memory.need import DevicePlacement, MemoryNeed, ModelFacts, Sizes, estimate
+from tokenbus.worker.engine.memory.fit import DevicePlacement, MemoryNeed, ModelFacts, Room, Rooms, Sizes, estimate
 from tokenbus.worker.files import device_memory
 from tokenbus.worker.files.device_memory import HOST, DeviceMemory
 

@@ -18,8 +18,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device import features
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.runner import Embedder
-from tokenbus.worker.engine.memory.fit import Room
-from tokenbus.worker.engine.memory.need import (
+from tokenbus.worker.engine.memory.fit import (
     GQA_SCORE_BYTES,
     MAX_SCORE_BYTES,
     PADDING_TOKENS,
@@ -27,6 +26,7 @@ from tokenbus.worker.engine.memory.need import (
     DevicePlacement,
     MemoryNeed,
     ModelFacts,
+    Room,
 )
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.engine.onnx import device, graph, lora, settings_resolution

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import CHOICES, EngineSettings
-from tokenbus.worker.engine.memory import need
+from tokenbus.worker.engine.memory import fit
 from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, Device, named
 from tokenbus.worker.engine.settings_resolution import AUTO, SettingRule, common_rules, require, resolve
 from tokenbus.worker.files.model_config import GenerationConfig
@@ -96,7 +96,7 @@ def _rules(settings: EngineSettings) -> Iterator[SettingRule]:
 def max_paddings(settings: EngineSettings, generation_config: GenerationConfig) -> int:
     if settings.onnx.max_paddings != AUTO:
         return settings.onnx.max_paddings
-    return need.PADDING_TOKENS if generation_config.max_paddings is None else generation_config.max_paddings
+    return fit.PADDING_TOKENS if generation_config.max_paddings is None else generation_config.max_paddings
 
 
 def size_cache(settings: EngineSettings, generation_config: GenerationConfig, limits: CacheLimits) -> CacheSize:

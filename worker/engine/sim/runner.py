@@ -1,5 +1,7 @@
-"""Executes step plans by waiting as long as a device would take. The generated text says that it is simulated."""
+"""Executes step plans by waiting as long as a device would take, and injects faults. The generated text says that it is
+simulated."""
 
+import itertools
 import os
 import struct
 import threading
@@ -7,8 +9,10 @@ import time
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
+import msgspec
 import xxhash
 
+from tokenbus.protocol.bus.bus import Bus, Outgoing
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.params import SamplingParams
@@ -21,9 +25,9 @@ from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, ScheduledTokens, StepPlan, Undone
-from tokenbus.worker.engine.sim import faults
 from tokenbus.worker.files.device_memory import DeviceMemory
 
+_FAULT_KINDS = ("crash", "hang", "slow", "lose", "poison", "stain")
 VOCAB_SIZE = 1_024
 """Small, because a process may have hundreds of replicas, each with its own list."""
 _END = 0
@@ -38,6 +42,68 @@ _DEFAULT_BLOCK_SIZE = 16
 _TOKEN_BYTES = 64
 """The size of a token in a copy."""
 _MAX_HOST_BLOCKS = 65_536
+
+
+class Faults(msgspec.Struct, frozen=True):
+    """The faults of one replica, which a simulator injects. Counts are sampled tokens; 0 means never, or no token."""
+
+    crash: int = 0
+    """The engine process dies after this many tokens."""
+    hang: int = 0
+    """The step after this many tokens never ends."""
+    slow: int = 0
+    """The step after this many tokens takes `slow_ms` longer."""
+    slow_ms: float = 0.0
+    lose: int = 0
+    """Every n-th entry of the event log is lost in transit."""
+    poison: int = 0
+    """The id of a token after which its sequence's numbers are not finite."""
+    stain: int = 0
+    """The id of a token after which no sequence's numbers are finite any more."""
+
+
+def parse_faults(text: str) -> Faults:
+    """Parses a script such as `crash@200,slow@50=3000,hang@900,lose@20`. Raises ValueError."""
+    found = Faults()
+    for one in filter(None, text.split(",")):
+        kind, _, when = one.partition("@")
+        count, _, length = when.partition("=")
+        if kind not in _FAULT_KINDS or not count.isdecimal() or not int(count) or bool(length) != (kind == "slow"):
+            raise ValueError(
+                f"{one!r} is no fault: use crash@TOKENS, hang@TOKENS, slow@TOKENS=MS, lose@EVENTS, poison@TOKEN_ID or "
+                "stain@TOKEN_ID"
+            )
+        found = msgspec.structs.replace(found, **{kind: int(count)})
+        if kind == "slow":
+            found = msgspec.structs.replace(found, slow_ms=_milliseconds(length))
+    return found
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 3_600_000:
+        raise ValueError(f"a slow step takes more than 0 and at most 3,600,000 ms, got {text!r}")
+    return value
+
+
+def lose_events(bus: Bus, events_subject: str, settings: EngineSettings) -> None:
+    """Makes `bus` lose every n-th message to `events_subject`, if the settings are for a simulator and ask for it. A
+    malformed script does nothing here: the engine refuses it."""
+    try:
+        every = parse_faults(settings.sim_faults).lose if settings.engine == "sim" else 0
+    except ValueError:
+        return
+    if not every:
+        return
+    publish_all, count = bus.publish_all, itertools.count(1)
+
+    def lossy(messages: Listing[Outgoing]) -> None:
+        publish_all([one for one in messages if one.subject != events_subject or next(count) % every])
+
+    bus.publish_all = lossy  # type: ignore[method-assign]
 
 
 class Polynomial(NamedTuple):
@@ -109,7 +175,7 @@ class SimRunner:
         if settings.sim_speedup <= 0:
             raise ModelError(f"--sim-speedup must be above 0, got {settings.sim_speedup}")
         try:
-            self._faults = faults.parse(settings.sim_faults)
+            self._faults = parse_faults(settings.sim_faults)
         except ValueError as error:
             raise ModelError(f"--sim-faults: {error}") from error
         self._timing = PRESETS[preset]

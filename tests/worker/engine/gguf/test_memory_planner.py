@@ -18,7 +18,7 @@ from tokenbus.worker.engine.gguf import backend, context, model_facts
 from tokenbus.worker.engine.gguf.model import GgufMemory
 from tokenbus.worker.engine.gguf.runner import load
 from tokenbus.worker.engine.memory.claims import MemoryClaims
-from tokenbus.worker.engine.memory.need import Sizes, estimate
+from tokenbus.worker.engine.memory.fit import Sizes, estimate
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.files import device_memory, gguf_metadata
 from tokenbus.worker.files.device_memory import DeviceMemory, HostLimit

@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.memory.fit import UNLIMITED, Room, Rooms, fit, place
-from tokenbus.worker.engine.memory.need import DevicePlacement, MemoryNeed, ModelFacts
+from tokenbus.worker.engine.memory.fit import (
+    UNLIMITED,
+    DevicePlacement,
+    MemoryNeed,
+    ModelFacts,
+    Room,
+    Rooms,
+    fit,
+    place,
+)
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -1,7 +1,7 @@
 """The memory that a model needs is the sum of its parts."""
 
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.memory.need import DevicePlacement, MemoryNeed, ModelFacts, Sizes, estimate
+from tokenbus.worker.engine.memory.fit import DevicePlacement, MemoryNeed, ModelFacts, Sizes, estimate
 
 MIB = 1 << 20
 FACTS = ModelFacts(

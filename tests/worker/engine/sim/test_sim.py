@@ -13,8 +13,7 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import Sequence
-from tokenbus.worker.engine.sim import faults
-from tokenbus.worker.engine.sim.runner import PRESETS, SimRunner, plan_ms
+from tokenbus.worker.engine.sim.runner import PRESETS, Faults, SimRunner, lose_events, parse_faults, plan_ms
 
 DYNAMO = PRESETS["dynamo"]
 
@@ -72,8 +71,8 @@ def test_settings_that_it_can_not_meet_are_refused(changes: dict[str, object], s
 
 
 def test_a_script_of_faults_is_read_as_it_is_written() -> None:
-    assert faults.parse("") == faults.Faults()
-    assert faults.parse("crash@200,slow@50=3000,hang@9,lose@20") == faults.Faults(200, 9, 50, 3000.0, 20)
+    assert parse_faults("") == Faults()
+    assert parse_faults("crash@200,slow@50=3000,hang@9,lose@20") == Faults(200, 9, 50, 3000.0, 20)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_a_fault_that_there_is_not_is_refused_with_those_that_there_are(text: st
 )
 def test_every_nth_event_of_a_simulator_is_lost_and_no_other_message(engine: str, script: str, lost: set[int]) -> None:
     bus: Any = RecordingBus()
-    faults.lose_events(bus, "events", EngineSettings(model="dynamo", engine=engine, sim_faults=script))
+    lose_events(bus, "events", EngineSettings(model="dynamo", engine=engine, sim_faults=script))
     for number in range(1, 8):
         bus.publish_all([Outgoing("events", b"%d" % number), Outgoing("chunks", b"%d" % number)])
     published = bus.take()
