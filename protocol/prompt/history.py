@@ -26,7 +26,7 @@ class Beside(enum.Enum):
 
 
 class AnswerForm(NamedTuple):
-    """The form in which a template takes past answers (`answer_form.py` finds it)."""
+    """The form in which a template takes past answers (`template.py` finds it)."""
 
     with_objects: bool = True
     """Whether arguments are objects rather than the wire's JSON text."""

@@ -4,7 +4,7 @@ jinja2's sandbox keeps a template away from the machine, but not from computing 
 a single expression. So the renderer process gets little CPU time for each conversation and little memory, and the
 kernel ends it if it exceeds them.
 
-Parent and child exchange msgpack messages over a socket pair (`frames.py`). The parent never waits, on sending or
+Parent and child exchange msgpack messages over a socket pair (`Frames`). The parent never waits, on sending or
 receiving, for a child that gets no CPU time: it ends it and starts another."""
 
 import functools

@@ -1,7 +1,7 @@
 """Reads how much memory a device has, and how much of it is free. Needs no engine's library.
 
 The host's memory is the machine's, within the limits of this process's control groups. GPU memory is read where the
-library that uses it is loaded: `gguf/devices.py` and `onnx/device.py`."""
+library that uses it is loaded: `gguf/backend.py` and `onnx/device.py`."""
 
 from collections.abc import Iterator
 from pathlib import Path
