@@ -28,9 +28,10 @@ def main() -> None:
         _print_error(f"tokenbus: {error}")
     except BrokenPipeError:
         status = _EXIT_BROKEN_PIPE
-    except OSError as error:
+    except OSError as error:  # a broker that can't be reached, a file, or a full disk below standard output
         status = 1
-        _print_error(f"tokenbus: {error.filename or 'the output can not be written'}: {error.strerror or error}")
+        where = error.filename or ("" if isinstance(error, ConnectionError) else "the output can not be written")
+        _print_error(": ".join(filter(None, ("tokenbus", where, error.strerror or str(error)))))
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

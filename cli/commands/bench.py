@@ -14,7 +14,7 @@ from rich.console import Console
 from tokenbus.cli.console import connection_flags, load_flags, session
 from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.load_flags import TO_STANDARD_OUTPUT, plan_of
-from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, with_client
+from tokenbus.cli.console.session import EXIT_INTERRUPTED, with_client
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import tasks
 from tokenbus.protocol.process import signals
@@ -35,11 +35,8 @@ def add_flags(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns the exit status: 0 if at least one request of every run finished without an error."""
-    try:
-        plan = plan_of(options)
-    except ValueError as error:
-        return print_error(str(error))
+    """Returns the exit status: 0 if at least one request of every run finished without an error. Raises ValueError."""
+    plan = plan_of(options)
     logs.log_errors_only()
     return with_client(options, partial(_bench, options, plan))
 

@@ -4,7 +4,7 @@ import argparse
 
 from tokenbus.cli.console import config, connection_flags, serve
 from tokenbus.cli.console.arguments import COUNT, INTERVAL, NAME, PORT, SECONDS, text, whole
-from tokenbus.cli.console.flags import Parser
+from tokenbus.cli.console.flags import Parser, fields_of
 from tokenbus.gateway.admission import keys
 from tokenbus.gateway.admission.aliases import Aliases
 from tokenbus.gateway.admission.settings import GatewaySettings
@@ -61,22 +61,11 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
     """Returns the settings that parsed flags describe. Raises ValueError."""
     return GatewaySettings(
         broker=connection_flags.settings_of(options),
-        prefix=options.prefix,
-        host=options.host,
-        port=options.port,
-        fd=options.fd,
-        tenant=options.tenant,
-        tenant_inbox=options.tenant_inbox,
         keys=keys.ApiKeys(config.api_keys() + options.api_key, anonymous_tenant=options.tenant),
         aliases=Aliases(options.alias, options.default_model),
         allowed_origins=tuple(options.allowed_origin),
-        max_requests=options.max_requests,
-        max_connections_per_address=options.max_connections_per_address,
-        max_body_bytes=options.max_body_bytes,
-        write_deadline_s=options.write_deadline_s,
         status_page=serve.status_settings(options),
-        otlp_traces_endpoint=options.otlp_traces_endpoint,
-        grace_s=options.grace_s,
+        **fields_of(GatewaySettings, options),
     )
 
 

@@ -20,7 +20,7 @@ from tokenbus.cli.console.arguments import NAMES, PATH, SWITCH, one_of, real, se
 from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.replay_live import LiveError, run_live
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
-from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, StartError
+from tokenbus.cli.console.supervisor import StartError
 from tokenbus.protocol import extras
 from tokenbus.protocol.process.parent import end_with
 from tokenbus.replay.offline import load_requests, play_all
@@ -72,7 +72,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replays the trace, prints a table and writes the requested files; returns the exit status."""
+    """Replays the trace, prints a table and writes the requested files; returns the exit status. Raises ValueError."""
     if options.live:
         extras.require("up", "replay --live")
     try:
@@ -87,8 +87,6 @@ def run(options: argparse.Namespace) -> int:
             options.json.write_bytes(_as_json(settings, runs))
         if options.html:
             options.html.write_text(_page(settings, runs), encoding="utf-8")
-    except ValueError as error:
-        return print_error(str(error), EXIT_BAD_SETTINGS)
     except (LiveError, nats_server.NatsServerError, StartError) as error:
         return print_error(str(error))
     except (asyncio.CancelledError, KeyboardInterrupt):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tokenbus.cli.console import connection_flags, serve
 from tokenbus.cli.console.arguments import COUNT, MIB, NAME, SECONDS, ArgumentType, real, whole
-from tokenbus.cli.console.flags import Flag, Parser, text_of
+from tokenbus.cli.console.flags import Flag, Parser, fields_of, text_of
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.placement.policies import POLICIES
 from tokenbus.router.placement.remote_prefills import MIN_REMOTE_PREFILL_TOKENS
@@ -81,24 +81,16 @@ def settings_of(options: argparse.Namespace) -> RouterSettings:
     """Returns the settings that parsed flags describe. Raises ValueError."""
     return RouterSettings(
         broker=connection_flags.settings_of(options),
-        prefix=options.prefix,
-        router_id=options.router_id,
-        policy=options.policy,
-        temperature=options.temperature,
         min_remote_prefill_tokens=options.remote_prefill_tokens,
         queue=QueueSettings(options.max_queued_requests, options.max_queued_tokens),
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
-        max_request_bytes=options.max_request_bytes,
-        tenant_upload_bytes=options.tenant_upload_bytes,
         tokenization_cache_bytes=options.tokenization_cache_mib << 20,
-        patience_s=options.patience_s,
-        hold_s=options.hold_s,
         expected_models=tuple(options.expect_model),
         status_page=serve.status_settings(options),
-        otlp_traces_endpoint=options.otlp_traces_endpoint,
         tenant_limits=options.tenant_limit,
         tenant_limit_overrides=dict(options.tenant_limit_for),
         request_log=RequestLogSettings(options.slow_wait_s, options.log_prompt_chars),
+        **fields_of(RouterSettings, options),
     )
 
 

@@ -22,7 +22,7 @@ from tokenbus.cli.console.arguments import (
     text,
     whole,
 )
-from tokenbus.cli.console.flags import Flag, Parser
+from tokenbus.cli.console.flags import Flag, Parser, fields_of
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.telemetry import logs
@@ -87,12 +87,9 @@ def _add_model_flags(parser: Parser, *, is_required: bool) -> None:
     name = "name that clients request, one for each --model"
     flag("--served-name -a --served-model-name", NAME, name, [], unset="the file's name")
     flag.add(hub_flags.HUB_CACHE)
-    engine = "auto decides by the files; sim is a simulator whose --model is a timing"
-    flag("--engine", one_of("auto", "gguf", "onnx", "sim"), engine)
-    fingerprint = "name for these weights; must be the same on all workers of a model"
-    flag("--fingerprint", NAME, fingerprint, unset="a digest of the files")
-    quantize = "type to which a model in safetensors is converted: f16, q8_0, q4_k_m, ..."
-    flag("--quantize", text("TYPE"), quantize, unset="f16")
+    flag("--engine", one_of("auto", "gguf", "onnx", "sim"), "sim is a simulator whose --model is a timing")
+    flag("--fingerprint", NAME, "name for these weights, the same on all workers of a model", unset="a digest")
+    flag("--quantize", text("TYPE"), "type to which safetensors are converted: q8_0, q4_k_m, ...", unset="f16")
     flag("--pooling", _choice("pooling"), "how token vectors become one embedding")
     flag("--max-embed-tokens", COUNT, "longest input to a generative GGUF's embeddings, in tokens; 0: 2,048")
     role = "prefill computes prompts for others, decode leaves long prompts to those"
@@ -100,37 +97,29 @@ def _add_model_flags(parser: Parser, *, is_required: bool) -> None:
     flag("--worker-id", NAME, "stable name of this worker; replicas add -1, -2, ...", unset="by host and process")
     flag("--replicas", whole(1, 64), "replicas of each model, sharing its weights", 1)
     flag = parser.group("LoRA adapters")
-    lora = "LoRA adapter of the model, a GGUF or for ONNX also a PEFT folder, for all tenants or for these"
-    flag("--lora --lora-modules", _ADAPTER, lora, [])
-    folder = "folder whose adapters, NAME.gguf or PEFT folders, are loaded and unloaded as they appear and disappear"
-    flag("--lora-dir", text("DIR[@TENANT,...]"), folder, "")
+    flag("--lora --lora-modules", _ADAPTER, "an adapter, GGUF or PEFT folder (ONNX), for all tenants or for these", [])
+    flag("--lora-dir", text("DIR[@TENANT,...]"), "folder whose adapters come and go as its files do", "")
     flag = parser.group("models on demand", WorkerSettings)
-    budget = "load models when requests name them, and unload others so that all together take at most this; 0: off"
-    flag("--memory-budget-mib", MIB, budget, 0)
-    idle = "load models when requests name them, and unload those without a request for this long; 0: off"
-    flag("--idle-unload-s", real(0, metavar="SECONDS"), idle)
+    flag("--memory-budget-mib", MIB, "load models when they are requested, within this memory for all; 0: off", 0)
+    flag("--idle-unload-s", real(0, metavar="SECONDS"), "unload models that are not requested for this long; 0: off")
     flag("--pin", NAME, "a model, by its served name, that is loaded from the start and never unloaded", [])
 
 
 def _add_memory_flags(parser: Parser) -> None:
     flag = parser.group("memory and cache", _ENGINE, _SCHEDULER)
-    context = "tokens per sequence; 0: the model's own, if memory allows"
-    flag("--context-length -c --ctx-size --max-model-len", COUNT, context)
-    tokens = "tokens in the whole KV cache; 0: one to four contexts, if memory allows"
-    flag("--kv-tokens --max-total-tokens", COUNT, tokens)
+    flag("--context-length -c --ctx-size --max-model-len", COUNT, "tokens per sequence; 0: the model's own, if it fits")
+    flag("--kv-tokens --max-total-tokens", COUNT, "tokens in the whole KV cache; 0: one to four contexts, if they fit")
     flag("--kv-budget", MIB, "KV memory of all models; 0: no limit", 0)
-    share = "share of Tokenbus's memory on the machine to plan with"
-    flag("--memory-share --gpu-memory-utilization", real(0.001, 1), share)
+    flag("--memory-share --gpu-memory-utilization", real(0.001, 1), "share of the machine's memory to plan with")
     flag("--kv-block-size --block-size --page-size", _AUTO, "tokens per KV block; -1: 16")
     flag("--cache-type-k -ctk", _choice("cache_type_k"), "type of cached keys")
     flag("--cache-type-v -ctv", _choice("cache_type_v"), "type of cached values; q types need flash attention")
     host = "host memory for offloaded prefixes; -1: up to 1,024; 0: none"
     flag("--host-cache-mib -cram --cache-ram", whole(-1, metavar="MIB"), host)
-    keep = "keep cached prefixes across restarts, in files that only this user can read; they contain users' text"
-    keep += "; without DIR: in ~/.local/state/tokenbus/cache"
+    keep = "keep cached prefixes, which are users' text, across restarts; without DIR: in ~/.local/state/tokenbus/cache"
     flag("--keep-cache", ArgumentType(_folder, "a folder", "DIR"), keep, const=_state_folder())
     flag("--keep-cache-mib", whole(1, metavar="MIB"), "size of all files there; the longest unused go first")
-    least = "tokens of the shortest cached prefix; 0: any; -1: any, or 128 if a cached prefix takes much memory"
+    least = "tokens of the shortest cached prefix; 0: any; -1: any, or 128 if a prefix takes much memory"
     flag("--min-prefix-tokens", _AUTO, least)
     flag("--kept-share", real(0, 1), "share of cached prefixes that each tenant may keep by its hints")
     flag("--max-kept-s", real(0, metavar="SECONDS"), "longest time for which it may keep an unused prefix")
@@ -138,16 +127,14 @@ def _add_memory_flags(parser: Parser) -> None:
 
 def _add_scheduling_flags(parser: Parser) -> None:
     flag = parser.group("scheduling and limits", _ENGINE, _SCHEDULER, WorkerSettings, FrontendSettings)
-    parallel = "sequences that run at the same time; -1: 16"
-    flag("--max-num-seqs -np --parallel --max-running-requests", _AUTO, parallel)
+    flag("--max-num-seqs -np --parallel --max-running-requests", _AUTO, "sequences that run at once; -1: 16")
     flag("--max-num-batched-tokens -b --batch-size", whole(2), "tokens per step")
     flag("--step-target-ms", real(0, metavar="MS"), "longest time that a step should take while streams run")
     flag("--expected-tokens", COUNT, "tokens an answer is expected to use; 0: learned from recent ones")
     flag("--priority-s", real(0, 3_600, "SECONDS"), "waiting time that one step of priority is worth")
     flag("--max-waiting", whole(0, 1 << 20), "accepted requests that may wait for the engine", reloads=True)
     flag("--max-prompt-tokens", COUNT, "longest prompt in tokens; 0: the context", reloads=True)
-    length = "length of a completion without max_tokens"
-    flag("--max-new-tokens -n --predict --n-predict", whole(1), length, reloads=True)
+    flag("--max-new-tokens -n --predict --n-predict", whole(1), "length without a request's max_tokens", reloads=True)
     flag("--reasoning-budget-message", _MESSAGE, "text that ends reasoning whose budget is spent", reloads=True)
     flag.add(serve.INBOX_PREFIXES)
 
@@ -161,8 +148,7 @@ def _add_device_flags(parser: Parser) -> None:
     flag("--main-gpu -mg", COUNT, "GPU that holds what is not split among GPUs")
     flag("--split-mode -sm", _choice("split_mode"), "how GPUs share the model")
     flag("--tensor-split -ts", SHARES, "share of the model for each GPU", unset="by their free memory")
-    devices = "devices that share the model, such as CUDA0,CUDA1 or cuda:0, or none (GGUF) or cpu (ONNX) for the CPU "
-    devices += "alone; given once, or once for each of --replicas"
+    devices = "devices that share the model, e.g. CUDA0,CUDA1 or cuda:0, none (GGUF) or cpu (ONNX); once or per replica"
     flag("--devices -dev --device", NAMES, devices, [], unset="the engine's choice")
     flag("--step-timeout-s", real(0.1, 86_400, "SECONDS"), "time after which a step counts as hung")
     flag = parser.group("ONNX models", _ONNX)
@@ -209,30 +195,17 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
             for name, model in zip(names, options.model, strict=True)
             for engine, replicas in _engines_of(options, model, on_demand=name in on_demand)
         ),
-        hub_cache=options.hub_cache,
         kv_budget_bytes=options.kv_budget << 20,
         memory_budget_bytes=options.memory_budget_mib << 20,
-        idle_unload_s=options.idle_unload_s,
         broker=connection_flags.settings_of(options),
-        prefix=options.prefix,
-        worker_id=options.worker_id,
         status_page=serve.status_settings(options),
         log=logs.LogSettings(options.log_level or "", options.log_format or ""),
-        otlp_traces_endpoint=options.otlp_traces_endpoint,
-        vllm_metrics=options.vllm_metrics,
         frontend=FrontendSettings(
             inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
-            max_prompt_tokens=options.max_prompt_tokens,
-            max_new_tokens=options.max_new_tokens,
-            reasoning_budget_message=options.reasoning_budget_message,
-            role=messages.WorkerRole(options.role),
-            slow_wait_s=options.slow_wait_s,
             debug=_is_debug(),
+            **fields_of(FrontendSettings, options) | {"role": messages.WorkerRole(options.role)},
         ),
-        max_waiting=options.max_waiting,
-        grace_s=options.grace_s,
-        handover_s=options.handover_s,
-        step_timeout_s=options.step_timeout_s,
+        **fields_of(WorkerSettings, options),
     )
 
 
@@ -270,17 +243,14 @@ def _engines_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> 
 
 
 def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> EngineSettings:
-    own = {name: getattr(options, name) for name in EngineSettings.__struct_fields__ if hasattr(options, name)}
+    own = fields_of(EngineSettings, options) | {"debug": _is_debug(), "model": _located(model)}
     del own["devices"]  # one group of them is for each replica
-    own["debug"] = _is_debug()
-    own["model"] = _located(model)
     if on_demand and options.host_cache_mib < 0 and not options.keep_cache:
         own["host_cache_mib"] = 0  # cached copies end with the model
     owners = min(BUSY_MODELS, len(options.model)) if on_demand else options.replicas * len(options.model)
     own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // owners)
-    scheduler = SchedulerSettings(**{name: getattr(options, name) for name in SchedulerSettings.__struct_fields__})
-    onnx = OnnxSettings(**{name: getattr(options, name) for name in OnnxSettings.__struct_fields__ if name in options})
-    return EngineSettings(**own, scheduler=scheduler, onnx=onnx)
+    scheduler = SchedulerSettings(**fields_of(SchedulerSettings, options))
+    return EngineSettings(**own, scheduler=scheduler, onnx=OnnxSettings(**fields_of(OnnxSettings, options)))
 
 
 def _located(model: str) -> str:

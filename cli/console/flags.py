@@ -117,6 +117,11 @@ def command_line(flags: Iterable[Flag], options: argparse.Namespace) -> list[str
     return [part for flag in given for part in flag.on_command_line(getattr(options, flag.dest))]
 
 
+def fields_of(settings: type, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options that are fields of these settings under the same name."""
+    return {name: getattr(options, name) for name in settings.__annotations__ if name in options}
+
+
 def dest_of(names: str) -> str:
     """Returns the name among parsed options of a flag with these names."""
     return names.split()[0].removeprefix("--").replace("-", "_")

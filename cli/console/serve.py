@@ -80,15 +80,10 @@ def run(
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.get_loop().set_exception_handler(tasks.log_uncaught)
             runner.run(serve(settings, reloader))
-    except ModelTooLargeError as error:  # it may fit later
+    except (ModelError, ValueError, ConnectionError) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
-        return 1
-    except (ModelError, ValueError) as error:
-        print(f"tokenbus: {error}", file=sys.stderr)
-        return EXIT_BAD_SETTINGS
-    except ConnectionError as error:
-        print(f"tokenbus: {error}", file=sys.stderr)
-        return 1
+        may_work_later = isinstance(error, ModelTooLargeError | ConnectionError)
+        return 1 if may_work_later else EXIT_BAD_SETTINGS
     except signals.StoppedError:
         pass
     return 0

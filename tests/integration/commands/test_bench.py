@@ -14,8 +14,7 @@ import structlog
 from tests.support.exact_client import cards, until_idle
 from tests.support.raw_client import RawClient
 from tests.support.system import command
-from tokenbus.cli.commands import bench as run
-from tokenbus.cli.console.flags import Parser
+from tokenbus.cli import main
 
 
 class Done(NamedTuple):
@@ -32,9 +31,7 @@ def bench(url: str, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
     """Runs the command in this process, since starting one would take longer than most benchmarks here."""
 
     def run_here(*arguments: str) -> Done:
-        parser = Parser("bench")
-        run.add_flags(parser)
-        status = run.run(parser.parse_args(["--nats", url, "--model", "demo", *arguments]))
+        status = main._run(["bench", "--nats", url, "--model", "demo", *arguments])
         return Done(status, *capsys.readouterr())
 
     yield run_here
@@ -100,7 +97,6 @@ def test_errors_are_counted_by_code_and_fail_the_command(bench: Bench) -> None:
         (("--vocabulary", "100000"), "the first request was refused: invalid_request: token_ids["),
         (("--input-tokens", "5000"), "--input-tokens 5000 and --output-tokens 64 do not fit the model's context of "),
         (("--model", "nobody"), "no worker serves 'nobody'; served models: demo"),
-        (("--rate", "1", "--concurrency", "1"), "--concurrency and --rate exclude each other"),
     ],
 )
 def test_what_can_not_be_measured_is_said_in_one_line(bench: Bench, arguments: tuple[str, ...], line: str) -> None:
@@ -108,6 +104,11 @@ def test_what_can_not_be_measured_is_said_in_one_line(bench: Bench, arguments: t
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"tokenbus: {line}")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_loads_that_exclude_each_other_are_a_mistake_of_the_command_line(bench: Bench) -> None:
+    said = "tokenbus: --concurrency and --rate exclude each other\n"
+    assert bench("--rate", "1", "--concurrency", "1") == (2, "", said)
 
 
 async def until_busy(bare: RawClient) -> None:
