@@ -8,9 +8,10 @@ from tokenbus.protocol.telemetry import tracing
 
 
 def add_flags(parser: Parser) -> None:
-    parser.add_argument("do", choices=("check", "show"), metavar="check|show", help="what to do")
-    section = "only the settings of this command: worker, router or gateway"
-    parser.add_argument("section", choices=config.SECTIONS, nargs="?", metavar="COMMAND", help=section)
+    do, section = arguments.one_of("check", "show"), arguments.one_of(*config.SECTIONS)
+    parser.add_argument("do", type=do.__call__, metavar="ACTION", help=do.allowed)
+    text = f"only the settings of {section.allowed}"
+    parser.add_argument("section", type=section.__call__, nargs="?", metavar="SERVER", help=text)
     parser.group("settings")("--file", arguments.PATH, "the settings file", variable=config.FILE_VARIABLE)
     parser.set_defaults(run=run)
 

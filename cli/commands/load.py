@@ -31,7 +31,9 @@ _SETTING = arguments.ArgumentType(_engine_setting, "a setting and its value", "N
 
 def add_flags(parser: Parser) -> None:
     parser.add_argument("worker_id", metavar="WORKER", help="the worker whose process is to load the model")
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="file, directory or Hub name, as that worker sees it")
+    parser.add_argument(
+        "source", metavar="MODEL", nargs="?", help="file, directory or Hub name, as that worker sees it"
+    )
     flag = parser.group("what to load")
     flag("--lora", _ADAPTER, "load this LoRA adapter into the worker's own model, and no other model")
     flag("--served-name --served-model-name", arguments.NAME, "name that clients request", unset="the file's name")
@@ -50,7 +52,7 @@ def add_unload_flags(parser: Parser) -> None:
 
 
 async def _load(options: argparse.Namespace, client: WireClient) -> int:
-    if (options.model is None) is (options.lora is None):
+    if (options.source is None) is (options.lora is None):
         return print_error("name either a MODEL or an adapter with --lora")
     if options.lora is not None:
         adapter, path, tenants = options.lora
@@ -61,7 +63,7 @@ async def _load(options: argparse.Namespace, client: WireClient) -> int:
         return await worker_control.carry_out(options, client, control, done, worker_control.SILENCE_S)
     control = internal.Control(
         op="load",
-        model=options.model,
+        model=options.source,
         served_name=options.served_name,
         replicas=options.replicas,
         settings=dict(options.set),

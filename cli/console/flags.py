@@ -17,6 +17,7 @@ _MIN_SIMILARITY = 0.7
 """The similarity, from 0 to 1, from which one name may be meant by another."""
 _WIDE = 64
 """Columns from which help has texts to the right of flags, and not below them."""
+_ONE_OF = re.compile("one of the arguments (.+) is required")
 _NEGATIVE = re.compile(r"^-\.?\d")
 
 
@@ -96,7 +97,7 @@ class Flag(NamedTuple):
     @property
     def help(self) -> str:
         again = "; may be repeated" if self.is_list else ""
-        default = "" if self.is_switch else "required" if self.required else f"default {self.default_text}"
+        default = "" if self.is_switch else "required" if self.required else f"default: {self.default_text}"
         limits = "" if self.range_text.endswith(" or more") else self.range_text  # the texts say what 0 and -1 mean
         facts = "; ".join(part for part in (limits, default) if part)
         hidden = [alias for alias in self.aliases if not is_short(alias)]
@@ -216,6 +217,8 @@ class Parser(argparse.ArgumentParser):
         if place == "the following arguments are required":
             needed = " and ".join(name.partition("/")[0] for name in problem.split(", "))
             raise self._usage_error(f"needs {needed}")
+        if choices := _ONE_OF.fullmatch(message):
+            raise self._usage_error(f"needs {' or '.join(choices[1].split())}")
         if not mark or not message.startswith("argument "):
             raise self._usage_error(message)
         problem = problem.replace("expected one argument", "needs a value")

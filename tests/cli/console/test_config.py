@@ -236,6 +236,8 @@ def test_a_pipe_without_a_reader_ends_a_command_in_silence() -> None:
         (("generat",), 2, "tokenbus: no such command generat; did you mean generate? `tokenbus help` lists all"),
         (("help", "xyz"), 2, "tokenbus: no such command xyz; `tokenbus help` lists all"),
         (("-x",), 2, "tokenbus: options follow the command: tokenbus COMMAND -x; `tokenbus help` lists all"),
+        (("session", "s"), 2, "tokenbus session: needs --keep-s or --end; `tokenbus session --help` lists all"),
+        (("config", "foo"), 2, "tokenbus config: ACTION must be check or show, got foo"),
         (("generate",), 2, "tokenbus generate: needs PROMPT; `tokenbus generate --help` lists all"),
     ],
 )

@@ -38,7 +38,7 @@ def test_every_option_of_every_command_is_declared_with_a_text_a_default_and_a_g
         assert flag.title, flag.name
         assert len(flag.text) > 3, flag.name
         assert flag.text.endswith("...") or not flag.text.endswith("."), flag.name
-        assert flag.is_switch or "default " in flag.help or "required" in flag.help, flag.name
+        assert flag.is_switch or "default: " in flag.help or "required" in flag.help, flag.name
         assert flag.names == flag.names.lower(), flag.name
     assert all(action.help for action in made._actions)
 
@@ -90,10 +90,10 @@ def test_help_shows_range_and_default_and_all_names(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("COLUMNS", "100")
     lines = [" ".join(line.split()) for line in parser().format_help().splitlines()]
     assert lines[:4] == ["usage: tokenbus test [OPTIONS]", "", "Try it.", ""]
-    assert "-t, --threads N CPU threads (0 to 64; default 4) [also --cores]" in lines
-    assert "--share X share of it (above 0, up to 1; default all)" in lines
-    assert "-n, --name NAME a name; may be repeated (default none)" in lines
-    assert "--mode [CHOICE] the mode (on, off or auto; default auto) [also -fa]" in lines
+    assert "-t, --threads N CPU threads (0 to 64; default: 4) [also --cores]" in lines
+    assert "--share X share of it (above 0, up to 1; default: all)" in lines
+    assert "-n, --name NAME a name; may be repeated (default: none)" in lines
+    assert "--mode [CHOICE] the mode (on, off or auto; default: auto) [also -fa]" in lines
 
 
 @pytest.mark.parametrize(
