@@ -168,6 +168,8 @@ def main() -> None:
             build(VERSION)
     except (requirements.LackError, progress.CommandFailedError) as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
     print(cached(VERSION))
 
 
