@@ -3,6 +3,8 @@
 import json
 import socket
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -11,7 +13,7 @@ import openai
 import pytest
 
 from tests.gateway.test_calls import UNNAMED, post
-from tests.support.system import Gateway, running_gateway
+from tests.support.system import Gateway, running_gateway, running_up, running_worker
 from tokenbus.protocol.wire import limits
 
 MAX_BODY_BYTES = 1_000_000
@@ -88,23 +90,30 @@ def asking(path: str, field: str, conversation: list[Any]) -> dict[str, Any]:
     return {name: value for name, value in BODIES[path].items() if name != "prompt"} | {field: conversation}
 
 
-def answer_with(gateway: Gateway) -> list[str]:
-    """Returns the texts of a stream's chunks; they are the same each time."""
+def answer_with(gateway: Gateway) -> str:
+    """Returns the text of a stream of two seconds, which is the same each time."""
     client = openai.OpenAI(base_url=gateway.url, api_key="secret", max_retries=0, timeout=60)
     asked = [{"role": "user", "content": "Tell me a story."}]
     body = {"ignore_eos": True}
     with (
         client,
         client.chat.completions.create(
-            model="demo",
+            model="slow",
             messages=asked,  # type: ignore[arg-type]
             temperature=0,
-            max_tokens=400,
+            max_tokens=40,
             stream=True,
             extra_body=body,
         ) as stream,
     ):
-        return [event.choices[0].delta.content or "" for event in stream]
+        return "".join(event.choices[0].delta.content or "" for event in stream)
+
+
+def models_of(gateway: Gateway) -> list[Any]:
+    asked = urllib.request.Request(f"{gateway.url}/models", headers=KEY)
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        found: list[Any] = json.loads(answer.read())["data"]
+    return found
 
 
 RANKING = ("/v1/rerank", "/v2/rerank", "/v1/score")
@@ -112,16 +121,25 @@ RANKING = ("/v1/rerank", "/v2/rerank", "/v1/score")
 
 
 @pytest.fixture(scope="module")
-def gateway(said: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway with a key, while whose tests a stream runs again and again, which has to stay the same."""
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway with a key, while whose tests a stream runs again and again, which has to stay the same.
+
+    Its tokens come every 50 ms: a stream of the model that the tests use would take a core for as long as they last."""
     flags = ("--max-body-bytes", str(MAX_BODY_BYTES), "--api-key", "secret=default")
-    with running_gateway(said["nats"], tmp_path_factory.mktemp("bad"), *flags) as gateway:
-        undisturbed, is_over = "".join(answer_with(gateway)), threading.Event()
+    slow = ("--engine", "sim", "--model", "steps-of-50ms", "--served-name", "slow")
+    with (
+        running_up("--workers", "1", "--threads", "1") as url,
+        running_worker(url, *slow),
+        running_gateway(url, tmp_path_factory.mktemp("bad"), *flags) as gateway,
+    ):
+        while len(models_of(gateway)) < 2:
+            time.sleep(0.02)
+        undisturbed, is_over = answer_with(gateway), threading.Event()
         found: list[str] = []
 
         def stream() -> None:
             while not is_over.is_set():
-                found.append("".join(answer_with(gateway)))
+                found.append(answer_with(gateway))
 
         thread = threading.Thread(target=stream)
         thread.start()
