@@ -10,6 +10,8 @@ RUNBOOKS ?=
 BIN := .venv/bin
 PRODUCT := .venv/.product
 READY := .venv/.ready
+# Where it is set, as in many containers, every test process would compile all tests again in every run.
+unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n 4 --dist worksteal --ignore tests/laws
 
 .PHONY: up install test test-long durations check conformance hostile chaos architectures architectures-check format bench demo-model dashboards rules clean

@@ -246,19 +246,19 @@ class _CountsPreemptions(EngineListener):
 
 
 async def answers(settings: EngineSettings, *, together: bool) -> tuple[list[list[int]], int]:
-    """Returns the answers to requests for some 200 tokens each, and the number of preemptions. Most are drawn, some are
+    """Returns the answers to requests for some 120 tokens each, and the number of preemptions. Most are drawn, some are
     constrained where the engine can, the reasoning of some is limited, and one is not cached."""
     engine = demo_engine(settings)
     engine.listener = listener = _CountsPreemptions()
     config = await engine.start("kit")
     asked = [
-        request(prompt(config, number), max_tokens=200, temperature=number % 2, seed=number, cache=number != 4)
+        request(prompt(config, number), max_tokens=120, temperature=number % 2, seed=number, cache=number != 4)
         for number in range(5)
     ]
     if "structured_output" in config.features:
         asked += [long_constrained(config, number) for number in range(6)]
     if "reasoning_budget" in config.features:
-        asked += [reasoning_rules.reasoning(config, 60 * number, number, max_tokens=200) for number in range(3)]
+        asked += [reasoning_rules.reasoning(config, 36 * number, number, max_tokens=120) for number in range(3)]
     if "lora" in config.features:  # a step is decoded in several parts
         used = (Adapter(await adapter_rules.load(engine, 1), 1.0),)
         asked[::2] = [codec.replace(one, adapters=used) for one in asked[::2]]

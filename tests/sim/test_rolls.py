@@ -17,6 +17,9 @@ from tests.sim.world import Process, World, world
 from tokenbus.protocol.wire import errors
 
 NUM_ROLLS = int(os.environ.get("TOKENBUS_ROLLS", "30"))
+NUM_QUICK = 10
+"""`make test` plays this many of each kind, and `make test-long` the others."""
+SEEDS = [pytest.param(seed, marks=[pytest.mark.long] if seed >= NUM_QUICK else []) for seed in range(NUM_ROLLS)]
 REFUSALS = (errors.Code.NO_WORKER, errors.Code.OVERLOADED, errors.Code.SHUTTING_DOWN)
 """The ways in which requests end that no worker has accepted."""
 
@@ -159,16 +162,16 @@ def play(seed: int, slowest_s: float, *, loses_connections: bool = False) -> Non
             raise
 
 
-@pytest.mark.parametrize("seed", range(NUM_ROLLS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_rolling_everything_cuts_no_stream(seed: int) -> None:
     play(seed, 0.002)
 
 
-@pytest.mark.parametrize("seed", range(NUM_ROLLS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_rolling_everything_over_a_slow_network_cuts_no_stream(seed: int) -> None:
     play(seed, 0.05)
 
 
-@pytest.mark.parametrize("seed", range(NUM_ROLLS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_rolling_everything_while_connections_break_cuts_no_stream(seed: int) -> None:
     play(seed, 0.002, loses_connections=True)

@@ -34,6 +34,10 @@ OFFERED = {
 }
 """No bundles are offered for WordPiece and Unigram, which only embedding models use."""
 
+LARGE = {"command-r", "deepseek-llm", "falcon", "llama-bpe", "qwen35"}
+"""Large vocabularies that are merged like others here. How each of them cuts a text, test_tokenizers.py tries on a
+small vocabulary in every run."""
+
 _BETWEEN = "\n__ggml_vocab_test__\n"
 
 
@@ -59,7 +63,15 @@ def test_the_table_names_every_vocabulary_that_there_is(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "offered"), OFFERED.items(), ids=[f"{name}-{'offered' if OFFERED[name] else 'asked'}" for name in OFFERED]
+    ("name", "offered"),
+    [
+        pytest.param(
+            *(name, offered),
+            id=f"{name}-{'offered' if offered else 'asked'}",
+            marks=[pytest.mark.long] if name in LARGE else [],
+        )
+        for name, offered in OFFERED.items()
+    ],
 )
 def test_a_vocabulary_is_offered_where_it_can_be_rebuilt(folder: Path, name: str, offered: bool) -> None:
     path = folder / f"ggml-vocab-{name}.gguf"
@@ -70,5 +82,6 @@ def test_a_vocabulary_is_offered_where_it_can_be_rebuilt(folder: Path, name: str
             return
         encode = prompt.load_encoder(tokenizer_bundle.unpack(packed).tokenizer_json)
         texts = texts_of(path)
-        assert [encode(text) for text in texts] == [loaded.tokenizer.encode(text) for text in texts]
-        assert not texts or [encode(text) for text in texts] == ids_of(path)
+        encoded = [encode(text) for text in texts]
+        assert encoded == [loaded.tokenizer.encode(text) for text in texts]
+        assert not texts or encoded == ids_of(path)
