@@ -74,7 +74,12 @@ async def test_streams_of_the_only_worker_go_on_when_it_is_stopped_and_started_a
     assert await check_all_went_on(answers, calm) == [2] * 4
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.parametrize(
+    "how",
+    # That of a stopped router is proved by tests/sim/test_handover.py in every run.
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL],
+    ids=["stopped", "killed"],
+)
 async def test_streams_survive_their_worker_after_their_router_was(system: System, how: signal.Signals) -> None:
     for name in ROUTERS:
         system.router(name)

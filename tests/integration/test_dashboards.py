@@ -238,6 +238,7 @@ async def test_alerts_fire_when_the_queue_is_full_and_clear_when_it_is_worked_of
         while not {"TokenbusQueueFilling", "TokenbusOverloaded"} <= await prometheus.firing():
             refused = await bare.ask({"prompt": "x"})
             assert refused.messages[-1]["error"]["code"] == "overloaded"
+            await asyncio.sleep(0.05)
     for name in names:
         await bare.nats.request(f"{PREFIX}.cancel.{name}", b"", timeout=5)
     await prometheus.until_clear("TokenbusQueueFilling", "TokenbusOverloaded")
