@@ -4,7 +4,6 @@ memory holds the keys and values of all."""
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError
@@ -18,7 +17,9 @@ _RECLAIM_S = 60.0
 
 
 class StepGate:
-    """Counts the steps in progress of loops that share a process and its device. Safe to use from any thread."""
+    """Lets the step loops of a process step side by side, or one of them alone.
+
+    Counts the steps in progress of loops that share a process and its device. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -28,7 +29,7 @@ class StepGate:
     def __repr__(self) -> str:
         return f"<StepGate{' closed' if self._is_closed else ''}, {self._num_stepping} stepping>"
 
-    @contextmanager
+    @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Encloses one step; waits while another loop has the device to itself."""
         with self._changed:
@@ -56,7 +57,11 @@ class StepGate:
 
 
 class KvPool:
-    """Safe to use from any thread. Its budget is the first replica's: a worker has one budget for all."""
+    """The KV memory of all replicas. Safe to use from any thread. Its budget is the first replica's: a worker has one
+    budget for all.
+
+    A replica's step loop asks before each step how many lanes it may hold, and reports after the step's KV ops how many
+    it holds. A replica that has nothing to compute is woken when it may hold more lanes, or has to give some back."""
 
     def __init__(self, reclaim_s: float = _RECLAIM_S) -> None:
         self._reclaim_s = reclaim_s
