@@ -31,7 +31,8 @@ class Client:
     same time, in any number of tasks.
 
     Methods raise TokenbusError, whose subclasses say what can be done about it. A model is named as workers serve it;
-    `<model>:<adapter>` is the model with a LoRA adapter."""
+    `<model>:<adapter>` is the model with a LoRA adapter. The name may be left out while only one served model can do
+    what is asked; if there are several, the InvalidRequestError names them."""
 
     def __init__(self, url: str | None = None, **options: Unpack[ConnectOptions]) -> None:
         """`url` is the address of the NATS broker, or several of one cluster, separated by commas. The variable
@@ -113,7 +114,7 @@ class Client:
         unknown field or a value of a wrong type. The stream raises all other errors."""
         wire = self._wire
         with _raising():
-            stream = wire.generate(_name(model), headers=headers, resume=resume, **fields)
+            stream = wire.generate(_checked(model), headers=headers, resume=resume, **fields)
         return Stream(stream, self._loop)
 
     async def embed(self, model: str | None = None, **fields: Unpack[EmbedFields]) -> Embeddings:
@@ -121,7 +122,7 @@ class Client:
         with _raising():
             request = field_reader.read(fields, messages.EmbedRequest)
             request = codec.replace(request, id=request.id or secrets.token_urlsafe(16), encoding="base64")
-            reply = await embedding.embed(self._wire, _name(model), request)
+            reply = await embedding.embed(self._wire, await self._model(model, "embed"), request)
         return Embeddings(
             model=reply.model or None,
             embeddings=[embedding.numbers_of(row) for row in reply.embeddings or ()],
@@ -132,7 +133,7 @@ class Client:
         """Returns the `documents` in the order of their relevance to the `query`."""
         with _raising():
             request = field_reader.read(fields, messages.RerankRequest)
-            reply = await self._wire.rerank(_name(model), request)
+            reply = await self._wire.rerank(await self._model(model, "rerank"), request)
         return Ranking(
             model=reply.model or None, results=reply.results or [], usage=answer.usage_of(reply.usage or None)
         )
@@ -141,7 +142,7 @@ class Client:
         """Returns the tokens of a `prompt` or of `messages`, or with `only_count` their number."""
         with _raising():
             request = field_reader.read(fields, messages.TokenizeRequest)
-            reply = await self._wire.tokenize(_name(model), request)
+            reply = await self._wire.tokenize(await self._model(model), request)
         return PromptTokens(
             model=reply.model or None,
             count=reply.count or 0,
@@ -153,7 +154,7 @@ class Client:
         """Returns the text that `token_ids` have in an answer."""
         with _raising():
             request = field_reader.read(fields, messages.DetokenizeRequest)
-            reply = await self._wire.detokenize(_name(model), request)
+            reply = await self._wire.detokenize(await self._model(model), request)
         return reply.text or ""
 
     async def models(self, timeout_s: float = 5.0) -> list[ServedModelInfo]:
@@ -183,12 +184,16 @@ class Client:
         """Asks the model's workers to keep the cached prefixes of one of this tenant's sessions for that long. This is
         a hint: its effect is not reported."""
         with _raising():
-            await self._wire.keep_session(_name(model), session_id, ttl_s)
+            await self._wire.keep_session(await self._model(model, "generate"), session_id, ttl_s)
 
     async def end_session(self, model: str | None = None, *, session_id: str) -> None:
         """Says that one of this tenant's sessions has ended: what only it has cached is evicted first."""
         with _raising():
-            await self._wire.end_session(_name(model), session_id)
+            await self._wire.end_session(await self._model(model, "generate"), session_id)
+
+    async def _model(self, model: str | None, feature: str = "") -> str:
+        """Returns the model to ask: without a name, the only one that has this feature. Raises InvalidRequestError."""
+        return _checked(model) or await self._wire.default_model(feature)
 
     @property
     def _wire(self) -> WireClient:
@@ -208,10 +213,10 @@ def _raising() -> Iterator[None]:
         raise errors.exception_of(error.error) from error.__cause__
 
 
-def _name(model: str | None) -> str:
-    """Returns the name of the model to ask. Raises InvalidRequestError."""
+def _checked(model: str | None) -> str | None:
+    """Returns the name of a model, or None for none. Raises InvalidRequestError."""
     if model is None:
-        raise errors.invalid("model", "name one of those that `models()` returns")
+        return None
     try:
         subjects.encode_name(model)
     except ValueError as error:

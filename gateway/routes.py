@@ -38,6 +38,8 @@ class Routes:
         self._services = services
         self._catalog = Catalog(services.tenants.gateway_client.models)
         """The listing that tells the gateway itself whether a router answers."""
+        self._catalogs: dict[str, Catalog] = {}
+        """A catalog for each tenant, since tenants may use different adapters."""
 
     def __repr__(self) -> str:
         return f"<Routes {self._services.limit!r}>"
@@ -117,7 +119,9 @@ class Routes:
     async def _listing(self, request: Request) -> Listing:
         """Returns the models visible to a request, and their aliases. Raises ApiError and RequestError."""
         tenant, client = self._services.tenants.authenticate(request)
-        listing = await self._services.catalogs.of(tenant, client.models).listing()
+        if tenant not in self._catalogs:
+            self._catalogs[tenant] = Catalog(client.models)
+        listing = await self._catalogs[tenant].listing()
         return listing.with_aliases(self._services.aliases)
 
 

@@ -13,7 +13,6 @@ from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors
-from tokenbus.protocol.wire.default_model import default_model
 
 MODEL = Flag("--model -m", arguments.NAME, "the served model", unset="the only one that can do it")
 EXIT_INTERRUPTED = 130
@@ -50,8 +49,7 @@ async def model_of(options: argparse.Namespace, client: WireClient, feature: str
     RequestError if there are none or several."""
     if options.model is not None:
         return str(options.model)
-    served = (await client.models()).models
-    return default_model({one.model: one.features for one in served}, feature)
+    return await client.default_model(feature)
 
 
 async def print_request_error(client: WireClient, model: str | None, error: errors.Error) -> int:

@@ -70,7 +70,7 @@ class ChunkStream:
         self._transport = transport
         self._submitted_at = now
         self.subject = subject
-        """Subject to which the request is published."""
+        """Subject to which the request is published; empty until it is known which model is the default."""
         self.served_by: str | None = None
         """The model whose workers have the request, once known from one of its chunks."""
         self._span = span
@@ -88,7 +88,7 @@ class ChunkStream:
         self._arrived = asyncio.Event()
         self._is_cancelled = False
         self.is_uploading = False
-        """Whether parts of the request are still unsent, so that no process can answer a resync."""
+        """Whether the request, or parts of it, are still unsent, so that no process can answer a resync."""
         self._ended = False
 
     @property
@@ -149,6 +149,11 @@ class ChunkStream:
         else:
             self._is_cancelled = True
             self._send_cancel()
+
+    def address(self, subject: str) -> None:
+        """Sets the subject of a request that has had none yet."""
+        assert not self.subject, f"{self!r} has the subject {self.subject}"
+        self.subject = subject
 
     def submit(self) -> None:
         """Publishes the request; call it once."""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from operator import methodcaller
 
 from nats.aio.msg import Msg
@@ -109,6 +109,29 @@ class Inbox:
                 lambda _: stream.refuse(errors.make_error(errors.Code.INTERNAL), time.monotonic()),
             )
 
+    def submit_when_addressed(self, stream: ChunkStream, find_subject: Callable[[], Awaitable[str]]) -> None:
+        """Submits a stream as soon as the subject of its request is found. If none is, the stream is told why."""
+        token = secrets.token_hex(8)
+        self._streams[token], self._reply_tokens[stream] = stream, token
+        self._is_idle.clear()
+        stream.is_uploading = True
+        self._uploads[token] = tasks.background(
+            "address",
+            self._address(stream, find_subject),
+            lambda _: stream.fail(errors.make_error(errors.Code.INTERNAL)),
+        )
+
+    async def _address(self, stream: ChunkStream, find_subject: Callable[[], Awaitable[str]]) -> None:
+        try:
+            subject = await find_subject()
+        except errors.RequestError as error:
+            stream.fail(error.error)
+            return
+        self.forget(stream)  # it is submitted under a reply subject of its own
+        stream.uploaded(time.monotonic())
+        stream.address(subject)
+        stream.submit()
+
     def _publish(self, stream: ChunkStream, message: bus.Outgoing) -> None:
         try:
             self._connection.publish(message.subject, message.payload, message.reply, message.headers)
@@ -141,6 +164,8 @@ class Inbox:
         stream.refuse(problem, time.monotonic())
 
     def send_cancel(self, stream: ChunkStream) -> None:
+        if not stream.subject:  # nothing has been published
+            return
         self._orphans.put(stream.request_id, True, time.monotonic())
         self._connection.publish(self._names.cancel(stream.request_id, self._tenant, self._model_of(stream)), b"")
 

@@ -18,8 +18,10 @@ from tokenbus.client.wire.inbox import Inbox
 from tokenbus.client.wire.request_fields import GenerateFields
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.shared_answer import SharedAnswer
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, messages, subjects
+from tokenbus.protocol.wire.default_model import default_model
 
 AnswerT = TypeVar("AnswerT", bound=messages.Message)
 ReplyT = TypeVar(
@@ -60,6 +62,8 @@ class WireClient:
         self._encoding = encoding
         self._tracer = tracer
         self._inbox = Inbox(connection, self._names, tenant, encoding, inbox_prefix)
+        self._served = SharedAnswer(self.models)
+        """Models that were served at most a second ago, for requests that name none."""
         self._inboxes = [self._inbox]
         """The inboxes of all tenants that share the connection; the connection's own comes first."""
 
@@ -133,14 +137,15 @@ class WireClient:
 
     def generate(
         self,
-        model: str,
+        model: str | None,
         request: messages.GenerateRequest | None = None,
         *,
         headers: tracing.Headers = None,
         resume: bool = True,
         **fields: Unpack[GenerateFields],
     ) -> ChunkStream:
-        """Requests a completion and returns its stream at once.
+        """Requests a completion and returns its stream at once. Without a model it is for the default one, and its
+        stream ends in an error if there is none.
 
         Pass a request, or the fields of one: `prompt`, `messages`, `token_ids`, `max_tokens`, `temperature` and so on.
         `headers` may name the trace that the request belongs to (`traceparent`). A stream whose worker is lost
@@ -150,11 +155,24 @@ class WireClient:
         request = request or field_reader.read(fields, messages.GenerateRequest)
         if request.id is None:
             request = codec.replace(request, id=secrets.token_urlsafe(16))
-        subject = self._names.generate(model, self._tenant)  # may raise, so it comes before the span starts
+        # may raise, so it comes before the span starts
+        subject = "" if model is None else self._names.generate(model, self._tenant)
         span = self._begin_span(model, request, headers)
         stream = ChunkStream(request, self._encoding, self._inbox, time.monotonic(), span, subject, resume=resume)
-        stream.submit()
+        if model is None:
+            self._inbox.submit_when_addressed(stream, self._default_subject)
+        else:
+            stream.submit()
         return stream
+
+    async def default_model(self, feature: str) -> str:
+        """Returns the only served model that has this feature: the one that a request means if it names none. Raises
+        RequestError if there are none or several. What is served is asked at most once a second."""
+        served = (await self._served.get()).models
+        return default_model({one.model: one.features for one in served}, feature)
+
+    async def _default_subject(self) -> str:
+        return self._names.generate(await self.default_model("generate"), self._tenant)
 
     def generate_choices(
         self, model: str, requests: Sequence[messages.GenerateRequest], n: int, *, headers: tracing.Headers = None
@@ -268,7 +286,9 @@ class WireClient:
         for inbox in self._inboxes:
             inbox.permissions_violated(words)
 
-    def _begin_span(self, model: str, request: messages.GenerateRequest, headers: tracing.Headers) -> tracing.Span:
+    def _begin_span(
+        self, model: str | None, request: messages.GenerateRequest, headers: tracing.Headers
+    ) -> tracing.Span:
         operation = "chat" if request.messages else "text_completion"
         known = {
             tracing.OPERATION: operation,
@@ -280,7 +300,7 @@ class WireClient:
             "gen_ai.request.temperature": request.temperature,
             "gen_ai.request.stream": request.stream is not False,
         }
-        return tracing.start_span(self._tracer, f"{operation} {model}", "client", headers, known)
+        return tracing.start_span(self._tracer, f"{operation} {model or ''}".rstrip(), "client", headers, known)
 
     async def _request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
         message = bus.Outgoing(subject, payload, headers=codec.content_headers(self._encoding))

@@ -1,6 +1,5 @@
 """Lists the models of a system, asking a router at most once a second for all clients."""
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -9,11 +8,9 @@ import msgspec
 from msgspec import UNSET
 
 from tokenbus.gateway.admission.aliases import Aliases
-from tokenbus.protocol import tasks
+from tokenbus.protocol.shared_answer import SharedAnswer
 from tokenbus.protocol.wire import errors, limits, messages, subjects
-from tokenbus.protocol.wire.default_model import default_model
 
-_KEEP_S = 1.0
 _MAX_NAME = 128
 
 
@@ -56,10 +53,6 @@ class Listing(NamedTuple):
             raise errors.request_error(errors.Code.NO_WORKER, f"nothing serves {name[:_MAX_NAME]!r} now")
         raise errors.request_error(errors.Code.MODEL_NOT_FOUND, f"no worker has ever served {name[:_MAX_NAME]!r}")
 
-    def default_model(self, feature: str) -> str:
-        """Returns the only model that has this feature, or raises RequestError."""
-        return default_model(self.features, feature)
-
     def with_aliases(self, aliases: Aliases) -> "Listing":
         """Returns the listing with the served aliases after the models."""
         models = {model.id: model for model in self.models}
@@ -72,28 +65,21 @@ NO_MODELS = Listing([], None)
 
 
 class Catalog:
-    """A cached listing of the models. Concurrent callers share a router's answer, or its failure."""
+    """A listing of the models that is at most a second old; all who ask meanwhile share a router's answer."""
 
     def __init__(
         self, ask: Callable[[], Awaitable[messages.ModelsReply]], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`ask` sends a `models` request and may raise RequestError."""
         self._ask = ask
-        self._clock = clock
-        self._asking: asyncio.Future[Listing] | None = None
-        self._answered_at = 0.0
+        self._listing = SharedAnswer(self._fetch, clock)
 
     def __repr__(self) -> str:
-        return f"<Catalog {self._asking}>"
+        return f"<Catalog {self._listing}>"
 
     async def listing(self) -> Listing:
         """Returns the current listing. Raises RequestError if no router answers."""
-        asking = self._asking
-        # A failure is cached like an answer, so that a router in trouble is not queried more often.
-        if asking is None or (asking.done() and self._clock() - self._answered_at >= _KEEP_S):
-            asking = self._asking = tasks.awaited(self._fetch())
-            asking.add_done_callback(self._note)
-        return await asyncio.shield(asking)  # a cancelled caller must not cancel the others
+        return await self._listing.get()
 
     async def _fetch(self) -> Listing:
         reply = await self._ask()
@@ -106,27 +92,6 @@ class Catalog:
             {served.model: served.workers or [] for served in reply.models},
             frozenset(served.model for served in reply.models if served.loadable is True),
         )
-
-    def _note(self, asked: "asyncio.Future[Listing]") -> None:
-        self._answered_at = self._clock()
-        if not asked.cancelled():
-            asked.exception()  # marks it as retrieved: all callers may have been cancelled
-
-
-class Catalogs:
-    """A catalog for each tenant, since tenants may use different adapters."""
-
-    def __init__(self) -> None:
-        self._by_tenant: dict[str, Catalog] = {}
-
-    def __repr__(self) -> str:
-        return f"<Catalogs of {len(self._by_tenant)} tenants>"
-
-    def of(self, tenant: str, ask: Callable[[], Awaitable[messages.ModelsReply]]) -> Catalog:
-        """Returns a tenant's catalog; `ask` sends a `models` request of this tenant."""
-        if tenant not in self._by_tenant:
-            self._by_tenant[tenant] = Catalog(ask)
-        return self._by_tenant[tenant]
 
 
 def _models(served: messages.ServedModel) -> list[Model]:

@@ -20,7 +20,6 @@ from tokenbus.gateway.http.body import BodyMemory, HeldBody
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.http.response_writer import ResponseWriter
 from tokenbus.gateway.serving import answering
-from tokenbus.gateway.serving.catalog import Catalogs
 from tokenbus.gateway.serving.dialect import ApiEndpoint, ErrorForm, Parsed, ParsedGeneration, UnnamedModelError
 from tokenbus.gateway.serving.request_log import RequestLog
 from tokenbus.protocol.bus.bus import Bus
@@ -42,7 +41,6 @@ class Services:
     broker: Bus
     metrics: GatewayMetrics
     tracer: tracing.Tracer
-    catalogs: Catalogs = dataclasses.field(default_factory=Catalogs)
     parser: body.LargeBodyParser = dataclasses.field(default_factory=body.LargeBodyParser)
 
 
@@ -97,8 +95,7 @@ class EndpointApp:
             parsed = await parser.parse(functools.partial(parse, default), len(payload))
         except UnnamedModelError:
             # Only then is it asked what is served. The same body is read again, with a model.
-            listing = await self._services.catalogs.of(tenant.name, tenant.client.models).listing()
-            default = listing.default_model(self._endpoint.feature)
+            default = await tenant.client.default_model(self._endpoint.feature)
             parsed = await parser.parse(functools.partial(parse, default), len(payload))
         if isinstance(parsed, ParsedGeneration):
             log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload), n=parsed.n)
