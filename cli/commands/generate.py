@@ -9,18 +9,7 @@ from typing import Any
 import msgspec
 
 from tokenbus.cli.console import answers, connection_flags, session
-from tokenbus.cli.console.arguments import (
-    NAME,
-    PATH,
-    SECONDS,
-    SWITCH,
-    TEXT,
-    ArgumentType,
-    above,
-    real,
-    text,
-    whole,
-)
+from tokenbus.cli.console.arguments import NAME, PATH, SECONDS, SWITCH, TEXT, ArgumentType, above, real, text, whole
 from tokenbus.cli.console.flags import FlagGroup, Parser, dest_of
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, decode_utf8, print_error, with_client
 from tokenbus.client.wire.chunk_stream import ChunkStream

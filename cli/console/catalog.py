@@ -18,13 +18,14 @@ class Command(NamedTuple):
     """An example, without `tokenbus`."""
     second: str
     place: str = ""
-    """The module in `cli/commands` and the function that adds the flags, if the command's name does not say both."""
+    """The module in `cli/commands` that has the command, if it is not of the command's name."""
 
     def make_parser(self, name: str) -> Parser:
         """Returns the command's parser with all flags."""
         parser = Parser(name, f"{self.text[0].upper()}{self.text[1:]}.", (self.first, self.second))
-        module, _, function = (self.place or name).partition(":")
-        getattr(module_of(module), function or "add_flags")(parser)
+        own = name.replace("-", "_")
+        add_flags = "add_flags" if self.place in ("", own) else f"add_{own}_flags"
+        getattr(module_of(self.place or own), add_flags)(parser)
         return parser
 
 
@@ -51,37 +52,26 @@ _RUN = {
 _ASK = {
     "generate": Command(
         "generate a completion and stream it",
-        *('generate "What is 20 + 22?"', "generate -m demo -n 200 --temperature 0 - < notes.txt"),
+        *('generate "What is 20 + 22?"', "generate -n 200 --temperature 0 - < notes.txt"),
     ),
-    "chat": Command("chat with a model", "chat", 'chat --model demo --system "Answer in one word."'),
+    "chat": Command("chat with a model", "chat", 'chat --system "Answer in one word."'),
     "embed": Command(
         "compute embeddings of texts, one line of JSON each",
-        *('embed --model demo "a text" "another"', "embed --model demo - < lines.txt", "generate:add_embed_flags"),
+        *('embed "a text" "another"', "embed - < lines.txt", "generate"),
     ),
     "rerank": Command(
         "rank texts by their relevance to a query",
-        *(
-            'rerank -m ranker "a question" "a text" "another"',
-            'rerank -m ranker --top-n 3 "a question" - < lines.txt',
-            "generate:add_rerank_flags",
-        ),
+        *('rerank "a question" "a text" "another"', 'rerank --top-n 3 "a question" - < lines.txt', "generate"),
     ),
-    "cancel": Command(
-        "cancel a running request", "cancel my-request", "cancel --tenant acme my-request", "generate:add_cancel_flags"
-    ),
+    "cancel": Command("cancel a running request", "cancel my-request", "cancel --tenant acme my-request", "generate"),
     "session": Command(
         "keep a session's cached prefixes for a while, or report its end",
-        *(
-            "session -m demo --keep-s 600 chat-1",
-            "session -m demo --end chat-1",
-            "generate:add_session_flags",
-        ),
+        *("session --keep-s 600 chat-1", "session --end chat-1", "generate"),
     ),
 }
 _OPERATE = {
     "models": Command(
-        "list the models and workers being served, or the models in the Hub's cache",
-        *("models", "models --local", "top:add_models_flags"),
+        "list the models and workers being served, or the models in the Hub's cache", "models", "models --local", "top"
     ),
     "top": Command("watch the fleet: load, KV blocks, tokens per second", "top", "top --once"),
     "doctor": Command(
@@ -95,8 +85,7 @@ _OPERATE = {
         *("pull org/repo:Q4_K_M", "pull --engine onnx org/repo"),
     ),
     "inspect": Command(
-        "show how a model writes reasoning and tool calls",
-        *("inspect chat.gguf", "inspect org/repo:Q4_K_M", "doctor:add_inspect_flags"),
+        "show how a model writes reasoning and tool calls", "inspect chat.gguf", "inspect org/repo:Q4_K_M", "doctor"
     ),
     "load": Command(
         "load another model, or an adapter, in a running worker",
@@ -104,15 +93,14 @@ _OPERATE = {
     ),
     "unload": Command(
         "let a worker finish its requests, then free its memory",
-        *("unload worker-1", "unload worker-1 --lora style", "load:add_unload_flags"),
+        *("unload worker-1", "unload worker-1 --lora style", "load"),
     ),
     "stop": Command(
-        "end one running request with what was generated so far",
-        *("stop my-request", "stop acme:my-request", "stopping:add_stop_flags"),
+        "end one running request with what was generated so far", "stop my-request", "stop acme:my-request", "stopping"
     ),
     "drain": Command(
         "let a worker finish, move or stop its requests, and leave",
-        *("drain worker-1", "drain worker-1 --grace-s 60 --stop", "stopping:add_drain_flags"),
+        *("drain worker-1", "drain worker-1 --grace-s 60 --stop", "stopping"),
     ),
 }
 _MEASURE = {
@@ -125,8 +113,7 @@ _MEASURE = {
         *("replay conversations", "replay trace.jsonl --workers 16 --policy kv,round_robin"),
     ),
     "wire-check": Command(
-        "check a running system against the rules of the wire contract",
-        *("wire-check --model demo", "wire-check --list", "wire_check"),
+        "check a running system against the rules of the wire contract", "wire-check --model demo", "wire-check --list"
     ),
 }
 _TITLES = {"run a system": _RUN, "send requests": _ASK, "look after a system": _OPERATE, "measure and check": _MEASURE}

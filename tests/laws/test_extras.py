@@ -14,7 +14,7 @@ from tests.laws.test_rooms import module_of, modules
 from tokenbus.cli.console import catalog, needs
 from tokenbus.protocol import extras
 
-COMMANDS = {name: f"cli/commands/{(one.place or name).partition(':')[0]}.py" for name, one in catalog.COMMANDS.items()}
+COMMANDS = {name: f"cli/commands/{one.place or name.replace('-', '_')}.py" for name, one in catalog.COMMANDS.items()}
 OF_ENGINES = {*extras.MODULES["worker"], *extras.MODULES["worker-onnx"]} - {*extras.MODULES["worker-core"]}
 """Which of these a worker imports depends on its models: `registry.check` looks for them."""
 BASE = {module for module, found in DISTRIBUTIONS.items() if names(found) & names(PROJECT["dependencies"])}
